@@ -1,0 +1,1 @@
+"""What router, shards and launcher share: the wire, its nouns, errors, settings and logging."""

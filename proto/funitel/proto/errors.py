@@ -1,0 +1,187 @@
+"""Every failure funitel can name, once, with the codes each protocol gives it.
+
+Handlers and the servicer map by attribute, never by `isinstance` ladders.
+
+    FunitelError
+    ├── InvalidRequest            the caller's request is wrong; the message names field, value and limit
+    │   ├── ContextTooLong        prompt or prompt + completion over the model's limits
+    │   ├── MalformedBody         not JSON at all
+    │   ├── PayloadTooLarge       body over --payload-limit
+    │   ├── UnsupportedMediaType  a body that is not application/json
+    │   └── TemplateError         the chat template refused the messages
+    ├── Unauthorized              missing or wrong API key
+    ├── Overloaded                too many requests at once
+    ├── NotReady                  starting or draining
+    ├── Cancelled                 the client left
+    ├── Incomplete                a generation ended without its final message
+    ├── ShardFailed               a shard died, diverged or timed out
+    ├── StepFailed                one step failed, the shard is sound
+    │   └── UnknownBatch          a call names a batch or request the shard does not hold
+    └── StartupError              a process cannot start
+        ├── SettingsError         flags or variables contradict each other
+        ├── WeightsError          checkpoint missing, truncated, mismatched
+        ├── UnsupportedModel      no way to run this architecture
+        └── NotEnoughMemory       weights or pool do not fit
+"""
+
+from typing import ClassVar
+
+import grpc
+
+
+class FunitelError(Exception):
+    """Base of all funitel errors. `message` is one line fit for a user."""
+
+    http_status: ClassVar[int] = 500
+    error_type: ClassVar[str] = "internal"
+    prefix: ClassVar[str] = ""
+    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    metric: ClassVar[str] = "generation"
+    retry_after: ClassVar[bool] = False
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = " ".join(message.split())
+
+    @property
+    def public_message(self) -> str:
+        """The text clients see: TGI's prefix for the class, then the message."""
+        return self.prefix + self.message
+
+
+class InvalidRequest(FunitelError):
+    """The request breaks a rule; nothing was computed. `param` names the field at fault, where there is one."""
+
+    http_status = 422
+    error_type = "validation"
+    prefix = "Input validation error: "
+    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    metric = "validation"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt, or prompt plus completion, exceeds the limits in tokens."""
+
+
+class MalformedBody(InvalidRequest):
+    """The body is not JSON."""
+
+    http_status = 400
+
+
+class PayloadTooLarge(InvalidRequest):
+    """The body exceeds `--payload-limit`."""
+
+    http_status = 413
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The body is not declared as JSON."""
+
+    http_status = 415
+
+
+class TemplateError(InvalidRequest):
+    """The chat template is missing or refused the messages."""
+
+    error_type = "template_error"
+    prefix = "Template error: "
+    metric = "template"
+
+
+class Unauthorized(FunitelError):
+    """Missing or wrong bearer token."""
+
+    http_status = 401
+    error_type = "unauthorized"
+    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    metric = "validation"
+
+
+class Overloaded(FunitelError):
+    """More concurrent requests than `--max-concurrent-requests`."""
+
+    http_status = 429
+    error_type = "overloaded"
+    prefix = "Model is overloaded"
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    metric = "overloaded"
+    retry_after = True
+
+
+class NotReady(FunitelError):
+    """The service is starting or draining."""
+
+    http_status = 503
+    error_type = "healthcheck"
+    prefix = "unhealthy: "
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+    retry_after = True
+
+
+class Cancelled(FunitelError):
+    """The client left; no answer is sent."""
+
+    http_status = 499
+    error_type = "cancelled"
+    grpc_status = grpc.StatusCode.CANCELLED
+    metric = "dropped"
+
+
+class Incomplete(FunitelError):
+    """A generation ended without its final message."""
+
+    http_status = 500
+    error_type = "incomplete_generation"
+    prefix = "Incomplete generation: "
+    metric = "incomplete"
+
+
+class ShardFailed(FunitelError):
+    """A shard died, gave an impossible answer or did not answer in time."""
+
+    http_status = 424
+    error_type = "generation"
+    prefix = "Request failed during generation: "
+    grpc_status = grpc.StatusCode.INTERNAL
+
+
+class StepFailed(FunitelError):
+    """One step failed; the shard is sound and its other batches are intact."""
+
+    http_status = 424
+    error_type = "generation"
+    prefix = "Request failed during generation: "
+    grpc_status = grpc.StatusCode.ABORTED
+
+
+class UnknownBatch(StepFailed):
+    """A call names a batch, or a request of it, that the shard does not hold. INTERNAL, as TGI's shards answer."""
+
+    grpc_status = grpc.StatusCode.INTERNAL
+
+
+class StartupError(FunitelError):
+    """A process cannot start; the message says what to change. Exit code 1."""
+
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class SettingsError(StartupError):
+    """Settings contradict each other or the machine."""
+
+
+class WeightsError(StartupError):
+    """A checkpoint is missing, truncated, mismatched or incomplete."""
+
+
+class UnsupportedModel(StartupError):
+    """No specification or code path runs this architecture."""
+
+
+class NotEnoughMemory(StartupError):
+    """Weights or the KV pool do not fit."""

@@ -1,0 +1,215 @@
+"""The nouns router and shards share: what a step shall compute and what it computed.
+
+Standard library only; knows neither protobuf nor torch. `wire` carries these across the process boundary.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+
+class Capability(StrEnum):
+    """What a shard understands beyond TGI's v3 wire (`InfoResponse.capabilities`)."""
+
+    STEP_SEQ = "step_seq"  # numbered calls, executed strictly in order on every rank
+    ROW_UPDATES = "row_updates"  # block grants and chunk lengths per step
+    TOKEN_IDS = "token_ids"  # prompts as input_ids, resumption through output_ids
+    COUNT_PENALTIES = "count_penalties"  # presence_penalty and count_penalty
+
+
+class FinishReason(IntEnum):
+    """Why a sequence ended; values are those of the wire."""
+
+    LENGTH = 0
+    EOS_TOKEN = 1
+    STOP_SEQUENCE = 2
+
+    @property
+    def native(self) -> str:
+        """The word of TGI's native routes."""
+        return self.name.lower()
+
+    @property
+    def openai(self) -> str:
+        """The word of OpenAI's routes."""
+        return "length" if self is FinishReason.LENGTH else "stop"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen. Defaults are neutral; the order of application is TGI's."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    do_sample: bool = False
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0  # times the token's share of the sequence, prompt included (TGI)
+    presence_penalty: float = 0.0  # once for each token the completion holds (OpenAI)
+    count_penalty: float = 0.0  # per occurrence in the completion (OpenAI's frequency_penalty)
+    watermark: bool = False
+    grammar: str = ""
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the token is drawn rather than the most likely one taken (TGI's rule)."""
+        return self.do_sample or self.temperature != 1.0 or self.top_k != 0 or self.top_p < 1.0 or self.typical_p < 1.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on the tokens seen so far."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+            or self.count_penalty != 0.0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoppingParams:
+    """When a sequence ends."""
+
+    max_new_tokens: int
+    stop_sequences: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceStart:
+    """One sequence as it enters a shard.
+
+    `input_ids` empty means the shard tokenizes `inputs` itself (a TGI router). `output_ids` are completion tokens
+    already produced elsewhere: the shard rebuilds its state over them silently and goes on.
+    """
+
+    request_id: int
+    sampling: SamplingParams
+    stopping: StoppingParams
+    input_ids: tuple[int, ...] = ()
+    output_ids: tuple[int, ...] = ()
+    blocks: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+    cache_len: int = 0
+    chunk_len: int | None = None
+    prefill_logprobs: bool = False
+    top_n_tokens: int = 0
+    inputs: str = ""
+    truncate: int = 0
+    add_special_tokens: bool = True
+    adapter_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowUpdate:
+    """What the router decides for one running row: granted blocks, and how many known tokens to compute."""
+
+    request_id: int
+    blocks: tuple[int, ...] = ()
+    chunk_len: int | None = None  # None: one token if decoding; 0: sit this step out
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBatch:
+    """A batch the shard keeps between steps."""
+
+    id: int
+    request_ids: tuple[int, ...]
+    max_tokens: int = 0
+    current_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Parallel lists about some tokens; `logprobs` of the very first prompt token is NaN."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    texts: tuple[str, ...]
+    is_special: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedText:
+    """How a sequence ended. `stop_start` is where the matched stop begins in `text`, in characters."""
+
+    text: str
+    num_tokens: int
+    finish_reason: FinishReason
+    seed: int | None = None
+    stop_index: int | None = None
+    stop_start: int | None = None
+
+    @property
+    def openai_reason(self) -> str:
+        """The word of OpenAI's routes; a stop found with the last token allowed is a stop there."""
+        return "stop" if self.stop_start is not None else self.finish_reason.openai
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one step produced for one sequence."""
+
+    request_id: int
+    tokens: Tokens
+    top_tokens: tuple[Tokens, ...] = ()
+    prefill_tokens: Tokens | None = None
+    finished: GeneratedText | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a Prefill or Decode call returned; times in nanoseconds."""
+
+    generations: tuple[Generation, ...]
+    batch: CachedBatch | None
+    forward_ns: int = 0
+    decode_ns: int = 0
+    total_ns: int = 0
+    concat_ns: int | None = None
+    num_forwards: int = 0
+    num_forward_rows: int = 0
+    num_forward_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """Static facts about a shard. A peer that lists no capabilities speaks plain TGI v3."""
+
+    requires_padding: bool = False
+    dtype: str = ""
+    device_type: str = ""
+    window_size: int | None = None
+    speculate: int = 0
+    support_chunking: bool = True
+    use_prefix_caching: bool = False
+    attention_impl: str = ""
+    block_size: int = 16
+    capabilities: frozenset[str] = field(default_factory=frozenset)
+    rank: int = 0
+    world_size: int = 1
+    weight_bytes: int = 0
+    sharded_weight_bytes: int = 0
+    total_sharded_weight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupLimits:
+    """What Warmup is asked for; None means the shard decides. All in tokens."""
+
+    max_input_tokens: int | None = None
+    max_prefill_tokens: int = 4096
+    max_total_tokens: int | None = None
+    max_batch_total_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupResult:
+    """What Warmup measured: the pool and the limits in tokens, this rank's KV and all ranks' KV in bytes."""
+
+    pool_tokens: int | None
+    max_input_tokens: int
+    max_total_tokens: int
+    kv_bytes: int = 0
+    total_kv_bytes: int = 0

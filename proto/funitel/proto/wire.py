@@ -1,0 +1,353 @@
+"""`step` nouns <-> protobuf messages, both directions; the only module that touches `_pb2` messages.
+
+Knows no sockets: `router.shards` and `model_server.server` carry the messages.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from funitel.proto import generate_pb2 as pb
+from funitel.proto.step import (
+    CachedBatch,
+    FinishReason,
+    GeneratedText,
+    Generation,
+    RowUpdate,
+    SamplingParams,
+    SequenceStart,
+    ShardInfo,
+    StepResult,
+    StoppingParams,
+    Tokens,
+    WarmupLimits,
+    WarmupResult,
+)
+
+StepResponse = pb.PrefillResponse | pb.DecodeResponse
+
+
+# Requests, router -> shard ------------------------------------------------------------------------------------------
+
+
+def encode_sequence(sequence: SequenceStart) -> pb.Request:
+    """Build the Request of one sequence that enters a shard."""
+    sampling, stopping = sequence.sampling, sequence.stopping
+    message = pb.Request(
+        id=sequence.request_id,
+        inputs=sequence.inputs,
+        truncate=sequence.truncate,
+        parameters=pb.NextTokenChooserParameters(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            typical_p=sampling.typical_p,
+            do_sample=sampling.do_sample,
+            seed=sampling.seed,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            watermark=sampling.watermark,
+            grammar=sampling.grammar,
+            presence_penalty=sampling.presence_penalty,
+            count_penalty=sampling.count_penalty,
+        ),
+        stopping_parameters=pb.StoppingCriteriaParameters(
+            max_new_tokens=stopping.max_new_tokens,
+            stop_sequences=stopping.stop_sequences,
+            ignore_eos_token=stopping.ignore_eos,
+        ),
+        prefill_logprobs=sequence.prefill_logprobs,
+        top_n_tokens=sequence.top_n_tokens,
+        blocks=sequence.blocks,
+        slots=sequence.slots,
+        cache_len=sequence.cache_len,
+        add_special_tokens=sequence.add_special_tokens,
+        input_ids=sequence.input_ids,
+        output_ids=sequence.output_ids,
+    )
+    if sequence.adapter_id is not None:
+        message.adapter_id = sequence.adapter_id
+    if sequence.chunk_len is not None:
+        message.chunk_len = sequence.chunk_len
+    if sequence.inputs:
+        message.input_chunks.chunks.add(text=sequence.inputs)
+    return message
+
+
+def decode_sequence(message: pb.Request) -> SequenceStart:
+    """Read one Request. Image chunks are kept out of `inputs`; callers that serve no images see text only."""
+    sampling, stopping = message.parameters, message.stopping_parameters
+    chunks = [chunk.text for chunk in message.input_chunks.chunks if chunk.WhichOneof("chunk") == "text"]
+    return SequenceStart(
+        request_id=message.id,
+        inputs="".join(chunks) if message.HasField("input_chunks") else message.inputs,
+        truncate=message.truncate,
+        sampling=SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            typical_p=sampling.typical_p,
+            do_sample=sampling.do_sample,
+            seed=sampling.seed,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            watermark=sampling.watermark,
+            grammar=sampling.grammar,
+            presence_penalty=sampling.presence_penalty,
+            count_penalty=sampling.count_penalty,
+        ),
+        stopping=StoppingParams(
+            max_new_tokens=stopping.max_new_tokens,
+            stop_sequences=tuple(stopping.stop_sequences),
+            ignore_eos=stopping.ignore_eos_token,
+        ),
+        prefill_logprobs=message.prefill_logprobs,
+        top_n_tokens=message.top_n_tokens,
+        blocks=tuple(message.blocks),
+        slots=tuple(message.slots),
+        cache_len=message.cache_len,
+        add_special_tokens=message.add_special_tokens,
+        input_ids=tuple(message.input_ids),
+        output_ids=tuple(message.output_ids),
+        adapter_id=message.adapter_id if message.HasField("adapter_id") else None,
+        chunk_len=message.chunk_len if message.HasField("chunk_len") else None,
+    )
+
+
+def encode_batch(batch_id: int, sequences: Sequence[SequenceStart], block_size: int) -> pb.Batch:
+    """Build the Batch of new sequences; `max_tokens` counts the KV tokens their blocks hold."""
+    num_blocks = sum(len(sequence.blocks) for sequence in sequences)
+    return pb.Batch(
+        id=batch_id,
+        requests=[encode_sequence(sequence) for sequence in sequences],
+        size=len(sequences),
+        max_tokens=num_blocks * block_size,
+        max_blocks=num_blocks,
+    )
+
+
+def encode_prefill(
+    batch: pb.Batch, cached: CachedBatch | None, rows: Iterable[RowUpdate], step_seq: int | None
+) -> pb.PrefillRequest:
+    """Build a Prefill call; `cached` rows are stepped in the same forward."""
+    request = pb.PrefillRequest(batch=batch, rows=map(_encode_row, rows))
+    if cached is not None:
+        request.cached_batch.CopyFrom(encode_cached(cached))
+    if step_seq is not None:
+        request.step_seq = step_seq
+    return request
+
+
+def encode_decode(batches: Iterable[CachedBatch], rows: Iterable[RowUpdate], step_seq: int | None) -> pb.DecodeRequest:
+    """Build a Decode call of one or more cached batches, concatenated in this order."""
+    request = pb.DecodeRequest(batches=map(encode_cached, batches), rows=map(_encode_row, rows))
+    if step_seq is not None:
+        request.step_seq = step_seq
+    return request
+
+
+def encode_cached(batch: CachedBatch) -> pb.CachedBatch:
+    """Build the CachedBatch message."""
+    return pb.CachedBatch(
+        id=batch.id,
+        request_ids=batch.request_ids,
+        size=len(batch.request_ids),
+        max_tokens=batch.max_tokens,
+        current_tokens=batch.current_tokens,
+    )
+
+
+def decode_cached(message: pb.CachedBatch) -> CachedBatch:
+    """Read a CachedBatch message."""
+    return CachedBatch(message.id, tuple(message.request_ids), message.max_tokens, message.current_tokens)
+
+
+def _encode_row(row: RowUpdate) -> pb.RowUpdate:
+    message = pb.RowUpdate(request_id=row.request_id, blocks=row.blocks)
+    if row.chunk_len is not None:
+        message.chunk_len = row.chunk_len
+    return message
+
+
+def decode_rows(messages: Iterable[pb.RowUpdate]) -> tuple[RowUpdate, ...]:
+    """Read the row updates of a step call."""
+    return tuple(
+        RowUpdate(m.request_id, tuple(m.blocks), m.chunk_len if m.HasField("chunk_len") else None) for m in messages
+    )
+
+
+# Results, shard -> router -------------------------------------------------------------------------------------------
+
+
+def encode_result(result: StepResult, response: StepResponse) -> None:
+    """Fill a Prefill or Decode response."""
+    response.generations.extend(map(_encode_generation, result.generations))
+    if result.batch is not None:
+        response.batch.CopyFrom(encode_cached(result.batch))
+    response.forward_ns = result.forward_ns
+    response.decode_ns = result.decode_ns
+    response.total_ns = result.total_ns
+    if result.concat_ns is not None:
+        response.concat_ns = result.concat_ns
+    response.num_forwards = result.num_forwards
+    response.num_forward_rows = result.num_forward_rows
+    response.num_forward_tokens = result.num_forward_tokens
+
+
+def decode_result(response: StepResponse) -> StepResult:
+    """Read a Prefill or Decode response."""
+    return StepResult(
+        generations=tuple(map(_decode_generation, response.generations)),
+        batch=decode_cached(response.batch) if response.HasField("batch") else None,
+        forward_ns=response.forward_ns,
+        decode_ns=response.decode_ns,
+        total_ns=response.total_ns,
+        concat_ns=response.concat_ns if response.HasField("concat_ns") else None,
+        num_forwards=response.num_forwards,
+        num_forward_rows=response.num_forward_rows,
+        num_forward_tokens=response.num_forward_tokens,
+    )
+
+
+def _encode_tokens(tokens: Tokens) -> pb.Tokens:
+    return pb.Tokens(ids=tokens.ids, logprobs=tokens.logprobs, texts=tokens.texts, is_special=tokens.is_special)
+
+
+def _decode_tokens(message: pb.Tokens) -> Tokens:
+    return Tokens(tuple(message.ids), tuple(message.logprobs), tuple(message.texts), tuple(message.is_special))
+
+
+def _encode_generation(generation: Generation) -> pb.Generation:
+    message = pb.Generation(
+        request_id=generation.request_id,
+        tokens=_encode_tokens(generation.tokens),
+        top_tokens=map(_encode_tokens, generation.top_tokens),
+    )
+    if generation.prefill_tokens is not None:
+        message.prefill_tokens.CopyFrom(_encode_tokens(generation.prefill_tokens))
+    if generation.finished is not None:
+        finished = generation.finished
+        ended = pb.GeneratedText(
+            text=finished.text,
+            generated_tokens=finished.num_tokens,
+            finish_reason=f"FINISH_REASON_{finished.finish_reason.name}",
+        )
+        message.generated_text.CopyFrom(ended)
+        if finished.seed is not None:
+            message.generated_text.seed = finished.seed
+        if finished.stop_index is not None and finished.stop_start is not None:
+            message.generated_text.stop_index = finished.stop_index
+            message.generated_text.stop_start = finished.stop_start
+    return message
+
+
+def _decode_generation(message: pb.Generation) -> Generation:
+    finished = None
+    if message.HasField("generated_text"):
+        text = message.generated_text
+        finished = GeneratedText(
+            text=text.text,
+            num_tokens=text.generated_tokens,
+            finish_reason=FinishReason(text.finish_reason),
+            seed=text.seed if text.HasField("seed") else None,
+            stop_index=text.stop_index if text.HasField("stop_index") else None,
+            stop_start=text.stop_start if text.HasField("stop_start") else None,
+        )
+    return Generation(
+        request_id=message.request_id,
+        tokens=_decode_tokens(message.tokens),
+        top_tokens=tuple(map(_decode_tokens, message.top_tokens)),
+        prefill_tokens=_decode_tokens(message.prefill_tokens) if message.HasField("prefill_tokens") else None,
+        finished=finished,
+    )
+
+
+# Facts and warm-up --------------------------------------------------------------------------------------------------
+
+
+def encode_info(info: ShardInfo) -> pb.InfoResponse:
+    """Build the InfoResponse."""
+    message = pb.InfoResponse(
+        requires_padding=info.requires_padding,
+        dtype=info.dtype,
+        device_type=info.device_type,
+        speculate=info.speculate,
+        support_chunking=info.support_chunking,
+        use_prefix_caching=info.use_prefix_caching,
+        attention_impl=info.attention_impl,
+        block_size=info.block_size,
+        capabilities=sorted(info.capabilities),
+        rank=info.rank,
+        world_size=info.world_size,
+        weight_bytes=info.weight_bytes,
+        sharded_weight_bytes=info.sharded_weight_bytes,
+        total_sharded_weight_bytes=info.total_sharded_weight_bytes,
+    )
+    if info.window_size is not None:
+        message.window_size = info.window_size
+    return message
+
+
+def decode_info(message: pb.InfoResponse) -> ShardInfo:
+    """Read an InfoResponse."""
+    return ShardInfo(
+        requires_padding=message.requires_padding,
+        dtype=message.dtype,
+        device_type=message.device_type,
+        window_size=message.window_size if message.HasField("window_size") else None,
+        speculate=message.speculate,
+        support_chunking=message.support_chunking,
+        use_prefix_caching=message.use_prefix_caching,
+        attention_impl=message.attention_impl,
+        block_size=message.block_size,
+        capabilities=frozenset(message.capabilities),
+        rank=message.rank,
+        world_size=message.world_size,
+        weight_bytes=message.weight_bytes,
+        sharded_weight_bytes=message.sharded_weight_bytes,
+        total_sharded_weight_bytes=message.total_sharded_weight_bytes,
+    )
+
+
+def encode_warmup(batch: pb.Batch, limits: WarmupLimits) -> pb.WarmupRequest:
+    """Build the Warmup call."""
+    message = pb.WarmupRequest(batch=batch, max_prefill_tokens=limits.max_prefill_tokens)
+    if limits.max_input_tokens is not None:
+        message.max_input_tokens = limits.max_input_tokens
+    if limits.max_total_tokens is not None:
+        message.max_total_tokens = limits.max_total_tokens
+    if limits.max_batch_total_tokens is not None:
+        message.max_batch_total_tokens = limits.max_batch_total_tokens
+    return message
+
+
+def decode_warmup_limits(message: pb.WarmupRequest) -> WarmupLimits:
+    """Read the limits of a Warmup call."""
+    return WarmupLimits(
+        max_input_tokens=message.max_input_tokens if message.HasField("max_input_tokens") else None,
+        max_prefill_tokens=message.max_prefill_tokens,
+        max_total_tokens=message.max_total_tokens if message.HasField("max_total_tokens") else None,
+        max_batch_total_tokens=(message.max_batch_total_tokens if message.HasField("max_batch_total_tokens") else None),
+    )
+
+
+def encode_warmup_result(result: WarmupResult) -> pb.WarmupResponse:
+    """Build the WarmupResponse."""
+    message = pb.WarmupResponse(
+        max_input_tokens=result.max_input_tokens,
+        max_total_tokens=result.max_total_tokens,
+        kv_bytes=result.kv_bytes,
+        total_kv_bytes=result.total_kv_bytes,
+    )
+    if result.pool_tokens is not None:
+        message.max_supported_total_tokens = result.pool_tokens
+    return message
+
+
+def decode_warmup_result(message: pb.WarmupResponse) -> WarmupResult:
+    """Read a WarmupResponse."""
+    return WarmupResult(
+        pool_tokens=(message.max_supported_total_tokens if message.HasField("max_supported_total_tokens") else None),
+        max_input_tokens=message.max_input_tokens,
+        max_total_tokens=message.max_total_tokens,
+        kv_bytes=message.kv_bytes,
+        total_kv_bytes=message.total_kv_bytes,
+    )

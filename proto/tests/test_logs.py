@@ -1,0 +1,116 @@
+"""One line an event, for people or for machines, always on stderr."""
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from funitel.proto import logs
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Give the logging of the test run back as it was."""
+    root, ours = logging.getLogger(), logging.getLogger("funitel")
+    before = (root.handlers, root.level, ours.level)
+    yield
+    root.handlers = before[0]
+    root.setLevel(before[1])
+    ours.setLevel(before[2])
+    logging.captureWarnings(False)
+
+
+def events(captured: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    """The JSON lines on stderr; nothing may be on stdout."""
+    output = captured.readouterr()
+    assert output.out == ""
+    return [json.loads(line) for line in output.err.splitlines()]
+
+
+def test_text_is_one_line_with_time_level_process_and_logger(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("shard-1")
+    logging.getLogger("funitel.router.engine").info("connected shards=%d", 2)
+    output = capsys.readouterr()
+    assert output.out == ""
+    pattern = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO shard-1 funitel\.router\.engine: connected shards=2\n"
+    assert re.fullmatch(pattern, output.err)
+
+
+def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("router", json_output=True)
+    logging.getLogger("funitel.router").warning("two\nlines and ünïcode")
+    (event,) = events(capsys)
+    assert isinstance(event.pop("timestamp"), float)
+    assert event == {
+        "level": "WARNING",
+        "process": "router",
+        "target": "funitel.router",
+        "message": "two\nlines and ünïcode",
+    }
+
+
+def test_json_carries_the_exception(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("router", json_output=True)
+    try:
+        raise ValueError("no such thing")
+    except ValueError:
+        logging.getLogger("funitel.router").exception("failed")
+    (event,) = events(capsys)
+    assert event["message"] == "failed"
+    assert str(event["exception"]).endswith("ValueError: no such thing")
+
+
+def test_levels_are_for_our_loggers_others_only_warn(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("router", json_output=True, level="debug")
+    for name in ("funitel.router", "uvicorn"):
+        logging.getLogger(name).debug("debug of %s", name)
+        logging.getLogger(name).warning("warning of %s", name)
+    assert [event["message"] for event in events(capsys)] == [
+        "debug of funitel.router",
+        "warning of funitel.router",
+        "warning of uvicorn",
+    ]
+
+
+def test_warnings_are_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("router", json_output=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(True)  # pytest and catch_warnings took the hook back
+        warnings.warn("old ways", DeprecationWarning, stacklevel=1)
+    (event,) = events(capsys)
+    assert "old ways" in str(event["message"])
+
+
+def test_configuring_again_does_not_double_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("router", json_output=True)
+    logs.configure("router", json_output=True)
+    logging.getLogger("funitel").info("once")
+    assert len(events(capsys)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("debug", logging.DEBUG),
+        ("INFO", logging.INFO),
+        ("warn", logging.WARNING),
+        ("error", logging.ERROR),
+        ("trace", logging.DEBUG),
+        ("off", logging.CRITICAL),
+        ("info,text_generation_router=debug", logging.INFO),
+        (" debug , tower=off", logging.DEBUG),
+        ("nonsense", logging.INFO),
+        ("", logging.INFO),
+    ],
+)
+def test_levels_as_tgi_spells_them(text: str, level: int) -> None:
+    assert logs.parse_level(text) == level
+
+
+@pytest.mark.parametrize("level", logs.LEVELS)
+def test_every_documented_level_is_known(level: str) -> None:
+    assert logging.getLevelName(logs.parse_level(level)) == level.upper()

@@ -1,0 +1,64 @@
+"""A process that asked for it does not outlive its parent. Real processes: a stand-in would prove nothing."""
+
+import ctypes
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from funitel.proto.parent import stop_with_parent
+
+PATIENCE_SECONDS = 20
+
+linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
+
+CHILD = """
+import time
+from funitel.proto.parent import stop_with_parent
+stop_with_parent()
+print("ready", flush=True)
+time.sleep(600)
+"""
+PARENT = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {CHILD!r}])
+time.sleep(600)
+"""
+LATE = """
+import itertools, os, time
+from funitel.proto.parent import stop_with_parent
+parents = itertools.chain([4711], itertools.repeat(1))
+os.getppid = lambda: next(parents)
+stop_with_parent()
+time.sleep(600)
+"""
+
+
+def start(code: str) -> "subprocess.Popen[str]":
+    path = ":".join(entry for entry in sys.path if entry)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={"PYTHONPATH": path})
+
+
+@linux_only
+def test_it_ends_when_its_parent_is_killed() -> None:
+    with start(PARENT) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        parent.kill()
+        # Parent and child hold the same pipe: it ends when the last of them is gone.
+        rest, _ = parent.communicate(timeout=PATIENCE_SECONDS)
+    assert rest == ""
+    assert parent.returncode == -signal.SIGKILL
+
+
+@linux_only
+def test_it_ends_when_its_parent_was_gone_before_it_asked() -> None:
+    with start(LATE) as child:
+        assert child.wait(PATIENCE_SECONDS) == -signal.SIGTERM
+
+
+def test_elsewhere_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(ctypes, "CDLL", None)
+    stop_with_parent()

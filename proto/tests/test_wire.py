@@ -1,0 +1,370 @@
+"""Every noun survives the wire, as bytes; what TGI's peers leave out reads as they mean it."""
+
+import dataclasses
+import math
+import struct
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from funitel.proto import generate_pb2 as pb
+from funitel.proto import wire
+from funitel.proto.step import (
+    CachedBatch,
+    Capability,
+    FinishReason,
+    GeneratedText,
+    Generation,
+    RowUpdate,
+    SamplingParams,
+    SequenceStart,
+    ShardInfo,
+    StepResult,
+    StoppingParams,
+    Tokens,
+    WarmupLimits,
+    WarmupResult,
+)
+
+T = TypeVar("T")
+
+# No deadline: what is slow here is the machine, making examples.
+quickly = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+# Any float of Python's that float32 can hold, rounded: what does not fit is refused by the API, before the wire.
+FLOAT = st.floats(-3.4e38, 3.4e38)
+TEXT = st.text(max_size=12)
+
+
+def some(values: st.SearchStrategy[T]) -> st.SearchStrategy[tuple[T, ...]]:
+    """A short tuple of values."""
+    return st.lists(values, max_size=2).map(tuple)
+
+
+SAMPLING = st.builds(
+    SamplingParams,
+    temperature=FLOAT,
+    top_k=U32,
+    top_p=FLOAT,
+    typical_p=FLOAT,
+    do_sample=st.booleans(),
+    seed=U64,
+    repetition_penalty=FLOAT,
+    frequency_penalty=FLOAT,
+    presence_penalty=FLOAT,
+    count_penalty=FLOAT,
+    watermark=st.booleans(),
+    grammar=TEXT,
+)
+STOPPING = st.builds(StoppingParams, max_new_tokens=U32, stop_sequences=some(TEXT), ignore_eos=st.booleans())
+STARTS = st.builds(
+    SequenceStart,
+    request_id=U64,
+    sampling=SAMPLING,
+    stopping=STOPPING,
+    input_ids=some(U32),
+    output_ids=some(U32),
+    blocks=some(U32),
+    slots=some(U32),
+    cache_len=U32,
+    chunk_len=st.none() | U32,
+    prefill_logprobs=st.booleans(),
+    top_n_tokens=U32,
+    inputs=TEXT,
+    truncate=U32,
+    add_special_tokens=st.booleans(),
+    adapter_id=st.none() | TEXT,
+)
+ROWS = some(st.builds(RowUpdate, request_id=U64, blocks=some(U32), chunk_len=st.none() | U32))
+CACHED = st.builds(CachedBatch, id=U64, request_ids=some(U64), max_tokens=U32, current_tokens=U32)
+TOKENS = st.builds(Tokens, ids=some(U32), logprobs=some(FLOAT), texts=some(TEXT), is_special=some(st.booleans()))
+REASONS = st.sampled_from(FinishReason)
+FINISHED = st.builds(GeneratedText, TEXT, U32, REASONS, seed=st.none() | U64) | st.builds(
+    GeneratedText, TEXT, U32, REASONS, st.none() | U64, stop_index=U32, stop_start=U32
+)
+GENERATIONS = st.builds(
+    Generation,
+    request_id=U64,
+    tokens=TOKENS,
+    top_tokens=some(TOKENS),
+    prefill_tokens=st.none() | TOKENS,
+    finished=st.none() | FINISHED,
+)
+RESULTS = st.builds(
+    StepResult,
+    generations=some(GENERATIONS),
+    batch=st.none() | CACHED,
+    forward_ns=U64,
+    decode_ns=U64,
+    total_ns=U64,
+    concat_ns=st.none() | U64,
+    num_forwards=U32,
+    num_forward_rows=U32,
+    num_forward_tokens=U32,
+)
+INFOS = st.builds(
+    ShardInfo,
+    requires_padding=st.booleans(),
+    dtype=TEXT,
+    device_type=TEXT,
+    window_size=st.none() | U32,
+    speculate=U32,
+    support_chunking=st.booleans(),
+    use_prefix_caching=st.booleans(),
+    attention_impl=TEXT,
+    block_size=U32,
+    capabilities=st.frozensets(st.sampled_from(Capability) | TEXT, max_size=4),
+    rank=U32,
+    world_size=U32,
+    weight_bytes=U64,
+    sharded_weight_bytes=U64,
+    total_sharded_weight_bytes=U64,
+)
+LIMITS = st.builds(
+    WarmupLimits,
+    max_input_tokens=st.none() | U32,
+    max_prefill_tokens=U32,
+    max_total_tokens=st.none() | U32,
+    max_batch_total_tokens=st.none() | U32,
+)
+WARMUPS = st.builds(
+    WarmupResult,
+    pool_tokens=st.none() | U32,
+    max_input_tokens=U32,
+    max_total_tokens=U32,
+    kv_bytes=U64,
+    total_kv_bytes=U64,
+)
+
+
+def as_float32(value: Any) -> Any:
+    """The same noun with every float as the wire can carry it."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {field.name: as_float32(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **changes)
+    if isinstance(value, tuple):
+        return tuple(map(as_float32, value))
+    return struct.unpack("f", struct.pack("f", value))[0] if isinstance(value, float) else value
+
+
+def over_the_wire(message: Any) -> Any:
+    """The message as the other side reads it."""
+    return type(message).FromString(message.SerializeToString())
+
+
+# Round trips
+
+
+@quickly
+@given(STARTS)
+def test_sequence_start(start: SequenceStart) -> None:
+    assert wire.decode_sequence(over_the_wire(wire.encode_sequence(start))) == as_float32(start)
+
+
+@quickly
+@given(U64, st.lists(STARTS, max_size=2), st.integers(1, 1000))
+def test_batch(batch_id: int, starts: list[SequenceStart], block_size: int) -> None:
+    batch = over_the_wire(wire.encode_batch(batch_id, starts, block_size))
+    assert [wire.decode_sequence(message) for message in batch.requests] == [as_float32(start) for start in starts]
+    assert (batch.id, batch.size) == (batch_id, len(starts))
+    assert batch.max_blocks == sum(len(start.blocks) for start in starts)
+    assert batch.max_tokens == batch.max_blocks * block_size
+
+
+@quickly
+@given(CACHED)
+def test_cached_batch(cached: CachedBatch) -> None:
+    message = over_the_wire(wire.encode_cached(cached))
+    assert wire.decode_cached(message) == cached
+    assert message.size == len(cached.request_ids)
+
+
+@quickly
+@given(st.lists(STARTS, max_size=1), st.none() | CACHED, ROWS, st.none() | U64)
+def test_prefill_call(
+    starts: list[SequenceStart], cached: CachedBatch | None, rows: tuple[RowUpdate, ...], step_seq: int | None
+) -> None:
+    batch = wire.encode_batch(7, starts, 16)
+    call = over_the_wire(wire.encode_prefill(batch, cached, rows, step_seq))
+    assert call.batch == batch
+    assert (wire.decode_cached(call.cached_batch) if call.HasField("cached_batch") else None) == cached
+    assert wire.decode_rows(call.rows) == rows
+    assert (call.step_seq if call.HasField("step_seq") else None) == step_seq
+
+
+@quickly
+@given(some(CACHED), ROWS, st.none() | U64)
+def test_decode_call(batches: tuple[CachedBatch, ...], rows: tuple[RowUpdate, ...], step_seq: int | None) -> None:
+    call = over_the_wire(wire.encode_decode(batches, rows, step_seq))
+    assert tuple(map(wire.decode_cached, call.batches)) == batches
+    assert wire.decode_rows(call.rows) == rows
+    assert (call.step_seq if call.HasField("step_seq") else None) == step_seq
+
+
+@pytest.mark.parametrize("response", [pb.PrefillResponse, pb.DecodeResponse])
+@quickly
+@given(result=RESULTS)
+def test_step_result(response: type[wire.StepResponse], result: StepResult) -> None:
+    message = response()
+    wire.encode_result(result, message)
+    assert wire.decode_result(over_the_wire(message)) == as_float32(result)
+
+
+@quickly
+@given(INFOS)
+def test_shard_info(info: ShardInfo) -> None:
+    assert wire.decode_info(over_the_wire(wire.encode_info(info))) == info
+
+
+@quickly
+@given(LIMITS)
+def test_warmup_limits(limits: WarmupLimits) -> None:
+    message = over_the_wire(wire.encode_warmup(pb.Batch(id=3), limits))
+    assert wire.decode_warmup_limits(message) == limits
+    assert message.batch.id == 3
+
+
+@quickly
+@given(WARMUPS)
+def test_warmup_result(result: WarmupResult) -> None:
+    assert wire.decode_warmup_result(over_the_wire(wire.encode_warmup_result(result))) == result
+
+
+# What equality cannot say
+
+
+def test_floats_arrive_as_float32() -> None:
+    start = SequenceStart(
+        request_id=1, sampling=SamplingParams(temperature=0.1), stopping=StoppingParams(max_new_tokens=1)
+    )
+    arrived = wire.decode_sequence(over_the_wire(wire.encode_sequence(start))).sampling.temperature
+    assert arrived != 0.1
+    assert arrived == pytest.approx(0.1, rel=1e-7)
+
+
+def test_the_first_prompt_token_has_no_logprob() -> None:
+    prompt = Tokens((1, 2), (math.nan, -1.0), ("a", "b"))
+    message = pb.PrefillResponse()
+    wire.encode_result(StepResult((Generation(1, Tokens((), (), ()), prefill_tokens=prompt),), None), message)
+    (generation,) = wire.decode_result(over_the_wire(message)).generations
+    assert generation.prefill_tokens is not None
+    first, second = generation.prefill_tokens.logprobs
+    assert math.isnan(first)
+    assert second == -1.0
+
+
+def test_defaults_are_neutral_and_written_out() -> None:
+    """Protobuf's own default of a float is 0: a peer that reads the fields must not see a temperature of 0."""
+    parameters = wire.encode_sequence(
+        SequenceStart(request_id=0, sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=1))
+    ).parameters
+    assert (parameters.temperature, parameters.top_k, parameters.top_p, parameters.typical_p) == (1, 0, 1, 1)
+    assert (parameters.repetition_penalty, parameters.frequency_penalty) == (1, 0)
+    assert (parameters.presence_penalty, parameters.count_penalty) == (0, 0)
+    assert not parameters.do_sample
+    assert not parameters.watermark
+    assert (parameters.grammar, parameters.grammar_type) == ("", pb.GRAMMAR_TYPE_NONE)
+    assert not SamplingParams().is_sampled
+    assert not SamplingParams().has_penalties
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"do_sample": True}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.9}, {"typical_p": 0.9}],
+)
+def test_what_makes_a_request_sampled(change: dict[str, Any]) -> None:
+    assert SamplingParams(**change).is_sampled
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty", "count_penalty"])
+def test_what_makes_a_request_penalised(name: str) -> None:
+    change: dict[str, Any] = {name: 1.5}
+    assert SamplingParams(**change).has_penalties
+
+
+# Plain TGI peers
+
+
+def test_a_request_of_tgis_router() -> None:
+    """Text in chunks and in one string, slots beside blocks, none of our fields."""
+    message = pb.Request(
+        id=5,
+        inputs="Hello ![](data:image/png;base64,AAAA) world",
+        truncate=1023,
+        parameters=pb.NextTokenChooserParameters(
+            temperature=1, top_p=1, typical_p=1, repetition_penalty=1, seed=42, do_sample=True
+        ),
+        stopping_parameters=pb.StoppingCriteriaParameters(max_new_tokens=20, stop_sequences=["###"]),
+        top_n_tokens=0,
+        blocks=[4, 2],
+        slots=[64, 65, 66],
+        add_special_tokens=True,
+    )
+    message.input_chunks.chunks.add(text="Hello ")
+    message.input_chunks.chunks.add(image=pb.Image(data=b"x", mimetype="image/png"))
+    message.input_chunks.chunks.add(text=" world")
+    assert wire.decode_sequence(over_the_wire(message)) == SequenceStart(
+        request_id=5,
+        sampling=SamplingParams(seed=42, do_sample=True),
+        stopping=StoppingParams(max_new_tokens=20, stop_sequences=("###",)),
+        blocks=(4, 2),
+        slots=(64, 65, 66),
+        inputs="Hello  world",
+        truncate=1023,
+    )
+
+
+def test_a_request_without_chunks_is_its_inputs() -> None:
+    assert wire.decode_sequence(pb.Request(inputs="Hello")).inputs == "Hello"
+
+
+def test_a_step_of_tgis_router_is_not_numbered_and_updates_no_row() -> None:
+    call = over_the_wire(pb.DecodeRequest(batches=[pb.CachedBatch(id=1, request_ids=[5], size=1)]))
+    assert not call.HasField("step_seq")
+    assert wire.decode_rows(call.rows) == ()
+
+
+def test_a_shard_of_tgis_lists_no_capabilities() -> None:
+    message = pb.InfoResponse(dtype="torch.float16", device_type="cuda", block_size=1, attention_impl="flashinfer")
+    info = wire.decode_info(over_the_wire(message))
+    assert info.capabilities == frozenset()
+    assert (info.dtype, info.block_size, info.window_size) == ("torch.float16", 1, None)
+
+
+def test_an_answer_of_tgis_shard() -> None:
+    message = pb.PrefillResponse(
+        generations=[
+            pb.Generation(
+                request_id=5,
+                tokens=pb.Tokens(ids=[9], logprobs=[-0.5], texts=["a"], is_special=[False]),
+                generated_text=pb.GeneratedText(
+                    text="a", generated_tokens=1, finish_reason=pb.FINISH_REASON_STOP_SEQUENCE
+                ),
+            )
+        ],
+        forward_ns=3,
+        decode_ns=2,
+        total_ns=6,
+    )
+    assert wire.decode_result(over_the_wire(message)) == StepResult(
+        generations=(
+            Generation(5, Tokens((9,), (-0.5,), ("a",), (False,)), finished=GeneratedText("a", 1, FinishReason(2))),
+        ),
+        batch=None,
+        forward_ns=3,
+        decode_ns=2,
+        total_ns=6,
+    )
+
+
+def test_a_padded_model_has_no_pool() -> None:
+    assert wire.decode_warmup_result(pb.WarmupResponse(max_input_tokens=9)).pool_tokens is None
+
+
+def test_finish_reasons_in_both_vocabularies() -> None:
+    assert [reason.native for reason in FinishReason] == ["length", "eos_token", "stop_sequence"]
+    assert [reason.openai for reason in FinishReason] == ["length", "stop", "stop"]
