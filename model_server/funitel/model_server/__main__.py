@@ -1,0 +1,132 @@
+"""Entry point `funitel-server`: `serve` one rank of a model, `download-weights` into the cache."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from funitel.model_server import hub
+from funitel.model_server.settings import DownloadSettings, ModelServerSettings
+from funitel.proto import logs
+from funitel.proto.errors import FunitelError, SettingsError
+from funitel.proto.parent import stop_with_parent
+from funitel.proto.settings import as_command, run_app
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_SECONDS = 5.0
+
+app = typer.Typer(
+    help="Model shards of funitel.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+
+
+def download(settings: DownloadSettings) -> None:
+    """Make a model's files present and whole; print their folder as the last line of stdout."""
+    logs.configure("download", json_output=settings.json_output, level=settings.logger_level)
+    cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
+    print(hub.download_weights(settings.model_id, revision=settings.revision, cache_dir=cache_dir))
+
+
+def serve(settings: ModelServerSettings) -> None:
+    """Load one rank and serve it until SIGTERM or SIGINT."""
+    logs.configure(f"shard-{settings.rank}", json_output=settings.json_output, level=settings.logger_level)
+    if settings.exit_with_parent:
+        stop_with_parent()
+    failure = asyncio.run(_serve(settings))
+    if failure is not None:
+        raise failure
+
+
+async def _serve(settings: ModelServerSettings) -> FunitelError | None:
+    """Serve until told to stop, or until the ranks have lost each other; the latter is returned."""
+    from funitel.model_server.loading import load  # torch: seconds to import, not wanted for --help
+    from funitel.model_server.server import Servicer, make_server
+
+    _on_signals(os._exit, 0)  # loading holds nothing that must be given back, and cannot be interrupted otherwise
+    loop = asyncio.get_running_loop()
+    compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+    folder = await loop.run_in_executor(None, _resolve, settings)
+    executor, info = await loop.run_in_executor(compute, load, settings, folder)
+    address, url = _address(settings)
+    urls = await loop.run_in_executor(compute, executor.parallel.exchange, url)
+    failures: list[FunitelError] = []
+    stop = asyncio.Event()
+
+    def fail(error: FunitelError) -> None:
+        failures.append(error)
+        stop.set()
+
+    server = make_server(Servicer(executor, info, urls, compute, fail), address)
+    try:
+        await server.start()
+        _on_signals(stop.set)
+        logger.info("listening url=%s", url)
+        await stop.wait()
+    finally:
+        await server.stop(STOP_GRACE_SECONDS)
+        _remove_socket(settings)
+    await _leave(executor.parallel.leave, compute, failures)
+    return failures[0] if failures else None
+
+
+def _on_signals(callback: Callable[..., object], *arguments: object) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, callback, *arguments)
+
+
+async def _leave(leave: Callable[[], None], compute: ThreadPoolExecutor, failures: list[FunitelError]) -> None:
+    """Leave the group on the compute thread; end the process here if that thread hangs in a collective."""
+    try:
+        async with asyncio.timeout(STOP_GRACE_SECONDS):
+            await asyncio.get_running_loop().run_in_executor(compute, leave)
+    except TimeoutError:
+        print(f"error: {failures[0].message if failures else 'a step did not end'}", file=sys.stderr, flush=True)
+        os._exit(1 if failures else 0)
+    compute.shutdown()
+
+
+def _address(settings: ModelServerSettings) -> tuple[str, str]:
+    """(address to bind, address to announce)."""
+    if settings.listen is not None:
+        host, separator, port = settings.listen.rpartition(":")
+        if not separator or not host or not port.isdigit():
+            raise SettingsError(f"--listen must be host:port, given {settings.listen!r}")
+        return settings.listen, f"tcp://{settings.listen}"
+    _remove_socket(settings)  # left by a run that was killed
+    path = f"{settings.uds_path}-{settings.rank}"
+    return f"unix:{path}", f"unix://{path}"
+
+
+def _remove_socket(settings: ModelServerSettings) -> None:
+    if settings.listen is None:
+        Path(f"{settings.uds_path}-{settings.rank}").unlink(missing_ok=True)
+
+
+def _resolve(settings: ModelServerSettings) -> Path:
+    cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
+    return hub.resolve(settings.model_id, revision=settings.revision, cache_dir=cache_dir).folder
+
+
+app.command("serve")(as_command(ModelServerSettings, serve, {"model_id": "Model to serve."}))
+app.command("download-weights")(as_command(DownloadSettings, download, {"model_id": "Model to make present."}))
+
+
+def main() -> NoReturn:
+    """Run the command line."""
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()

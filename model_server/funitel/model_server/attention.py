@@ -1,0 +1,164 @@
+"""Paged attention: one interface, and the readable torch reference that runs on every device.
+
+Backends read keys and values through block tables. `plan` runs once per step, `attend` once per layer.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from funitel.model_server.batch import ForwardBatch, RowSpan
+from funitel.model_server.kv_cache import KVCache
+
+
+class AttentionBackend(Protocol):
+    """How attention is computed; chosen once at start."""
+
+    name: str
+
+    def plan(self, batch: ForwardBatch) -> Any:
+        """Prepare what every layer of a step shares."""
+
+    def attend(self, query: torch.Tensor, cache: KVCache, layer: int, plan: Any, window: int | None) -> torch.Tensor:
+        """Attend queries [num_tokens, num_heads, head_dim] to the cache; same shape back.
+
+        Keys and values of the step's own tokens are already written. `window` is in tokens, None for full.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodeGroup:
+    """Single-token rows of similar context, padded to the longest."""
+
+    start: int
+    end: int
+    blocks: torch.Tensor  # [rows * max_blocks] int64
+    contexts: torch.Tensor  # [rows, 1] tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """One row that computes several tokens."""
+
+    start: int
+    end: int
+    first_position: int
+    context: int
+    blocks: torch.Tensor  # [num_blocks] int64
+    masks: dict[int | None, torch.Tensor]  # by window, made when the first layer needs one
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPlan:
+    """Rows of one step, grouped for the reference backend."""
+
+    groups: tuple[_DecodeGroup, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+class TorchAttention:
+    """Gather the blocks of each row and call scaled_dot_product_attention. The oracle of every faster backend."""
+
+    name = "paged"
+
+    def __init__(self, block_size: int, head_dim: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.scale = head_dim**-0.5
+        self.device = device
+
+    def plan(self, batch: ForwardBatch) -> TorchPlan:
+        """Group decode rows whose context differs by less than a factor of two; chunks stay alone."""
+        groups = []
+        start = 0
+        sizes = [self._num_blocks(row).bit_length() for row in batch.rows[: batch.num_decode]]
+        for i in range(1, batch.num_decode + 1):
+            if i == batch.num_decode or sizes[i] != sizes[start]:
+                groups.append(self._group(batch.rows[start:i], start))
+                start = i
+        chunks = []
+        position = batch.num_decode
+        for row in batch.rows[batch.num_decode :]:
+            blocks = torch.from_numpy(row.block_table[: self._num_blocks(row)].astype(np.int64)).to(self.device)
+            chunks.append(_Chunk(position, position + len(row.tokens), row.start, row.end, blocks, {}))
+            position += len(row.tokens)
+        return TorchPlan(tuple(groups), tuple(chunks))
+
+    def _num_blocks(self, row: RowSpan) -> int:
+        return -(-row.end // self.block_size)
+
+    def _group(self, rows: tuple[RowSpan, ...], start: int) -> _DecodeGroup:
+        width = max(map(self._num_blocks, rows))
+        blocks = np.zeros((len(rows), width), dtype=np.int64)  # block 0 pads
+        for i, row in enumerate(rows):
+            used = self._num_blocks(row)
+            blocks[i, :used] = row.block_table[:used]
+        contexts = torch.tensor([[row.end] for row in rows], device=self.device)
+        return _DecodeGroup(start, start + len(rows), torch.from_numpy(blocks.ravel()).to(self.device), contexts)
+
+    def attend(
+        self, query: torch.Tensor, cache: KVCache, layer: int, plan: TorchPlan, window: int | None
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        out = torch.empty_like(query)
+        keys, values = cache.keys[layer], cache.values[layer]
+        for group in plan.groups:
+            self._attend_group(query, keys, values, group, window, out)
+        for chunk in plan.chunks:
+            self._attend_chunk(query, keys, values, chunk, window, out)
+        return out
+
+    def _attend_group(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        group: _DecodeGroup,
+        window: int | None,
+        out: torch.Tensor,
+    ) -> None:
+        num_rows, num_kv, dim = group.end - group.start, keys.shape[2], keys.shape[3]
+        k = keys.index_select(0, group.blocks).view(num_rows, -1, num_kv, dim).transpose(1, 2)
+        v = values.index_select(0, group.blocks).view(num_rows, -1, num_kv, dim).transpose(1, 2)
+        # The query heads that share a KV head stand in as queries of one head: no copy of K and V per query head.
+        q = query[group.start : group.end].view(num_rows, num_kv, -1, dim)  # [rows, kv_heads, heads_per_kv, dim]
+        slots = torch.arange(k.shape[2], device=self.device)
+        mask = slots < group.contexts
+        if window is not None:
+            mask &= slots >= group.contexts - window
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], scale=self.scale)
+        out[group.start : group.end] = attended.reshape(num_rows, -1, dim)
+
+    def _attend_chunk(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        chunk: _Chunk,
+        window: int | None,
+        out: torch.Tensor,
+    ) -> None:
+        num_kv, dim = keys.shape[2], keys.shape[3]
+        k = keys.index_select(0, chunk.blocks).view(-1, num_kv, dim)[: chunk.context].transpose(0, 1)[None]
+        v = values.index_select(0, chunk.blocks).view(-1, num_kv, dim)[: chunk.context].transpose(0, 1)[None]
+        q = query[chunk.start : chunk.end].transpose(0, 1)[None]  # [1, num_heads, chunk, dim]
+        is_fresh = chunk.first_position == 0 and window is None
+        mask = None if is_fresh else self._chunk_mask(chunk, window, q.dtype)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=is_fresh, scale=self.scale, enable_gqa=q.shape[1] != num_kv
+        )
+        out[chunk.start : chunk.end] = attended[0].transpose(0, 1)
+
+    def _chunk_mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """What each token of the chunk sees of the context: [chunk, context], 0 or -inf to be added."""
+        if window not in chunk.masks:
+            own = torch.arange(chunk.first_position, chunk.context, device=self.device)[:, None]
+            seen = torch.arange(chunk.context, device=self.device)
+            is_hidden = seen > own
+            if window is not None:
+                is_hidden |= seen <= own - window
+            mask = torch.zeros(is_hidden.shape, dtype=dtype, device=self.device)
+            chunk.masks[window] = mask.masked_fill_(is_hidden, -torch.inf)
+        return chunk.masks[window]

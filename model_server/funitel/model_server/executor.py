@@ -1,0 +1,491 @@
+"""One rank's engine: cached batches in, one forward per step, sampled and settled results out.
+
+Knows no sockets and no protobuf; `server` calls it on the one compute thread, strictly in order, so nothing here
+locks. Every rank makes the same calls with the same arguments; all checks that can fail happen before the first
+collective, so ranks fail together. Rank 0 samples; each rank describes the requests that are its own (id modulo ranks).
+"""
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+
+from funitel.model_server.batch import ForwardBatch, RowSpan
+from funitel.model_server.decoder import Decoder
+from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.memory import pool_bytes
+from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.sampler import SampledToken, SamplingState, sample, token_logprobs
+from funitel.model_server.sequences import Row, SequenceTable
+from funitel.model_server.settling import Settler
+from funitel.model_server.spec import ModelSpec
+from funitel.model_server.text import Detokenizer, StopMatcher, TextCodec
+from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError, UnknownBatch
+from funitel.proto.step import (
+    CachedBatch,
+    RowUpdate,
+    SequenceStart,
+    StepResult,
+    WarmupLimits,
+    WarmupResult,
+)
+
+logger = logging.getLogger(__name__)
+
+# On a CPU memory is not sized by a measured peak, so warming up needs no full-size prefill: it would take seconds.
+CPU_WARMUP_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorOptions:
+    """What the executor is told at start."""
+
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    memory_fraction: float
+    allow_prefill_logprobs: bool
+    eos_token_ids: frozenset[int]
+
+
+class Executor:
+    """Runs steps over a paged KV pool. Created loaded; `warmup` sizes the pool and must come first."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        decoder: Decoder,
+        codec: TextCodec,
+        parallel: TensorParallel,
+        options: ExecutorOptions,
+    ) -> None:
+        self.spec = spec
+        self.decoder = decoder
+        self.codec = codec
+        self.parallel = parallel
+        self.options = options
+        self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+        self.max_prefill_tokens = spec.max_position_embeddings
+        self._cache: KVCache | None = None
+        self._batches: dict[int, list[Row]] = {}
+        self._table = SequenceTable(max_blocks=1)
+        self._settler = Settler(codec, parallel, options.eos_token_ids)
+
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def prefill(
+        self,
+        batch_id: int,
+        starts: Sequence[SequenceStart],
+        cached: CachedBatch | None = None,
+        updates: Sequence[RowUpdate] = (),
+    ) -> StepResult:
+        """Take new sequences in and run one step, together with `cached` in the same forward if given.
+
+        The resulting batch has the id of `cached`, else `batch_id`.
+
+        Raises:
+            InvalidRequest: the call contradicts itself; nothing has changed.
+            UnknownBatch: `cached` is not here; nothing has changed.
+        """
+        begin = time.perf_counter_ns()
+        running = self._rows_of(cached.id) if cached is not None else []
+        if not starts:
+            raise InvalidRequest("a prefill needs at least one request")
+        new: list[Row] = []
+        try:
+            new.extend(map(self._admit, starts))
+            counts = self._counts(running, new, updates)
+            self._check_step(running, new, counts, updates)
+        except InvalidRequest:
+            self._table.release(new)
+            raise
+        self._grant(running, updates)
+        if cached is None:
+            self.clear(batch_id)  # a batch of the same id is replaced
+        concat_ns = time.perf_counter_ns() - begin if cached is not None else None
+        return self._step(batch_id if cached is None else cached.id, running + new, counts, begin, concat_ns)
+
+    def decode(self, cached: Sequence[CachedBatch], updates: Sequence[RowUpdate] = ()) -> StepResult:
+        """Run one step of one or more cached batches, concatenated under the id of the first.
+
+        Raises:
+            InvalidRequest, UnknownBatch: as for `prefill`.
+        """
+        begin = time.perf_counter_ns()
+        if not cached:
+            raise InvalidRequest("a decode needs at least one cached batch")
+        if len({batch.id for batch in cached}) < len(cached):
+            raise InvalidRequest("a decode names the same batch twice")
+        parts = [self._rows_of(batch.id) for batch in cached]
+        rows = [row for part in parts for row in part]
+        counts = self._counts(rows, [], updates)
+        self._check_step(rows, [], counts, updates)
+        self._grant(rows, updates)
+        for batch in cached[1:]:
+            del self._batches[batch.id]
+        concat_ns = time.perf_counter_ns() - begin if len(cached) > 1 else None
+        return self._step(cached[0].id, rows, counts, begin, concat_ns)
+
+    def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
+        """Keep only `request_ids` of a cached batch.
+
+        Raises:
+            UnknownBatch: unknown batch, nothing to keep, or a request that is not in it.
+        """
+        rows = self._rows_of(batch_id)
+        keep = set(request_ids)
+        if not keep:
+            raise UnknownBatch(f"filtering batch {batch_id} must keep at least one request")
+        unknown = keep - {row.request_id for row in rows}
+        if unknown:
+            raise UnknownBatch(f"batch {batch_id} holds no request {min(unknown)}")
+        self._table.release(row for row in rows if row.request_id not in keep)
+        self._batches[batch_id] = [row for row in rows if row.request_id in keep]
+        return self._cached_batch(batch_id)
+
+    def clear(self, batch_id: int | None = None) -> None:
+        """Drop one cached batch, or all; an unknown one is no error."""
+        dropped = list(self._batches) if batch_id is None else [batch_id]
+        for known in dropped:
+            self._table.release(self._batches.pop(known, []))
+
+    @property
+    def num_sequences(self) -> int:
+        """Rows held, finished ones included."""
+        return len(self._table)
+
+    def _rows_of(self, batch_id: int) -> list[Row]:
+        if batch_id not in self._batches:
+            raise UnknownBatch(f"Batch ID {batch_id} not found in cache")
+        return self._batches[batch_id]
+
+    def _cached_batch(self, batch_id: int) -> CachedBatch:
+        rows = self._batches[batch_id]
+        held = sum(row.num_blocks for row in rows) * self.options.block_size
+        following = self._counts(rows, [], ())
+        return CachedBatch(batch_id, tuple(row.request_id for row in rows), held, sum(following))
+
+    # Admission ------------------------------------------------------------------------------------------------------
+
+    def _admit(self, start: SequenceStart) -> Row:
+        """Make the row of a new sequence."""
+        self._check_supported(start)
+        prompt = list(start.input_ids) or self._encode(start)
+        tokens = prompt + list(start.output_ids)
+        if not prompt or max(tokens) >= self.spec.vocab_size:
+            raise InvalidRequest(
+                f"request {start.request_id} needs token ids within 0..{self.spec.vocab_size - 1}, "
+                f"given {max(tokens) if prompt else 'none'}"
+            )
+        if start.cache_len >= len(tokens):
+            raise InvalidRequest(f"cache_len {start.cache_len} must be < the {len(tokens)} tokens known")
+        self._check_addresses(start)
+        row = self._row(start, prompt, tokens)
+        try:
+            self._table.grant(row, start.blocks)
+        except InvalidRequest:
+            self._table.release([row])
+            raise
+        return row
+
+    def _row(self, start: SequenceStart, prompt: list[int], tokens: list[int]) -> Row:
+        detokenizer = Detokenizer(self.codec, prompt)
+        stops = StopMatcher(start.stopping.stop_sequences)
+        for token_id in start.output_ids:
+            detokenizer.push(token_id)
+        stops.search(detokenizer.text)
+        return Row(
+            index=self._table.take(),
+            start=start,
+            tokens=tokens,
+            prompt_len=len(prompt),
+            num_cached=start.cache_len,
+            sampling=SamplingState.over(start.sampling, start.top_n_tokens, prompt, start.output_ids),
+            detokenizer=detokenizer,
+            stops=stops,
+            wants_prompt_logprobs=(
+                start.prefill_logprobs and self.options.allow_prefill_logprobs and not start.output_ids
+            ),
+        )
+
+    def _encode(self, start: SequenceStart) -> list[int]:
+        ids = self.codec.encode(start.inputs, add_special_tokens=start.add_special_tokens)
+        return ids[-start.truncate :] if start.truncate else ids
+
+    def _check_supported(self, start: SequenceStart) -> None:
+        asked = {
+            "watermark": start.sampling.watermark,
+            "grammar": bool(start.sampling.grammar),
+            "adapter_id": start.adapter_id is not None,
+        }
+        for name, is_asked in asked.items():
+            if is_asked:
+                raise InvalidRequest(f"{name} is not supported by this shard")
+        if start.stopping.max_new_tokens <= len(start.output_ids):
+            raise InvalidRequest(
+                f"max_new_tokens must be > the {len(start.output_ids)} tokens already produced, "
+                f"given {start.stopping.max_new_tokens}"
+            )
+
+    def _check_addresses(self, start: SequenceStart) -> None:
+        """Blocks must lie in the pool, and slots, which TGI routers send too, must say the same as blocks."""
+        num_blocks, size = self._pool.num_blocks, self.options.block_size
+        if any(block >= num_blocks for block in start.blocks):
+            raise InvalidRequest(f"block {max(start.blocks)} is outside the pool of {num_blocks} blocks")
+        for position, slot in enumerate(start.slots):
+            index, offset = divmod(position, size)
+            if index >= len(start.blocks) or slot != start.blocks[index] * size + offset:
+                raise InvalidRequest(f"slot {slot} of token {position} does not lie in its block")
+
+    def _grant(self, rows: Sequence[Row], updates: Sequence[RowUpdate]) -> None:
+        by_id = {row.request_id: row for row in rows}
+        for update in updates:
+            self._table.grant(by_id[update.request_id], update.blocks)
+
+    def _check_step(
+        self, running: Sequence[Row], new: Sequence[Row], counts: Sequence[int], updates: Sequence[RowUpdate]
+    ) -> None:
+        """Every update has its row, every granted block lies in the pool, every token of the step in a block."""
+        by_id = {row.request_id: row for row in running}
+        if updates and len(by_id) < len(running):
+            raise InvalidRequest("row updates need distinct request ids")
+        granted: Counter[int] = Counter()
+        for update in updates:
+            if update.request_id not in by_id:
+                raise InvalidRequest(f"row update for request {update.request_id}, which is not in the step")
+            if any(block >= self._pool.num_blocks for block in update.blocks):
+                raise InvalidRequest(
+                    f"block {max(update.blocks)} is outside the pool of {self._pool.num_blocks} blocks"
+                )
+            granted[update.request_id] += len(update.blocks)
+        for row, count in zip([*running, *new], counts, strict=True):
+            self._check_blocks(row, count, granted[row.request_id])
+
+    def _check_blocks(self, row: Row, count: int, num_granted: int) -> None:
+        held = row.num_blocks + num_granted
+        if held > self._table.max_blocks:
+            raise InvalidRequest(
+                f"request {row.request_id} has {held} blocks, at most {self._table.max_blocks} are allowed"
+            )
+        needed = -(-(row.num_cached + count) // self.options.block_size)
+        if count and needed > held:
+            raise InvalidRequest(f"request {row.request_id} needs {needed} blocks for this step, it has {held}")
+
+    def _counts(self, running: Sequence[Row], new: Sequence[Row], updates: Sequence[RowUpdate]) -> list[int]:
+        """Tokens each row computes in this step.
+
+        The router says so for new rows (`start.chunk_len`, else all) and in `updates`; what it leaves open shares
+        the prefill budget, at least one token each.
+        """
+        asked = {update.request_id: update.chunk_len for update in updates}
+        first = [_within(row.num_pending, row.start.chunk_len) for row in new]
+        budget = self.max_prefill_tokens - sum(first) - len(running) + 1
+        counts = []
+        for row in running:
+            count = asked.get(row.request_id)
+            if count is None and row.num_pending > 1:
+                count = max(1, min(budget, row.num_pending))
+                budget -= count - 1
+            counts.append(_within(row.num_pending, count))
+        return counts + first
+
+    @property
+    def _pool(self) -> KVCache:
+        if self._cache is None:
+            raise InvalidRequest("Warmup must come before the first step")
+        return self._cache
+
+    # One step -------------------------------------------------------------------------------------------------------
+
+    def _step(
+        self, batch_id: int, rows: list[Row], counts: Sequence[int], begin: int, concat_ns: int | None
+    ) -> StepResult:
+        """Forward, sample, settle; keep the batch unless every row has finished."""
+        self._batches[batch_id] = rows
+        active = [(row, count) for row, count in zip(rows, counts, strict=True) if count]
+        forward_begin = time.perf_counter_ns()
+        try:
+            due, tokens = self._forward(active)
+        except Exception:
+            self.clear(batch_id)
+            raise
+        settle_begin = time.perf_counter_ns()
+        generations = [self._settler.settle(row, token) for row, token in zip(due, tokens, strict=True)]
+        if all(row.finish_reason is not None for row in rows):
+            self.clear(batch_id)
+        end = time.perf_counter_ns()
+        return StepResult(
+            generations=tuple(generation for generation in generations if generation is not None),
+            batch=self._cached_batch(batch_id) if batch_id in self._batches else None,
+            forward_ns=settle_begin - forward_begin,
+            decode_ns=end - settle_begin,
+            total_ns=end - begin,
+            concat_ns=concat_ns,
+            num_forwards=1 if active else 0,
+            num_forward_rows=len(active),
+            num_forward_tokens=sum(count for _, count in active),
+        )
+
+    @torch.inference_mode()
+    def _forward(self, active: Sequence[tuple[Row, int]]) -> tuple[list[Row], list[SampledToken]]:
+        """Compute the tokens of all active rows in one forward; sample for rows whose known tokens are done."""
+        if not active:
+            return [], []
+        spans = [self._span(row, count) for row, count in active]
+        batch = ForwardBatch.build(spans, self.options.block_size, self.options.device)
+        logits = self.decoder(batch, self._pool)
+        due = [row for row, count in active if row.num_pending == count]
+        sampled: list[SampledToken] = []
+        if logits is not None:
+            logits = self._take_prompt_logprobs(active, spans, logits)
+            if due:
+                sampled = sample(logits, [row.sampling for row in due], [len(row.tokens) for row in due])
+        sampled = self._agree(due, sampled)
+        for row, count in active:
+            row.num_cached += count
+        for row, token in zip(due, sampled, strict=True):
+            row.tokens.append(token.id)
+            row.sampling.push(token.id)
+        return due, sampled
+
+    def _span(self, row: Row, count: int) -> RowSpan:
+        end = row.num_cached + count
+        wanted = "last" if count == row.num_pending else "none"
+        if row.owes_prompt_logprobs:
+            wanted = "all"
+        return RowSpan(row.tokens[row.num_cached : end], row.num_cached, self._table.block_table(row), wanted)
+
+    def _agree(self, due: Sequence[Row], sampled: list[SampledToken]) -> list[SampledToken]:
+        """Give every rank what rank 0 sampled, and the log-probabilities of prompts that are complete."""
+        if self.parallel.size == 1 or not due:
+            return sampled
+        if any(row.sampling.top_n or row.owes_prompt_logprobs for row in due):
+            notes = [[*astuple(token), row.prompt_logprobs] for row, token in zip(due, sampled, strict=False)]
+            shared = json.loads(self.parallel.share(json.dumps(notes)))
+            for row, note in zip(due, shared, strict=True):
+                row.prompt_logprobs = note.pop()
+            return [SampledToken(*note) for note in shared]
+        pairs = torch.zeros(len(due), 2, dtype=torch.float64)
+        if sampled:
+            pairs = torch.tensor([(token.id, token.logprob) for token in sampled], dtype=torch.float64)
+        pairs = self.parallel.broadcast(pairs.to(self.options.device))
+        return [SampledToken(int(token_id), logprob) for token_id, logprob in pairs.tolist()]
+
+    def _take_prompt_logprobs(
+        self, active: Sequence[tuple[Row, int]], spans: Sequence[RowSpan], logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Note the log-probabilities of prompt tokens where asked for; return the logits of the rows due."""
+        if not any(span.logits == "all" for span in spans):
+            return logits
+        kept, at = [], 0
+        for (row, count), span in zip(active, spans, strict=True):
+            size = {"none": 0, "last": 1, "all": count}[span.logits]
+            part = logits[at : at + size]
+            at += size
+            if span.logits == "all":
+                following = row.tokens[span.start + 1 : span.end + 1]  # the token after each computed one, if known
+                ids = torch.tensor(following, dtype=torch.int64, device=part.device)
+                row.prompt_logprobs += token_logprobs(part[: len(following)], ids).tolist()
+            if row.num_pending == count:
+                kept.append(part[-1:])
+        return torch.cat(kept) if kept else logits[:0]
+
+    # Warm-up --------------------------------------------------------------------------------------------------------
+
+    def warmup(self, starts: Sequence[SequenceStart], limits: WarmupLimits) -> WarmupResult:
+        """Run a large prefill, size the pool by what memory is left, and settle the limits in tokens.
+
+        Raises:
+            SettingsError: the limits asked for exceed the model's context.
+            NotEnoughMemory: the pool cannot hold the longest request allowed.
+        """
+        context = self.spec.max_position_embeddings
+        if limits.max_total_tokens is not None and limits.max_total_tokens > context:
+            raise SettingsError(
+                f"--max-total-tokens {limits.max_total_tokens} exceeds the model's context of {context}"
+            )
+        self.clear()
+        self._cache = None
+        self.max_prefill_tokens = limits.max_prefill_tokens
+        self._rehearse(starts)
+        pool_tokens = self._size_pool(limits)
+        max_total = limits.max_total_tokens or min(pool_tokens, context)
+        max_input = limits.max_input_tokens or max_total - 1
+        if max_total > pool_tokens:
+            raise NotEnoughMemory(
+                f"the KV pool holds {pool_tokens} tokens, fewer than --max-total-tokens {max_total}: "
+                "lower it or give the pool more memory"
+            )
+        if max_input >= max_total:
+            raise SettingsError(f"--max-input-tokens {max_input} must be < --max-total-tokens {max_total}")
+        self._table = SequenceTable(max_blocks=-(-context // self.options.block_size) + 1)
+        block_bytes = self._block_bytes(self.spec.num_kv_heads)
+        return WarmupResult(
+            pool_tokens=pool_tokens,
+            max_input_tokens=max_input,
+            max_total_tokens=max_total,
+            kv_bytes=self._pool.num_bytes,
+            total_kv_bytes=self._pool.num_blocks * block_bytes,
+        )
+
+    def _rehearse(self, starts: Sequence[SequenceStart]) -> None:
+        """Run the warm-up prompts once in a pool made for them, so that the peak of memory is behind us."""
+        budget = self.max_prefill_tokens if self.options.device.type == "cuda" else CPU_WARMUP_TOKENS
+        spans, block = [], 0
+        size = self.options.block_size
+        for start in starts:
+            tokens = (list(start.input_ids) or self._encode(start))[: self.spec.max_position_embeddings][:budget]
+            if not tokens:
+                continue
+            num_blocks = -(-len(tokens) // size)
+            table = torch.arange(block, block + num_blocks, dtype=torch.int32).numpy()
+            spans.append(RowSpan(tokens, 0, table))
+            budget -= len(tokens)
+            block += num_blocks
+        if not spans:
+            raise InvalidRequest("Warmup needs at least one prompt token")
+        with torch.inference_mode():
+            self._cache = self._make_pool(block)
+            self.decoder(ForwardBatch.build(spans, size, self.options.device), self._cache)
+        self._cache = None
+
+    def _size_pool(self, limits: WarmupLimits) -> int:
+        """Allocate the pool; every rank the same number of blocks. Returns its size in tokens."""
+        options, size = self.options, self.options.block_size
+        free = pool_bytes(options.device, options.memory_fraction, self.parallel)
+        # Ranks hold different heads and read free memory at different moments: agree before anything may be refused.
+        # Block 0 is never a sequence's.
+        num_blocks = self.parallel.smallest(free // self._block_bytes(self.heads.num_kv_heads) - 1)
+        if limits.max_batch_total_tokens is not None:
+            asked = limits.max_batch_total_tokens // size
+            if asked > num_blocks:
+                raise NotEnoughMemory(
+                    f"--max-batch-total-tokens {limits.max_batch_total_tokens} needs more memory than there is: "
+                    f"at most {max(0, num_blocks) * size} tokens fit"
+                )
+            if asked < 1:
+                raise SettingsError(
+                    f"--max-batch-total-tokens {limits.max_batch_total_tokens} must be >= the block size of {size}"
+                )
+            num_blocks = asked
+        if num_blocks < 1:
+            raise NotEnoughMemory(f"{free} bytes are left for the KV pool, less than one block of {size} tokens")
+        self._cache = self._make_pool(num_blocks + 1)
+        logger.info("KV pool tokens=%d bytes=%d dtype=%s", num_blocks * size, self._pool.num_bytes, options.dtype)
+        return num_blocks * size
+
+    def _make_pool(self, num_blocks: int) -> KVCache:
+        options = self.options
+        return KVCache(self.spec, self.heads, num_blocks, options.block_size, options.dtype, options.device)
+
+    def _block_bytes(self, num_kv_heads: int) -> int:
+        return KVCache.bytes_per_block(self.spec, num_kv_heads, self.options.block_size, self.options.dtype)
+
+
+def _within(pending: int, asked: int | None) -> int:
+    return pending if asked is None else min(asked, pending)

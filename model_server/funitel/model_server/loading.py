@@ -1,0 +1,114 @@
+"""Checkpoint folder -> loaded executor: spec, ranks, weights, tokenizer, in that order."""
+
+import logging
+import os
+import socket
+from pathlib import Path
+
+import torch
+
+from funitel.model_server.attention import TorchAttention
+from funitel.model_server.decoder import Decoder
+from funitel.model_server.executor import Executor, ExecutorOptions
+from funitel.model_server.families import spec_of
+from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.settings import ModelServerSettings
+from funitel.model_server.text import TextCodec
+from funitel.model_server.weights import Weights, read_json
+from funitel.proto.errors import SettingsError, WeightsError
+from funitel.proto.step import Capability, ShardInfo
+
+logger = logging.getLogger(__name__)
+
+
+def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardInfo]:
+    """Load this rank's share of the model in `folder`; blocks until every rank has joined.
+
+    Raises:
+        StartupError: the checkpoint, the settings and the machine do not fit together.
+    """
+    device = choose_device(settings.device, settings.rank)
+    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
+    dtype = choose_dtype(settings.dtype, device)
+    spec = spec_of(read_json(folder / "config.json"))
+    HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)  # refuses too many ranks
+    codec = TextCodec(folder)
+    eos_token_ids = find_eos(folder, codec)
+    parallel = TensorParallel()
+    if settings.sharded and settings.world_size > 1:
+        try:
+            socket.getaddrinfo(settings.master_addr, settings.master_port)
+        except OSError as error:
+            raise SettingsError(f"MASTER_ADDR {settings.master_addr} is no host that can be found: {error}") from error
+        address = settings.master_addr, settings.master_port
+        parallel = TensorParallel.join(settings.rank, settings.world_size, *address, device)
+    weights = Weights(folder, dtype, device, spec.names.prefix)
+    decoder = Decoder(spec, weights, parallel, TorchAttention(settings.block_size, spec.head_dim, device))
+    options = ExecutorOptions(
+        device=device,
+        dtype=dtype,
+        block_size=settings.block_size,
+        memory_fraction=settings.cuda_memory_fraction,
+        allow_prefill_logprobs=settings.enable_prefill_logprobs,
+        eos_token_ids=eos_token_ids,
+    )
+    info = ShardInfo(
+        dtype=str(dtype),
+        device_type=device.type,
+        support_chunking=settings.prefill_chunking in ("true", "1"),
+        attention_impl=TorchAttention.name,
+        block_size=settings.block_size,
+        capabilities=frozenset(Capability),
+        rank=settings.rank,
+        world_size=settings.world_size,
+        weight_bytes=weights.held_bytes,
+        sharded_weight_bytes=weights.sharded_bytes,
+        total_sharded_weight_bytes=weights.total_sharded_bytes,
+    )
+    logger.info(
+        "loaded model=%s architecture=%s device=%s dtype=%s threads=%d weight_bytes=%d",
+        folder,
+        spec.architecture,
+        device,
+        dtype,
+        torch.get_num_threads(),
+        weights.held_bytes,
+    )
+    return Executor(spec, decoder, codec, parallel, options), info
+
+
+def choose_device(asked: str, rank: int) -> torch.device:
+    """The device of a rank: cuda:RANK where a GPU is wanted and there, else the CPU."""
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if rank >= torch.cuda.device_count():
+        raise SettingsError(f"rank {rank} needs GPU number {rank}, there are {torch.cuda.device_count()}")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_dtype(asked: str | None, device: torch.device) -> torch.dtype:
+    """Precision of weights and KV: what is asked for, else float32 on a CPU and bfloat16 on a GPU."""
+    name = asked or ("float32" if device.type == "cpu" else "bfloat16")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def find_eos(folder: Path, codec: TextCodec) -> frozenset[int]:
+    """End-of-sequence token ids: of generation_config.json, else config.json, else the tokenizer's eos_token."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).is_file():
+            found = read_json(folder / name).get("eos_token_id")
+            if found is not None:
+                ids = found if isinstance(found, list) else [found]
+                if not all(isinstance(token_id, int) for token_id in ids):
+                    raise WeightsError(f"{folder / name}: eos_token_id must be one or more integers, given {found!r}")
+                return frozenset(ids)
+    if (folder / "tokenizer_config.json").is_file():
+        token = read_json(folder / "tokenizer_config.json").get("eos_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        token_id = codec.token_id(content) if content else None
+        if token_id is not None:
+            return frozenset([token_id])
+    raise WeightsError(f"{folder} names no end-of-sequence token (eos_token_id in generation_config.json)")

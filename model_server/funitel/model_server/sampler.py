@@ -1,0 +1,189 @@
+"""Logits -> tokens and log-probabilities, batched, in TGI's order of processing.
+
+Noise is a function of (seed, position) alone, so a seeded sequence draws the same tokens whatever shares its batch,
+and after being resumed elsewhere. Runs on rank 0 only.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from funitel.proto.step import SamplingParams
+
+MASK_64 = (1 << 64) - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) from (seed, position). Source: splitmix64 (Steele et al., OOPSLA 2014), applied to each."""
+    return (_mix(_mix(seed) + position) >> 11) * 2.0**-53
+
+
+def _mix(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & MASK_64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return x ^ (x >> 31)
+
+
+@dataclass(slots=True)
+class SamplingState:
+    """What sampling one sequence depends on: its parameters and, for penalties, the tokens it holds."""
+
+    params: SamplingParams
+    top_n: int = 0
+    _seen: Counter[int] = field(default_factory=Counter)  # prompt and completion
+    _produced: Counter[int] = field(default_factory=Counter)  # completion
+
+    @classmethod
+    def over(
+        cls, params: SamplingParams, top_n: int, prompt_ids: Sequence[int], output_ids: Sequence[int]
+    ) -> "SamplingState":
+        """State of a sequence that holds these tokens already."""
+        state = cls(params, top_n)
+        if params.has_penalties:
+            state._seen.update(prompt_ids)
+            state._seen.update(output_ids)
+            state._produced.update(output_ids)
+        return state
+
+    def push(self, token_id: int) -> None:
+        """Take a new completion token into account."""
+        if self.params.has_penalties:
+            self._seen[token_id] += 1
+            self._produced[token_id] += 1
+
+    def penalise(self, scores: torch.Tensor) -> None:
+        """Apply the penalties to one row [vocab_size], in place."""
+        params = self.params
+        if params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0:
+            ids, counts = _as_tensors(self._seen, scores.device)
+            values = scores[ids]
+            if params.repetition_penalty != 1.0:
+                penalty = params.repetition_penalty
+                values = torch.where(values < 0, values * penalty, values / penalty)
+            scores[ids] = values - params.frequency_penalty * counts / counts.sum()
+        if self._produced and (params.presence_penalty != 0.0 or params.count_penalty != 0.0):
+            ids, counts = _as_tensors(self._produced, scores.device)
+            scores[ids] -= params.presence_penalty + params.count_penalty * counts
+
+
+def _as_tensors(counter: Counter[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.tensor(list(counter.keys()), dtype=torch.int64, device=device)
+    counts = torch.tensor(list(counter.values()), dtype=torch.float32, device=device)
+    return ids, counts
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A chosen token, its log-probability after all processing, and the most likely alternatives."""
+
+    id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+def sample(logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[SampledToken]:
+    """Choose the next token of every row.
+
+    Args:
+        logits: [rows, vocab_size] float32; changed in place.
+        states: sampling state per row.
+        positions: index in its sequence of the token each row is about to get.
+    """
+    for row, state in enumerate(states):
+        if state.params.has_penalties:
+            state.penalise(logits[row])
+    # Half-precision overflow or an extreme penalty must spoil its own row only, and must not raise.
+    logits.nan_to_num_(nan=-torch.inf)
+    sampled = [row for row, state in enumerate(states) if state.params.is_sampled]
+    if sampled:
+        logits[sampled] = _warp(logits[sampled], [states[row].params for row in sampled])
+    normaliser = logits.logsumexp(dim=-1)  # [rows]
+    chosen = logits.argmax(dim=-1)
+    if sampled:
+        draws = [uniform(states[row].params.seed, positions[row]) for row in sampled]
+        chosen[sampled] = _draw(logits[sampled], draws)
+    logprobs = logits.gather(1, chosen[:, None])[:, 0] - normaliser
+    tops = [
+        _top(logits[row], float(normaliser[row]), state.top_n) if state.top_n else ((), ())
+        for row, state in enumerate(states)
+    ]
+    return [
+        SampledToken(token_id, logprob, *top)
+        for token_id, logprob, top in zip(chosen.tolist(), logprobs.tolist(), tops, strict=True)
+    ]
+
+
+def _warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Temperature, top-k, top-p, typical-p, each only on the rows that ask for it. Masked tokens become -inf."""
+    temperatures = torch.tensor([p.temperature for p in params], device=scores.device)
+    best = scores.max(dim=-1, keepdim=True).values
+    scores = (scores - best) / temperatures[:, None]  # at most 0: the tiniest temperature cannot overflow
+    for rows, warp in (
+        ([i for i, p in enumerate(params) if p.top_k], _top_k),
+        ([i for i, p in enumerate(params) if p.top_p < 1.0], _top_p),
+        ([i for i, p in enumerate(params) if p.typical_p < 1.0], _typical_p),
+    ):
+        if rows:
+            scores[rows] = warp(scores[rows], [params[i] for i in rows])
+    return scores
+
+
+def _top_k(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Keep the k best; ties with the k-th stay."""
+    ks = torch.tensor([min(p.top_k, scores.shape[1]) for p in params], device=scores.device)
+    best = scores.topk(int(ks.max()), dim=-1).values
+    return scores.masked_fill(scores < best.gather(1, ks[:, None] - 1), -torch.inf)
+
+
+def _top_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Keep the smallest set of tokens whose mass reaches p, at least one."""
+    ps = torch.tensor([p.top_p for p in params], device=scores.device)
+    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
+    mass = ordered.softmax(dim=-1)
+    before = mass.cumsum(dim=-1) - mass  # mass of the tokens ranked above
+    is_out = before >= ps[:, None]
+    is_out[:, 0] = False
+    return scores.masked_fill(torch.zeros_like(is_out).scatter(1, ids, is_out), -torch.inf)
+
+
+def _typical_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Keep the tokens whose surprise is nearest the entropy until their mass reaches p. Source: arXiv 2202.00666."""
+    ps = torch.tensor([p.typical_p for p in params], device=scores.device)
+    logprobs = scores.log_softmax(dim=-1)
+    probs = logprobs.exp()
+    entropy = -(probs * logprobs).nan_to_num().sum(dim=-1, keepdim=True)
+    distance = (-logprobs - entropy).abs()
+    ids = distance.argsort(dim=-1, stable=True)
+    mass = probs.gather(1, ids)
+    is_out = mass.cumsum(dim=-1) - mass >= ps[:, None]
+    is_out[:, 0] = False
+    return scores.masked_fill(torch.zeros_like(is_out).scatter(1, ids, is_out), -torch.inf)
+
+
+def _draw(scores: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
+    """Invert each row's cumulative distribution, in float64, at its draw; masked tokens have no width."""
+    cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
+    total = cumulative[:, -1]
+    targets = torch.tensor(draws, dtype=torch.float64, device=scores.device) * total
+    targets = torch.minimum(targets, total.nextafter(torch.zeros_like(total)))  # the product may round up to total
+    chosen = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0]
+    return chosen.clamp_(max=scores.shape[1] - 1)  # beyond the end only where the whole row is masked
+
+
+def _top(scores: torch.Tensor, normaliser: float, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The most likely tokens of a row, best first; ties with the last are all returned, masked tokens never."""
+    count = min(count, scores.shape[0])
+    threshold = scores.topk(count).values[-1]
+    ids = torch.nonzero((scores >= threshold) & (scores > -torch.inf))[:, 0]
+    values = scores[ids]
+    order = values.argsort(descending=True, stable=True)
+    return tuple(ids[order].tolist()), tuple((values[order] - normaliser).tolist())
+
+
+def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probability of `ids` [rows] under raw `logits` [rows, vocab_size]."""
+    return logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(dim=-1)

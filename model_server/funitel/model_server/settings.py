@@ -1,0 +1,77 @@
+"""Every setting of a shard process; flags, variables and defaults are TGI's where TGI has them."""
+
+from dataclasses import dataclass
+
+from funitel.proto.settings import require, setting
+
+DTYPES = ("float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownloadSettings:
+    """Make a model's files present and whole in the cache; prints their folder."""
+
+    model_id: str
+    revision: str | None = setting(None, "Hub revision.")
+    cache_dir: str | None = setting(
+        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+    )
+    json_output: bool = setting(False, "Log JSON lines.")
+    logger_level: str = setting("info", "Least severe log level: debug, info, warning, error.", env=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelServerSettings:
+    """Serve one tensor-parallel rank of a model over gRPC."""
+
+    model_id: str
+    revision: str | None = setting(None, "Hub revision.")
+    cache_dir: str | None = setting(
+        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+    )
+    sharded: bool = setting(False, "Join the other ranks through torch.distributed.", env=None)
+    rank: int = setting(0, "Tensor-parallel rank of this shard.")
+    world_size: int = setting(1, "Number of shards of the model.")
+    master_addr: str = setting("localhost", "Host of rank 0 for torch.distributed.")
+    master_port: int = setting(29500, "Port of rank 0 for torch.distributed.")
+    uds_path: str = setting("/tmp/text-generation-server", "Unix socket to listen on, followed by -RANK.", env=None)
+    listen: str | None = setting(None, "host:port to listen on instead of the Unix socket.", env=None)
+    device: str = setting("auto", "Where the model runs.", choices=DEVICES)
+    dtype: str | None = setting(
+        None,
+        "Precision of weights and KV; float32 on a CPU, bfloat16 on a GPU when not given.",
+        choices=DTYPES,
+    )
+    block_size: int = setting(16, "Tokens per KV block.")
+    cuda_memory_fraction: float = setting(1.0, "Share of the free device memory that the KV pool may take.")
+    num_threads: int | None = setting(None, "Compute threads; the cores this process may use when not given.")
+    prefill_chunking: str = setting(
+        "true",
+        "Compute long prompts in chunks that share steps with running sequences.",
+        choices=("true", "false", "1", "0"),
+    )
+    enable_prefill_logprobs: bool = setting(False, "Allow log-probabilities of prompt tokens.", env="REQUEST_LOGPROBS")
+    json_output: bool = setting(False, "Log JSON lines.")
+    logger_level: str = setting("info", "Least severe log level: debug, info, warning, error.", env=None)
+    exit_with_parent: bool = setting(False, "Stop when the process that started this one ends.", env=None)
+
+    def __post_init__(self) -> None:
+        require(self.world_size >= 1, f"WORLD_SIZE must be >= 1, given {self.world_size}")
+        require(
+            0 <= self.rank < self.world_size,
+            f"RANK must be within 0..{self.world_size - 1} (WORLD_SIZE - 1), given {self.rank}",
+        )
+        require(
+            self.sharded or self.world_size == 1,
+            f"WORLD_SIZE is {self.world_size}: add --sharded to join the other ranks",
+        )
+        require(self.block_size > 0, f"--block-size must be > 0, given {self.block_size}")
+        require(
+            0.0 < self.cuda_memory_fraction <= 1.0,
+            f"--cuda-memory-fraction must be within (0, 1], given {self.cuda_memory_fraction}",
+        )
+        require(
+            self.num_threads is None or self.num_threads > 0,
+            f"--num-threads must be > 0, given {self.num_threads}",
+        )

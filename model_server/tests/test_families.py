@@ -1,0 +1,109 @@
+"""Every family of the table against transformers: same logits, whole, chunked, decoded, at one, two and three ranks."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from funitel.model_server.families import spec_of
+from funitel.model_server.parallel import TensorParallel
+from funitel.proto.errors import UnsupportedModel
+from funitel_testing import forward_worker
+from funitel_testing.servers import free_port
+from funitel_testing.tiny import FAMILIES, save_tiny
+
+TOLERANCE = 1e-4
+WORKER = Path(forward_worker.__file__)
+# (row lengths of the prompt chunks of each sequence): contexts of uneven length, one longer than the small windows
+PROMPTS = (37, 5, 70)
+NUM_DECODE = 6
+
+
+def make_prompts(vocab_size: int) -> list[list[int]]:
+    """Fixed random prompts plus the tokens each is then decoded with."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, vocab_size, (length + NUM_DECODE,), generator=generator).tolist() for length in PROMPTS]
+
+
+def oracle_logits(folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return [model(torch.tensor([ids])).logits[0] for ids in prompts]
+
+
+def our_logits(folder: Path, prompts: list[list[int]], size: int, tmp_path: Path) -> list[torch.Tensor]:
+    """Run `size` ranks, each a process of its own when there are several, and return rank 0's logits."""
+    if size == 1:
+        return forward_worker.run(folder, TensorParallel(), prompts, NUM_DECODE)
+    job = {"folder": str(folder), "prompts": prompts, "num_decode": NUM_DECODE, "size": size, "port": free_port()}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    ranks = [
+        subprocess.Popen([sys.executable, str(WORKER), str(tmp_path), str(rank)], stderr=subprocess.PIPE, text=True)
+        for rank in range(size)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    logits: list[torch.Tensor] = torch.load(tmp_path / "logits.pt", weights_only=True)
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+    folder = save_tiny(family, tmp_path / "model")
+    prompts = make_prompts(288)
+    expected = oracle_logits(folder, prompts)
+    found = our_logits(folder, prompts, 1, tmp_path)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("llama_bias", 3), ("gpt2", 3), ("qwen3", 4), ("qwen2", 2)])
+def test_ranks_together_equal_transformers(family: str, size: int, tmp_path: Path) -> None:
+    folder = save_tiny(family, tmp_path / "model")
+    prompts = make_prompts(288)
+    expected = oracle_logits(folder, prompts)
+    found = our_logits(folder, prompts, size, tmp_path)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; known: GPT2LMHeadModel"),
+        ({}, "not named in config.json"),
+        ({"architectures": ["LlamaForCausalLM"]}, "lacks the field"),
+    ],
+)
+def test_unknown_configs_are_refused_in_one_line(config: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        spec_of(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": "x"}, "value of the wrong kind"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": "a"}}, "value of the wrong kind"),
+        ({"num_key_value_heads": 4}, "6 query heads do not divide into 4 key-value heads"),
+        ({"num_attention_heads": 0, "head_dim": None}, "value of the wrong kind"),
+    ],
+)
+def test_impossible_values_are_refused_in_one_line(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    folder = save_tiny("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    with pytest.raises(UnsupportedModel, match=message):
+        spec_of(config | changes)
+
+
+def test_unknown_rope_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "yarn", "factor": 2.0}
+    with pytest.raises(UnsupportedModel, match="yarn"):
+        spec_of(config)

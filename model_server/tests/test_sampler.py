@@ -1,0 +1,158 @@
+"""Sampling against transformers' processors, its noise against its distribution, and its independence of company."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from funitel.model_server.sampler import SampledToken, SamplingState, sample, token_logprobs, uniform
+from funitel.proto.step import SamplingParams
+
+VOCAB = 200
+
+
+def make_logits(rows: int = 6, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def state(
+    prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), top_n: int = 0, **params: object
+) -> SamplingState:
+    return SamplingState.over(SamplingParams(**params), top_n, prompt, output)  # type: ignore[arg-type]
+
+
+def processed(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities our sampler works with, read off through top_n = everything."""
+    found = sample(logits.clone(), [SamplingState.over(params, VOCAB, (), ())] * len(logits), [0] * len(logits))
+    dense = torch.full_like(logits, -torch.inf)
+    for row, token in enumerate(found):
+        dense[row, list(token.top_ids)] = torch.tensor(token.top_logprobs)
+    return dense
+
+
+@pytest.mark.parametrize(
+    ("params", "warpers"),
+    [
+        (SamplingParams(temperature=0.7), []),
+        (SamplingParams(top_k=5), [TopKLogitsWarper(5)]),
+        (SamplingParams(top_k=1000), []),
+        (SamplingParams(top_p=0.8), [TopPLogitsWarper(0.8)]),
+        (SamplingParams(top_p=0.01), [TopPLogitsWarper(0.01)]),
+        (SamplingParams(typical_p=0.6), [TypicalLogitsWarper(0.6)]),
+        (SamplingParams(top_k=20, top_p=0.7), [TopKLogitsWarper(20), TopPLogitsWarper(0.7)]),
+        (
+            SamplingParams(temperature=0.5, top_k=50, top_p=0.9, typical_p=0.8),
+            [TopKLogitsWarper(50), TopPLogitsWarper(0.9), TypicalLogitsWarper(0.8)],
+        ),
+    ],
+)
+def test_warpers_equal_transformers(params: SamplingParams, warpers: list[object]) -> None:
+    logits = make_logits()
+    expected = logits / params.temperature
+    for warp in warpers:
+        expected = warp(None, expected)  # type: ignore[operator]
+    expected = expected.log_softmax(-1)
+    found = processed(params, logits)
+    assert torch.equal(found > -torch.inf, expected > -torch.inf)
+    kept = expected > -torch.inf
+    assert torch.allclose(found[kept], expected[kept], atol=1e-5)
+
+
+def test_repetition_penalty_equals_transformers() -> None:
+    logits = make_logits(1)
+    prompt, output = (3, 4, 4, 9), (3, 150)
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt + output]), logits.clone())
+    found = sample(logits.clone(), [state(prompt, output, repetition_penalty=1.7, top_n=VOCAB)], [6])[0]
+    dense = torch.empty(VOCAB)
+    dense[list(found.top_ids)] = torch.tensor(found.top_logprobs)
+    assert torch.allclose(dense, expected[0].log_softmax(-1), atol=1e-5)
+
+
+def test_frequency_penalty_is_the_share_of_the_sequence() -> None:
+    logits = torch.zeros(1, VOCAB)
+    sample(logits, [state((5, 5, 6), (7,), frequency_penalty=2.0)], [4])
+    assert logits[0, 5].item() == pytest.approx(-2.0 * 2 / 4)
+    assert logits[0, 7].item() == pytest.approx(-2.0 * 1 / 4)
+    assert logits[0, 8].item() == 0.0
+
+
+def test_count_penalties_are_over_the_completion_only() -> None:
+    logits = torch.zeros(1, VOCAB)
+    row = state((5,), (7,), presence_penalty=0.5, count_penalty=0.25)
+    row.push(7)
+    sample(logits, [row], [3])
+    assert logits[0, 7].item() == pytest.approx(-0.5 - 2 * 0.25)
+    assert logits[0, 5].item() == 0.0
+
+
+def test_greedy_is_argmax_with_raw_logprob() -> None:
+    logits = make_logits()
+    expected = logits.log_softmax(-1).max(-1)
+    found = sample(logits.clone(), [state()] * len(logits), [0] * len(logits))
+    assert [token.id for token in found] == expected.indices.tolist()
+    assert [token.logprob for token in found] == pytest.approx(expected.values.tolist(), abs=1e-5)
+
+
+def test_top_tokens_return_all_ties_and_no_masked_token() -> None:
+    logits = torch.full((1, VOCAB), -5.0)
+    logits[0, [3, 8, 11]] = 2.0
+    found = sample(logits.clone(), [state(top_n=2)], [0])[0]
+    assert found.top_ids == (3, 8, 11)
+    narrow = sample(logits.clone(), [state(top_n=5, top_k=1, do_sample=True)], [0])[0]
+    assert set(narrow.top_ids) == {3, 8, 11}
+
+
+def test_uniform_depends_on_seed_and_position_and_fills_the_unit_interval() -> None:
+    draws = [uniform(seed, position) for seed in range(100) for position in range(100)]
+    assert len(set(draws)) == len(draws)
+    assert all(0 <= draw < 1 for draw in draws)
+    counts = Counter(int(draw * 20) for draw in draws)
+    chi_square = sum((count - 500) ** 2 / 500 for count in counts.values())
+    assert chi_square < 43.8  # 0.1 % of 19 degrees of freedom
+    correlation = sum((a - 0.5) * (b - 0.5) for a, b in zip(draws, draws[1:], strict=False)) / len(draws) * 12
+    assert abs(correlation) < 0.04
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0] + [-torch.inf] * 4])
+    expected = logits[0].softmax(-1)
+    total = 4000
+    counts: Counter[int] = Counter()
+    for start in range(0, total, 100):
+        rows = [state(do_sample=True, seed=seed) for seed in range(start, start + 100)]
+        counts.update(token.id for token in sample(logits.repeat(100, 1), rows, [7] * 100))
+    assert set(counts) <= {0, 1, 2, 3}
+    chi_square = sum((counts[i] - total * float(p)) ** 2 / (total * float(p)) for i, p in enumerate(expected[:4]))
+    assert chi_square < 16.3  # 0.1 % of 3 degrees of freedom
+
+
+def test_a_row_draws_the_same_whatever_shares_its_batch() -> None:
+    logits = make_logits(8, seed=3)
+    rows = [state(do_sample=True, seed=i, top_p=0.9, top_k=40) for i in range(7)] + [state()]
+    together = sample(logits.clone(), rows, list(range(8)))
+    for i in range(8):
+        alone = sample(logits[i : i + 1].clone(), rows[i : i + 1], [i])[0]
+        assert alone.id == together[i].id
+        assert alone.logprob == pytest.approx(together[i].logprob, abs=1e-5)
+
+
+def test_masked_tokens_are_never_drawn_even_at_the_last_instant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("funitel.model_server.sampler.uniform", lambda seed, position: 1.0 - 2.0**-53)
+    logits = make_logits(1)
+    found = sample(logits.clone(), [state(do_sample=True, top_k=3)], [0])[0]
+    assert found.id in logits[0].topk(3).indices.tolist()
+
+
+def test_token_logprobs_are_raw() -> None:
+    logits = make_logits(4)
+    ids = torch.tensor([1, 2, 3, 4])
+    expected = logits.log_softmax(-1)[range(4), ids]
+    assert torch.allclose(token_logprobs(logits, ids), expected, atol=1e-5)
+    assert not math.isnan(SampledToken(1, -0.5).logprob)
