@@ -1,0 +1,1 @@
+"""The asyncio router: HTTP in, steps out to the shards. Never imports torch."""

@@ -1,0 +1,134 @@
+"""`funitel-router`: serve HTTP in front of the model shards. With `print-schema`: print the OpenAPI document.
+
+The port answers from the start: 503 until the shards are ready. SIGTERM stops accepting and drains.
+"""
+
+import ipaddress
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+
+import typer
+import uvicorn
+from starlette.applications import Starlette
+
+from funitel.proto import logs
+from funitel.proto.errors import FunitelError, StartupError
+from funitel.proto.settings import as_command, run_app
+from funitel.router.api.routes import document
+from funitel.router.app import build_app
+from funitel.router.engine import connect
+from funitel.router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+KEEP_ALIVE_SECONDS = 75  # longer than the pools of common clients and proxies keep an idle connection
+ORPHAN_SECONDS = 5  # without a parent nobody would end a drain that hangs
+
+
+class Server(uvicorn.Server):
+    """One uvicorn server that also stops when the router cannot start, or when its parent is gone."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        app = build_app(settings, connect, self.fail)
+        super().__init__(_uvicorn_config(app))
+        self.failure: FunitelError | None = None
+        self._parent = os.getppid() if settings.exit_with_parent else None
+
+    def fail(self, error: FunitelError) -> None:
+        """Stop, remembering why."""
+        self.failure = error
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Decide, ten times a second, whether to stop."""
+        return await super().on_tick(counter) or self._is_orphan()
+
+    def _is_orphan(self) -> bool:
+        if self._parent is None or os.getppid() == self._parent:
+            return False
+        logger.warning("the process that started this one is gone: stopping")
+        self.config.timeout_graceful_shutdown = ORPHAN_SECONDS
+        return True
+
+
+def _uvicorn_config(app: Starlette) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=None,  # whoever asks for the end decides how long running requests may take
+    )
+
+
+def listen_address(hostname: str) -> str:
+    """Return an address to bind: containers set HOSTNAME to their name, which is none."""
+    if hostname == "localhost":
+        return "127.0.0.1"
+    try:
+        return str(ipaddress.ip_address(hostname))
+    except ValueError:
+        logger.warning("--hostname %s is not an address: listening on 0.0.0.0", hostname)
+        return "0.0.0.0"
+
+
+def bind(hostname: str, port: int) -> socket.socket:
+    """Open the port.
+
+    Raises:
+        StartupError: it is taken, or not ours to open.
+    """
+    address = listen_address(hostname)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return socket.create_server((address, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {address} port {port}: {os.strerror(error.errno or 0)}") from error
+
+
+def serve(settings: RouterSettings) -> None:
+    """Run until a signal; raise StartupError when the router cannot start."""
+    logs.configure("router", json_output=settings.json_output, level=settings.log_level)
+    with bind(settings.hostname, settings.port) as listener:
+        server = Server(settings)
+        _stop_on_signals(server)
+        logger.info("listening on %s port %d", *listener.getsockname()[:2])
+        server.run(sockets=[listener])
+    if server.failure is not None:
+        raise server.failure
+
+
+def _stop_on_signals(server: Server) -> None:
+    """Uvicorn handles signals while it runs and raises them again afterwards; then they are no news."""
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    if sys.argv[1:2] == ["print-schema"]:
+        print(json.dumps(document(), indent=2))
+        return
+    app = typer.Typer(add_completion=False)
+    app.command(epilog="`print-schema` as the first argument prints the OpenAPI document.")(
+        as_command(RouterSettings, serve)
+    )
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()

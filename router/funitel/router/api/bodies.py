@@ -1,0 +1,124 @@
+"""Read a JSON body into a record, refusing what is not one with the status and the words that say why."""
+
+import json
+import logging
+import re
+import reprlib
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+
+from funitel.proto.errors import InvalidRequest, MalformedBody, PayloadTooLarge, UnsupportedMediaType
+from funitel.router.schema import Body, NativeBody
+
+logger = logging.getLogger(__name__)
+B = TypeVar("B", bound=Body)
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+MAX_WARNED_FIELDS = 100  # a client that invents names must not fill the log
+_warned_fields: set[str] = set()
+
+
+async def read_body(request: Request, model: type[B], limit: int) -> B:
+    """Read and check a request's body of at most `limit` bytes.
+
+    Raises:
+        UnsupportedMediaType: it is not declared as JSON.
+        PayloadTooLarge: it is too long.
+        MalformedBody: it is not JSON.
+        InvalidRequest: it is JSON of another shape; names the first field at fault.
+    """
+    _check_media_type(request.headers.get("content-type", ""))
+    content = _parse_json(await _read_bytes(request, limit))
+    try:
+        body = model.model_validate(content)
+    except ValidationError as error:
+        raise shape_error(error) from None
+    if isinstance(body, NativeBody):
+        _warn_of_unknown(body.unknown_fields)
+    return body
+
+
+def _check_media_type(content_type: str) -> None:
+    media_type = content_type.split(";")[0].strip().lower()
+    kind, _, name = media_type.partition("/")
+    if kind != "application" or not (name == "json" or name.endswith("+json")):
+        raise UnsupportedMediaType(f"content-type must be application/json. Given: {media_type or 'none'}")
+
+
+async def _read_bytes(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and len(declared) < 20 and int(declared) > limit:
+        raise PayloadTooLarge(f"the body must have at most {limit} bytes. Given: {declared}")
+    content = bytearray()
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > limit:
+            raise PayloadTooLarge(f"the body must have at most {limit} bytes")
+    return bytes(content)
+
+
+def _parse_json(content: bytes) -> Any:
+    try:
+        parsed = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+        if _SURROGATE.search(content):
+            _refuse_surrogates(parsed, ())
+        return parsed
+    except UnicodeDecodeError as error:
+        raise MalformedBody(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise MalformedBody("the body is nested too deeply") from None
+    except ValueError as error:  # json.JSONDecodeError, or an integer of thousands of digits
+        raise MalformedBody(f"the body is not JSON: {error}") from None
+
+
+def _refuse_surrogates(value: Any, path: tuple[str, ...]) -> None:
+    """JSON can spell halves of characters; tokenizers and answers cannot."""
+    match value:
+        case str():
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                param = ".".join(path)
+                raise InvalidRequest(f"{param}: must be valid Unicode, without lone surrogates", param)
+        case dict():
+            for name, item in value.items():
+                _refuse_surrogates(name, (*path, ascii(name)))
+                _refuse_surrogates(item, (*path, name))
+        case list():
+            for place, item in enumerate(value):
+                _refuse_surrogates(item, (*path, str(place)))
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def shape_error(error: ValidationError) -> InvalidRequest:
+    """Say in one line what is wrong with the first field at fault."""
+    first = error.errors(include_url=False)[0]
+    param = ".".join(str(step) for step in first["loc"])
+    return InvalidRequest(f"{param}: {_explain(first)}" if param else _explain(first), param or None)
+
+
+def _explain(detail: ErrorDetails) -> str:
+    match detail["type"]:
+        case "missing":
+            return "this field is required"
+        case "extra_forbidden":
+            return "unknown field"
+        case "model_type":
+            return f"must be an object. Given: {reprlib.repr(detail['input'])}"
+        case "value_error":
+            return detail["msg"].removeprefix("Value error, ")
+        case _:
+            message = detail["msg"].replace("Input should", "must")
+            return f"{message}. Given: {reprlib.repr(detail['input'])}"
+
+
+def _warn_of_unknown(names: list[str]) -> None:
+    for name in names:
+        if name not in _warned_fields and len(_warned_fields) < MAX_WARNED_FIELDS:
+            _warned_fields.add(name)
+            logger.warning("ignoring unknown field %s", reprlib.repr(name))

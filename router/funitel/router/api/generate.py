@@ -1,0 +1,205 @@
+"""TGI's native routes: `POST /`, `/generate`, `/generate_stream` and `/tokenize`."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any
+
+from pydantic import TypeAdapter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from funitel.proto.step import Generation
+from funitel.router.api.bodies import read_body
+from funitel.router.api.errors import native_error
+from funitel.router.api.inference import (
+    Answer,
+    Job,
+    Prompt,
+    answer_headers,
+    collect,
+    generation_route,
+    prepare,
+    service_of,
+    stream_headers,
+)
+from funitel.router.schema import (
+    BestOfSequence,
+    CompatGenerateRequest,
+    Details,
+    GenerateParameters,
+    GenerateRequest,
+    GenerateResponse,
+    PrefillToken,
+    SimpleToken,
+    StreamDetails,
+    StreamResponse,
+    Token,
+    ending,
+    top_token_lists,
+)
+from funitel.router.sequence import Request
+from funitel.router.service import Service
+from funitel.router.sse import EventStream, run_until_disconnect
+from funitel.router.tokenizer import Encoding
+from funitel.router.validation import random_seed
+
+_ANSWER_LIST = TypeAdapter(list[GenerateResponse])
+_TOKEN_LIST = TypeAdapter(list[SimpleToken])
+
+
+# Handlers
+
+
+@generation_route
+async def compat_generate(http: HttpRequest) -> Response:
+    """`POST /`: streams when asked, else an array of one answer; the prompt begins it by default."""
+    arrived = time.monotonic()
+    service = service_of(http)
+    body = await read_body(http, CompatGenerateRequest, service.settings.payload_limit)
+    parameters = body.effective_parameters
+    if parameters.return_full_text is None:  # TGI's default where the hub does not say what the model is for
+        parameters = parameters.model_copy(update={"return_full_text": True})
+    if body.stream:
+        return await _stream(service, parameters, body.inputs, arrived)
+    work = _answer(service, parameters, body.inputs, arrived)
+    answer, headers = await run_until_disconnect(http.receive, work)
+    return Response(_ANSWER_LIST.dump_json([answer]), headers=headers, media_type="application/json")
+
+
+@generation_route
+async def generate(http: HttpRequest) -> Response:
+    """`/generate`: the whole completion."""
+    arrived = time.monotonic()
+    service = service_of(http)
+    body = await read_body(http, GenerateRequest, service.settings.payload_limit)
+    work = _answer(service, body.effective_parameters, body.inputs, arrived)
+    answer, headers = await run_until_disconnect(http.receive, work)
+    return Response(answer.model_dump_json(), headers=headers, media_type="application/json")
+
+
+@generation_route
+async def generate_stream(http: HttpRequest) -> Response:
+    """`/generate_stream`: the completion token by token."""
+    arrived = time.monotonic()
+    service = service_of(http)
+    body = await read_body(http, GenerateRequest, service.settings.payload_limit)
+    return await _stream(service, body.effective_parameters, body.inputs, arrived)
+
+
+async def tokenize(http: HttpRequest) -> Response:
+    """`/tokenize`: the prompt's tokens, special ones added, with their places in bytes."""
+    service = service_of(http)
+    body = await read_body(http, GenerateRequest, service.settings.payload_limit)
+    encoding = await service.tokenizer.encode(body.inputs)
+    return Response(_TOKEN_LIST.dump_json(_simple_tokens(encoding)), media_type="application/json")
+
+
+def _simple_tokens(encoding: Encoding) -> list[SimpleToken]:
+    rows = zip(encoding.ids, encoding.offsets, encoding.byte_offsets(), strict=True)
+    return [
+        SimpleToken(id=id, text=encoding.text[begin:end], start=start, stop=stop)
+        for id, (begin, end), (start, stop) in rows
+    ]
+
+
+# Whole answers
+
+
+async def _answer(
+    service: Service, parameters: GenerateParameters, inputs: str, arrived: float
+) -> tuple[GenerateResponse, dict[str, str]]:
+    job = await prepare(service, parameters, Prompt(inputs), stream=False, arrived=arrived)
+    best, *others = await _run_best_of(job, parameters.best_of or 1)
+    job.succeeded(best.timings, best.finished.num_tokens)
+    prefix = inputs if parameters.return_full_text else ""
+    response = GenerateResponse(
+        generated_text=prefix + best.finished.text,
+        details=_details(best, others, prefix) if parameters.wants_details else None,
+    )
+    return response, answer_headers(job, best)
+
+
+async def _run_best_of(job: Job, best_of: int) -> list[Answer]:
+    """Run so many sequences at once, the first with the request's seed; return them likeliest first."""
+    requests = [job.request, *(_reseeded(job.request) for _ in range(best_of - 1))]
+    submit = job.service.engine.submit
+    async with AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(submit(request)) for request in requests]
+        if best_of == 1:
+            return [await collect(job, streams[0])]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(collect(job, stream)) for stream in streams]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return sorted((task.result() for task in tasks), key=lambda answer: answer.mean_logprob, reverse=True)
+
+
+def _reseeded(request: Request) -> Request:
+    return replace(request, sampling=replace(request.sampling, seed=random_seed()))
+
+
+def _details(best: Answer, others: list[Answer], prefix: str) -> Details:
+    sequences = [
+        BestOfSequence(**_details_of(answer), generated_text=prefix + answer.finished.text) for answer in others
+    ]
+    return Details(**_details_of(best), best_of_sequences=sequences or None)
+
+
+def _details_of(answer: Answer) -> dict[str, Any]:
+    """What the best sequence and the others say alike."""
+    generations = answer.generations
+    prefill = next((g.prefill_tokens for g in generations if g.prefill_tokens is not None), None)
+    return {
+        **ending(answer.finished),
+        "prefill": [] if prefill is None else PrefillToken.list_of(prefill),
+        "tokens": [token for generation in generations for token in Token.list_of(generation.tokens)],
+        "top_tokens": top_token_lists([top for generation in generations for top in generation.top_tokens]),
+    }
+
+
+# Streamed answers
+
+
+async def _stream(service: Service, parameters: GenerateParameters, inputs: str, arrived: float) -> EventStream:
+    job = await prepare(service, parameters, Prompt(inputs), stream=True, arrived=arrived)
+    return EventStream(_events(job, parameters), native_error, headers=stream_headers(job))
+
+
+async def _events(job: Job, parameters: GenerateParameters) -> AsyncGenerator[StreamResponse, None]:
+    index = 0
+    with job.service.metrics.counting_failures():
+        async with job.service.engine.submit(job.request) as stream:
+            async for generation in job.generations(stream):
+                for event in _events_of(generation, index, parameters, job.request):
+                    index = event.index
+                    yield event
+                if generation.finished is not None:
+                    job.succeeded(stream.timings, generation.finished.num_tokens)
+
+
+def _events_of(
+    generation: Generation, index: int, parameters: GenerateParameters, request: Request
+) -> list[StreamResponse]:
+    """One event for each token; the last token of a sequence carries how it ended."""
+    top_tokens = top_token_lists(generation.top_tokens)
+    events = [
+        StreamResponse(
+            index=index + 1 + place,
+            token=token,
+            top_tokens=top_tokens[place] if top_tokens else None,
+            generated_text=None,
+            details=None,
+        )
+        for place, token in enumerate(Token.list_of(generation.tokens))
+    ]
+    finished = generation.finished
+    if finished is not None:
+        last = events[-1]
+        last.generated_text = (request.inputs if parameters.return_full_text else "") + finished.text
+        if parameters.details:
+            last.details = StreamDetails(**ending(finished), input_length=len(request.input_ids))
+    return events

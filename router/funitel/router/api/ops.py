@@ -1,0 +1,56 @@
+"""Routes for operators: health, facts, metrics and documentation."""
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from funitel.proto.errors import FunitelError, NotReady
+from funitel.router import metrics, openapi
+from funitel.router.api.inference import service_of
+from funitel.router.schema import Info
+
+ROUTER_NAME = "text-generation-router"  # what clients of TGI look for
+
+
+async def health(http: HttpRequest) -> Response:
+    """`/health`: 200 when every shard answers, else 503 with the reason."""
+    try:
+        await service_of(http).engine.health()
+    except NotReady:
+        raise
+    except FunitelError as error:
+        raise NotReady(error.message) from error
+    return Response()
+
+
+async def info(http: HttpRequest) -> Response:
+    """`/info`: what is served, and its limits."""
+    service = service_of(http)
+    settings, limits = service.settings, service.engine.limits
+    body = Info(
+        model_id=service.model_id,
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_best_of=settings.max_best_of,
+        max_stop_sequences=settings.max_stop_sequences,
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        validation_workers=settings.validation_workers,
+        max_client_batch_size=1,
+        router=ROUTER_NAME,
+        version=service.version,
+    )
+    return Response(body.model_dump_json(), media_type="application/json")
+
+
+async def prometheus(http: HttpRequest) -> Response:
+    """`/metrics`: in Prometheus' text format."""
+    return Response(service_of(http).metrics.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
+
+
+async def openapi_json(http: HttpRequest) -> Response:
+    """`/openapi.json`: the document of all routes."""
+    return JSONResponse(http.app.state.document())
+
+
+async def docs(http: HttpRequest) -> Response:
+    """`/docs`: the same for people."""
+    return HTMLResponse(openapi.page(http.app.state.document()))

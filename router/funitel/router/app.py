@@ -1,0 +1,98 @@
+"""Build the HTTP application: routes, key check, CORS, errors, and the service's life around them."""
+
+import asyncio
+import hmac
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from funitel.proto.errors import FunitelError, Unauthorized
+from funitel.router.api.errors import ErrorBoundary, answer_error, answer_http_exception
+from funitel.router.api.routes import OPERATIONS, document
+from funitel.router.openapi import Operation
+from funitel.router.service import Connect, Service
+from funitel.router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
+
+
+def _log_failure(error: FunitelError) -> None:
+    logger.error("cannot start: %s", error.message)
+
+
+def build_app(
+    settings: RouterSettings, connect: Connect, on_failure: Callable[[FunitelError], None] = _log_failure
+) -> Starlette:
+    """Make the application.
+
+    It answers at once; while `connect` runs, whatever needs the engine is answered with 503.
+
+    Args:
+        settings: the router's.
+        connect: makes the engine, in seconds or minutes; started with the application.
+        on_failure: told when that fails; the application goes on answering 503.
+    """
+    service = Service(settings)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        starting = asyncio.create_task(service.start(connect, on_failure))
+        try:
+            yield
+        finally:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await service.close()
+
+    app = Starlette(
+        routes=[_route(operation, settings.api_key) for operation in OPERATIONS],
+        middleware=[_cors(settings.cors_allow_origin), Middleware(ErrorBoundary)],
+        exception_handlers={FunitelError: answer_error, HTTPException: answer_http_exception},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False  # `/generate/` is no route
+    app.state.service = service
+    app.state.document = document
+    return app
+
+
+def _route(operation: Operation, api_key: str | None) -> Route:
+    middleware = [Middleware(KeyCheck, key=api_key)] if api_key is not None and operation.is_protected else []
+    return Route(operation.path, operation.handler, methods=[operation.method], middleware=middleware)
+
+
+def _cors(origins: tuple[str, ...]) -> Middleware:
+    """TGI's rules, save that a browser may send a key."""
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(origins) or ["*"],
+        allow_methods=["GET", "POST"],
+        allow_headers=["content-type", "authorization"],
+    )
+
+
+class KeyCheck:
+    """Refuse a request that does not carry `Authorization: Bearer <key>`."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not hmac.compare_digest(_bearer(scope), self._key):
+            raise Unauthorized("missing or wrong API key")
+        await self._app(scope, receive, send)
+
+
+def _bearer(scope: Scope) -> bytes:
+    """The token a request carries, or nothing."""
+    header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, token = header.partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""

@@ -1,0 +1,114 @@
+"""A model's chat template, rendered as `transformers.apply_chat_template` renders it.
+
+Templates come with models and are not trusted: they run in jinja2's immutable sandbox.
+Source: `transformers/utils/chat_template_utils.py` (`_compile_jinja_template`, `render_jinja_template`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from funitel.proto.errors import TemplateError
+
+# What a template can make jinja2 and the functions it calls raise.
+_TEMPLATE_FAILURES = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it only encloses text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Not jinja2's own filter, which escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One compiled template with the special tokens it may use."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raise TemplateError when `source` is not a valid template."""
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the model's chat template is not valid: {error}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the prompt that asks for the next message, or that goes on with one the assistant began.
+
+        Raises:
+            TemplateError: the template refused the messages.
+        """
+        *earlier, last = messages
+        if last["role"] != "assistant":
+            return self._render(messages, add_generation_prompt=True)
+        if not last["content"].strip():
+            return self._render(earlier, add_generation_prompt=True)
+        return _cut_after(self._render(messages, add_generation_prompt=False), last["content"])
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        try:
+            return self._template.render(
+                messages=list(messages),
+                tools=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+            )
+        except _TEMPLATE_FAILURES as error:
+            raise TemplateError(str(error) or type(error).__name__) from error
+
+
+def _cut_after(prompt: str, content: str) -> str:
+    """Drop what follows the last occurrence of `content`, and white space at its end, as TGI does."""
+    content = content.strip()
+    start = prompt.rfind(content)
+    if start < 0:
+        raise TemplateError("the last message is the assistant's, but the template does not show it")
+    return prompt[: start + len(content)].rstrip()

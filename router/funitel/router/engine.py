@@ -1,0 +1,311 @@
+"""The loop between HTTP and the shards: plan, send, commit, deliver. Owns admission, cancellation and draining.
+
+Runs on the event loop; planning and sending happen without a pause between, so a client seen to leave is in no later
+step.
+"""
+
+import asyncio
+import logging
+import time
+from functools import partial
+
+from funitel.proto.errors import (
+    FunitelError,
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    SettingsError,
+    ShardFailed,
+    StepFailed,
+)
+from funitel.proto.step import (
+    Capability,
+    Generation,
+    SamplingParams,
+    SequenceStart,
+    StoppingParams,
+    WarmupLimits,
+    WarmupResult,
+)
+from funitel.router.blocks import BlockAllocator
+from funitel.router.metrics import Metrics
+from funitel.router.scheduler import Policy, Scheduler, StepPlan
+from funitel.router.sequence import Limits, Request, Sequence
+from funitel.router.settings import RouterSettings
+from funitel.router.shards import Replica
+from funitel.router.stream import TokenStream
+
+logger = logging.getLogger(__name__)
+
+WARMUP_WORD = "test "  # one token or more, whatever the tokenizer
+
+
+class Engine:
+    """Runs requests over one replica. `submit` from the event loop only."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        scheduler: Scheduler,
+        limits: Limits,
+        metrics: Metrics,
+        max_concurrent_requests: int,
+    ) -> None:
+        self.limits = limits
+        self._replica = replica
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._max_concurrent_requests = max_concurrent_requests
+        self._streams: dict[int, TokenStream] = {}
+        self._next_id = 0
+        self._wake = asyncio.Event()
+        self._left = asyncio.Event()  # set whenever a request ends
+        self._is_draining = False
+        self._num_preempted = 0
+        self._loop = asyncio.create_task(self._run(), name="engine")
+
+    @property
+    def compute_type(self) -> str:
+        """Shards and device, such as "2-cpu"."""
+        return f"{len(self._replica.shards)}-{self._replica.info.device_type}"
+
+    def submit(self, request: Request) -> TokenStream:
+        """Queue a request.
+
+        Raises:
+            Overloaded: `max_concurrent_requests` are in flight.
+            NotReady: the router is draining.
+        """
+        if self._is_draining:
+            raise NotReady("the server is shutting down")
+        if len(self._streams) >= self._max_concurrent_requests:
+            raise Overloaded(f": {len(self._streams)} requests in flight, at most {self._max_concurrent_requests}")
+        sequence = Sequence(self._next_id, request)
+        self._next_id += 1
+        stream = TokenStream(request, cancel=partial(self._cancel, sequence))
+        self._streams[sequence.id] = stream
+        self._scheduler.add(sequence)
+        self._wake.set()
+        return stream
+
+    def _cancel(self, sequence: Sequence) -> None:
+        """Take a sequence out of every later step."""
+        self._forget(sequence)
+        self._scheduler.remove(sequence)
+        self._metrics.count_cancelled()
+        self._wake.set()
+
+    async def health(self) -> None:
+        """Raise a FunitelError unless every shard answers and the loop runs."""
+        if self._loop.done():
+            raise ShardFailed("the engine has stopped")
+        await self._replica.health()
+
+    async def close(self) -> None:
+        """Refuse new requests, let running ones finish, then let go of the shards."""
+        self._is_draining = True
+        while self._streams:
+            self._left.clear()
+            await self._left.wait()
+        self._loop.cancel()
+        await asyncio.gather(self._loop, return_exceptions=True)
+        await self._replica.close()
+
+    # The loop -------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                has_worked = await self._turn()
+            except (StepFailed, ShardFailed) as error:
+                await self._fail_running(error)
+                continue
+            except Exception:
+                logger.exception("the engine stops")
+                self._fail_all(ShardFailed("the engine has stopped"))
+                raise
+            self._report()
+            if not has_worked:
+                await self._wake.wait()
+
+    async def _turn(self) -> bool:
+        """One step, or the removal of rows that must not be in it. False when there is nothing to do."""
+        self._scheduler.preempt()
+        running = frozenset(self._scheduler.running)
+        if not self._replica.held_ids <= running:
+            begin = time.monotonic()
+            await self._replica.retain(running)
+            self._metrics.observe_filter("decode", time.monotonic() - begin)
+            return True  # others may have left meanwhile: look again before planning
+        has_running = bool(running)
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return False
+        await self._step(plan, has_running)
+        return True
+
+    async def _step(self, plan: StepPlan, has_running: bool) -> None:
+        method = "prefill" if plan.starts else "decode"
+        begin = time.monotonic()
+        for start in plan.starts:
+            timings = self._streams[start.request_id].timings
+            timings.started = timings.started or begin
+        if plan.starts:
+            joined = "chunking" if self._scheduler.policy.is_chunked else "backpressure"
+            self._metrics.observe_new_batch(len(plan.starts), joined if has_running else None)
+        self._metrics.count_step(method)
+        try:
+            answer = await self._replica.step(plan)
+        except InvalidRequest as error:
+            self._metrics.count_step_failure(method)
+            await self._refuse(plan, error)
+            return
+        except FunitelError:
+            self._metrics.count_step_failure(method)
+            raise
+        seconds = time.monotonic() - begin
+        self._metrics.observe_step(method, seconds, answer.by_rank)
+        try:
+            delivered = self._scheduler.commit(plan, answer.combined, seconds)
+        except KeyError as error:
+            raise ShardFailed(f"the shards gave no token for request {error}") from error
+        for sequence, generation in delivered:
+            self._deliver(sequence, generation)
+
+    def _deliver(self, sequence: Sequence, generation: Generation) -> None:
+        stream = self._streams[sequence.id]
+        if generation.finished is not None:
+            self._forget(sequence)
+        stream.deliver(generation)
+
+    def _forget(self, sequence: Sequence) -> TokenStream | None:
+        self._left.set()
+        return self._streams.pop(sequence.id, None)
+
+    async def _refuse(self, plan: StepPlan, error: InvalidRequest) -> None:
+        """The shards refused a step and changed nothing: the newcomers get the error, the others begin it again."""
+        newcomers = {start.request_id for start in plan.starts}
+        if not newcomers or self._scheduler.policy.is_plain:  # nobody to blame, or no way to resume
+            raise StepFailed(error.message) from error
+        logger.warning("a step was refused: %s", error.message)
+        for sequence in tuple(self._scheduler.running.values()):
+            if sequence.id in newcomers:
+                self._fail(sequence, error)
+        self._scheduler.preempt_all()
+        await self._replica.clear()
+
+    def _fail(self, sequence: Sequence, error: FunitelError) -> None:
+        self._scheduler.remove(sequence)
+        stream = self._forget(sequence)
+        if stream is not None:
+            stream.deliver(error)
+
+    async def _fail_running(self, error: FunitelError) -> None:
+        """Give every running sequence the error; the shards hold nothing of them afterwards."""
+        logger.error("step failed: %s", error.message)
+        for sequence in tuple(self._scheduler.running.values()):
+            self._fail(sequence, error)
+        try:
+            await self._replica.clear()
+        except FunitelError as failure:
+            self._fail_all(failure)
+
+    def _fail_all(self, error: FunitelError) -> None:
+        """Give every sequence, waiting ones too, the error."""
+        for sequence in (*self._scheduler.running.values(), *self._scheduler.waiting):
+            self._fail(sequence, error)
+
+    def _report(self) -> None:
+        scheduler, metrics = self._scheduler, self._metrics
+        metrics.set_sequences(len(scheduler.waiting), len(scheduler.running))
+        metrics.set_pool(scheduler.blocks.num_used, scheduler.blocks.num_free)
+        metrics.set_batch_tokens(scheduler.blocks.num_used * scheduler.blocks.block_size)
+        metrics.set_cached_batches(self._replica.num_batches)
+        while self._num_preempted < scheduler.num_preempted:
+            self._num_preempted += 1
+            metrics.count_preempted()
+
+
+async def connect(settings: RouterSettings, metrics: Metrics) -> Engine:
+    """Connect to the shards, warm them up and start the engine.
+
+    Raises:
+        StartupError: no shard answers, or settings, model and memory do not fit together.
+    """
+    if settings.master_shard_address is not None:
+        url = f"tcp://{settings.master_shard_address}"
+    else:
+        url = f"unix://{settings.master_shard_uds_path}"
+    replica = await Replica.connect(url)
+    block_size = replica.info.block_size
+    is_plain = not {Capability.ROW_UPDATES, Capability.TOKEN_IDS} <= replica.capabilities
+    is_chunked = replica.info.support_chunking and not is_plain
+    results = await _warm_up(replica, settings)
+    limits = _limits(settings, min(results, key=_triple), is_chunked)
+    policy = Policy(
+        max_batch_prefill_tokens=min(settings.max_batch_prefill_tokens, limits.pool_tokens),
+        max_batch_size=settings.max_batch_size,
+        is_chunked=is_chunked,
+        is_plain=is_plain,
+        waiting_served_ratio=settings.waiting_served_ratio,
+        max_waiting_tokens=settings.max_waiting_tokens,
+    )
+    for info, result in zip(replica.infos, results, strict=True):
+        metrics.set_weights(info.rank, info.weight_bytes, info.sharded_weight_bytes)
+        metrics.set_kv(info.rank, result.kv_bytes)
+    metrics.set_limits(limits)
+    metrics.set_pool_tokens(limits.pool_tokens)
+    logger.info("connected shards=%d %s %s", len(replica.shards), limits, policy)
+    # A plain peer's pool counts block 0, which must stay unused.
+    num_blocks = limits.pool_tokens // block_size - (1 if is_plain else 0)
+    scheduler = Scheduler(policy, BlockAllocator(num_blocks, block_size))
+    return Engine(replica, scheduler, limits, metrics, settings.max_concurrent_requests)
+
+
+async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupResult]:
+    """Warm up with the largest prefill allowed, as one or more prompts."""
+    longest = min(settings.max_input_tokens or settings.max_batch_prefill_tokens, settings.max_batch_prefill_tokens)
+    sequences: list[SequenceStart] = []
+    left = settings.max_batch_prefill_tokens
+    while left > 0 and (settings.max_batch_size is None or len(sequences) < settings.max_batch_size):
+        num_tokens = min(longest, left)
+        left -= num_tokens
+        sequences.append(
+            SequenceStart(
+                request_id=0,
+                sampling=SamplingParams(),
+                stopping=StoppingParams(max_new_tokens=1, ignore_eos=True),
+                inputs=WARMUP_WORD * num_tokens,
+                truncate=num_tokens,
+            )
+        )
+    limits = WarmupLimits(
+        max_input_tokens=settings.max_input_tokens,
+        max_prefill_tokens=settings.max_batch_prefill_tokens,
+        max_total_tokens=settings.max_total_tokens,
+        max_batch_total_tokens=settings.max_batch_total_tokens,
+    )
+    return await replica.warmup(sequences, limits)
+
+
+def _triple(result: WarmupResult) -> tuple[int, int, int]:
+    return (result.pool_tokens or 0, result.max_input_tokens, result.max_total_tokens)
+
+
+def _limits(settings: RouterSettings, smallest: WarmupResult, is_chunked: bool) -> Limits:
+    if smallest.pool_tokens is None:
+        raise SettingsError("the shards run a padded model: funitel needs paged shards")
+    max_input = smallest.max_input_tokens
+    if not is_chunked and max_input > settings.max_batch_prefill_tokens:
+        if settings.max_input_tokens is not None:
+            raise SettingsError(
+                f"without chunked prefill --max-input-tokens {max_input} must be <= "
+                f"--max-batch-prefill-tokens {settings.max_batch_prefill_tokens}"
+            )
+        max_input = settings.max_batch_prefill_tokens
+    return Limits(
+        max_input_tokens=max_input,
+        max_total_tokens=smallest.max_total_tokens,
+        pool_tokens=smallest.pool_tokens,
+    )

@@ -1,0 +1,236 @@
+"""The scheduler: which sequences compute how many tokens in the next step. Pure: no I/O, no torch, no clock of its own.
+
+`preempt`, then `schedule` give a plan, `commit` takes its result. Prompts longer than the budget are chunked and share
+the step with running sequences; blocks are granted as sequences grow; when none is left the newest sequence gives its
+blocks back and waits to be resumed.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from funitel.proto.step import Generation, RowUpdate, SequenceStart, StepResult
+from funitel.router.blocks import BlockAllocator
+from funitel.router.chunking import StepTimeModel
+from funitel.router.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Limits and rules of scheduling. `max_*` in tokens or sequences as named."""
+
+    max_batch_prefill_tokens: int
+    max_batch_size: int | None = None
+    is_chunked: bool = True  # prompts may be split and share steps; else blocks for whole requests at admission
+    is_plain: bool = False  # the peer speaks TGI v3 without funitel's additions; never chunked
+    waiting_served_ratio: float = 0.3
+    max_waiting_tokens: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: sequences that enter the shard, decisions about running rows, tokens computed per sequence.
+
+    `is_alone`: running rows sit out; the new ones become a batch of their own.
+    """
+
+    starts: tuple[SequenceStart, ...]
+    rows: tuple[RowUpdate, ...]
+    computed: dict[int, int]
+    num_prompt_tokens: int
+    has_decodes: bool  # whether sequences that were already decoding take part
+    is_alone: bool = False
+
+
+class Scheduler:
+    """Waiting and running sequences over one block pool."""
+
+    def __init__(self, policy: Policy, blocks: BlockAllocator) -> None:
+        self.policy = policy
+        self.blocks = blocks
+        self.step_time = StepTimeModel()
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}  # by id, oldest first
+        self.num_preempted = 0
+        self._steps_since_join = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, finished or cancelled, wherever it is; its blocks are free at once."""
+        if self.running.pop(sequence.id, None) is None:
+            if sequence not in self.waiting:
+                return
+            self.waiting.remove(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.blocks.free(sequence.blocks)
+        sequence.blocks.clear()
+
+    # Planning -------------------------------------------------------------------------------------------------------
+
+    def preempt(self) -> None:
+        """Take blocks back from the newest sequences until every other one can take its next token.
+
+        To be called, and the rows of preempted sequences dropped on the shard, before `schedule`.
+        """
+        while self._missing_blocks() > self.blocks.num_free:
+            self._preempt_newest()
+
+    def preempt_all(self) -> None:
+        """Take every running sequence's blocks back; all wait, oldest first, to be resumed."""
+        while self.running:
+            self._preempt_newest()
+
+    def _preempt_newest(self) -> None:
+        newest = next(reversed(self.running.values()))
+        del self.running[newest.id]
+        self._release(newest)
+        newest.num_computed = 0
+        self.waiting.appendleft(newest)
+        self.num_preempted += 1
+
+    def _missing_blocks(self) -> int:
+        return sum(self._growth(sequence, 1) for sequence in self.running.values())
+
+    def _growth(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks to be granted before `num_tokens` more are computed."""
+        return max(0, self.blocks.blocks_for(sequence.num_computed + num_tokens) - len(sequence.blocks))
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None when there is nothing to compute."""
+        if not self.policy.is_chunked:
+            return self._schedule_unchunked()
+        computed: dict[int, int] = {}
+        rows: list[RowUpdate] = []
+        budget = self._chunk_budget()
+        for sequence in self.running.values():
+            count = min(sequence.num_pending, max(budget, 0)) if sequence.num_pending > 1 else 1
+            if sequence.num_pending > 1:
+                budget -= count
+            rows += self._row_update(sequence, count)
+            computed[sequence.id] = count
+        starts = self._admit(budget, computed)
+        return self._plan(starts, rows, computed)
+
+    def _schedule_unchunked(self) -> StepPlan | None:
+        """Either a prefill of whole prompts by themselves, or a decode of everything that runs."""
+        if self._should_join():
+            computed: dict[int, int] = {}
+            starts = self._admit(self.policy.max_batch_prefill_tokens, computed)
+            if starts:
+                self._steps_since_join = 0
+                return self._plan(starts, [], computed, is_alone=True)
+        self._steps_since_join += 1
+        rows = [update for s in self.running.values() for update in self._row_update(s, 1)]
+        return self._plan([], rows, {sequence_id: 1 for sequence_id in self.running})
+
+    def _should_join(self) -> bool:
+        if not self.running or self._steps_since_join >= self.policy.max_waiting_tokens:
+            return True
+        return len(self.waiting) >= max(1, self.policy.waiting_served_ratio * len(self.running))
+
+    def _plan(
+        self,
+        starts: Seq[SequenceStart],
+        rows: Seq[RowUpdate],
+        computed: dict[int, int],
+        is_alone: bool = False,
+    ) -> StepPlan | None:
+        if not computed:
+            return None
+        is_prompt = {sequence_id: self.running[sequence_id].num_pending > 1 for sequence_id in computed}
+        num_prompt_tokens = sum(count for sequence_id, count in computed.items() if is_prompt[sequence_id])
+        return StepPlan(tuple(starts), tuple(rows), computed, num_prompt_tokens, not all(is_prompt.values()), is_alone)
+
+    def _chunk_budget(self) -> int:
+        has_running = any(sequence.num_pending == 1 for sequence in self.running.values())
+        most = self.policy.max_batch_prefill_tokens
+        return self.step_time.chunk_budget(most, has_running=has_running)
+
+    def _row_update(self, sequence: Sequence, count: int) -> list[RowUpdate]:
+        """Grant what `count` tokens need; an update only where there is something to say."""
+        granted = self.blocks.allocate(self._growth(sequence, count))
+        sequence.blocks.extend(granted)
+        if sequence.num_pending > 1:
+            return [RowUpdate(sequence.id, granted, count)]
+        return [RowUpdate(sequence.id, granted)] if granted else []
+
+    def _admit(self, budget: int, computed: dict[int, int]) -> list[SequenceStart]:
+        """Move waiting sequences into the step, in order, while budget, blocks and batch size allow."""
+        starts: list[SequenceStart] = []
+        while self.waiting and self._has_room(self.waiting[0], budget):
+            sequence = self.waiting.popleft()
+            count = min(sequence.num_known, budget)
+            budget -= count
+            sequence.blocks.extend(self.blocks.allocate(self.blocks.blocks_for(self._admission_tokens(sequence))))
+            self.running[sequence.id] = sequence
+            computed[sequence.id] = count
+            starts.append(self._start(sequence, count))
+        return starts
+
+    def _has_room(self, sequence: Sequence, budget: int) -> bool:
+        policy = self.policy
+        if policy.max_batch_size is not None and len(self.running) >= policy.max_batch_size:
+            return False
+        if budget < (1 if policy.is_chunked else sequence.num_known):
+            return False
+        # One block for each running sequence is left free, else the newcomer would soon be preempted again.
+        needed = self.blocks.blocks_for(self._admission_tokens(sequence))
+        return needed + len(self.running) <= self.blocks.num_free or (
+            not self.running and needed <= self.blocks.num_free
+        )
+
+    def _admission_tokens(self, sequence: Sequence) -> int:
+        """Tokens a sequence gets blocks for on entry: what is known, or all it may ever need."""
+        if not self.policy.is_chunked:  # the last token is returned but never computed
+            return len(sequence.request.input_ids) + sequence.request.stopping.max_new_tokens - 1
+        return sequence.num_known
+
+    def _start(self, sequence: Sequence, count: int) -> SequenceStart:
+        request, size = sequence.request, self.blocks.block_size
+        is_plain = self.policy.is_plain
+        num_slots = self._admission_tokens(sequence) if is_plain else 0
+        return SequenceStart(
+            request_id=sequence.id,
+            sampling=request.sampling,
+            stopping=request.stopping,
+            input_ids=() if is_plain else request.input_ids,
+            output_ids=tuple(sequence.output_ids),
+            blocks=tuple(sequence.blocks),
+            slots=tuple(sequence.blocks[i // size] * size + i % size for i in range(num_slots)),
+            chunk_len=None if is_plain else count,
+            prefill_logprobs=request.prefill_logprobs,
+            top_n_tokens=request.top_n_tokens,
+            inputs=request.inputs if is_plain else "",
+            truncate=len(request.input_ids) if is_plain else 0,
+            add_special_tokens=request.add_special_tokens,
+        )
+
+    # Results --------------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult, seconds: float) -> list[tuple[Sequence, Generation]]:
+        """Take a step's result into account; finished sequences leave. Returns what to deliver, in plan order.
+
+        Sequences removed while the step ran are skipped. A sequence that should have got a token and did not raises
+        KeyError: the shards have diverged from the plan.
+        """
+        self.step_time.observe(plan.num_prompt_tokens, seconds, has_running=plan.has_decodes)
+        by_id = {generation.request_id: generation for generation in result.generations}
+        delivered = []
+        for sequence_id, count in plan.computed.items():
+            sequence = self.running.get(sequence_id)
+            if sequence is None:
+                continue
+            sequence.num_computed += count
+            if sequence.num_pending > 0:
+                continue
+            generation = by_id[sequence_id]
+            sequence.output_ids.extend(generation.tokens.ids)
+            if generation.finished is not None:
+                self.remove(sequence)
+            delivered.append((sequence, generation))
+        return delivered

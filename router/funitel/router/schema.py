@@ -1,0 +1,248 @@
+"""Bodies of the native routes, in and out, as typed records, and the numbers every body is made of.
+
+Knows no HTTP and no limit that depends on settings: those are in `validation`. Types are strict as TGI's are:
+"5" is no number, true is no integer; an integer is a float.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from funitel.proto.step import FinishReason, GeneratedText, Tokens
+
+F32_MAX = 3.4028234663852886e38
+F32_TINY = 1.1754943508222875e-38
+
+
+def _flush_tiny(value: float) -> float:
+    """Turn what single precision would make zero into zero, so that checks see what the shards will."""
+    return value if abs(value) >= F32_TINY else 0.0
+
+
+def _as_list(value: Any) -> Any:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+def is_none(value: Any) -> bool:
+    """For fields that are left out, not null, when there is nothing to say."""
+    return value is None
+
+
+U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
+F32 = Annotated[float, Field(ge=-F32_MAX, le=F32_MAX), AfterValidator(_flush_tiny)]
+StopList = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=list[str] | str | None)]
+
+
+class Body(BaseModel):
+    """A body, or a part of one. Strict types, finite numbers."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class NativeBody(Body):
+    """A body whose unknown fields are kept aside, to be warned of (TGI ignores them)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Names of the fields nobody reads, here and in the parts."""
+        parts = [part for part in self.__dict__.values() if isinstance(part, NativeBody)]
+        return [*(self.model_extra or {}), *(name for part in parts for name in part.unknown_fields)]
+
+
+# Requests
+
+
+class GenerateParameters(NativeBody):
+    """How to generate; an absent parameter is off."""
+
+    best_of: U32 | None = Field(default=None, description="Sequences to generate; the likeliest is the answer.")
+    temperature: F32 | None = Field(default=None, description="Above 0; logits are divided by it.")
+    repetition_penalty: F32 | None = Field(default=None, description="Above 0; 1.0 is none.")
+    frequency_penalty: F32 | None = Field(
+        default=None, description="Within -2.0..2.0; times a token's share of the text."
+    )
+    top_k: I32 | None = Field(default=None, description="Above 0; sample from that many likeliest tokens.")
+    top_p: F32 | None = Field(
+        default=None, description="Between 0 and 1; sample from the likeliest tokens that sum to it."
+    )
+    typical_p: F32 | None = Field(default=None, description="Between 0 and 1; typical decoding's mass.")
+    do_sample: bool = Field(default=False, description="Sample; true by default only when `parameters` is absent.")
+    max_new_tokens: U32 | None = Field(
+        default=None, description="Most completion tokens; up to the context's end if absent."
+    )
+    return_full_text: bool | None = Field(default=None, description="Whether the prompt begins the generated text.")
+    stop: StopList = Field(default_factory=list, description="Texts that end the completion.")
+    truncate: U32 | None = Field(default=None, description="Keep the last so many prompt tokens.")
+    watermark: bool = Field(default=False, description="Not supported.")
+    details: bool = Field(default=False, description="Whether to return tokens and how the sequence ended.")
+    decoder_input_details: bool = Field(
+        default=False, description="Whether to return the prompt's tokens; implies details."
+    )
+    seed: U64 | None = Field(default=None, description="Makes sampling repeatable; random if absent.")
+    top_n_tokens: U32 | None = Field(default=None, description="Return so many likeliest tokens at each position.")
+    grammar: Any = Field(default=None, description="Not supported.")
+    adapter_id: str | None = Field(default=None, description="Not supported.")
+
+    @property
+    def wants_details(self) -> bool:
+        """Whether the answer shall say more than its text."""
+        return self.details or self.decoder_input_details
+
+
+class GenerateRequest(NativeBody):
+    """A prompt and how to go on from it."""
+
+    inputs: str = Field(description="The prompt.")
+    parameters: GenerateParameters | None = None
+
+    @property
+    def effective_parameters(self) -> GenerateParameters:
+        """The parameters, or what TGI assumes without any: sampling, all else off."""
+        return self.parameters or GenerateParameters(do_sample=True)
+
+
+class CompatGenerateRequest(GenerateRequest):
+    """A prompt for `POST /`, which streams or not by a flag."""
+
+    stream: bool = Field(default=False, description="Whether to answer with Server-Sent Events.")
+
+
+# Answers
+
+
+def _finite(logprob: float) -> float | None:
+    """JSON has no NaN and no infinity; TGI writes null."""
+    return logprob if -F32_MAX <= logprob <= F32_MAX else None
+
+
+class PrefillToken(BaseModel):
+    """A prompt token; the first has no log-probability."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+    @classmethod
+    def list_of(cls, tokens: Tokens) -> list[Self]:
+        """All of `tokens`."""
+        rows = zip(tokens.ids, tokens.texts, tokens.logprobs, strict=True)
+        return [cls(id=id, text=text, logprob=_finite(logprob)) for id, text, logprob in rows]
+
+
+class Token(BaseModel):
+    """A completion token."""
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+
+    @classmethod
+    def list_of(cls, tokens: Tokens) -> list[Self]:
+        """All of `tokens`."""
+        specials = tokens.is_special or (False,) * len(tokens.ids)
+        rows = zip(tokens.ids, tokens.texts, tokens.logprobs, specials, strict=True)
+        return [cls(id=i, text=text, logprob=_finite(logprob), special=special) for i, text, logprob, special in rows]
+
+
+class _Ending(BaseModel):
+    finish_reason: str = Field(description="`length`, `eos_token` or `stop_sequence`.")
+    generated_tokens: int
+    seed: int | None = Field(description="null unless tokens were sampled.")
+
+
+class _SequenceDetails(_Ending):
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+    top_tokens: list[list[Token]] | None = Field(default=None, exclude_if=is_none)
+
+
+class BestOfSequence(_SequenceDetails):
+    """One of the sequences that were not the best."""
+
+    generated_text: str
+
+
+class Details(_SequenceDetails):
+    """How a completion came about."""
+
+    best_of_sequences: list[BestOfSequence] | None = Field(default=None, exclude_if=is_none)
+
+
+class GenerateResponse(BaseModel):
+    """A completion."""
+
+    generated_text: str
+    details: Details | None = Field(default=None, exclude_if=is_none)
+
+
+class StreamDetails(_Ending):
+    """How a streamed completion ended."""
+
+    input_length: int
+
+
+class StreamResponse(BaseModel):
+    """One token of a streamed completion; the last has the whole text."""
+
+    index: int = Field(description="From 1.")
+    token: Token
+    top_tokens: list[Token] | None = Field(default=None, exclude_if=is_none)
+    generated_text: str | None
+    details: StreamDetails | None
+
+
+class SimpleToken(BaseModel):
+    """A token of a text; `start` and `stop` count bytes."""
+
+    id: int
+    text: str
+    start: int
+    stop: int
+
+
+class Info(BaseModel):
+    """What is served, and its limits."""
+
+    model_id: str
+    model_sha: str | None = None
+    model_pipeline_tag: str | None = None
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_input_tokens: int
+    max_total_tokens: int
+    validation_workers: int
+    max_client_batch_size: int
+    router: str
+    version: str
+    sha: str | None = None
+    docker_label: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    """Any failure of a native route."""
+
+    error: str
+    error_type: str
+
+
+def ending(finished: GeneratedText) -> dict[str, Any]:
+    """The fields that say how a sequence ended."""
+    return {
+        "finish_reason": FinishReason(finished.finish_reason).native,
+        "generated_tokens": finished.num_tokens,
+        "seed": finished.seed,
+    }
+
+
+def top_token_lists(top_tokens: Sequence[Tokens]) -> list[list[Token]] | None:
+    """The likeliest tokens of each position, or None when nobody asked."""
+    return [Token.list_of(tokens) for tokens in top_tokens] or None

@@ -1,0 +1,132 @@
+"""What every handler needs: settings, metrics, and once the shards answer, the engine and the tokenizer.
+
+Knows no HTTP. The engine is reached through the few names of `Inference`, so that another can take its place.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Protocol
+
+from funitel.proto.errors import FunitelError, NotReady, StartupError
+from funitel.router.metrics import Metrics
+from funitel.router.recommended import RecommendedSampling, read_recommended
+from funitel.router.sequence import Limits, Request
+from funitel.router.settings import RouterSettings
+from funitel.router.stream import TokenStream
+from funitel.router.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Inference(Protocol):
+    """What turns requests into tokens."""
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of one request."""
+        ...
+
+    @property
+    def compute_type(self) -> str:
+        """Shards and device, such as `2-cpu`; sent as `x-compute-type`."""
+        ...
+
+    def submit(self, request: Request) -> TokenStream:
+        """Queue a request, or raise Overloaded or NotReady."""
+        ...
+
+    async def health(self) -> None:
+        """Raise FunitelError when a shard does not answer."""
+        ...
+
+    async def close(self) -> None:
+        """Take no more work and let running requests finish."""
+        ...
+
+
+# Makes the engine, and scales the metrics to its limits.
+Connect = Callable[[RouterSettings, Metrics], Awaitable[Inference]]
+
+
+def version() -> str:
+    """The installed version of funitel."""
+    try:
+        return metadata.version("funitel")
+    except metadata.PackageNotFoundError:
+        return "0.0.0"
+
+
+class Service:
+    """One router's life: starting, ready, closed. Asking for engine or tokenizer too early is NotReady."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.version = version()
+        self.recommended = RecommendedSampling()
+        self._stage = "starting: reading the tokenizer"
+        self._tokenizer: Tokenizer | None = None
+        self._engine: Inference | None = None
+
+    @property
+    def model_id(self) -> str:
+        """The name clients see for the model."""
+        return self.settings.served_model_name or self.settings.tokenizer_name
+
+    @property
+    def engine(self) -> Inference:
+        """The engine; raises NotReady until it is connected."""
+        if self._engine is None:
+            raise NotReady(self._stage)
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; raises NotReady until the engine is connected too."""
+        if self._tokenizer is None or self._engine is None:
+            raise NotReady(self._stage)
+        return self._tokenizer
+
+    async def start(self, connect: Connect, on_failure: Callable[[FunitelError], None]) -> None:
+        """Read the tokenizer and connect to the shards; tell `on_failure` why it cannot."""
+        try:
+            await self._start(connect)
+        except FunitelError as error:
+            self._fail(error, on_failure)
+        except Exception as error:
+            logger.exception("the router cannot start")
+            self._fail(StartupError(f"{type(error).__name__}: {error}"), on_failure)
+
+    async def _start(self, connect: Connect) -> None:
+        settings = self.settings
+        self._tokenizer = await asyncio.to_thread(
+            Tokenizer.load,
+            settings.tokenizer_name,
+            settings.tokenizer_config_path,
+            settings.validation_workers,
+        )
+        self.recommended = read_recommended(Path(settings.tokenizer_name))
+        self._stage = "starting: waiting for the model shards"
+        engine = await connect(settings, self.metrics)
+        self._engine = engine
+        logger.info(
+            "ready model=%s %s max_input_tokens=%d max_total_tokens=%d",
+            self.model_id,
+            self.recommended,
+            engine.limits.max_input_tokens,
+            engine.limits.max_total_tokens,
+        )
+
+    def _fail(self, error: FunitelError, on_failure: Callable[[FunitelError], None]) -> None:
+        self._stage = f"failed to start: {error.message}"
+        on_failure(error)
+
+    async def close(self) -> None:
+        """Let running requests finish and give everything back."""
+        if self._engine is not None:
+            await self._engine.close()
+        if self._tokenizer is not None:
+            self._tokenizer.close()

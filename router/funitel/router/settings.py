@@ -1,0 +1,94 @@
+"""Every setting of the router process; flags, variables and defaults are TGI's where TGI has them."""
+
+from dataclasses import dataclass
+
+from funitel.proto.settings import require, setting
+
+MOST_TOKENS = 2**32 - 1  # the wire counts tokens in 32 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """Validate, queue and batch HTTP requests and call the model shards."""
+
+    tokenizer_name: str = setting("smollm2-135m-instruct", "Folder with tokenizer.json and config.json.")
+    served_model_name: str | None = setting(None, "Name clients see for the model; the tokenizer name when not given.")
+    tokenizer_config_path: str | None = setting(
+        None, "A tokenizer_config.json to use instead of the model's own (chat template)."
+    )
+    master_shard_uds_path: str = setting("/tmp/text-generation-server-0", "Unix socket of the shard with rank 0.")
+    master_shard_address: str | None = setting(
+        None, "host:port of the shard with rank 0, when it listens on TCP instead of a Unix socket."
+    )
+    hostname: str = setting("0.0.0.0", "Address to listen on.")
+    port: int = setting(3000, "Port to listen on.", short="-p")
+    max_concurrent_requests: int = setting(128, "Requests in flight at once; more are answered with 429.")
+    max_best_of: int = setting(2, "Largest `best_of`.")
+    max_stop_sequences: int = setting(4, "Most stop sequences of a request.")
+    max_top_n_tokens: int = setting(5, "Largest `top_n_tokens` and `top_logprobs`.")
+    max_input_tokens: int | None = setting(None, "Most prompt tokens of a request; measured when not given.")
+    max_total_tokens: int | None = setting(
+        None, "Most prompt and completion tokens of a request; measured when not given."
+    )
+    max_batch_prefill_tokens: int = setting(4096, "Most prompt tokens computed in one step.")
+    max_batch_total_tokens: int | None = setting(
+        None, "Size of the KV pool in tokens; as much as memory allows when not given."
+    )
+    max_batch_size: int | None = setting(None, "Most sequences running at once.")
+    waiting_served_ratio: float = setting(
+        0.3,
+        "Without chunked prefill: waiting per running sequences at which the running ones pause for a prefill.",
+    )
+    max_waiting_tokens: int = setting(
+        20, "Without chunked prefill: steps after which waiting requests are let in whatever the ratio."
+    )
+    validation_workers: int = setting(2, "Threads that tokenize prompts.")
+    payload_limit: int = setting(2_000_000, "Largest request body in bytes.")
+    api_key: str | None = setting(None, "Bearer token that requests must carry.")
+    cors_allow_origin: tuple[str, ...] = setting((), "Allowed CORS origin, repeatable; any when not given.")
+    json_output: bool = setting(False, "Log JSON lines.")
+    log_level: str = setting("info", "Least severe log level: debug, info, warning, error.")
+    exit_with_parent: bool = setting(False, "Stop when the process that started this one ends.", env=None)
+
+    def __post_init__(self) -> None:
+        for name in ("max_concurrent_requests", "max_best_of", "validation_workers", "payload_limit"):
+            value = getattr(self, name)
+            require(value > 0, f"--{name.replace('_', '-')} must be > 0, given {value}")
+        for name in (
+            "max_input_tokens",
+            "max_total_tokens",
+            "max_batch_prefill_tokens",
+            "max_batch_total_tokens",
+        ):
+            value = getattr(self, name)
+            require(value is None or value > 0, f"--{name.replace('_', '-')} must be > 0, given {value}")
+            require(
+                value is None or value <= MOST_TOKENS,
+                f"--{name.replace('_', '-')} must be <= {MOST_TOKENS}, given {value}",
+            )
+        for name in ("max_stop_sequences", "max_top_n_tokens", "max_waiting_tokens", "waiting_served_ratio"):
+            value = getattr(self, name)
+            require(value >= 0, f"--{name.replace('_', '-')} must be >= 0, given {value}")
+        require(
+            self.max_batch_size is None or self.max_batch_size > 0,
+            f"--max-batch-size must be > 0, given {self.max_batch_size}",
+        )
+        require(0 <= self.port <= 65535, f"--port must be within 0..65535, given {self.port}")
+        check_token_limits(self.max_input_tokens, self.max_total_tokens, self.max_batch_total_tokens)
+        require(
+            self.max_batch_total_tokens is None or self.max_batch_prefill_tokens <= self.max_batch_total_tokens,
+            f"--max-batch-prefill-tokens {self.max_batch_prefill_tokens} must be <= "
+            f"--max-batch-total-tokens {self.max_batch_total_tokens}",
+        )
+
+
+def check_token_limits(max_input: int | None, max_total: int | None, max_batch_total: int | None) -> None:
+    """Raise SettingsError when the given limits, in tokens, contradict each other."""
+    require(
+        max_input is None or max_total is None or max_input < max_total,
+        f"--max-input-tokens {max_input} must be < --max-total-tokens {max_total}",
+    )
+    require(
+        max_total is None or max_batch_total is None or max_total <= max_batch_total,
+        f"--max-total-tokens {max_total} must be <= --max-batch-total-tokens {max_batch_total}",
+    )

@@ -1,0 +1,163 @@
+"""Server-Sent Events, and answers that end the work behind them when the client leaves.
+
+Knows no route: a producer yields records, and how an error looks is the route's business.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from funitel.proto.errors import Cancelled, FunitelError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+KEEP_ALIVE_SECONDS = 15.0
+KEEP_ALIVE = b":\n\n"
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; end it at once when the client leaves.
+
+    Args:
+        receive: the request's, once its body was read.
+        work: cancelled, and waited for, when the client leaves.
+
+    Raises:
+        Cancelled: the client left.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Cancelled("the client left")
+    finally:
+        await _end(working, watching)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def frame(event: BaseModel) -> bytes:
+    """One event on the wire."""
+    return b"data: " + event.model_dump_json().encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Send what a producer yields as events.
+
+    An error before the first event is raised, to become an ordinary answer with its own status; only when
+    nothing comes for the keep-alive time are the headers sent early. A later error becomes the last event.
+    When the client leaves, the producer is cancelled at once.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[BaseModel, None],
+        error_event: Callable[[FunitelError], BaseModel],
+        *,
+        done: bool = False,
+        headers: Mapping[str, str] | None = None,
+        keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
+    ) -> None:
+        """Prepare a stream; nothing runs yet.
+
+        Args:
+            events: the producer; its first event decides between an answer of its own and an ordinary error.
+            error_event: shapes an error as the route's clients expect it.
+            done: whether `[DONE]` ends the stream, after an error too.
+            headers: further response headers.
+            keep_alive_seconds: idle time after which a comment is sent.
+        """
+        self.status_code = 200
+        self.background = None
+        self.init_headers(HEADERS | dict(headers or {}))
+        self._events = events
+        self._error_event = error_event
+        self._done = done
+        self._keep_alive_seconds = keep_alive_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        wire = _Wire(send, self.raw_headers)
+        try:
+            await run_until_disconnect(receive, self._run(wire))
+        except Cancelled:
+            logger.debug("the client left a stream")
+
+    async def _run(self, wire: "_Wire") -> None:
+        keep_alive = asyncio.ensure_future(wire.keep_alive(self._keep_alive_seconds))
+        try:
+            await self._send_events(wire)
+        finally:
+            await _end(keep_alive)
+        await wire.finish(DONE if self._done else b"")
+
+    async def _send_events(self, wire: "_Wire") -> None:
+        try:
+            async with aclosing(self._events) as events:
+                async for event in events:
+                    await wire.send(frame(event))
+        except FunitelError as error:
+            if not wire.started:
+                raise
+            await wire.send(frame(self._error_event(error)))
+        except Exception:
+            if not wire.started:
+                raise
+            logger.exception("a stream failed")
+            await wire.send(frame(self._error_event(FunitelError("internal error"))))
+
+
+class _Wire:
+    """The sending half of one response; frames of the keep-alive never cut into others."""
+
+    def __init__(self, send: Send, raw_headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = False
+        self._send = send
+        self._raw_headers = raw_headers
+        self._lock = asyncio.Lock()
+        self._last_sent = time.monotonic()
+
+    async def send(self, data: bytes) -> None:
+        async with self._lock:
+            await self._start()
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+            self._last_sent = time.monotonic()
+
+    async def keep_alive(self, seconds: float) -> None:
+        """Send a comment whenever `seconds` pass without an event."""
+        while True:
+            idle = time.monotonic() - self._last_sent
+            if idle >= seconds:
+                await self.send(KEEP_ALIVE)
+            else:
+                await asyncio.sleep(seconds - idle)
+
+    async def finish(self, data: bytes) -> None:
+        async with self._lock:
+            await self._start()
+            await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _start(self) -> None:
+        if not self.started:
+            self.started = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": self._raw_headers})

@@ -1,0 +1,180 @@
+"""Text to tokens and chats to prompts, in worker threads. Knows no HTTP, no limits and no torch."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from funitel.proto.errors import InvalidRequest, StartupError, TemplateError
+from funitel.router.chat_template import ChatTemplate
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """A tokenized text; `offsets` are where each token begins and ends in it, in characters."""
+
+    text: str
+    ids: tuple[int, ...]
+    offsets: tuple[tuple[int, int], ...]
+
+    def byte_offsets(self) -> list[tuple[int, int]]:
+        """The offsets in bytes of the text's UTF-8 form."""
+        if self.text.isascii():
+            return list(self.offsets)
+        byte_at = [0, *accumulate(len(character.encode()) for character in self.text)]
+        return [(byte_at[start], byte_at[stop]) for start, stop in self.offsets]
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template. Safe to use from any task; `close` ends its threads."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate | TemplateError, workers: int) -> None:
+        """Take a template, or the reason why there is none, given to whoever asks for a chat."""
+        tokenizer.no_truncation()  # a file may ask for either; neither is part of encoding
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._template = template
+        self._workers = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
+
+    @classmethod
+    def load(cls, folder: str, config_path: str | None, workers: int) -> "Tokenizer":
+        """Read a model folder.
+
+        Args:
+            folder: has tokenizer.json, and may have config.json, tokenizer_config.json and a chat template.
+            config_path: a file to use instead of the folder's tokenizer_config.json.
+            workers: threads that encode.
+
+        Raises:
+            StartupError: a file is missing or unreadable.
+        """
+        files = ModelFiles(Path(folder), Path(config_path) if config_path else None)
+        tokenizer = files.tokenizer()
+        return cls(tokenizer, files.template(tokenizer), workers)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+        """Tokenize a text.
+
+        Raises:
+            InvalidRequest: the tokenizer cannot represent it.
+        """
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self._encode, text, add_special_tokens)
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Render a chat; encode the result without special tokens, for the template wrote them.
+
+        Raises:
+            TemplateError: there is no template, or it refused the messages.
+        """
+        if isinstance(self._template, TemplateError):
+            raise TemplateError(self._template.message)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._workers, self._template.render, messages)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise InvalidRequest(f"tokenizer error {error}", "inputs") from error
+        return Encoding(text, tuple(encoding.ids), tuple(encoding.offsets))
+
+
+class ModelFiles:
+    """The files of a model folder that say how to tokenize."""
+
+    def __init__(self, folder: Path, config_path: Path | None = None) -> None:
+        self._folder = folder
+        if config_path is not None and not config_path.is_file():
+            raise StartupError(f"--tokenizer-config-path {config_path} is not a file")
+        self._config = self._json(config_path or folder / "tokenizer_config.json")
+        self._is_own_config = config_path is not None
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """Read tokenizer.json."""
+        path = self._folder / "tokenizer.json"
+        if not path.is_file():
+            raise StartupError(f"{path} does not exist: --tokenizer-name must be a folder that has it")
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise StartupError(f"{path} cannot be read: {error}") from error
+
+    def template(self, tokenizer: tokenizers.Tokenizer) -> ChatTemplate | TemplateError:
+        """Compile the chat template, or say why there is none."""
+        source = self._template_source()
+        if source is None:
+            return TemplateError("template not found: the model has no chat template")
+        try:
+            return ChatTemplate(source, self._special_tokens(tokenizer))
+        except TemplateError as error:
+            logger.warning("chat is off: %s", error.message)
+            return error
+
+    def _template_source(self) -> str | None:
+        """A config given by the user comes first; then chat_template.jinja, .json, tokenizer_config.json."""
+        own = _pick_template(self._config.get("chat_template"))
+        if own is not None and self._is_own_config:
+            return own
+        jinja_file = self._folder / "chat_template.jinja"
+        if jinja_file.is_file():
+            return jinja_file.read_text(encoding="utf-8")
+        return _pick_template(self._json(self._folder / "chat_template.json").get("chat_template")) or own
+
+    def _special_tokens(self, tokenizer: tokenizers.Tokenizer) -> dict[str, str]:
+        """`bos_token`, `eos_token` and the like; the ids of config.json help where no text is given."""
+        named = self._json(self._folder / "special_tokens_map.json") | self._config
+        tokens = {name: _token_text(value) for name, value in named.items() if name.endswith("_token")}
+        special = {name: text for name, text in tokens.items() if text is not None}
+        ids = self._json(self._folder / "config.json") | self._json(self._folder / "generation_config.json")
+        for name in ("bos_token", "eos_token"):
+            text = _text_of_id(tokenizer, ids.get(f"{name}_id"))
+            if name not in special and text is not None:
+                special[name] = text
+        return special
+
+    def _json(self, path: Path) -> dict[str, Any]:
+        if not path.is_file():
+            return {}
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise StartupError(f"{path} cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            raise StartupError(f"{path} is not a JSON object")
+        return content
+
+
+def _pick_template(value: Any) -> str | None:
+    """The template, or of several named ones the default."""
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _token_text(value: Any) -> str | None:
+    """A token is written as its text or as an object with it."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _text_of_id(tokenizer: tokenizers.Tokenizer, token_id: Any) -> str | None:
+    """An id may be one or a list of several, the first being the main one."""
+    if isinstance(token_id, list):
+        token_id = token_id[0] if token_id else None
+    return tokenizer.id_to_token(token_id) if isinstance(token_id, int) else None

@@ -1,0 +1,180 @@
+"""Shards that answer at once with made-up tokens, over real Unix sockets: the wire without a model."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from funitel.proto import generate_pb2 as pb
+from funitel.proto import generate_pb2_grpc, wire
+from funitel.proto.step import Capability, ShardInfo
+
+BLOCK_SIZE = 4
+
+
+@dataclass
+class Row:
+    """One sequence on a fake shard."""
+
+    request: pb.Request
+    tokens: list[int]
+    prompt_len: int
+    cached: int = 0
+    blocks: list[int] = field(default_factory=list)
+    is_finished: bool = False
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the made-up model says."""
+    return sum(tokens) * 31 % 97
+
+
+class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
+    """One rank. `calls` are the methods called; `failures` are statuses to answer the next steps with."""
+
+    def __init__(self, rank: int, urls: list[str], *, is_plain: bool = False, is_chunked: bool = True) -> None:
+        self.rank, self.urls, self.is_plain, self.is_chunked = rank, urls, is_plain, is_chunked
+        self.calls: list[str] = []
+        self.step_seqs: list[int] = []
+        self.steps: list[list[int]] = []  # request ids that took part, step by step
+        self.batches: dict[int, list[Row]] = {}
+        self.failures: list[grpc.StatusCode] = []
+        self.pause = asyncio.Event()
+        self.pause.set()
+        self.pool_tokens = 400
+        self.refuses_prompts_from = 1 << 32  # token ids the fake model does not know
+
+    async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
+        capabilities = frozenset() if self.is_plain else frozenset(Capability)
+        info = ShardInfo(
+            rank=self.rank,
+            world_size=len(self.urls),
+            block_size=BLOCK_SIZE,
+            capabilities=capabilities,
+            support_chunking=self.is_chunked,
+            device_type="fake",
+        )
+        return wire.encode_info(info)
+
+    async def ServiceDiscovery(self, request: Any, context: Any) -> pb.ServiceDiscoveryResponse:
+        return pb.ServiceDiscoveryResponse(urls=self.urls)
+
+    async def Health(self, request: Any, context: Any) -> pb.HealthResponse:
+        return pb.HealthResponse()
+
+    async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
+        self.calls.append("Warmup")
+        return pb.WarmupResponse(
+            max_supported_total_tokens=self.pool_tokens, max_input_tokens=199, max_total_tokens=200
+        )
+
+    async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:
+        self.calls.append("ClearCache")
+        if request.HasField("id"):
+            del self.batches[request.id]
+            self._number(request)
+        else:
+            self.batches.clear()
+            self.step_seqs.clear()
+        return pb.ClearCacheResponse()
+
+    async def FilterBatch(self, request: pb.FilterBatchRequest, context: Any) -> pb.FilterBatchResponse:
+        self.calls.append("FilterBatch")
+        self._number(request)
+        rows = [row for row in self.batches[request.batch_id] if row.request.id in request.request_ids]
+        assert rows
+        self.batches[request.batch_id] = rows
+        return pb.FilterBatchResponse(batch=self._cached(request.batch_id))
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
+        self.calls.append("Prefill")
+        if any(max(start.input_ids, default=0) >= self.refuses_prompts_from for start in request.batch.requests):
+            self._number(request)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
+        rows = self.batches.pop(request.cached_batch.id) if request.HasField("cached_batch") else []
+        for start in request.batch.requests:
+            tokens = list(start.input_ids) or [ord(c) for c in start.inputs]
+            rows.append(Row(start, [*tokens, *start.output_ids], len(tokens), blocks=list(start.blocks)))
+        target = request.cached_batch.id if request.HasField("cached_batch") else request.batch.id
+        response = pb.PrefillResponse()
+        await self._step(target, rows, request, response, context)
+        return response
+
+    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.DecodeResponse:
+        self.calls.append("Decode")
+        rows = [row for batch in request.batches for row in self.batches.pop(batch.id)]
+        response = pb.DecodeResponse()
+        await self._step(request.batches[0].id, rows, request, response, context)
+        return response
+
+    async def _step(self, batch_id: int, rows: list[Row], request: Any, response: Any, context: Any) -> None:
+        self._number(request)
+        self.steps.append([row.request.id for row in rows])
+        await self.pause.wait()
+        if self.failures:
+            await context.abort(self.failures.pop(0), "told to fail")
+        chunks = {r.id: r.chunk_len for r in getattr(request, "batch", pb.Batch()).requests if r.HasField("chunk_len")}
+        for update in request.rows:
+            row = next(row for row in rows if row.request.id == update.request_id)
+            row.blocks += update.blocks
+            if update.HasField("chunk_len"):
+                chunks[update.request_id] = update.chunk_len
+        for row in rows:
+            self._compute(row, chunks.get(row.request.id), response)
+        if not all(row.is_finished for row in rows):
+            self.batches[batch_id] = rows
+            response.batch.CopyFrom(self._cached(batch_id))
+        response.num_forwards, response.num_forward_rows = 1, len(rows)
+
+    def _compute(self, row: Row, chunk: int | None, response: Any) -> None:
+        pending = len(row.tokens) - row.cached
+        count = pending if chunk is None else min(chunk, pending)
+        row.cached += count
+        assert row.cached <= len(row.blocks) * BLOCK_SIZE, "a token has no slot"
+        if row.is_finished or count < pending:
+            return
+        token = next_token(row.tokens)
+        row.tokens.append(token)
+        row.is_finished = row.num_generated >= row.request.stopping_parameters.max_new_tokens
+        if row.request.id % len(self.urls) != self.rank:
+            return
+        generation = response.generations.add(request_id=row.request.id)
+        generation.tokens.CopyFrom(pb.Tokens(ids=[token], logprobs=[-1.0], texts=[f"<{token}>"], is_special=[False]))
+        if row.is_finished:
+            generation.generated_text.text = "done"
+            generation.generated_text.generated_tokens = row.num_generated
+
+    def _cached(self, batch_id: int) -> pb.CachedBatch:
+        ids = [row.request.id for row in self.batches[batch_id]]
+        return pb.CachedBatch(id=batch_id, request_ids=ids, size=len(ids))
+
+    def _number(self, request: Any) -> None:
+        if request.HasField("step_seq"):
+            self.step_seqs.append(request.step_seq)
+
+
+@asynccontextmanager
+async def fake_shards(folder: Path, count: int = 1, **settings: Any) -> AsyncIterator[list[FakeShard]]:
+    """Serve `count` ranks under folder/shard-RANK."""
+    urls = [f"unix://{folder}/shard-{rank}" for rank in range(count)]
+    shards = [FakeShard(rank, urls, **settings) for rank in range(count)]
+    servers = []
+    for rank, shard in enumerate(shards):
+        server = grpc.aio.server()
+        generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(shard, server)  # type: ignore[no-untyped-call]
+        server.add_insecure_port(f"unix:{folder}/shard-{rank}")
+        await server.start()
+        servers.append(server)
+    try:
+        yield shards
+    finally:
+        for server in servers:
+            await server.stop(None)

@@ -1,0 +1,168 @@
+"""Stand-ins for what a router needs: an engine that follows a script, a model folder whose tokens are bytes."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from funitel.proto.errors import FunitelError, Overloaded
+from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
+from funitel.router.metrics import Metrics
+from funitel.router.sequence import Limits, Request
+from funitel.router.settings import RouterSettings
+from funitel.router.stream import TokenStream
+
+Serve = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+LIMITS = Limits(max_input_tokens=100, max_total_tokens=200, pool_tokens=1000)
+PIECES = ("Hello", " wor", "ld", "!")
+EOS = "</s>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@dataclass
+class FakeEngine:
+    """Generates the script's pieces, one a token, and settles stops, lengths and the end as a shard does."""
+
+    pieces: Sequence[str] = PIECES
+    limits: Limits = LIMITS
+    compute_type: str = "1-fake"
+    pause: float = 0.0  # seconds before each step
+    stride: int = 1  # tokens a step
+    error: FunitelError | None = None  # instead of the step numbered `fails_at`
+    fails_at: int = 0
+    max_requests: int = 8
+    logprobs: Sequence[float] = ()  # of the sequences, in order of submission
+    requests: list[Request] = field(default_factory=list)
+    cancelled: list[Request] = field(default_factory=list)
+    is_closed: bool = False
+    sick: FunitelError | None = None
+    tasks: set["asyncio.Task[None]"] = field(default_factory=set)
+
+    async def connect(self, settings: RouterSettings, metrics: Metrics) -> "FakeEngine":
+        return self
+
+    async def was_cancelled(self) -> bool:
+        return bool(self.cancelled)
+
+    def submit(self, request: Request) -> TokenStream:
+        if len(self.tasks) >= self.max_requests:
+            raise Overloaded(f": at most {self.max_requests}")
+        logprob = self.logprobs[len(self.requests)] if len(self.requests) < len(self.logprobs) else -0.5
+        self.requests.append(request)
+        stream = TokenStream(request, lambda: self._cancel(request, task))
+        task = asyncio.create_task(self._generate(request, stream, logprob))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return stream
+
+    def _cancel(self, request: Request, task: "asyncio.Task[None]") -> None:
+        self.cancelled.append(request)
+        task.cancel()
+
+    async def health(self) -> None:
+        if self.sick is not None:
+            raise self.sick
+
+    async def close(self) -> None:
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.is_closed = True
+
+    async def _generate(self, request: Request, stream: TokenStream, logprob: float) -> None:
+        steps = scripted(request, self.pieces, self.stride, logprob)
+        for number, generation in enumerate(steps):
+            await asyncio.sleep(self.pause)
+            if self.error is not None and number == self.fails_at:
+                stream.deliver(self.error)
+                return
+            stream.timings.started = stream.timings.started or stream.timings.submitted
+            stream.deliver(generation)
+
+
+async def eventually(claim: Callable[[], Awaitable[object]], what: str) -> None:
+    """Wait until `claim` holds, for five seconds at most."""
+    for _ in range(500):
+        if await claim():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"never happened: {what}")
+
+
+def scripted(request: Request, pieces: Sequence[str], stride: int = 1, logprob: float = -0.5) -> list[Generation]:
+    """The steps a shard would answer with if the model wrote `pieces` and then the end."""
+    texts: list[str] = []
+    finished: GeneratedText | None = None
+    for piece in (*pieces, EOS):
+        texts.append(piece)
+        finished = _finish(request, texts)
+        if finished is not None:
+            break
+    assert finished is not None
+    groups = [range(start, min(start + stride, len(texts))) for start in range(0, len(texts), stride)]
+    steps = [_generation(request, texts, group, logprob) for group in groups]
+    steps[-1] = replace(steps[-1], finished=finished)
+    if request.prefill_logprobs:
+        count = len(request.input_ids)
+        prefill = Tokens(request.input_ids, (float("nan"), *(-1.0,) * (count - 1)), ("?",) * count)
+        steps[0] = replace(steps[0], prefill_tokens=prefill)
+    return steps
+
+
+def _generation(request: Request, texts: list[str], places: range, logprob: float) -> Generation:
+    top = [
+        Tokens((place, 99), (logprob, float("-inf")), (texts[place], "x"), (False, False))
+        for place in places
+        if request.top_n_tokens
+    ]
+    tokens = Tokens(
+        tuple(places),
+        (logprob,) * len(places),
+        tuple(texts[place] for place in places),
+        tuple(texts[place] == EOS for place in places),
+    )
+    return Generation(0, tokens, tuple(top))
+
+
+def _finish(request: Request, texts: list[str]) -> GeneratedText | None:
+    text = "".join(text for text in texts if text != EOS)
+    found = [(text.find(stop), index) for index, stop in enumerate(request.stopping.stop_sequences) if stop in text]
+    seed = request.sampling.seed if request.sampling.is_sampled else None
+    if found:
+        start, index = min(found)
+        stop = request.stopping.stop_sequences[index]
+        return GeneratedText(text[: start + len(stop)], len(texts), FinishReason.STOP_SEQUENCE, seed, index, start)
+    if texts[-1] == EOS:
+        return GeneratedText(text, len(texts), FinishReason.EOS_TOKEN, seed)
+    if len(texts) == request.stopping.max_new_tokens:
+        return GeneratedText(text, len(texts), FinishReason.LENGTH, seed)
+    return None
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """One token a byte, and `<s>` before a text unless special tokens are off."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: index for index, character in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", EOS])
+    start = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    return tokenizer
+
+
+def write_model(folder: Path, **config: object) -> Path:
+    """Write a model folder; `config` is added to tokenizer_config.json."""
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    content = {"bos_token": "<s>", "eos_token": {"content": EOS}, "chat_template": CHAT_TEMPLATE} | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    return folder

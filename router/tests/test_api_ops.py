@@ -1,0 +1,234 @@
+"""Health, facts, documentation, keys, CORS, and what is no route at all."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import pytest
+from fakes import LIMITS, FakeEngine, Serve, eventually
+
+from funitel.proto.errors import ShardFailed, StartupError
+from funitel.router.api.routes import OPERATIONS, document
+from funitel.router.metrics import Metrics
+from funitel.router.settings import RouterSettings
+
+PROTECTED = [("POST", "/"), ("POST", "/generate"), ("POST", "/generate_stream"), ("POST", "/tokenize")]
+PROTECTED += [("POST", "/v1/chat/completions")]
+OPEN = ["/", "/health", "/ping", "/info", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"]
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ping"])
+async def test_health_is_that_of_the_shards(serve: Serve, path: str) -> None:
+    engine = FakeEngine()
+    async with serve(engine) as client:
+        assert (await client.get(path)).status_code == 200
+        engine.sick = ShardFailed("rank 1 does not answer")
+        response = await client.get(path)
+    assert response.status_code == 503
+    assert response.json() == {"error": "unhealthy: rank 1 does not answer", "error_type": "healthcheck"}
+
+
+async def test_while_starting_everything_is_503(serve: Serve) -> None:
+    release = asyncio.Event()
+    engine = FakeEngine()
+
+    async def connect(settings: RouterSettings, metrics: Metrics) -> FakeEngine:
+        await release.wait()
+        return engine
+
+    async with serve(engine, connect=connect, ready=False) as client:
+        for path in ("/", "/health", "/info"):
+            response = await client.get(path)
+            assert response.status_code == 503
+            assert response.json()["error"].startswith("unhealthy: starting")
+            assert response.json()["error_type"] == "healthcheck"
+        for path in ("/", "/generate", "/generate_stream", "/tokenize"):
+            response = await client.post(path, json={"inputs": "Hi"})
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "1"
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        response = await client.post("/v1/chat/completions", json=body)
+        assert response.status_code == 503
+        assert response.json()["error"]["type"] == "server_error"
+        assert (await client.get("/metrics")).status_code == 200
+        release.set()
+
+        async def is_healthy() -> bool:
+            return (await client.get("/health")).status_code == 200
+
+        await eventually(is_healthy, "ready")
+        assert (await client.post("/generate", json={"inputs": "Hi"})).status_code == 200
+
+
+async def test_a_start_that_fails_is_told(serve: Serve) -> None:
+    async def connect(settings: RouterSettings, metrics: Metrics) -> FakeEngine:
+        raise StartupError("no shard answers")
+
+    async with serve(FakeEngine(), connect=connect, ready=False) as client:
+
+        async def has_failed() -> bool:
+            return "failed" in (await client.get("/health")).text
+
+        await eventually(has_failed, "failure")
+        response = await client.get("/health")
+    assert response.status_code == 503
+    assert response.json()["error"] == "unhealthy: failed to start: no shard answers"
+
+
+async def test_the_engine_is_closed_at_the_end(serve: Serve) -> None:
+    engine = FakeEngine()
+    async with serve(engine):
+        pass
+    assert engine.is_closed
+
+
+async def test_info(serve: Serve) -> None:
+    async with serve(FakeEngine(), served_model_name="served", max_best_of=3) as client:
+        facts = (await client.get("/info")).json()
+    assert facts["model_id"] == "served"
+    assert facts["router"] == "text-generation-router"
+    assert facts["max_best_of"] == 3
+    assert facts["max_input_tokens"] == LIMITS.max_input_tokens
+    assert facts["max_total_tokens"] == LIMITS.max_total_tokens
+    assert facts["version"]
+    assert facts["model_pipeline_tag"] is None
+
+
+async def test_a_key_is_asked_for_where_work_is_done(serve: Serve) -> None:
+    async with serve(FakeEngine(), api_key="sécret") as client:
+        for method, path in PROTECTED:
+            for key in (None, "Bearer wrong", "sécret", "Basic sécret", "Bearer SÉCRET", "Bearer "):
+                headers = {} if key is None else {"authorization": key.encode()}
+                response = await client.request(method, path, content=b"{", headers=headers)
+                assert response.status_code == 401, (path, key)
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert response.json()["error_type"] == "unauthorized"
+        for path in [*OPEN, "/v1/models"]:
+            assert (await client.get(path)).status_code == 200
+        headers = {"authorization": "bearer sécret".encode()}
+        assert (await client.post("/generate", json={"inputs": "Hi"}, headers=headers)).status_code == 200
+
+
+async def test_cors_lets_a_browser_send_a_key(client: httpx.AsyncClient) -> None:
+    headers = {
+        "origin": "http://page",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    response = await client.options("/generate", headers=headers)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "*"
+    assert "access-control-allow-credentials" not in response.headers
+    refused = await client.post("/generate", json={}, headers={"origin": "http://page"})
+    assert refused.headers["access-control-allow-origin"] == "*"
+
+
+async def test_cors_can_be_limited(serve: Serve) -> None:
+    async with serve(FakeEngine(), cors_allow_origin=("http://mine",)) as client:
+        allowed = await client.get("/health", headers={"origin": "http://mine"})
+        assert allowed.headers["access-control-allow-origin"] == "http://mine"
+        other = await client.get("/health", headers={"origin": "http://other"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "error_type"),
+    [
+        ("GET", "/nowhere", 404, "not_found"),
+        ("GET", "/v1/nowhere", 404, "not_found"),
+        ("GET", "/generate", 405, "method_not_allowed"),
+        ("PUT", "/v1/chat/completions", 405, "method_not_allowed"),
+    ],
+)
+async def test_what_is_no_route(
+    client: httpx.AsyncClient, method: str, path: str, status: int, error_type: str
+) -> None:
+    response = await client.request(method, path)
+    assert response.status_code == status
+    assert response.json()["error_type"] == error_type
+    assert ("allow" in response.headers) == (status == 405)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+async def test_an_exception_nobody_expected_is_logged_once_and_tells_nothing(
+    serve: Serve, path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("secret")
+
+    engine = FakeEngine()
+    monkeypatch.setattr(engine, "submit", broken)
+    body = {"inputs": "Hi"} if path == "/generate" else {"messages": [{"role": "user", "content": "Hi"}]}
+    async with serve(engine) as client:
+        response = await client.post(path, json=body)
+        metrics = (await client.get("/metrics")).text
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert response.json()["error_type"] == "internal"
+    assert caplog.text.count("ZeroDivisionError: secret") == 1
+    assert 'tgi_request_failure{err="generation"} 1.0' in metrics
+
+
+async def test_the_document_lists_every_route(client: httpx.AsyncClient) -> None:
+    described = (await client.get("/openapi.json")).json()
+    assert described == (await client.get("/api-doc/openapi.json")).json() == document()
+    listed = {(method.upper(), path) for path, methods in described["paths"].items() for method in methods}
+    assert listed == {(operation.method, operation.path) for operation in OPERATIONS}
+    schemas = described["components"]["schemas"]
+    references = set(_references(described))
+    assert references == {f"#/components/schemas/{name}" for name in schemas}
+    assert schemas["GenerateRequest"]["required"] == ["inputs"]
+
+
+def _references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+        return own + [reference for part in value.values() for reference in _references(part)]
+    if isinstance(value, list):
+        return [reference for part in value for reference in _references(part)]
+    return []
+
+
+async def test_the_page_needs_nothing_from_elsewhere(client: httpx.AsyncClient) -> None:
+    response = await client.get("/docs")
+    assert response.headers["content-type"].startswith("text/html")
+    assert "/v1/chat/completions" in response.text
+    assert 'id="ChatRequest"' in response.text
+    assert "http:" not in response.text
+    assert "https:" not in response.text
+    assert "<script" not in response.text
+
+
+async def test_metrics_of_requests(client: httpx.AsyncClient) -> None:
+    await client.post("/generate", json={"inputs": "Hi"})
+    await client.post("/generate_stream", json={"inputs": "Hi"})
+    await client.post("/generate", json={"inputs": ""})
+    response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    lines = response.text.splitlines()
+    assert "tgi_request_count 3.0" in lines
+    assert "tgi_request_success 2.0" in lines
+    assert 'tgi_request_failure{err="validation"} 1.0' in lines
+    assert "tgi_request_duration_count 2.0" in lines
+    assert "tgi_request_generated_tokens_sum 10.0" in lines
+    assert "tgi_request_input_length_sum 6.0" in lines
+    assert "funitel_time_to_first_token_seconds_count 2.0" in lines
+    assert "funitel_inter_token_latency_seconds_count 8.0" in lines
+
+
+def test_the_router_never_imports_torch() -> None:
+    code = (
+        "import sys, json, funitel.router.app, funitel.router.__main__;"
+        "print(json.dumps([name for name in ('torch', 'transformers') if name in sys.modules]))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": _paths()}
+    )
+    assert json.loads(result.stdout) == []
+
+
+def _paths() -> str:
+    return ":".join(path for path in sys.path if path)

@@ -1,0 +1,187 @@
+"""Every bad body is refused with its status and the canonical error shape, on every route that reads one."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from fakes import FakeEngine, Serve
+
+NATIVE = ("/", "/generate", "/generate_stream", "/tokenize")
+CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+
+
+def canonical(path: str, response: httpx.Response) -> tuple[str, str]:
+    """The message and type of an error, after checking its shape."""
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error", "error_type"}
+    if not path.startswith("/v1/"):
+        assert isinstance(body["error"], str)
+        return body["error"], body["error_type"]
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]["message"], body["error_type"]
+
+
+MALFORMED = [
+    (b"", "line 1 column 1"),
+    (b"{", "line 1 column 2"),
+    (b'{"inputs": "a",}', "line 1 column"),
+    (b'{"inputs": "a"} x', "Extra data"),
+    (b'{"inputs": "\xff"}', "not UTF-8: invalid start byte at byte 12"),
+    (b"\xef\xbb\xbf{}", "BOM"),
+    (b'{"inputs": NaN}', "NaN is no JSON value"),
+    (b'{"inputs": -Infinity}', "-Infinity is no JSON value"),
+    (b'{"inputs": "a\x01"}', "control character"),
+    (b"[" * 100_000, "nested too deeply"),
+    (b'{"a":' * 100_000, "nested too deeply"),
+    (b'{"inputs": ' + b"9" * 10_000 + b"}", "digits"),
+]
+
+
+@pytest.mark.parametrize("path", [*NATIVE, CHAT])
+@pytest.mark.parametrize(("content", "says"), MALFORMED, ids=range(len(MALFORMED)))
+async def test_what_is_not_json(client: httpx.AsyncClient, path: str, content: bytes, says: str) -> None:
+    response = await client.post(path, content=content, headers=JSON)
+    assert response.status_code == 400
+    message, error_type = canonical(path, response)
+    assert error_type == "validation"
+    assert says in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("path", [*NATIVE, CHAT])
+@pytest.mark.parametrize("content", [b"[]", b'"a"', b"5", b"null", b"{}"])
+async def test_json_of_another_shape(client: httpx.AsyncClient, path: str, content: bytes) -> None:
+    response = await client.post(path, content=content, headers=JSON)
+    assert response.status_code == 422
+    canonical(path, response)
+
+
+WRONG = [
+    ("inputs", 5, "inputs: must be a valid string. Given: 5"),
+    ("inputs", None, "inputs: must be a valid string"),
+    ("inputs", ["a"], "inputs: must be a valid string"),
+    ("inputs", "\ud800", "inputs: must be valid Unicode"),
+    ("inputs", "a\udfff", "inputs: must be valid Unicode"),
+    ("\ud800", 1, "'\\ud800': must be valid Unicode"),
+    ("inputs", {"a": ["\ud800"]}, "inputs.a.0: must be valid Unicode"),
+    ("parameters", 5, "parameters: must be an object"),
+    ("parameters.temperature", "hot", "parameters.temperature: must be a valid number. Given: 'hot'"),
+    ("parameters.temperature", True, "parameters.temperature: must be a valid number"),
+    ("parameters.temperature", 1e400, "parameters.temperature: must be a finite number"),
+    ("parameters.temperature", 1e39, "parameters.temperature: must be less than"),
+    ("parameters.temperature", 10**400, "parameters.temperature: must be"),
+    ("parameters.temperature", 10**4000, "parameters.temperature: must be"),
+    ("parameters.max_new_tokens", "5", "parameters.max_new_tokens: must be a valid integer. Given: '5'"),
+    ("parameters.max_new_tokens", 5.0, "parameters.max_new_tokens: must be a valid integer"),
+    ("parameters.max_new_tokens", True, "parameters.max_new_tokens: must be a valid integer"),
+    ("parameters.max_new_tokens", -1, "parameters.max_new_tokens: must be greater than or equal to 0"),
+    ("parameters.max_new_tokens", 2**32, "parameters.max_new_tokens: must be less than"),
+    ("parameters.seed", -1, "parameters.seed: must be greater than"),
+    ("parameters.seed", 2**64, "parameters.seed: must be less than"),
+    ("parameters.seed", 10**4000, "parameters.seed: must be less than"),
+    ("parameters.top_k", 2**31, "parameters.top_k: must be less than"),
+    ("parameters.top_k", -(2**40), "parameters.top_k: must be greater than"),
+    ("parameters.best_of", -1, "parameters.best_of: must be"),
+    ("parameters.truncate", -1, "parameters.truncate: must be"),
+    ("parameters.top_n_tokens", 2**40, "parameters.top_n_tokens: must be"),
+    ("parameters.stop", 5, "parameters.stop: must be a valid list"),
+    ("parameters.stop", ["a", 5], "parameters.stop.1: must be a valid string"),
+    ("parameters.stop", ["\ud800"], "parameters.stop.0: must be valid Unicode"),
+    ("parameters.details", 1, "parameters.details: must be a valid boolean"),
+]
+
+
+def body_with(name: str, value: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {"inputs": "Hi"}
+    *outer, last = name.split(".")
+    place = body.setdefault(outer[0], {}) if outer else body
+    place[last] = value
+    return body
+
+
+@pytest.mark.parametrize("path", NATIVE)
+@pytest.mark.parametrize(("name", "value", "says"), WRONG, ids=range(len(WRONG)))
+async def test_a_wrong_value_names_its_field(
+    client: httpx.AsyncClient, path: str, name: str, value: Any, says: str
+) -> None:
+    text = json.dumps(body_with(name, value)).replace("Infinity", "1e400")
+    response = await client.post(path, content=text, headers=JSON)
+    assert response.status_code == 422
+    message, error_type = canonical(path, response)
+    assert error_type == "validation"
+    assert message.startswith(f"Input validation error: {says}")
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize("path", NATIVE[:3])
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"inputs": ""}, "`inputs` cannot be empty"),
+        ({"inputs": "x" * 101}, "`inputs` must have less than 100 tokens. Given: 102"),
+        ({"inputs": "x" * 500}, "`inputs` tokens + `max_new_tokens` must be <= 200"),
+        ({"inputs": "x", "parameters": {"max_new_tokens": 199}}, "Given: 2 `inputs` tokens and 199"),
+        ({"inputs": "x", "parameters": {"temperature": 0}}, "`temperature` must be strictly positive"),
+    ],
+    ids=range(5),
+)
+async def test_a_broken_rule(client: httpx.AsyncClient, path: str, body: Any, says: str) -> None:
+    response = await client.post(path, json=body)
+    assert response.status_code == 422
+    message, error_type = canonical(path, response)
+    assert error_type == "validation"
+    assert says in message
+
+
+@pytest.mark.parametrize("path", NATIVE[:3])
+@pytest.mark.parametrize("inputs", ["\0", "a\0b", "\ufffe", "\U0010ffff", "‮abc", " "])
+async def test_strange_text_is_text(client: httpx.AsyncClient, path: str, inputs: str) -> None:
+    assert (await client.post(path, json={"inputs": inputs})).status_code == 200
+
+
+@pytest.mark.parametrize("path", [*NATIVE, CHAT])
+@pytest.mark.parametrize("content_type", ["text/plain", "", "application/x-www-form-urlencoded", "json"])
+async def test_other_media_types(client: httpx.AsyncClient, path: str, content_type: str) -> None:
+    response = await client.post(path, content=b'{"inputs": "Hi"}', headers={"content-type": content_type})
+    assert response.status_code == 415
+    canonical(path, response)
+
+
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "Application/JSON", "application/x+json"])
+async def test_media_types_that_are_json(client: httpx.AsyncClient, content_type: str) -> None:
+    headers = {"content-type": content_type}
+    assert (await client.post("/generate", content=b'{"inputs": "Hi"}', headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("path", [*NATIVE, CHAT])
+async def test_a_body_of_ten_megabytes(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.post(path, json={"inputs": "x" * 10_000_000})
+    assert response.status_code == 413
+    message, _ = canonical(path, response)
+    assert "at most 2000000 bytes" in message
+
+
+async def test_a_streamed_body_is_counted(client: httpx.AsyncClient) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            yield b" " * 10_000
+
+    response = await client.post("/generate", content=endless(), headers=JSON)
+    assert response.status_code == 413
+
+
+async def test_the_limit_is_inclusive(serve: Serve) -> None:
+    body = json.dumps({"inputs": "Hi"}).encode()
+    async with serve(FakeEngine(), payload_limit=len(body)) as client:
+        assert (await client.post("/generate", content=body, headers=JSON)).status_code == 200
+        assert (await client.post("/generate", content=body + b" ", headers=JSON)).status_code == 413
+
+
+async def test_a_body_of_ten_megabytes_over_a_socket(listening: httpx.AsyncClient) -> None:
+    response = await listening.post("/generate", json={"inputs": "x" * 10_000_000})
+    assert response.status_code == 413
+    assert (await listening.post("/generate", json={"inputs": "Hi"})).status_code == 200

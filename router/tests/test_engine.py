@@ -1,0 +1,232 @@
+"""The engine over fake shards: right tokens, cancellation at once, failures contained, a drain that waits."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from fake_shards import FakeShard, fake_shards, next_token
+
+from funitel.proto.errors import (
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    SettingsError,
+    ShardFailed,
+    StartupError,
+    StepFailed,
+)
+from funitel.proto.step import SamplingParams, StoppingParams
+from funitel.router.engine import Engine, connect
+from funitel.router.metrics import Metrics
+from funitel.router.sequence import Request
+from funitel.router.settings import RouterSettings
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, count: int = 1, shard: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[Engine, list[FakeShard], Metrics]]:
+    """An engine connected to fake shards."""
+    metrics = Metrics()
+    async with fake_shards(folder, count, **(shard or {})) as shards:
+        chosen = {"master_shard_uds_path": f"{folder}/shard-0", "max_batch_prefill_tokens": 32} | settings
+        engine = await connect(RouterSettings(**chosen), metrics)
+        yield engine, shards, metrics
+        for fake in shards:
+            fake.pause.set()
+        await asyncio.wait_for(engine.close(), 10)
+
+
+def request(prompt_len: int = 5, max_new_tokens: int = 6, first: int = 0) -> Request:
+    ids = tuple(range(first, first + prompt_len))
+    return Request(
+        input_ids=ids,
+        sampling=SamplingParams(),
+        stopping=StoppingParams(max_new_tokens=max_new_tokens),
+        inputs="".join(map(chr, ids)),
+    )
+
+
+def expected(asked: Request) -> list[int]:
+    tokens = list(asked.input_ids)
+    for _ in range(asked.stopping.max_new_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(asked.input_ids) :]
+
+
+async def run(engine: Engine, asked: Request) -> list[int]:
+    async with engine.submit(asked) as stream:
+        return [token_id async for generation in stream for token_id in generation.tokens.ids]
+
+
+@pytest.mark.parametrize(
+    ("count", "shard"),
+    [(1, {}), (3, {}), (1, {"is_chunked": False}), (2, {"is_plain": True})],
+    ids=["one", "three ranks", "unchunked", "plain TGI"],
+)
+async def test_many_requests_get_their_own_tokens(tmp_path: Path, count: int, shard: dict[str, Any]) -> None:
+    async with running(tmp_path, count, shard) as (engine, shards, _):
+        asked = [request(1 + 3 * i % 30, 1 + i % 9, first=i) for i in range(40)]
+        answers = await asyncio.gather(*(run(engine, one) for one in asked))
+        assert answers == [expected(one) for one in asked]
+        await asyncio.sleep(0.05)
+        assert all(fake.batches == {} for fake in shards)
+        if not shard.get("is_plain"):
+            assert all(fake.step_seqs == list(range(1, len(fake.step_seqs) + 1)) for fake in shards)
+        else:
+            assert all(fake.step_seqs == [] for fake in shards)
+
+
+async def test_a_cancelled_sequence_is_in_no_later_step(tmp_path: Path) -> None:
+    async with running(tmp_path) as (engine, (fake,), metrics):
+        other = asyncio.create_task(run(engine, request(5, 60, first=1)))
+        await asyncio.sleep(0)  # it is sequence 0
+        async with engine.submit(request(5, 60)) as stream:
+            async for _ in stream:
+                break
+            fake.pause.clear()
+            await asyncio.sleep(0.02)
+            sent = len(fake.steps)
+        fake.pause.set()
+        assert await other == expected(request(5, 60, first=1))
+        assert all(1 not in step for step in fake.steps[sent:])
+        assert "FilterBatch" in fake.calls
+        assert "funitel_cancelled_total 1.0" in metrics.exposition().decode()
+
+
+async def test_the_last_one_to_leave_clears_the_cache(tmp_path: Path) -> None:
+    async with running(tmp_path) as (engine, (fake,), metrics):
+        async with engine.submit(request(5, 100)) as stream:
+            async for _ in stream:
+                break
+        await asyncio.sleep(0.1)
+        assert fake.batches == {}
+        text = metrics.exposition().decode()
+        assert 'funitel_blocks{state="used"} 0.0' in text
+        assert "funitel_cached_batches 0.0" in text
+        assert await run(engine, request()) == expected(request())
+
+
+async def test_a_waiting_sequence_can_leave(tmp_path: Path) -> None:
+    async with running(tmp_path, max_batch_size=1) as (engine, (fake,), _):
+        fake.pause.clear()
+        first = asyncio.create_task(run(engine, request()))
+        await asyncio.sleep(0.02)
+        async with engine.submit(request(first=50)):
+            await asyncio.sleep(0.02)
+        fake.pause.set()
+        assert await first == expected(request())
+        assert all(step == [0] for step in fake.steps)
+
+
+async def test_too_many_requests_are_refused_and_room_comes_back(tmp_path: Path) -> None:
+    async with running(tmp_path, max_concurrent_requests=2) as (engine, (fake,), _):
+        fake.pause.clear()
+        tasks = [asyncio.create_task(run(engine, request(first=i))) for i in range(2)]
+        await asyncio.sleep(0.02)
+        with pytest.raises(Overloaded, match="2 requests in flight, at most 2"):
+            engine.submit(request())
+        fake.pause.set()
+        await asyncio.gather(*tasks)
+        assert await run(engine, request()) == expected(request())
+
+
+async def test_a_failed_step_fails_what_ran_and_nothing_later(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as (engine, shards, _):
+        for fake in shards:
+            fake.failures.append(grpc.StatusCode.ABORTED)
+        with pytest.raises(StepFailed, match="told to fail"):
+            await run(engine, request())
+        assert all(fake.batches == {} for fake in shards)
+        assert await run(engine, request()) == expected(request())
+
+
+async def test_a_rank_that_fails_alone_fails_the_step(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as (engine, shards, _):
+        shards[1].failures.append(grpc.StatusCode.UNAVAILABLE)
+        with pytest.raises(ShardFailed, match="shard rank 1 does not answer"):
+            await run(engine, request())
+        assert await run(engine, request()) == expected(request())
+
+
+async def test_health_reflects_every_rank(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as (engine, _, _):
+        await engine.health()
+        (tmp_path / "shard-1").unlink()
+        engine._replica.shards[1]._channel = grpc.aio.insecure_channel(f"unix:{tmp_path}/gone")
+        with pytest.raises(ShardFailed, match="shard rank 1 does not answer"):
+            await engine.health()
+
+
+async def test_closing_waits_for_running_requests_and_refuses_new_ones(tmp_path: Path) -> None:
+    async with running(tmp_path) as (engine, (fake,), _):
+        fake.pause.clear()
+        task = asyncio.create_task(run(engine, request()))
+        await asyncio.sleep(0.02)
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0.02)
+        with pytest.raises(NotReady):
+            engine.submit(request())
+        assert not closing.done()
+        fake.pause.set()
+        await closing
+        assert await task == expected(request())
+
+
+async def test_more_than_the_pool_is_preempted_not_failed(tmp_path: Path) -> None:
+    async with running(tmp_path, max_batch_total_tokens=None) as (engine, _, metrics):
+        asked = [request(20, 100, first=i) for i in range(6)]  # 720 tokens in a pool of 400
+        assert await asyncio.gather(*(run(engine, one) for one in asked)) == [expected(one) for one in asked]
+        text = metrics.exposition().decode()
+        preempted = next(line for line in text.splitlines() if line.startswith("funitel_preempted_total"))
+        assert float(preempted.split()[1]) > 0
+
+
+async def test_nobody_at_the_socket_is_a_startup_error(tmp_path: Path) -> None:
+    settings = RouterSettings(master_shard_uds_path=f"{tmp_path}/nothing")
+    with pytest.raises(StartupError, match="no shard answers at"):
+        await connect(settings, Metrics())
+
+
+async def test_prompts_longer_than_a_step_need_chunks(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="--max-input-tokens 199 must be <= --max-batch-prefill-tokens 32"):
+        async with running(tmp_path, 1, {"is_chunked": False}, max_input_tokens=199):
+            pass
+    async with running(tmp_path, 1, {"is_chunked": False}) as (engine, _, _):
+        assert engine.limits.max_input_tokens == 32
+
+
+async def test_a_refused_newcomer_costs_the_others_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as (engine, shards, _):
+        old = asyncio.create_task(run(engine, request(5, 40)))
+        await asyncio.sleep(0.02)
+        assert shards[0].steps
+        for fake in shards:
+            fake.refuses_prompts_from = 90
+        with pytest.raises(InvalidRequest, match="refused"):
+            await run(engine, request(5, 5, first=90))
+        assert await old == expected(request(5, 40))
+        assert all(fake.batches == {} for fake in shards)
+
+
+async def test_a_rank_that_hangs_is_given_up_once_another_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("funitel.router.shards.STRAGGLER_SECONDS", 0.1)
+    async with running(tmp_path, 2) as (engine, shards, _):
+        shards[0].failures.append(grpc.StatusCode.ABORTED)
+        shards[1].pause.clear()
+        with pytest.raises(ShardFailed, match="shard rank 1 does not answer"):
+            await asyncio.wait_for(run(engine, request()), 5)
+
+
+async def test_a_step_that_never_ends_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("funitel.router.shards.STEP_TIMEOUT_SECONDS", 0.2)
+    async with running(tmp_path) as (engine, (fake,), _):
+        fake.pause.clear()
+        with pytest.raises(ShardFailed, match="does not answer"):
+            await asyncio.wait_for(run(engine, request()), 5)

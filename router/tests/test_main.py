@@ -1,0 +1,177 @@
+"""The router as a process: its port, its signals, its exit codes."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from funitel.router.__main__ import bind, listen_address
+
+SCRIPT = Path(__file__).with_name("fake_router.py")
+Start = Callable[..., subprocess.Popen[str]]
+PATIENCE_SECONDS = 15.0
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def start(model: Path, port: int) -> Iterator[Start]:
+    """`start("--flag", FAKE="fail")`: a router on `port`."""
+    processes = []
+
+    def starting(*flags: str, **variables: str) -> subprocess.Popen[str]:
+        path = ":".join(entry for entry in sys.path if entry)
+        environment = {"PYTHONPATH": path, "TOKENIZER_NAME": str(model), "HOSTNAME": "127.0.0.1", "PORT": str(port)}
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), *flags],
+            env=environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield starting
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(port: int, status: int) -> httpx.Response:
+    """Ask for the health until it has this status."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            response = httpx.get(f"http://127.0.0.1:{port}/health")
+        except httpx.TransportError:
+            time.sleep(0.02)
+            continue
+        if response.status_code == status:
+            return response
+        time.sleep(0.02)
+    raise AssertionError(f"no {status} on port {port}")
+
+
+def test_the_port_answers_before_the_shards_do(start: Start, port: int) -> None:
+    process = start(FAKE="hang")
+    response = wait_for(port, 503)
+    assert response.json()["error_type"] == "healthcheck"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_a_start_that_fails_is_one_line_and_exit_code_1(start: Start) -> None:
+    process = start(FAKE="fail")
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1] == "error: no shard answers"
+    assert "Traceback" not in errors
+
+
+def test_a_model_that_is_not_there(start: Start) -> None:
+    process = start("--tokenizer-name", "/nowhere")
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 1
+    assert "/nowhere/tokenizer.json does not exist" in errors.splitlines()[-1]
+
+
+def test_a_port_that_is_taken(start: Start, port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        process = start()
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1] == f"error: cannot listen on 127.0.0.1 port {port}: Address already in use"
+
+
+def test_an_unknown_flag(start: Start) -> None:
+    process = start("--no-such-flag")
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 2
+    assert "--no-such-flag" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_running_requests_finish(start: Start, port: int, number: int) -> None:
+    process = start()
+    wait_for(port, 200)
+    with httpx.stream("POST", f"http://127.0.0.1:{port}/generate_stream", json={"inputs": "Hi"}) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data:")
+        process.send_signal(number)
+        time.sleep(0.3)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{port}/health")
+        events = [line for line in lines if line]
+    assert json.loads(events[-1].removeprefix("data: "))["generated_text"] == "a" * 10
+    assert process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_without_its_parent_it_stops(model: Path, port: int) -> None:
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, {str(SCRIPT)!r}, '--exit-with-parent'])"
+    environment = {
+        "PYTHONPATH": ":".join(entry for entry in sys.path if entry),
+        "TOKENIZER_NAME": str(model),
+        "HOSTNAME": "127.0.0.1",
+        "PORT": str(port),
+    }
+    parent = subprocess.Popen([sys.executable, "-c", code + "; time.sleep(60)"], env=environment)
+    wait_for(port, 200)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/health")
+        except httpx.TransportError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the router outlived its parent")
+
+
+def test_print_schema(start: Start) -> None:
+    process = start("print-schema")
+    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0
+    assert "/v1/chat/completions" in json.loads(output)["paths"]
+
+
+@pytest.mark.parametrize(
+    ("hostname", "address"),
+    [
+        ("0.0.0.0", "0.0.0.0"),
+        ("::", "::"),
+        ("localhost", "127.0.0.1"),
+        ("10.1.2.3", "10.1.2.3"),
+        ("f3a9c1d2e4b5", "0.0.0.0"),
+    ],
+)
+def test_the_name_of_a_container_is_no_address(hostname: str, address: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert listen_address(hostname) == address
+    assert bool(caplog.records) == (hostname == "f3a9c1d2e4b5")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+def test_an_address_of_version_6() -> None:
+    with bind("::1", 0) as listener:
+        assert listener.family is socket.AF_INET6
+
+
+def test_only_main_modules_read_the_environment() -> None:
+    """Settings come from flags and variables through typer, nowhere else."""
+    folder = Path(__file__).parent.parent / "funitel"
+    readers = [
+        path for path in folder.rglob("*.py") if "os.environ" in path.read_text() or "getenv" in path.read_text()
+    ]
+    assert readers == []

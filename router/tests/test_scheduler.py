@@ -1,0 +1,247 @@
+"""The scheduler replayed without a model: budgets hold, blocks are never shared, every request ends as it must."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from funitel.proto.step import (
+    FinishReason,
+    GeneratedText,
+    Generation,
+    SamplingParams,
+    SequenceStart,
+    StepResult,
+    StoppingParams,
+    Tokens,
+)
+from funitel.router.blocks import BlockAllocator
+from funitel.router.scheduler import Policy, Scheduler, StepPlan
+from funitel.router.sequence import Request, Sequence
+
+BLOCK = 4
+
+
+def make_sequence(sequence_id: int, prompt_len: int, max_new_tokens: int) -> Sequence:
+    request = Request(
+        input_ids=tuple(range(prompt_len)),
+        sampling=SamplingParams(),
+        stopping=StoppingParams(max_new_tokens=max_new_tokens),
+    )
+    return Sequence(sequence_id, request)
+
+
+@dataclass
+class FakeShard:
+    """Keeps rows as a shard does, and refuses what a shard would refuse."""
+
+    rows: dict[int, SequenceStart] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+    blocks: dict[int, list[int]] = field(default_factory=dict)
+    num_forward_tokens: list[int] = field(default_factory=list)
+
+    def retain(self, keep: set[int]) -> None:
+        for sequence_id in set(self.rows) - keep:
+            for table in (self.rows, self.tokens, self.cached, self.blocks):
+                del table[sequence_id]
+
+    def step(self, plan: StepPlan) -> StepResult:
+        before = set(self.rows)
+        for start in plan.starts:
+            assert start.request_id not in self.rows
+            self.rows[start.request_id] = start
+            self.tokens[start.request_id] = [*start.input_ids, *start.output_ids]
+            self.cached[start.request_id] = 0
+            self.blocks[start.request_id] = list(start.blocks)
+        chunks = {start.request_id: start.chunk_len for start in plan.starts}
+        for update in plan.rows:
+            assert update.request_id in before
+            self.blocks[update.request_id] += update.blocks
+            chunks[update.request_id] = update.chunk_len
+        owned = [block for blocks in self.blocks.values() for block in blocks]
+        assert len(owned) == len(set(owned)), "a block has two owners"
+        taking_part = {s.request_id for s in plan.starts} if plan.is_alone else set(self.rows)
+        generations = [g for i in sorted(taking_part) if (g := self._compute(i, chunks.get(i))) is not None]
+        return StepResult(tuple(generations), None)
+
+    def _compute(self, sequence_id: int, chunk: int | None) -> Generation | None:
+        tokens = self.tokens[sequence_id]
+        pending = len(tokens) - self.cached[sequence_id]
+        count = pending if chunk is None else min(chunk, pending)
+        assert chunk is not None or pending == 1, "a prefilling row must be told its chunk"
+        self.cached[sequence_id] += count
+        assert self.cached[sequence_id] <= len(self.blocks[sequence_id]) * BLOCK, "a token has no slot"
+        if count < pending or count == 0:
+            return None
+        token = sum(tokens) * 31 % 97
+        tokens.append(token)
+        start = self.rows[sequence_id]
+        generated = len(tokens) - len(start.input_ids)
+        done = None
+        if generated >= start.stopping.max_new_tokens:
+            done = GeneratedText("", generated, FinishReason.LENGTH)
+        return Generation(sequence_id, Tokens((token,), (0.0,), ("",), (False,)), finished=done)
+
+
+def replay(
+    scheduler: Scheduler, arrivals: dict[int, list[Sequence]], leaving: dict[int, int], steps: int = 3000
+) -> dict[int, list[int]]:
+    """Run until nothing is left. `arrivals` by step; `leaving` maps a sequence to the step it is cancelled in."""
+    shard, outputs, everyone = FakeShard(), {}, {s.id: s for batch in arrivals.values() for s in batch}
+    for step in range(steps):
+        for sequence in arrivals.get(step, []):
+            scheduler.add(sequence)
+        for sequence_id, when in leaving.items():
+            if when == step:
+                scheduler.remove(everyone[sequence_id])
+        scheduler.preempt()
+        shard.retain(set(scheduler.running))
+        plan = scheduler.schedule()
+        if plan is None:
+            if step > max(arrivals, default=0) and not scheduler.waiting:
+                break
+            continue
+        prompt_tokens = plan.num_prompt_tokens
+        assert prompt_tokens <= scheduler.policy.max_batch_prefill_tokens
+        if scheduler.policy.max_batch_size is not None:
+            assert len(scheduler.running) <= scheduler.policy.max_batch_size
+        for sequence, generation in scheduler.commit(plan, shard.step(plan), 0.01):
+            if generation.finished is not None:
+                outputs[sequence.id] = list(sequence.output_ids)
+    assert not scheduler.waiting, "a request never ended"
+    assert not scheduler.running
+    assert scheduler.blocks.num_used == 0
+    return outputs
+
+
+def expected_output(sequence: Sequence) -> list[int]:
+    tokens = list(sequence.request.input_ids)
+    for _ in range(sequence.request.stopping.max_new_tokens):
+        tokens.append(sum(tokens) * 31 % 97)
+    return tokens[len(sequence.request.input_ids) :]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=14),
+    st.dictionaries(st.integers(0, 13), st.integers(0, 40), max_size=5),
+    st.integers(16, 40),
+    st.sampled_from([8, 16, 64]),
+    st.sampled_from([None, 1, 3]),
+    st.booleans(),
+)
+def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
+    specs: list[tuple[int, int, int]],
+    leaving: dict[int, int],
+    num_blocks: int,
+    budget: int,
+    max_batch_size: int | None,
+    is_chunked: bool,
+) -> None:
+    if not is_chunked:
+        budget = 64  # whole prompts must fit
+    policy = Policy(max_batch_prefill_tokens=budget, max_batch_size=max_batch_size, is_chunked=is_chunked)
+    scheduler = Scheduler(policy, BlockAllocator(num_blocks, BLOCK))
+    arrivals: dict[int, list[Sequence]] = {}
+    for i, (when, prompt_len, max_new_tokens) in enumerate(specs):
+        arrivals.setdefault(when, []).append(make_sequence(i, prompt_len, max_new_tokens))
+    sequences = {s.id: s for batch in arrivals.values() for s in batch}
+    leaving = {i: step for i, step in leaving.items() if i in sequences}
+    outputs = replay(scheduler, arrivals, leaving)
+    for sequence_id, sequence in sequences.items():
+        if sequence_id in leaving:
+            continue
+        assert outputs[sequence_id] == expected_output(sequence)
+
+
+def test_the_same_arrivals_give_the_same_plans() -> None:
+    def plans() -> list[StepPlan]:
+        scheduler = Scheduler(Policy(max_batch_prefill_tokens=16), BlockAllocator(30, BLOCK))
+        shard, seen = FakeShard(), []
+        for i in range(5):
+            scheduler.add(make_sequence(i, 10 + i, 6))
+        for _ in range(60):
+            scheduler.preempt()
+            shard.retain(set(scheduler.running))
+            plan = scheduler.schedule()
+            if plan is None:
+                break
+            seen.append(plan)
+            scheduler.commit(plan, shard.step(plan), 0.01)
+        return seen
+
+    assert plans() == plans()
+
+
+def test_a_long_prompt_is_chunked_beside_a_running_sequence() -> None:
+    scheduler = Scheduler(Policy(max_batch_prefill_tokens=8), BlockAllocator(100, BLOCK))
+    shard = FakeShard()
+    scheduler.add(make_sequence(0, 4, 50))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, shard.step(plan), 0.01)
+    scheduler.add(make_sequence(1, 30, 2))
+    counts = []
+    while 1 not in scheduler.running or scheduler.running[1].num_pending > 1:
+        plan = scheduler.schedule()
+        assert plan is not None
+        assert plan.computed[0] == 1
+        counts.append(plan.computed[1])
+        scheduler.commit(plan, shard.step(plan), 0.01)
+    assert counts == [8, 8, 8, 6]
+
+
+def test_the_newest_is_preempted_and_resumes_where_it_was() -> None:
+    scheduler = Scheduler(Policy(max_batch_prefill_tokens=64), BlockAllocator(6, BLOCK))
+    outputs = replay(scheduler, {0: [make_sequence(0, 8, 12), make_sequence(1, 6, 12)]}, {})
+    assert scheduler.num_preempted > 0
+    assert outputs == {0: expected_output(make_sequence(0, 8, 12)), 1: expected_output(make_sequence(1, 6, 12))}
+
+
+@pytest.mark.parametrize(("ratio", "max_waiting", "joins_at"), [(1.0, 20, 1), (3.0, 5, 6), (3.0, 2, 3)])
+def test_without_chunks_waiting_requests_join_by_ratio_or_by_patience(
+    ratio: float, max_waiting: int, joins_at: int
+) -> None:
+    policy = Policy(
+        max_batch_prefill_tokens=64, is_chunked=False, waiting_served_ratio=ratio, max_waiting_tokens=max_waiting
+    )
+    scheduler = Scheduler(policy, BlockAllocator(100, BLOCK))
+    shard = FakeShard()
+    scheduler.add(make_sequence(0, 4, 50))
+    joined = None
+    for step in range(20):
+        plan = scheduler.schedule()
+        assert plan is not None
+        if step == 0:
+            scheduler.add(make_sequence(1, 4, 5))
+        elif plan.starts:
+            assert plan.is_alone
+            joined = step
+            break
+        scheduler.commit(plan, shard.step(plan), 0.01)
+    assert joined == joins_at
+
+
+def test_a_plain_peer_gets_whole_requests_with_slots_and_text() -> None:
+    policy = Policy(max_batch_prefill_tokens=64, is_chunked=False, is_plain=True)
+    scheduler = Scheduler(policy, BlockAllocator(100, BLOCK))
+    scheduler.add(make_sequence(0, 6, 5))
+    plan = scheduler.schedule()
+    assert plan is not None
+    (start,) = plan.starts
+    assert start.input_ids == ()
+    assert start.chunk_len is None
+    assert len(start.blocks) == 3
+    assert len(start.slots) == 6 + 5 - 1
+    assert start.slots[:4] == tuple(start.blocks[0] * BLOCK + i for i in range(4))
+
+
+def test_a_sequence_without_its_token_is_an_error() -> None:
+    scheduler = Scheduler(Policy(max_batch_prefill_tokens=64), BlockAllocator(10, BLOCK))
+    scheduler.add(make_sequence(0, 4, 5))
+    plan = scheduler.schedule()
+    assert plan is not None
+    with pytest.raises(KeyError):
+        scheduler.commit(plan, StepResult((), None), 0.01)

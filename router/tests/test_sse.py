@@ -1,0 +1,188 @@
+"""Frames, keep-alives, errors and clients that leave, without any route."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from starlette.types import Message
+
+from funitel.proto.errors import Cancelled, FunitelError, StepFailed
+from funitel.router.sse import EventStream, run_until_disconnect
+
+
+class Event(BaseModel):
+    text: str
+
+
+class Client:
+    """The other side of one response."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> Message:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+    async def run(self, events: AsyncGenerator[BaseModel, None], **options: Any) -> None:
+        stream = EventStream(events, lambda error: Event(text=error.message), **options)
+        await stream({"type": "http"}, self.receive, self.send)
+
+
+async def produce(*items: str | float | Exception) -> AsyncGenerator[Event, None]:
+    """Yield strings, sleep for numbers, raise errors."""
+    for item in items:
+        if isinstance(item, str):
+            yield Event(text=item)
+        elif isinstance(item, Exception):
+            raise item
+        else:
+            await asyncio.sleep(item)
+
+
+async def test_frames_and_headers() -> None:
+    client = Client()
+    await client.run(produce("a", "é\n"), headers={"x-extra": "1"})
+    start, *_, last = client.sent
+    headers = dict(start["headers"])
+    assert start["status"] == 200
+    assert headers[b"content-type"] == b"text/event-stream"
+    assert headers[b"cache-control"] == b"no-cache"
+    assert headers[b"x-accel-buffering"] == b"no"
+    assert headers[b"x-extra"] == b"1"
+    assert b"content-length" not in headers
+    assert client.body == 'data: {"text":"a"}\n\ndata: {"text":"é\\n"}\n\n'.encode()
+    assert last["more_body"] is False
+
+
+async def test_done_is_the_last_event() -> None:
+    client = Client()
+    await client.run(produce("a"), done=True)
+    assert client.body.endswith(b"\n\ndata: [DONE]\n\n")
+
+
+async def test_each_event_is_sent_as_it_comes() -> None:
+    client = Client()
+    await client.run(produce("a", "b"))
+    assert [message.get("body") for message in client.sent[1:]] == [
+        b'data: {"text":"a"}\n\n',
+        b'data: {"text":"b"}\n\n',
+        b"",
+    ]
+
+
+async def test_an_error_before_the_first_event_is_raised() -> None:
+    client = Client()
+    with pytest.raises(StepFailed):
+        await client.run(produce(StepFailed("broken")))
+    assert client.sent == []
+
+
+async def test_an_error_after_it_is_an_event() -> None:
+    client = Client()
+    await client.run(produce("a", StepFailed("broken")), done=True)
+    assert client.body == b'data: {"text":"a"}\n\ndata: {"text":"broken"}\n\ndata: [DONE]\n\n'
+
+
+async def test_an_exception_nobody_expected_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    client = Client()
+    await client.run(produce("a", ZeroDivisionError("secret")))
+    assert b"internal error" in client.body
+    assert b"secret" not in client.body
+    assert "ZeroDivisionError" in caplog.text
+
+
+async def test_keep_alive_comments_fill_silence() -> None:
+    client = Client()
+    await client.run(produce("a", 0.25, "b"), keep_alive_seconds=0.1)
+    assert client.body == b'data: {"text":"a"}\n\n:\n\n:\n\ndata: {"text":"b"}\n\n'
+
+
+async def test_a_long_wait_for_the_first_event_sends_the_headers() -> None:
+    client = Client()
+    await client.run(produce(0.15, StepFailed("broken")), keep_alive_seconds=0.1)
+    assert client.sent[0]["status"] == 200
+    assert client.body == b':\n\ndata: {"text":"broken"}\n\n'
+
+
+@pytest.mark.parametrize("first", ["a", 0.0])
+async def test_a_client_that_leaves_ends_the_producer_at_once(first: str | float) -> None:
+    ended = asyncio.Event()
+
+    async def forever() -> AsyncGenerator[Event, None]:
+        try:
+            async for event in produce(first, 60.0):
+                yield event
+        finally:
+            ended.set()
+
+    client = Client()
+    running = asyncio.create_task(client.run(forever()))
+    await asyncio.sleep(0.05)
+    client.gone.set()
+    async with asyncio.timeout(1.0):
+        await running
+    assert ended.is_set()
+
+
+async def test_a_client_that_reads_nothing_and_leaves_ends_the_producer() -> None:
+    ended = asyncio.Event()
+
+    async def flood() -> AsyncGenerator[Event, None]:
+        try:
+            yield Event(text="a")
+        finally:
+            ended.set()
+
+    class Stuck(Client):
+        async def send(self, message: Message) -> None:
+            await asyncio.sleep(60.0)
+
+    client = Stuck()
+    running = asyncio.create_task(client.run(flood()))
+    await asyncio.sleep(0.05)
+    client.gone.set()
+    async with asyncio.timeout(1.0):
+        await running
+    assert ended.is_set()
+
+
+async def test_work_is_cancelled_when_the_client_leaves() -> None:
+    client = Client()
+    was_cancelled = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60.0)
+        except asyncio.CancelledError:
+            was_cancelled.set()
+            raise
+
+    running = asyncio.create_task(run_until_disconnect(client.receive, work()))
+    await asyncio.sleep(0.01)
+    client.gone.set()
+    with pytest.raises(Cancelled):
+        await running
+    assert was_cancelled.is_set()
+
+
+async def test_work_that_ends_gives_its_result_or_its_error() -> None:
+    async def double(value: int) -> int:
+        if value < 0:
+            raise FunitelError("negative")
+        return 2 * value
+
+    client = Client()
+    assert await run_until_disconnect(client.receive, double(3)) == 6
+    with pytest.raises(FunitelError, match="negative"):
+        await run_until_disconnect(client.receive, double(-1))
