@@ -1,0 +1,6 @@
+"""`python -m funitel` is the launcher."""
+
+from funitel.launcher.__main__ import main
+
+if __name__ == "__main__":
+    main()

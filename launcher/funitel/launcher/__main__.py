@@ -1,0 +1,77 @@
+"""Entry point `funitel`: read flags, variables and the environment once, then supervise."""
+
+import asyncio
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import typer
+
+from funitel.launcher.commands import Commands
+from funitel.launcher.resolve import count_devices, decide_num_shard, resolve
+from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.sockets import check_port, claim
+from funitel.launcher.supervisor import Supervisor
+from funitel.proto import logs
+from funitel.proto.settings import as_command, run_app
+
+
+def serve(settings: LauncherSettings, environ: Mapping[str, str], commands: Commands | None = None) -> None:
+    """Serve the model until a signal or a failure.
+
+    Raises:
+        FunitelError: settings are wrong, or a child ended; the message says which and why.
+        typer.Exit: the download failed and has said why.
+    """
+    logs.configure("launcher", json_output=settings.json_output, level=settings.log_level)
+    num_shard = decide_num_shard(settings, count_devices(settings.device, environ))
+    with claim(settings.shard_uds_path, num_shard) as uds_path:
+        resolved = resolve(settings, num_shard, uds_path)
+        check_port(resolved.hostname, resolved.port)
+        asyncio.run(Supervisor(resolved, environ, commands).run())
+
+
+def main() -> None:
+    """Run the launcher; `funitel serve ...` is the same as `funitel ...`."""
+    if sys.argv[1:2] == ["serve"]:
+        del sys.argv[1]
+    app = typer.Typer(add_completion=False)
+    environ = dict(os.environ)
+    app.command()(_with_version(as_command(LauncherSettings, lambda settings: serve(settings, environ))))
+    run_app(app)
+
+
+def _with_version(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the flag `--version`."""
+
+    def run(*, version: bool, **values: Any) -> None:
+        command(**values)
+
+    option = typer.Option(False, "--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    parameter = inspect.Parameter("version", inspect.Parameter.KEYWORD_ONLY, default=option, annotation=bool)
+    signature = inspect.signature(command)
+    parameters = [*signature.parameters.values(), parameter]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__doc__ = command.__doc__
+    return run
+
+
+def _version() -> str:
+    try:
+        return version("funitel")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"funitel {_version()}")
+        raise typer.Exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Tell people that the deployment answers, and how to try it."""
+
+import json
+import logging
+
+from funitel.launcher.resolve import ResolvedSettings
+
+logger = logging.getLogger(__name__)
+
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+def announce(settings: ResolvedSettings, *, seconds: float) -> None:
+    """Print the ready line and a command to try on stdout; with `json_output`, log one event instead."""
+    ready = f"ready: {url(settings)} serves {settings.served_model_name} (started in {seconds:.1f} s)"
+    if settings.json_output:
+        logger.info(ready)
+    else:
+        print(f"\n{ready}\n\n{example(settings)}\n", flush=True)
+
+
+def url(settings: ResolvedSettings) -> str:
+    """Where a client on this machine finds the router."""
+    host = "localhost" if settings.hostname in (*EVERY_ADDRESS, "127.0.0.1", "::1") else settings.hostname
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+def example(settings: ResolvedSettings) -> str:
+    """One shell command that asks the model a question; the API key is left to the shell's own variable."""
+    body = {
+        "model": settings.served_model_name,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+    }
+    key = """-H "Authorization: Bearer $API_KEY" """ if settings.api_key else ""
+    target = f"{url(settings)}/v1/chat/completions"
+    return f"curl {target} -H 'Content-Type: application/json' {key}-d '{json.dumps(body)}'"

@@ -1,0 +1,99 @@
+"""Command lines and environments of the children.
+
+Every setting travels as a flag, so that `ps` shows what a process runs with; only the API key does not.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from funitel.launcher.resolve import ResolvedSettings
+from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.sockets import socket_of
+from funitel.model_server.settings import DownloadSettings, ModelServerSettings
+from funitel.proto.settings import project, to_argv
+from funitel.router.settings import RouterSettings
+
+Environ = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Commands:
+    """The programs the launcher starts, and what it tells them."""
+
+    model_server: tuple[str, ...] = (sys.executable, "-m", "funitel.model_server")
+    router: tuple[str, ...] = (sys.executable, "-m", "funitel.router")
+
+    def download(self, settings: LauncherSettings) -> list[str]:
+        """Fetch or convert the model; the last line of its stdout is the model's folder."""
+        flags = project(settings, DownloadSettings, logger_level=settings.log_level)
+        return [*self.model_server, "download-weights", flags.model_id, *to_argv(flags, skip=["model_id"])]
+
+    def shard(self, settings: ResolvedSettings, folder: Path, rank: int) -> list[str]:
+        """Serve one rank of the model in `folder`."""
+        flags = project(
+            settings,
+            ModelServerSettings,
+            model_id=str(folder),
+            sharded=settings.num_shard > 1,
+            rank=rank,
+            world_size=settings.num_shard,
+            uds_path=settings.shard_uds_path,
+            logger_level=settings.log_level,
+            exit_with_parent=True,
+        )
+        return [*self.model_server, "serve", flags.model_id, *to_argv(flags, skip=["model_id"])]
+
+    def route(self, settings: ResolvedSettings, folder: Path) -> list[str]:
+        """Answer HTTP for the shards; the API key is in its environment."""
+        flags = project(
+            settings,
+            RouterSettings,
+            tokenizer_name=str(folder),
+            master_shard_uds_path=socket_of(settings.shard_uds_path, 0),
+            exit_with_parent=True,
+        )
+        return [*self.router, *to_argv(flags, skip=["api_key"])]
+
+
+def download_environ(settings: LauncherSettings, environ: Environ) -> dict[str, str]:
+    """Environment of the download: the launcher's, without secrets that are not the hub's."""
+    inherited = {name: value for name, value in environ.items() if name not in ("API_KEY", "LOG_LEVEL")}
+    return inherited | _hub(settings, environ)
+
+
+def shard_environ(settings: ResolvedSettings, environ: Environ, rank: int) -> dict[str, str]:
+    """Environment of one shard: what torch, NCCL and OpenMP read before any flag is parsed."""
+    threads = {} if settings.num_threads is None else _threads(settings.num_threads)
+    return (
+        {"OMP_WAIT_POLICY": "PASSIVE"}  # a spinning barrier keeps the core that its last thread waits for
+        | download_environ(settings, environ)
+        | threads
+        | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(settings.num_shard),
+            "MASTER_ADDR": settings.master_addr,
+            "MASTER_PORT": str(settings.master_port),
+            "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        }
+    )
+
+
+def router_environ(settings: ResolvedSettings, environ: Environ) -> dict[str, str]:
+    """Environment of the router: the launcher's, and the API key."""
+    return dict(environ) | ({"API_KEY": settings.api_key} if settings.api_key else {})
+
+
+def _hub(settings: LauncherSettings, environ: Environ) -> dict[str, str]:
+    variables = {}
+    if settings.huggingface_hub_cache is not None:
+        variables = dict.fromkeys(("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"), settings.huggingface_hub_cache)
+    if "HF_API_TOKEN" in environ:
+        variables.setdefault("HF_TOKEN", environ.get("HF_TOKEN", environ["HF_API_TOKEN"]))
+    return variables
+
+
+def _threads(count: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}

@@ -1,0 +1,32 @@
+"""Make the model present and whole before any shard starts, by the model server's own download command."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import typer
+
+from funitel.launcher.process import Child
+from funitel.proto.errors import StartupError
+
+
+class Download:
+    """One run of `download-weights`, its stderr left alone so that progress bars look right on a terminal."""
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._lines: list[str] = []
+        self.child = Child("download", argv, environ, self._lines.append, stderr_through=True)
+
+    async def folder(self) -> Path:
+        """Run it and return the model's folder.
+
+        Raises:
+            typer.Exit: it failed and has said why, in its own `error:` line.
+            StartupError: it was killed or answered nothing.
+        """
+        await self.child.start()
+        code = await self.child.wait()
+        if code > 0:
+            raise typer.Exit(1)
+        if code < 0 or not self._lines:
+            raise StartupError(self.child.epitaph())
+        return Path(self._lines[-1])

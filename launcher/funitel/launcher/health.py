@@ -1,0 +1,46 @@
+"""Ask a shard or the router whether it answers; never raises."""
+
+import asyncio
+
+import grpc
+
+from funitel.proto import generate_pb2 as pb
+from funitel.proto.generate_pb2_grpc import TextGenerationServiceStub
+
+ANSWER_SECONDS = 5.0
+
+
+async def shard_answers(socket_path: str) -> bool:
+    """Whether the shard on this Unix socket answers Health."""
+    # A new channel each time: one that has failed to connect waits longer and longer before it tries again.
+    async with grpc.aio.insecure_channel(f"unix:{socket_path}") as channel:
+        try:
+            await TextGenerationServiceStub(channel).Health(  # type: ignore[no-untyped-call]
+                pb.HealthRequest(), timeout=ANSWER_SECONDS
+            )
+        except grpc.aio.AioRpcError:
+            return False
+    return True
+
+
+async def router_answers(hostname: str, port: int) -> bool:
+    """Whether `GET /health` is 200."""
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            return b" 200 " in await _status_line(hostname, port)
+    except (OSError, TimeoutError):
+        return False
+
+
+async def _status_line(hostname: str, port: int) -> bytes:
+    reader, writer = await asyncio.open_connection(reachable(hostname), port)
+    try:
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return await reader.readline()
+    finally:
+        writer.close()
+
+
+def reachable(hostname: str) -> str:
+    """Address at which this machine reaches a server that listens on `hostname`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(hostname, hostname)

@@ -1,0 +1,172 @@
+"""Decide every setting that was left open, as a new settings object.
+
+Pure but for the two questions asked of the machine: which ports are free, which GPUs there are.
+"""
+
+import dataclasses
+import ipaddress
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.sockets import free_port
+from funitel.model_server.settings import ModelServerSettings
+from funitel.proto.errors import SettingsError
+from funitel.proto.settings import project, require
+from funitel.router.settings import RouterSettings
+
+PREFILL_TOKENS = 4096
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+SECRETS = frozenset({"api_key"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSettings(LauncherSettings):
+    """Launcher settings with nothing left open that a machine can tell."""
+
+    num_shard: int
+    master_port: int
+    shard_uds_path: str
+    served_model_name: str
+
+
+def resolve(settings: LauncherSettings, num_shard: int, uds_path: str) -> ResolvedSettings:
+    """Decide what does not depend on the model.
+
+    Raises:
+        SettingsError: a shard or the router would refuse what it gets, which is better known before anything loads.
+    """
+    max_input = settings.max_input_tokens if settings.max_input_length is None else settings.max_input_length
+    threads = default_threads(settings.device, num_shard) if settings.num_threads is None else settings.num_threads
+    resolved = project(
+        settings,
+        ResolvedSettings,
+        num_shard=num_shard,
+        sharded="true" if num_shard > 1 else "false",
+        num_threads=threads,
+        max_input_tokens=max_input,
+        max_input_length=None,
+        hostname=listen_address(settings.hostname, socket.gethostname()),
+        port=settings.port or free_port(),
+        master_port=settings.master_port or free_port(),
+        shard_uds_path=uds_path,
+        served_model_name=settings.served_model_name or settings.model_id,
+    )
+    check_children(resolved)
+    return resolved
+
+
+def check_children(settings: ResolvedSettings) -> None:
+    """Raise SettingsError for what a shard or the router would refuse."""
+    project(settings, ModelServerSettings, model_id=settings.model_id, sharded=settings.sharded == "true")
+    project(settings, RouterSettings, max_batch_prefill_tokens=prefill_tokens(settings, context=None))
+
+
+def fit_to_model(settings: ResolvedSettings, folder: Path) -> ResolvedSettings:
+    """Decide what depends on the model's own config.json."""
+    return dataclasses.replace(settings, max_batch_prefill_tokens=prefill_tokens(settings, context_of(folder)))
+
+
+def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int:
+    """Say how many shards the model is split over.
+
+    Source: contract reference 2.3, with an impossible combination refused instead of obeyed.
+
+    Args:
+        settings: `sharded` and `num_shard` as given.
+        num_devices: visible devices, None when nothing tells.
+    """
+    if settings.num_shard is not None:
+        return settings.num_shard
+    if settings.sharded == "false":
+        return 1
+    if settings.sharded is None:
+        return num_devices or 1
+    if num_devices is None:
+        raise SettingsError("--sharded true: the number of devices is unknown here, give --num-shard")
+    require(
+        num_devices > 1,
+        f"--sharded true needs more than one device, found {num_devices}: give --num-shard",
+    )
+    return num_devices
+
+
+def count_devices(device: str, environ: Mapping[str, str]) -> int | None:
+    """Count the GPUs this environment makes visible; None when it does not tell, and on a CPU."""
+    if device == "cpu":
+        return None
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        # As CUDA reads it: the list ends before the first -1, and an empty one hides every device.
+        listed = environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return sum(1 for item in takewhile(lambda item: item.strip() != "-1", listed) if item.strip())
+    listed = [item for item in environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",") if item.strip()]
+    if listed in (["all"], ["void"]):
+        return count_listed_gpus()
+    return len(listed) if listed and listed != ["none"] else None
+
+
+def count_listed_gpus() -> int | None:
+    """Count the GPUs nvidia-smi lists; None when it cannot tell."""
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+
+
+def default_threads(device: str, num_shard: int) -> int | None:
+    """Share the usable cores out evenly; on CUDA the shard decides."""
+    return None if device == "cuda" else max(1, len(os.sched_getaffinity(0)) // num_shard)
+
+
+def prefill_tokens(settings: LauncherSettings, context: int | None) -> int:
+    """Bound the prompt tokens of one step: as given, or by context and KV pool where these are known."""
+    if settings.max_batch_prefill_tokens is not None:
+        return settings.max_batch_prefill_tokens
+    limits = (PREFILL_TOKENS, context, settings.max_batch_total_tokens)
+    return min(limit for limit in limits if limit is not None)
+
+
+def context_of(folder: Path) -> int | None:
+    """Read the model's context in tokens from its config.json; None when it is not told there."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise SettingsError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    lengths = (config.get(key) for key in CONTEXT_KEYS)
+    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
+
+
+def listen_address(hostname: str, own_name: str) -> str:
+    """Turn `hostname` into what the router listens on.
+
+    Containers export HOSTNAME with their own name, which nobody means as an address to listen on: it becomes
+    every address.
+    """
+    return "0.0.0.0" if hostname == own_name and not _is_address(hostname) else hostname
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def describe(settings: LauncherSettings) -> str:
+    """Render every setting on one line, secrets masked."""
+    return " ".join(f"{f.name}={_shown(f.name, getattr(settings, f.name))}" for f in dataclasses.fields(settings))
+
+
+def _shown(name: str, value: Any) -> str:
+    return "***" if name in SECRETS and value else repr(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,143 @@
+"""Every setting of the launcher: its own and those it passes on to shards and router, in one `--help`."""
+
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from funitel.model_server.settings import DEVICES, DTYPES, ModelServerSettings
+from funitel.proto.settings import require, setting
+from funitel.router.settings import RouterSettings, check_token_limits
+
+_SHARD = {field.name: field.default for field in fields(ModelServerSettings) if field.default is not MISSING}
+_ROUTER = {field.name: field.default for field in fields(RouterSettings)}
+
+
+def _shard(name: str, help: str, **more: Any) -> Any:
+    return setting(_SHARD[name], help, **more)
+
+
+def _router(name: str, help: str, **more: Any) -> Any:
+    return setting(_ROUTER[name], help, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherSettings:
+    """Serve a model: start its shards and the router, watch them, stop them in order."""
+
+    model_id: str = setting(
+        "smollm2-135m-instruct", "Catalogue name, hub repository, local folder, or path of a .gguf file."
+    )
+    revision: str | None = _shard("revision", "Hub revision.")
+    cache_dir: str | None = _shard(
+        "cache_dir",
+        "Folder for models fetched and converted; ~/.cache/funitel when not given.",
+        env="FUNITEL_CACHE",
+    )
+    huggingface_hub_cache: str | None = setting(None, "Folder of the Hugging Face hub cache.")
+    validation_workers: int = _router("validation_workers", "Threads that tokenize prompts.")
+    sharded: str | None = setting(None, "Whether to split the model over several shards.", choices=("true", "false"))
+    num_shard: int | None = setting(None, "Number of shards; the number of visible GPUs, or 1, when not given.")
+    device: str = _shard("device", "Where the model runs.", choices=DEVICES)
+    dtype: str | None = _shard(
+        "dtype",
+        "Precision of weights and KV; float32 on a CPU, bfloat16 on a GPU when not given.",
+        choices=DTYPES,
+    )
+    block_size: int = _shard("block_size", "Tokens per KV block.")
+    num_threads: int | None = _shard(
+        "num_threads", "Compute threads of each shard; the cores shared out evenly when not given."
+    )
+    prefill_chunking: str = _shard(
+        "prefill_chunking",
+        "Compute long prompts in chunks that share steps with running sequences.",
+        choices=("true", "false", "1", "0"),
+    )
+    enable_prefill_logprobs: bool = _shard("enable_prefill_logprobs", "Allow log-probabilities of prompt tokens.")
+    cuda_memory_fraction: float = _shard(
+        "cuda_memory_fraction", "Share of the free device memory that the KV pool may take."
+    )
+    max_concurrent_requests: int = _router(
+        "max_concurrent_requests", "Requests in flight at once; more are answered with 429."
+    )
+    max_best_of: int = _router("max_best_of", "Largest `best_of`.")
+    max_stop_sequences: int = _router("max_stop_sequences", "Most stop sequences of a request.")
+    max_top_n_tokens: int = _router("max_top_n_tokens", "Largest `top_n_tokens` and `top_logprobs`.")
+    max_input_tokens: int | None = _router(
+        "max_input_tokens", "Most prompt tokens of a request; measured when not given."
+    )
+    max_input_length: int | None = setting(None, "Legacy name of --max-input-tokens.")
+    max_total_tokens: int | None = _router(
+        "max_total_tokens", "Most prompt and completion tokens of a request; measured when not given."
+    )
+    waiting_served_ratio: float = _router(
+        "waiting_served_ratio",
+        "Without chunked prefill: pause running sequences for waiting ones once there are this many waiting "
+        "per running.",
+    )
+    max_batch_prefill_tokens: int | None = setting(
+        None, "Most prompt tokens computed in one step; 4096 or the model's context when not given."
+    )
+    max_batch_total_tokens: int | None = _router(
+        "max_batch_total_tokens", "Size of the KV pool in tokens; as much as memory allows when not given."
+    )
+    max_waiting_tokens: int = _router(
+        "max_waiting_tokens",
+        "Without chunked prefill: steps after which waiting requests are let in whatever the ratio.",
+    )
+    max_batch_size: int | None = _router("max_batch_size", "Most sequences running at once.")
+    hostname: str = _router("hostname", "Address to listen on.")
+    port: int = _router("port", "Port to listen on.", short="-p")
+    shard_uds_path: str | None = setting(
+        None,
+        "Unix socket of the shards, followed by -RANK; /tmp/text-generation-server, or a path of "
+        "its own when another instance holds that one.",
+    )
+    master_addr: str = _shard("master_addr", "Host of rank 0 for torch.distributed.")
+    master_port: int | None = setting(None, "Port of rank 0 for torch.distributed; a free one when not given.")
+    tokenizer_config_path: str | None = _router(
+        "tokenizer_config_path", "A tokenizer_config.json to use instead of the model's own (chat template)."
+    )
+    served_model_name: str | None = _router(
+        "served_model_name", "Name clients see for the model; the model id when not given."
+    )
+    payload_limit: int = _router("payload_limit", "Largest request body in bytes.")
+    api_key: str | None = _router("api_key", "Bearer token that requests must carry.")
+    cors_allow_origin: tuple[str, ...] = _router(
+        "cors_allow_origin", "Allowed CORS origin, repeatable; any when not given."
+    )
+    json_output: bool = _router("json_output", "Log JSON lines.")
+    log_level: str = _router("log_level", "Least severe log level: debug, info, warning, error.")
+    graceful_termination_timeout: int = setting(
+        90, "Seconds each process is given to stop before it is killed.", short="-g"
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_input_tokens is None or self.max_input_length is None,
+            "--max-input-tokens and --max-input-length are the same setting: give one",
+        )
+        check_token_limits(
+            self.max_input_tokens if self.max_input_length is None else self.max_input_length,
+            self.max_total_tokens,
+            self.max_batch_total_tokens,
+        )
+        require(self.num_shard is None or self.num_shard >= 1, f"--num-shard must be >= 1, given {self.num_shard}")
+        require(
+            not (self.sharded == "true" and self.num_shard == 1),
+            "--sharded true needs --num-shard > 1, given 1",
+        )
+        require(
+            not (self.sharded == "false" and (self.num_shard or 1) > 1),
+            f"--sharded false contradicts --num-shard {self.num_shard}",
+        )
+        require(
+            self.max_batch_total_tokens is None or self.max_batch_total_tokens >= self.block_size,
+            f"--max-batch-total-tokens {self.max_batch_total_tokens} must be >= --block-size {self.block_size}",
+        )
+        require(
+            self.master_port is None or 0 <= self.master_port <= 65535,
+            f"--master-port must be within 0..65535, given {self.master_port}",
+        )
+        require(
+            self.graceful_termination_timeout >= 0,
+            f"--graceful-termination-timeout must be >= 0, given {self.graceful_termination_timeout}",
+        )

@@ -1,0 +1,148 @@
+"""Addresses a deployment needs for itself: its Unix sockets under a lock, and free TCP ports."""
+
+import errno
+import fcntl
+import glob
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from funitel.proto.errors import SettingsError
+from funitel.proto.settings import require
+
+DEFAULT_PATH = "/tmp/text-generation-server"
+LONGEST_PATH = 107  # bytes of sun_path, see unix(7), without its final zero
+
+
+def socket_of(path: str, rank: int) -> str:
+    """Name the Unix socket of one shard."""
+    return f"{path}-{rank}"
+
+
+@contextmanager
+def claim(path: str | None, num_shard: int) -> Iterator[str]:
+    """Own a socket path while the context lasts: locked, without stale sockets, and nothing left at the end.
+
+    With no `path`, the usual one is taken, or one named after this process when another holds that.
+    """
+    _check_length(path or DEFAULT_PATH, num_shard)
+    if path is None:
+        _sweep()
+    base, lock = _lock(path)
+    try:
+        _remove_sockets(base, num_shard)
+        yield base
+    finally:
+        _remove_sockets(base, num_shard)
+        Path(f"{base}.lock").unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _sweep() -> None:
+    """Remove what killed launchers left: files under a name made from a process id that nobody has or locks."""
+    for lock in glob.glob(f"{DEFAULT_PATH}-*.lock"):
+        base = lock.removesuffix(".lock")
+        owner = base.removeprefix(f"{DEFAULT_PATH}-")
+        if not owner.isdecimal() or _is_running(int(owner)) or (descriptor := _try_lock(lock)) is None:
+            continue
+        with suppress(OSError):  # not ours
+            for name in [*glob.glob(f"{base}-*"), lock]:
+                os.unlink(name)
+        os.close(descriptor)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+def _lock(path: str | None) -> tuple[str, int]:
+    candidates = [path] if path else [DEFAULT_PATH, f"{DEFAULT_PATH}-{os.getpid()}"]
+    for candidate in candidates:
+        descriptor = _try_lock(f"{candidate}.lock")
+        if descriptor is not None:
+            return candidate, descriptor
+    raise SettingsError(f"--shard-uds-path {path}: {path}.lock is held by another instance or not writable")
+
+
+def _try_lock(name: str) -> int | None:
+    """Lock the file `name`; None when another process holds it or it is not ours to write."""
+    while (descriptor := _open(name)) is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        if _is_named(descriptor, name):
+            return descriptor
+        os.close(descriptor)  # its holder removed the file, then let go: locking that keeps nobody out
+    return None
+
+
+def _open(name: str) -> int | None:
+    try:
+        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+
+
+def _is_named(descriptor: int, name: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(name))
+    except FileNotFoundError:
+        return False
+
+
+def _check_length(base: str, num_shard: int) -> None:
+    longest = socket_of(base, num_shard - 1)
+    require(
+        len(os.fsencode(longest)) <= LONGEST_PATH,
+        f"--shard-uds-path {base} is too long: a Unix socket path has at most {LONGEST_PATH} bytes",
+    )
+
+
+def _remove_sockets(base: str, num_shard: int) -> None:
+    for rank in range(num_shard):
+        name = socket_of(base, rank)
+        try:
+            Path(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise SettingsError(
+                f"cannot remove the stale socket {name} ({error.strerror}): choose another --shard-uds-path"
+            ) from error
+
+
+def free_port() -> int:
+    """Find a TCP port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check_port(hostname: str, port: int) -> None:
+    """Raise SettingsError when the router could not listen on `hostname` and `port`."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise SettingsError(f"--hostname {hostname} is not an address of this machine: {error.strerror}") from error
+    except OSError as error:
+        raise SettingsError(_cannot_listen(hostname, port, error)) from error
+
+
+def _cannot_listen(hostname: str, port: int, error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return f"--port {port} needs privileges this process lacks: choose a port from 1024 up"
+    if error.errno == errno.EADDRINUSE:
+        return f"--port {port} is already in use on {hostname}: stop what listens there or choose another --port"
+    return f"cannot listen on --hostname {hostname} --port {port}: {error.strerror}"

@@ -1,0 +1,126 @@
+"""Imitations of the model server and the router, for tests: `fake_children.py model_server|router ...`.
+
+What each does is told by the variable FAKE, a JSON object of behaviours by process name ("download",
+"shard-0", "router"); what each lived through is appended to the file FAKE_LOG, one JSON object a line.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, NoReturn
+
+import grpc
+
+from funitel.proto import generate_pb2 as pb
+from funitel.proto import generate_pb2_grpc
+
+
+class Fake:
+    """One process: its name, its behaviour and its diary."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.behaviour: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}")).get(name, {})
+        self.is_stopping = threading.Event()
+
+    def note(self, event: str, **more: Any) -> None:
+        entry = {"process": self.name, "event": event, "pid": os.getpid(), "time": time.time(), **more}
+        with open(os.environ["FAKE_LOG"], "a") as log:
+            log.write(json.dumps(entry) + "\n")
+
+    def begin(self) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: self.on_sigterm())
+        self.note("start", argv=sys.argv[2:], environ=dict(os.environ))
+        if "child" in self.behaviour:
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            self.note("grandchild", child=child.pid)
+        for line in self.behaviour.get("says", []):
+            print(line, file=sys.stderr, flush=True)
+        time.sleep(self.behaviour.get("delay", 0))
+        if "fails" in self.behaviour:
+            sys.exit(self.behaviour["fails"])
+
+    def on_sigterm(self) -> None:
+        self.note("sigterm")
+        if not self.behaviour.get("stubborn"):
+            self.is_stopping.set()
+
+    def live(self) -> NoReturn:
+        """Serve until SIGTERM, until the parent is gone or until the behaviour says to die."""
+        self.note("ready")
+        parent, born = os.getppid(), time.monotonic()
+        while not self.is_stopping.wait(0.05):
+            if "--exit-with-parent" in sys.argv and os.getppid() != parent:
+                os._exit(0)
+            if time.monotonic() - born > self.behaviour.get("dies_after", float("inf")):
+                self.die()
+        time.sleep(self.behaviour.get("drains", 0))
+        self.note("stopped")
+        os._exit(0)
+
+    def die(self) -> None:
+        self.note("dies")
+        for line in self.behaviour.get("last_words", []):
+            print(line, file=sys.stderr, flush=True)
+        if "code" in self.behaviour:
+            os._exit(self.behaviour["code"])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Health(generate_pb2_grpc.TextGenerationServiceServicer):
+    """Answers Health, and nothing else."""
+
+    def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
+        return pb.HealthResponse()
+
+
+class Page(BaseHTTPRequestHandler):
+    """Answers GET /health with 200."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def flag(name: str) -> str:
+    return sys.argv[sys.argv.index(name) + 1]
+
+
+def download() -> None:
+    fake = Fake("download")
+    fake.begin()
+    fake.note("fetched")
+    print("some chatter on stdout")
+    print(fake.behaviour.get("folder", "/tmp/the-model"))
+
+
+def shard() -> None:
+    rank = flag("--rank")
+    fake = Fake(f"shard-{rank}")
+    fake.begin()
+    server = grpc.server(ThreadPoolExecutor(2))
+    generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(Health(), server)  # type: ignore[no-untyped-call]
+    server.add_insecure_port(f"unix:{flag('--uds-path')}-{rank}")
+    server.start()
+    fake.live()
+
+
+def router() -> None:
+    fake = Fake("router")
+    fake.begin()
+    server = ThreadingHTTPServer(("127.0.0.1", int(flag("--port"))), Page)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    fake.live()
+
+
+if __name__ == "__main__":
+    {"download-weights": download, "serve": shard}.get(sys.argv[2], router)()

@@ -1,0 +1,179 @@
+"""Open settings are decided by rule, in a new object."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from funitel.launcher import resolve as module
+from funitel.launcher.resolve import (
+    context_of,
+    count_devices,
+    decide_num_shard,
+    default_threads,
+    describe,
+    fit_to_model,
+    listen_address,
+    prefill_tokens,
+    resolve,
+)
+from funitel.launcher.settings import LauncherSettings
+from funitel.proto.errors import SettingsError
+
+
+@pytest.mark.parametrize(
+    ("sharded", "num_shard", "num_devices", "decided"),
+    [
+        ("true", None, 4, 4),
+        ("true", 2, None, 2),
+        ("false", None, 4, 1),
+        ("false", 1, 4, 1),
+        (None, None, 4, 4),
+        (None, None, 0, 1),
+        (None, None, None, 1),
+        (None, 3, 8, 3),
+    ],
+)
+def test_num_shard(sharded: str | None, num_shard: int | None, num_devices: int | None, decided: int) -> None:
+    assert decide_num_shard(LauncherSettings(sharded=sharded, num_shard=num_shard), num_devices) == decided
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "why"),
+    [(None, "is unknown here"), (0, "found 0"), (1, "needs more than one device, found 1")],
+)
+def test_sharded_without_devices_is_refused(num_devices: int | None, why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        decide_num_shard(LauncherSettings(sharded="true"), num_devices)
+
+
+@pytest.mark.parametrize(("sharded", "num_shard"), [("true", 1), ("false", 2), (None, 0), ("true", -1)])
+def test_impossible_combinations_are_refused(sharded: str | None, num_shard: int) -> None:
+    with pytest.raises(SettingsError, match="--num-shard"):
+        LauncherSettings(sharded=sharded, num_shard=num_shard)
+
+
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [
+        ({}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2"}, 3),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1, GPU-2,"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,1"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "1", "NVIDIA_VISIBLE_DEVICES": "0,1"}, 1),
+        ({"NVIDIA_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"NVIDIA_VISIBLE_DEVICES": ""}, None),
+        ({"NVIDIA_VISIBLE_DEVICES": "none"}, None),
+        ({"NVIDIA_VISIBLE_DEVICES": "all"}, 8),
+        ({"NVIDIA_VISIBLE_DEVICES": "void"}, 8),
+    ],
+)
+def test_devices_are_counted_as_cuda_sees_them(
+    environ: dict[str, str], count: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "count_listed_gpus", lambda: 8)
+    assert count_devices("auto", environ) == count
+    assert count_devices("cpu", environ) is None
+
+
+def test_gpus_are_listed_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert module.count_listed_gpus() == 2
+    tool.unlink()
+    assert module.count_listed_gpus() is None
+
+
+def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert [default_threads("cpu", n) for n in (1, 2, 3, 9)] == [8, 4, 2, 1]
+    assert default_threads("cuda", 2) is None
+
+
+@pytest.mark.parametrize(
+    ("context", "pool", "budget"),
+    [(None, None, 4096), (2048, None, 2048), (8192, 1000, 1000), (8192, None, 4096)],
+)
+def test_prefill_tokens_fit_context_and_pool(context: int | None, pool: int | None, budget: int) -> None:
+    assert prefill_tokens(LauncherSettings(max_batch_total_tokens=pool), context) == budget
+
+
+@pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions", "max_seq_len"])
+def test_the_context_is_read_from_config_json(tmp_path: Path, key: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({key: 77}))
+    assert context_of(tmp_path) == 77
+    settings = resolved()
+    assert fit_to_model(settings, tmp_path).max_batch_prefill_tokens == 77
+    assert settings.max_batch_prefill_tokens is None
+
+
+def test_a_config_json_that_tells_no_context_or_is_absent_is_no_limit(tmp_path: Path) -> None:
+    assert context_of(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": null}')
+    assert context_of(tmp_path) is None
+
+
+def test_a_broken_config_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(SettingsError, match="config.json is not JSON"):
+        context_of(tmp_path)
+
+
+def test_what_was_given_stays(tmp_path: Path) -> None:
+    settings = resolved(master_port=4242, num_threads=3, served_model_name="me", max_batch_prefill_tokens=99, port=3001)
+    settings = fit_to_model(settings, tmp_path)
+    assert (settings.master_port, settings.num_threads, settings.port) == (4242, 3, 3001)
+    assert (settings.served_model_name, settings.max_batch_prefill_tokens) == ("me", 99)
+
+
+def test_what_was_open_is_decided() -> None:
+    settings = resolved(model_id="org/model", port=0)
+    assert settings.served_model_name == "org/model"
+    assert settings.master_port > 0
+    assert settings.port > 0
+    assert (settings.sharded, settings.num_shard, settings.shard_uds_path) == ("true", 2, "/tmp/path")
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"port": 99999}, "--port must be within 0..65535"),
+        ({"block_size": 0}, "--block-size must be > 0"),
+        ({"num_threads": 0}, "--num-threads must be > 0"),
+        ({"max_batch_prefill_tokens": 0}, "--max-batch-prefill-tokens must be > 0"),
+        ({"validation_workers": 0}, "--validation-workers must be > 0"),
+    ],
+)
+def test_what_a_child_would_refuse_is_refused_before_anything_loads(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        resolved(**given)
+
+
+def test_the_legacy_input_limit_is_folded_in() -> None:
+    settings = resolved(max_input_length=10, max_total_tokens=20)
+    assert (settings.max_input_tokens, settings.max_input_length) == (10, None)
+
+
+@pytest.mark.parametrize(
+    ("hostname", "address"),
+    [("0.0.0.0", "0.0.0.0"), ("my-pod-7", "0.0.0.0"), ("localhost", "localhost"), ("10.0.0.1", "10.0.0.1")],
+)
+def test_a_containers_own_name_is_no_address_to_listen_on(hostname: str, address: str) -> None:
+    assert listen_address(hostname, own_name="my-pod-7") == address
+
+
+def test_the_description_tells_everything_but_secrets() -> None:
+    text = describe(resolved(api_key="sesame"))
+    assert "api_key=*** " in text
+    assert "sesame" not in text
+    assert "num_shard=2 " in text
+    assert "api_key=None " in describe(resolved())
+
+
+def resolved(**given: Any) -> module.ResolvedSettings:
+    return resolve(LauncherSettings(**given), num_shard=2, uds_path="/tmp/path")

@@ -1,0 +1,199 @@
+"""The life of a deployment, seen from outside: order of start and stop, deaths, signals, what is left."""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., Any]
+TWO = ("--num-shard", "2", "--device", "cpu")
+
+
+def test_starts_shards_together_then_the_router_and_says_how_to_try(launch: Launch) -> None:
+    launched = launch(*TWO, "--model-id", "tiny", fake={"shard-0": {"delay": 0.5}}).until_ready()
+    events = launched.events
+    assert events[:2] == ["download start", "download fetched"]
+    assert max(events.index("shard-0 start"), events.index("shard-1 start")) < events.index("shard-0 ready")
+    assert max(events.index("shard-0 ready"), events.index("shard-1 ready")) < events.index("router start")
+    assert f"ready: http://localhost:{launched.port} serves tiny" in launched.stdout
+    assert f"curl http://localhost:{launched.port}/v1/chat/completions" in launched.stdout
+    assert "What is the capital of France?" in launched.stdout
+    assert "some chatter" not in launched.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stops_the_router_first_and_leaves_nothing(launch: Launch, number: signal.Signals) -> None:
+    launched = launch(*TWO, fake={"router": {"drains": 0.3}}).until_ready()
+    launched.send(number)
+    assert launched.wait() == 0
+    stops = [e for e in launched.events if e.endswith(("sigterm", "stopped"))]
+    assert stops[:2] == ["router sigterm", "router stopped"]
+    assert sorted(stops[2:]) == ["shard-0 sigterm", "shard-0 stopped", "shard-1 sigterm", "shard-1 stopped"]
+    launched.assert_nothing_left()
+    assert "error:" not in launched.stderr
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(launch: Launch) -> None:
+    launched = launch("-g", "1", fake={"router": {"stubborn": True, "child": True}}).until_ready()
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    assert "router did not stop within 1 s and was killed" in launched.stderr
+    launched.assert_nothing_left()
+
+
+def test_a_second_interrupt_kills_at_once(launch: Launch) -> None:
+    launched = launch(*TWO, fake={"router": {"drains": 60}}).until_ready()
+    launched.send(signal.SIGINT)
+    launched.until("router sigterm")
+    began = time.monotonic()
+    launched.send(signal.SIGINT)
+    assert launched.wait() == 0
+    assert time.monotonic() - began < 10
+    launched.assert_nothing_left()
+
+
+@pytest.mark.parametrize("stage", ["download", "shard-0"])
+def test_a_signal_before_ready_stops_what_has_started(launch: Launch, stage: str) -> None:
+    launched = launch(fake={stage: {"delay": 60}})
+    launched.until(f"{stage} start")
+    launched.send(signal.SIGTERM)
+    launched.until(f"{stage} sigterm")
+    launched.send(signal.SIGINT)
+    assert launched.wait() == 0
+    assert "router start" not in launched.events
+    launched.assert_nothing_left()
+
+
+def test_a_shard_that_dies_ends_router_then_peers_with_one_final_line(launch: Launch) -> None:
+    fake = {"shard-1": {"dies_after": 1.5, "last_words": ["error: out of luck"]}, "shard-0": {"child": True}}
+    launched = launch(*TWO, fake=fake)
+    assert launched.wait() == 1
+    last_line = launched.stderr.splitlines()[-1]
+    assert last_line == ("error: shard rank 1 exited with code -9 (killed by SIGKILL): last error: out of luck")
+    assert launched.stderr.count("\nerror:") == 1
+    assert launched.events.index("router stopped") < launched.events.index("shard-0 sigterm")
+    launched.assert_nothing_left()
+
+
+def test_a_router_that_dies_ends_the_shards(launch: Launch) -> None:
+    fake = {"router": {"dies_after": 0.5, "code": 3, "last_words": ["something", "broke down"]}}
+    launched = launch(fake=fake)
+    assert launched.wait() == 1
+    assert launched.stderr.splitlines()[-1] == "error: router exited with code 3: last line: broke down"
+    launched.assert_nothing_left()
+
+
+def test_a_router_that_exits_well_is_a_failure_too(launch: Launch) -> None:
+    launched = launch(fake={"router": {"dies_after": 0.2, "code": 0}})
+    assert launched.wait() == 1
+    assert launched.stderr.splitlines()[-1] == "error: router exited with code 0"
+
+
+def test_shards_that_fail_alike_are_reported_once_by_the_lowest_rank_that_gave_a_reason(
+    launch: Launch,
+) -> None:
+    failing = {"fails": 1, "says": ["error: not enough memory"]}
+    fake = {"shard-0": {"fails": 1}, "shard-1": failing | {"delay": 0.2}, "shard-2": failing}
+    launched = launch("--num-shard", "3", "--device", "cpu", fake=fake)
+    assert launched.wait() == 1
+    last_line = launched.stderr.splitlines()[-1]
+    assert last_line == "error: shard rank 1 exited with code 1: last error: not enough memory"
+    assert launched.stderr.count("\nerror:") == 1
+    assert "router start" not in launched.events
+    launched.assert_nothing_left()
+
+
+def test_a_failed_download_speaks_for_itself(launch: Launch) -> None:
+    launched = launch(fake={"download": {"says": ["50% #####", "error: no such model"], "fails": 1}})
+    assert launched.wait() == 1
+    assert launched.stderr.splitlines() == ["50% #####", "error: no such model"]
+    assert launched.events == ["download start"]
+    launched.assert_nothing_left()
+
+
+def test_a_killed_download_is_explained(launch: Launch) -> None:
+    launched = launch(fake={"download": {"delay": 60}})
+    launched.until("download start")
+    os.kill(launched.entry("download start")["pid"], signal.SIGKILL)
+    assert launched.wait() == 1
+    assert launched.stderr.splitlines() == ["error: download exited with code -9 (killed by SIGKILL)"]
+
+
+def test_a_killed_launcher_leaves_no_process(launch: Launch) -> None:
+    launched = launch(*TWO).until_ready()
+    launched.send(signal.SIGKILL)
+    assert launched.wait() == -9
+    launched.uds_path = "/nonexistent/socket"  # its files are removed by the next launcher, see below
+    launched.assert_nothing_left()
+
+
+def test_stale_sockets_and_locks_of_a_crash_are_no_obstacle(launch: Launch, tmp_path: Path) -> None:
+    path = tmp_path / "stale"
+    for name in ("stale-0", "stale.lock"):
+        (tmp_path / name).touch()
+    launched = launch("--shard-uds-path", str(path)).until_ready()
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_launchers_side_by_side_need_only_different_ports(launch: Launch) -> None:
+    first = launch("--default-uds-path").until_ready()
+    second = launch("--default-uds-path").until_ready()
+    paths = [_flag(one.entry("shard-0 start")["argv"], "--uds-path") for one in (first, second)]
+    assert len(set(paths)) == 2
+    assert all(path.startswith("/tmp/text-generation-server") for path in paths)
+    for launched in (first, second):
+        launched.send(signal.SIGTERM)
+        assert launched.wait() == 0
+    assert not any(Path(f"{path}{end}").exists() for path in paths for end in ("-0", ".lock"))
+
+
+def test_a_port_in_use_is_found_before_anything_is_loaded(launch: Launch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        launched = launch("--port", str(port))
+        assert launched.wait() == 1
+    assert launched.stderr.startswith(f"error: --port {port} is already in use")
+    assert launched.stderr.count("\n") == 1
+    assert launched.events == []
+
+
+def test_children_get_every_setting_but_no_secret_as_a_flag(launch: Launch) -> None:
+    environ = {"LOG_LEVEL": "debug", "API_KEY": "sesame", "OMP_NUM_THREADS": "77"}
+    launched = launch(*TWO, "--num-threads", "3", environ=environ).until_ready()
+    shard, router = launched.entry("shard-1 start"), launched.entry("router start")
+    assert shard["argv"][:2] == ["serve", "/tmp/the-model"]
+    assert _flag(shard["argv"], "--rank") == shard["environ"]["RANK"] == "1"
+    assert _flag(shard["argv"], "--master-port") == shard["environ"]["MASTER_PORT"]
+    assert _flag(shard["argv"], "--logger-level") == "debug"
+    assert shard["environ"]["OMP_NUM_THREADS"] == shard["environ"]["MKL_NUM_THREADS"] == "3"
+    assert not {"LOG_LEVEL", "API_KEY"} & set(shard["environ"])
+    assert _flag(router["argv"], "--tokenizer-name") == "/tmp/the-model"
+    assert _flag(router["argv"], "--master-shard-uds-path") == f"{launched.uds_path}-0"
+    assert router["environ"]["API_KEY"] == "sesame"
+    assert "sesame" not in " ".join(router["argv"] + shard["argv"]) + launched.stderr + launched.stdout
+    assert '-H "Authorization: Bearer $API_KEY"' in launched.stdout
+
+
+def test_json_output_is_json_on_every_line(launch: Launch) -> None:
+    fake = {"shard-0": {"says": ['{"level": "INFO", "message": "mine"}', "plain words"]}}
+    launched = launch("--json-output", fake=fake)
+    launched.until("router ready")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    events = [json.loads(line) for line in launched.stderr.splitlines()]
+    assert {"level": "INFO", "message": "mine"} in events
+    wrapped = next(event for event in events if event.get("message") == "plain words")
+    assert wrapped["process"] == "shard-0"
+    assert launched.stdout == ""
+
+
+def _flag(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
