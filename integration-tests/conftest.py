@@ -1,0 +1,79 @@
+"""Fixtures of the whole-system tests: real processes, the demo model or a tiny random one, figures at the end."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from funitel.model_server import hub
+from funitel_testing.servers import Server, serving
+from funitel_testing.tiny import save_tiny
+
+_FIGURES: dict[str, object] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--full runs every prompt, seed and repetition; without it a short form of each."""
+    parser.addoption("--full", action="store_true", help="run the long form of the whole-system tests")
+    parser.addoption("--figures", help="write the measured figures to this JSON file")
+
+
+@pytest.fixture(scope="session")
+def is_full(request: pytest.FixtureRequest) -> bool:
+    """Whether the long form was asked for."""
+    return bool(request.config.getoption("--full"))
+
+
+@pytest.fixture(scope="session")
+def figures() -> dict[str, object]:
+    """Measured figures by name, printed when the tests end."""
+    return _FIGURES
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the figures, one a line."""
+    if not _FIGURES:
+        return
+    terminalreporter.section("figures")
+    for name, value in _FIGURES.items():
+        terminalreporter.write_line(f"{name}: {value}")
+    target = config.getoption("--figures")
+    if target:
+        Path(target).write_text(json.dumps(_FIGURES, indent=2) + "\n")
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Folder of the demo model, in the cache that FUNITEL_CACHE names or the default one."""
+    cache_dir = os.environ.get("FUNITEL_CACHE")
+    return hub.resolve("smollm2-135m-instruct", cache_dir=Path(cache_dir) if cache_dir else None).folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random Llama with a context of 512 tokens."""
+    return save_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=512)
+
+
+ServerFactory = Callable[..., Server]
+
+
+@pytest.fixture(scope="module")
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
+    """`launch(*flags)` starts a server, or returns the one this module runs with the same flags."""
+    running: dict[tuple[str, ...], tuple[Server, object]] = {}
+
+    def start(*flags: str) -> Server:
+        if flags not in running:
+            for _, context in running.values():
+                context.__exit__(None, None, None)  # type: ignore[attr-defined]
+            running.clear()
+            context = serving(tmp_path_factory.mktemp("server"), *flags)
+            running[flags] = (context.__enter__(), context)
+        return running[flags][0]
+
+    yield start
+    for _, context in running.values():
+        context.__exit__(None, None, None)  # type: ignore[attr-defined]

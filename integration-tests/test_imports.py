@@ -1,0 +1,168 @@
+"""Who may import whom: house rules drawn with `ast`, so that an arrow the other way fails before it is relied upon."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PORTIONS = ("proto", "router", "model_server", "launcher")
+
+# Besides modules of its own portion, a portion imports these and what is below them.
+OUTWARD = {
+    "proto": (),
+    "router": ("funitel.proto",),
+    "model_server": ("funitel.proto",),
+    "launcher": ("funitel.proto", "funitel.router.settings", "funitel.model_server.settings"),
+}
+# Within `proto`, modules stand alone but for these arrows.
+PROTO_ARROWS = {
+    ("wire", "step"),
+    ("wire", "generate_pb2"),
+    ("generate_pb2_grpc", "generate_pb2"),
+    ("settings", "errors"),
+}
+# What decides a step knows numbers and nouns: no loop, no clock, no socket, no gRPC.
+PURE = ("funitel.proto.step", *(f"funitel.router.{name}" for name in ("scheduler", "blocks", "chunking", "sequence")))
+PURE_STDLIB = {"collections", "collections.abc", "dataclasses", "enum", "typing"}
+
+GRPC_RIMS = {
+    "funitel.proto.errors",  # each error names its status
+    "funitel.proto.generate_pb2_grpc",
+    "funitel.router.shards",
+    "funitel.model_server.server",
+    "funitel.launcher.health",
+}
+# The launcher copies its environment once and hands it down; typer reads the variables of settings.
+ENVIRONMENT_READERS = {f"funitel.{portion}.__main__" for portion in PORTIONS if portion != "proto"}
+
+
+def module_name(path: Path, portion: str) -> str:
+    return ".".join(path.relative_to(ROOT / portion).with_suffix("").parts).removesuffix(".__init__")
+
+
+def portion_of(module: str) -> str:
+    """The portion that holds a module of ours; `funitel.__main__` is the launcher."""
+    return "launcher" if module == "funitel.__main__" else module.split(".")[1]
+
+
+TREES = {
+    module_name(path, portion): ast.parse(path.read_bytes())
+    for portion in PORTIONS
+    for path in sorted((ROOT / portion / "funitel").rglob("*.py"))
+}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Every module a file imports, at its top or inside a function, under type checking or not."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            module = node.module or ""
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            yield from (name for name in names if name in TREES)
+            if module not in TREES or any(name not in TREES for name in names):
+                yield module
+
+
+IMPORTS = {module: set(imported(tree)) for module, tree in TREES.items()}
+OURS = {module: {name for name in names if name.split(".")[0] == "funitel"} for module, names in IMPORTS.items()}
+
+
+def is_allowed(importer: str, target: str) -> bool:
+    portion = portion_of(importer)
+    if portion_of(target) != portion:
+        return any(f"{target}.".startswith(f"{allowed}.") for allowed in OUTWARD[portion])
+    if portion == "proto":
+        return (importer.rpartition(".")[2], target.rpartition(".")[2]) in PROTO_ARROWS
+    return True
+
+
+def test_every_portion_was_read() -> None:
+    assert {portion_of(module) for module in TREES} == set(PORTIONS)
+    assert all(targets <= TREES.keys() for targets in OURS.values())
+
+
+def test_imports_point_in_one_direction() -> None:
+    wrong = [f"{a} -> {b}" for a, targets in OURS.items() for b in sorted(targets) if not is_allowed(a, b)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "target"),
+    [
+        ("funitel.router.engine", "funitel.model_server.executor"),
+        ("funitel.model_server.server", "funitel.router.settings"),
+        ("funitel.launcher.supervisor", "funitel.router.engine"),
+        ("funitel.launcher.supervisor", "funitel.router.settings_page"),
+        ("funitel.router.app", "funitel.launcher.settings"),
+        ("funitel.proto.step", "funitel.proto.wire"),
+        ("funitel.proto.wire", "funitel.router.settings"),
+    ],
+)
+def test_the_arrows_forbid_what_they_should(importer: str, target: str) -> None:
+    assert not is_allowed(importer, target)
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    TopologicalSorter(OURS).prepare()  # raises CycleError, which names the circle
+
+
+def test_nothing_hides_the_other_portions() -> None:
+    assert [str(path) for path in ROOT.glob("*/funitel/__init__.py")] == []
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_what_plans_a_step_is_pure(module: str) -> None:
+    assert IMPORTS[module] <= PURE_STDLIB | set(PURE)
+
+
+def test_grpc_is_known_at_the_rims_only() -> None:
+    assert {module for module, names in IMPORTS.items() if "grpc" in names} == GRPC_RIMS
+
+
+def reads_environment(tree: ast.AST) -> bool:
+    """Whether a file uses os.environ or os.getenv under any of their names."""
+    names = ("environ", "environb", "getenv", "getenvb")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "os" and node.attr in names:
+                return True
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            if any(alias.name in names for alias in node.names):
+                return True
+    return False
+
+
+def test_the_environment_is_read_in_main_modules_only() -> None:
+    readers = {module for module, tree in TREES.items() if reads_environment(tree)}
+    assert readers <= ENVIRONMENT_READERS
+
+
+def loaded_by(module: str, *suspects: str) -> list[str]:
+    """Which of `suspects` a fresh interpreter holds after importing `module`."""
+    code = f"import sys, {module}; print(*(name for name in {suspects!r} if name in sys.modules))"
+    path = ":".join(entry for entry in sys.path if entry)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True, check=True
+    )
+    return answer.stdout.split()
+
+
+@pytest.mark.parametrize("module", ["funitel.router.__main__", "funitel.launcher.__main__"])
+def test_router_and_launcher_start_without_torch(module: str) -> None:
+    assert loaded_by(module, "torch", "transformers", "numpy") == []
+
+
+def test_help_of_a_shard_needs_no_torch() -> None:
+    assert loaded_by("funitel.model_server.__main__", "torch", "transformers") == []
+
+
+def test_the_scheduler_comes_alone() -> None:
+    assert loaded_by("funitel.router.scheduler", "asyncio", "grpc", "socket", "google.protobuf", "starlette") == []

@@ -1,0 +1,100 @@
+"""Write docs/settings.md from the settings dataclasses; with --check, only compare and fail when it is stale."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from funitel.launcher.settings import LauncherSettings
+from funitel.model_server.settings import DownloadSettings, ModelServerSettings
+from funitel.proto.settings import flag_of, variable_of
+from funitel.router.settings import RouterSettings
+
+PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
+
+HEAD = """# Settings
+
+Written by `make docs` from the settings dataclasses; change those, not this page.
+
+A flag beats its variable, the variable beats the default. A switch is a flag without a value; its variable is `true` or
+`false`. A repeatable flag is given once for each value; its variable holds them with spaces between. An unknown flag or
+a value of the wrong kind ends the program with exit code 2, settings that contradict each other with exit code 1; both
+say why in one line. "-" as a default means that the setting is left open, and the help says what then happens.
+"""
+
+SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
+    (
+        "Launcher: `funitel`, `text-generation-launcher`",
+        "Serves a model. It hands what concerns them on to the router and the shards, as flags.",
+        LauncherSettings,
+    ),
+    (
+        "Router: `funitel-router`, `text-generation-router`",
+        "Serves HTTP in front of shards that run already. `print-schema` instead of flags prints the OpenAPI document.",
+        RouterSettings,
+    ),
+    (
+        "Shard: `funitel-server serve MODEL_ID`, `text-generation-server serve MODEL_ID`",
+        "Serves one tensor-parallel rank over gRPC.",
+        ModelServerSettings,
+    ),
+    (
+        "Download: `funitel-server download-weights MODEL_ID`, `text-generation-server download-weights MODEL_ID`",
+        "Makes a model present; the last line on stdout is its folder.",
+        DownloadSettings,
+    ),
+)
+
+
+def page() -> str:
+    """The whole page."""
+    sections = [f"## {title}\n\n{text}\n\n" + "\n".join(table(cls)) + "\n" for title, text, cls in SECTIONS]
+    return "\n".join([HEAD, *sections])
+
+
+def table(cls: type[Any]) -> Iterator[str]:
+    """One line for each setting that is a flag."""
+    yield "| flag | variable | default | |"
+    yield "| --- | --- | --- | --- |"
+    for field in fields(cls):
+        if field.default is not MISSING:
+            yield f"| {flags(field)} | {variable(field)} | {default(field.default)} | {explanation(field)} |"
+
+
+def flags(field: "Field[Any]") -> str:
+    meta = field.metadata["setting"]
+    names = (flag_of(field.name), *meta.aliases, *([meta.short] if meta.short else []))
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def variable(field: "Field[Any]") -> str:
+    name = variable_of(field)
+    return f"`{name}`" if name else "-"
+
+
+def default(value: object) -> str:
+    if value is None or value == ():
+        return "-"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def explanation(field: "Field[Any]") -> str:
+    meta = field.metadata["setting"]
+    choices = f" One of {', '.join(f'`{choice}`' for choice in meta.choices)}." if meta.choices else ""
+    text: str = meta.help + choices
+    return text.replace("|", "\\|")
+
+
+def main() -> int:
+    if sys.argv[1:] == ["--check"]:
+        if not PAGE.exists() or PAGE.read_text() != page():
+            print(f"error: {PAGE.relative_to(PAGE.parent.parent)} is stale: run make docs", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

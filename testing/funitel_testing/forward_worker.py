@@ -1,0 +1,71 @@
+"""One rank of a forward test: logits of every position, computed in chunks beside other rows, then token by token.
+
+Usage: forward_worker.py FOLDER_WITH_JOB RANK. Rank 0 saves logits.pt.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from funitel.model_server.attention import TorchAttention
+from funitel.model_server.batch import ForwardBatch, RowSpan
+from funitel.model_server.decoder import Decoder
+from funitel.model_server.families import spec_of
+from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.weights import Weights, read_json
+
+BLOCK_SIZE = 4
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    work, rank = Path(sys.argv[1]), int(sys.argv[2])
+    job = json.loads((work / "job.json").read_text())
+    torch.set_num_threads(1)
+    parallel = TensorParallel.join(rank, job["size"], "127.0.0.1", job["port"], CPU)
+    logits = run(Path(job["folder"]), parallel, job["prompts"], job["num_decode"])
+    if rank == 0:
+        torch.save(logits, work / "logits.pt")
+    parallel.leave()
+
+
+def run(folder: Path, parallel: TensorParallel, prompts: list[list[int]], num_decode: int) -> list[torch.Tensor]:
+    """Logits of every position of every prompt on rank 0; empty tensors elsewhere."""
+    spec = spec_of(read_json(folder / "config.json"))
+    weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
+    decoder = Decoder(spec, weights, parallel, TorchAttention(BLOCK_SIZE, spec.head_dim, CPU))
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+    return _step_through(decoder, KVCache(spec, heads, 200, BLOCK_SIZE, torch.float32, CPU), prompts, num_decode)
+
+
+@torch.inference_mode()
+def _step_through(decoder: Decoder, cache: KVCache, prompts: list[list[int]], num_decode: int) -> list[torch.Tensor]:
+    """Step all sequences together: chunks of 11 tokens first, single tokens for the last `num_decode`."""
+    blocks = np.random.default_rng(3).permutation(np.arange(1, 200)).astype(np.int32)
+    tables = np.split(blocks[: 60 * len(prompts)], len(prompts))
+    done = [0] * len(prompts)
+    collected: list[list[torch.Tensor]] = [[] for _ in prompts]
+    while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
+        spans, owners = [], []
+        for i, prompt in enumerate(prompts):
+            left = len(prompt) - done[i]
+            if left:
+                count = min(11, left - num_decode) if left > num_decode else 1
+                spans.append(RowSpan(prompt[done[i] : done[i] + count], done[i], tables[i], "all"))
+                owners.append(i)
+        out = decoder(ForwardBatch.build(spans, BLOCK_SIZE, CPU), cache)
+        at = 0
+        for i, span in zip(owners, spans, strict=True):
+            done[i] += len(span.tokens)
+            if out is not None:
+                collected[i].append(out[at : at + len(span.tokens)])
+                at += len(span.tokens)
+    return [torch.cat(parts) if parts else torch.empty(0) for parts in collected]
+
+
+if __name__ == "__main__":
+    main()

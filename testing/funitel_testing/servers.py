@@ -1,0 +1,276 @@
+"""A real deployment for tests: launcher, router and shards as processes, on a free port, with logs kept."""
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+STARTUP_SECONDS = 180.0
+MARK = "FUNITEL_TEST_MARK"  # in the environment of everything a test starts, also of what outlives its parent
+
+MOST_SHARDS = 8  # of any deployment in a test
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below `pid`, read from /proc."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+    found: set[int] = set()
+    grown = {pid}
+    while grown:
+        grown = {child for child, parent in parents.items() if parent in grown}
+        found |= grown
+    return found
+
+
+def alive(pids: set[int]) -> set[int]:
+    """Those of `pids` that still run (zombies do not)."""
+    running = set()
+    for pid in pids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            running.add(pid)
+    return running
+
+
+def marked(mark: str) -> set[int]:
+    """All living processes whose environment carries `mark`, whoever their parent is now."""
+    wanted = f"{MARK}={mark}".encode()
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.add(int(entry.name))
+            except OSError:
+                continue
+    return alive(found)
+
+
+def flag_value(pid: int, flag: str) -> str | None:
+    """What a process was given for a flag on its command line."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    return words[words.index(flag) + 1] if flag in words else None
+
+
+def listens(port: int) -> bool:
+    """Whether something on this machine accepts connections on `port`."""
+    with socket.socket() as sock:
+        sock.settimeout(5)
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a living process holds the lock file at `path`."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def wait_until(holds: Callable[[], bool], seconds: float, message: str = "not in time") -> float:
+    """Wait for something to become true; return how long it took, fail after `seconds`."""
+    began = time.monotonic()
+    while not holds():
+        if time.monotonic() - began > seconds:
+            raise AssertionError(f"{message} (waited {seconds} s)")
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one running deployment takes of the machine."""
+
+    mark: str
+    ports: tuple[int, ...]
+    uds_path: str
+    shared_memory: frozenset[str]  # what was there before it started
+
+    def left(self) -> list[str]:
+        """What of it is still there."""
+        found = [f"process {pid}: {_command(pid)}" for pid in marked(self.mark)]
+        found += [f"port {port}" for port in self.ports if listens(port)]
+        found += [f"shared memory {name}" for name in shared_memory() - self.shared_memory]
+        lock = Path(f"{self.uds_path}.lock")
+        if not is_locked(lock):  # else another deployment has taken the path over
+            sockets = (Path(f"{self.uds_path}-{rank}") for rank in range(MOST_SHARDS))
+            found += [str(path) for path in (lock, *sockets) if path.exists()]
+        return found
+
+    def wait_gone(self, seconds: float = 5) -> None:
+        """Fail if anything is left after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (left := self.left()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, f"left behind: {left}"
+
+
+def shared_memory() -> frozenset[str]:
+    """Names of POSIX shared memory."""
+    return frozenset(path.name for path in Path("/dev/shm").iterdir())
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A launcher that ended on its own."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def last_line(self) -> str:
+        """Last line of its stderr."""
+        return (self.err.splitlines() or [""])[-1]
+
+
+def run_launcher(*args: str, environ: dict[str, str] | None = None, timeout: float = 60) -> Ended:
+    """Start a launcher that cannot succeed and wait for its end."""
+    command = [sys.executable, "-m", "funitel.launcher", *args]
+    mark = uuid.uuid4().hex
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, **(environ or {}), MARK: mark},
+            capture_output=True,
+            timeout=timeout,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired as expired:
+        output = (expired.stderr or b"").decode(errors="replace")
+        raise AssertionError(f"it still runs after {timeout} s:\n{output[-3000:]}") from None
+    finally:
+        left = marked(mark)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    assert not left, f"it left {len(left)} processes"
+    return Ended(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+
+class Server:
+    """One launcher and what it started. `url` is the router's base."""
+
+    def __init__(self, folder: Path, *args: str, environ: dict[str, str] | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"server-{self.port}.log"
+        self.out = folder / f"server-{self.port}.out"
+        self.mark = uuid.uuid4().hex
+        self._shared_memory = shared_memory()
+        command = [sys.executable, "-m", "funitel.launcher", "--port", str(self.port), *args]
+        environment = {**os.environ, **(environ or {}), MARK: self.mark}
+        with self.log.open("wb") as log, self.out.open("wb") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=log, env=environment, start_new_session=True)
+
+    def wait_ready(self) -> "Server":
+        """Wait until /health is 200; fail with the log if the launcher ends or time runs out."""
+        deadline = time.monotonic() + STARTUP_SECONDS
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the launcher ended with {self.process.returncode}:\n{self.tail()}")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return self
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        raise AssertionError(f"not ready after {STARTUP_SECONDS} s:\n{self.tail()}")
+
+    def tail(self, num_chars: int = 3000) -> str:
+        """End of the launcher's stderr."""
+        return self.log.read_text(errors="replace")[-num_chars:]
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics by its full name, labels included."""
+        lines = httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines()
+        return {name: float(value) for name, _, value in (s.rpartition(" ") for s in lines if s and s[0] != "#")}
+
+    def shard_pids(self) -> list[int]:
+        """Process ids of the shards, in rank order."""
+        found = {}
+        for pid in descendants(self.process.pid):
+            if " -m funitel.model_server serve " in _command(pid):
+                found[int(flag_value(pid, "--rank") or 0)] = pid
+        return [found[rank] for rank in sorted(found)]
+
+    def footprint(self) -> Footprint:
+        """What it takes of the machine; asked while it runs with at least one shard."""
+        shard = self.shard_pids()[0]
+        ports = [str(self.port), flag_value(shard, "--master-port") or str(self.port)]
+        uds_path = flag_value(shard, "--uds-path")
+        assert uds_path is not None, "the shard was given no socket path"
+        return Footprint(self.mark, tuple(int(port) for port in ports), uds_path, self._shared_memory)
+
+    def router_pid(self) -> int:
+        """Process id of the router."""
+        commands = {pid: _command(pid) for pid in descendants(self.process.pid)}
+        return next(pid for pid, command in commands.items() if "funitel.router" in command)
+
+    def error_lines(self) -> list[str]:
+        """The launcher's own error lines; those of its children come with a prefix."""
+        return [line for line in self.log.read_text(errors="replace").splitlines() if line.startswith("error:")]
+
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 60) -> int:
+        """Signal the launcher and return its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"the launcher did not stop:\n{self.tail()}") from None
+
+    def kill_all(self) -> None:
+        """End whatever is left of it, for tests that fail."""
+        for pid in marked(self.mark):
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def serving(folder: Path, *args: str, environ: dict[str, str] | None = None) -> Iterator[Server]:
+    """A ready server for the length of a `with`."""
+    server = Server(folder, *args, environ=environ)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.stop()
