@@ -1,0 +1,25 @@
+# funitel in TGI's container shape: same port, same cache folder, same entry point.
+#   docker build -t funitel .                                                       CPU
+#   docker build -t funitel:cuda --build-arg BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04 \
+#     --build-arg TORCH=cuda .                                                      CUDA
+ARG BASE=ubuntu:24.04
+FROM ${BASE}
+ARG TORCH=cpu
+
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends ca-certificates python3 python3-venv \
+ && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /usr/src/funitel
+COPY . .
+RUN PIP_NO_CACHE_DIR=1 scripts/install.sh --torch ${TORCH} --extras server --no-editable /opt/funitel
+
+ENV PATH=/opt/funitel/bin:${PATH} \
+    HF_HOME=/data \
+    HUGGINGFACE_HUB_CACHE=/data \
+    FUNITEL_CACHE=/data/funitel \
+    PORT=80
+VOLUME /data
+EXPOSE 80
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["text-generation-launcher"]

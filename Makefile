@@ -1,0 +1,46 @@
+PYTHON ?= $(shell command -v python3.11 || echo python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check fmt proto docs itest bench wheel clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+
+setup: ## install everything into .venv (repeats cost nothing)
+	@PYTHON=$(PYTHON) scripts/install.sh $(VENV)
+
+serve: setup ## serve the demo model on port 3000; make serve ARGS="--port 3001 --model-id ..."
+	@$(BIN)/funitel $(ARGS)
+
+test: check ## everything CI runs; ARGS="-m slow" runs the slow tests instead
+	$(BIN)/pytest -m "not slow" $(ARGS)
+
+check: setup ## format, lint, types, generated code and pages, version
+	$(BIN)/ruff format --check . && $(BIN)/ruff check .
+	$(BIN)/mypy $(PACKAGES)
+	PYTHON=$(BIN)/python scripts/proto.sh --check && $(BIN)/python scripts/check_version.py && $(BIN)/python scripts/settings_page.py --check
+
+fmt: setup ## format and sort imports
+	$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
+
+proto: setup ## regenerate code from the .proto files
+	PYTHON=$(BIN)/python scripts/proto.sh
+
+docs: setup ## regenerate docs/settings.md
+	$(BIN)/python scripts/settings_page.py
+
+itest: setup ## tests of the whole system only
+	$(BIN)/pytest integration-tests $(ARGS)
+
+bench: setup ## benchmarks against a model on this machine
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+
+wheel: setup ## build dist/*.whl
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+clean: ## remove what was built, but not .venv
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
