@@ -56,7 +56,8 @@ def test_paged_equals_contiguous(seed: int, window: int | None, num_heads: int) 
         count = 1 if i % 3 else int(generator.integers(2, 12))
         table = blocks[i * 12 : i * 12 + 12]
         context = torch.from_numpy(generator.standard_normal((2, start + count, num_kv, DIM)).astype(np.float32))
-        slots = torch.tensor([int(table[p // BLOCK]) * BLOCK + p % BLOCK for p in range(start + count)])
+        positions = torch.arange(start + count)
+        slots = torch.from_numpy(table.astype(np.int64))[positions // BLOCK], positions % BLOCK
         cache.write(0, slots, context[0], context[1])
         spans.append(RowSpan([0] * count, start, table, "all"))
         contexts.append(context)

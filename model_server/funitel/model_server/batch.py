@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from funitel.model_server.kv_cache import Slots
+
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
@@ -38,7 +40,7 @@ class ForwardBatch:
     num_decode: int  # leading rows that compute one token
     input_ids: torch.Tensor  # [num_tokens] int64
     positions: torch.Tensor  # [num_tokens] int64
-    slots: torch.Tensor  # [num_tokens] int64
+    slots: Slots
     logit_indices: torch.Tensor  # [num_logits] int64
 
     @classmethod
@@ -50,7 +52,7 @@ class ForwardBatch:
         first = np.zeros(len(spans), dtype=np.int64)  # caller's row -> its first token in the flat order
         first[order] = np.cumsum(lengths) - lengths
         positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
-        slots = np.concatenate([_slots(row, block_size) for row in rows])
+        blocks = np.concatenate([row.block_table[np.arange(row.start, row.end) // block_size] for row in rows])
         input_ids = np.concatenate([np.asarray(row.tokens, dtype=np.int64) for row in rows])
         wanted = [_logit_indices(span, first[i]) for i, span in enumerate(spans)]
 
@@ -62,7 +64,7 @@ class ForwardBatch:
             num_decode=int((lengths == 1).sum()),
             input_ids=tensor(input_ids),
             positions=tensor(positions),
-            slots=tensor(slots),
+            slots=(tensor(blocks), tensor(positions % block_size)),
             logit_indices=tensor(np.concatenate(wanted)),
         )
 
@@ -70,13 +72,6 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """Tokens in this forward."""
         return self.input_ids.shape[0]
-
-
-def _slots(row: RowSpan, block_size: int) -> np.ndarray:
-    positions = np.arange(row.start, row.end)
-    blocks = row.block_table[positions // block_size].astype(np.int64)
-    slots: np.ndarray = blocks * block_size + positions % block_size
-    return slots
 
 
 def _logit_indices(span: RowSpan, first: int) -> np.ndarray:

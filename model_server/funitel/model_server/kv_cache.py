@@ -6,12 +6,15 @@ import torch
 from funitel.model_server.parallel import HeadSplit
 from funitel.model_server.spec import ModelSpec
 
+Slots = tuple[torch.Tensor, torch.Tensor]  # where tokens lie: block and offset in it, each [num_tokens] int64
+
 
 class KVCache:
-    """Keys and values, each [num_layers, num_blocks, block_size, num_kv_heads, head_dim].
+    """Keys and values by layer, each a view [num_blocks, block_size, num_kv_heads, head_dim] of one pool.
 
-    Block 0 is never a sequence's. Pools are zeroed: padding reads blocks that were never written, and 0 x NaN would
-    poison the attention sum.
+    A block keeps all its layers together, so a step touches new memory for the blocks it is granted and no more: the
+    first touch of a page costs 2.5 ms a MiB on some hosts. Block 0 is never a sequence's. The pool is zeroed: padding
+    reads blocks that were never written, and 0 x NaN would poison the attention sum.
     """
 
     def __init__(
@@ -25,24 +28,24 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (spec.num_layers, num_blocks, block_size, heads.num_kv_heads, spec.head_dim)
-        self.keys = _zeros(shape, dtype, device)
-        self.values = _zeros(shape, dtype, device)
+        shape = (num_blocks, spec.num_layers, 2, block_size, heads.num_kv_heads, spec.head_dim)
+        self.pool = _zeros(shape, dtype, device)
+        self.keys, self.values = (part.unbind(1) for part in self.pool.unbind(2))
 
     @property
     def num_bytes(self) -> int:
         """Memory of the pool on this rank."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return self.pool.numel() * self.pool.element_size()
 
     @staticmethod
     def bytes_per_block(spec: ModelSpec, num_kv_heads: int, block_size: int, dtype: torch.dtype) -> int:
         """Memory one block takes on a rank with `num_kv_heads`."""
         return 2 * spec.num_layers * block_size * num_kv_heads * spec.head_dim * dtype.itemsize
 
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [num_tokens, num_kv_heads, head_dim] at their slots."""
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, values)
+        self.keys[layer].index_put_(slots, keys)
+        self.values[layer].index_put_(slots, values)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

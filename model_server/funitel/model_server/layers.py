@@ -21,7 +21,8 @@ class Matmul:
     """x @ weight.T + bias. In float32 on a CPU the weight is repacked once for oneDNN.
 
     Measured 2026-11 on two AVX2 cores, 576 -> 3072: 17 rows 1.5x, 4 rows 2.3x faster than `F.linear`; logits of one
-    row (576 -> 49152) 1.9x.
+    row (576 -> 49152) 1.9x. A packed product's rows do not depend on one another, except that a row alone may be summed
+    in another order (1536 -> 576 with AVX-512): there it is computed twice, so that company changes nothing.
     """
 
     # Rows the packing is tuned for: decode batches and prompt chunks; with 1 every shape above a row is slower.
@@ -33,12 +34,22 @@ class Matmul:
         if self.is_packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, self.TUNED_ROWS)
         self.weight = weight  # [outputs, inputs], opaque when packed
+        self.is_alone_different = self.is_packed and self._sums_alone_differently(weight.shape[1])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_packed:
             return F.linear(x, self.weight, self.bias)
+        if self.is_alone_different and x.shape[0] == 1:
+            return self._product(x.expand(2, -1))[:1]
+        return self._product(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return y
+
+    def _sums_alone_differently(self, num_inputs: int) -> bool:
+        pair = torch.rand(1, num_inputs, generator=torch.Generator().manual_seed(0)).expand(2, -1).contiguous()
+        return not torch.equal(self._product(pair[:1]), self._product(pair)[:1])
 
 
 class NormLayer:
