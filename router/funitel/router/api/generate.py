@@ -1,10 +1,7 @@
 """TGI's native routes: `POST /`, `/generate`, `/generate_stream` and `/tokenize`."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -19,8 +16,9 @@ from funitel.router.api.inference import (
     Job,
     Prompt,
     answer_headers,
-    collect,
+    collect_all,
     generation_route,
+    interleave,
     prepare,
     service_of,
     stream_headers,
@@ -44,7 +42,6 @@ from funitel.router.sequence import Request
 from funitel.router.service import Service
 from funitel.router.sse import EventStream, run_until_disconnect
 from funitel.router.tokenizer import Encoding
-from funitel.router.validation import random_seed
 
 _ANSWER_LIST = TypeAdapter(list[GenerateResponse])
 _TOKEN_LIST = TypeAdapter(list[SimpleToken])
@@ -112,34 +109,14 @@ async def _answer(
     service: Service, parameters: GenerateParameters, inputs: str, arrived: float
 ) -> tuple[GenerateResponse, dict[str, str]]:
     job = await prepare(service, parameters, Prompt(inputs), stream=False, arrived=arrived)
-    best, *others = await _run_best_of(job, parameters.best_of or 1)
-    job.succeeded(best.timings, best.finished.num_tokens)
+    answers = await collect_all(job.siblings(parameters.best_of or 1))
+    best, *others = sorted(answers, key=lambda answer: answer.mean_logprob, reverse=True)
     prefix = inputs if parameters.return_full_text else ""
     response = GenerateResponse(
         generated_text=prefix + best.finished.text,
         details=_details(best, others, prefix) if parameters.wants_details else None,
     )
     return response, answer_headers(job, best)
-
-
-async def _run_best_of(job: Job, best_of: int) -> list[Answer]:
-    """Run so many sequences at once, the first with the request's seed; return them likeliest first."""
-    requests = [job.request, *(_reseeded(job.request) for _ in range(best_of - 1))]
-    submit = job.service.engine.submit
-    async with AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(submit(request)) for request in requests]
-        if best_of == 1:
-            return [await collect(job, streams[0])]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(collect(job, stream)) for stream in streams]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return sorted((task.result() for task in tasks), key=lambda answer: answer.mean_logprob, reverse=True)
-
-
-def _reseeded(request: Request) -> Request:
-    return replace(request, sampling=replace(request.sampling, seed=random_seed()))
 
 
 def _details(best: Answer, others: list[Answer], prefix: str) -> Details:
@@ -171,14 +148,11 @@ async def _stream(service: Service, parameters: GenerateParameters, inputs: str,
 
 async def _events(job: Job, parameters: GenerateParameters) -> AsyncGenerator[StreamResponse, None]:
     index = 0
-    with job.service.metrics.counting_failures():
-        async with job.service.engine.submit(job.request) as stream:
-            async for generation in job.generations(stream):
-                for event in _events_of(generation, index, parameters, job.request):
-                    index = event.index
-                    yield event
-                if generation.finished is not None:
-                    job.succeeded(stream.timings, generation.finished.num_tokens)
+    async with interleave([job]) as generations:
+        async for _, generation in generations:
+            for event in _events_of(generation, index, parameters, job.request):
+                index = event.index
+                yield event
 
 
 def _events_of(

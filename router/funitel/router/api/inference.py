@@ -1,8 +1,10 @@
 """From checked bodies to answers: what the native routes and OpenAI's do alike."""
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 from starlette.requests import Request as HttpRequest
@@ -76,6 +78,12 @@ class Job:
         """Note that the whole answer was computed."""
         self.service.metrics.observe_success(self.validation_seconds, timings, num_tokens)
 
+    def siblings(self, count: int) -> list["Job"]:
+        """This job and others like it, `count` in all; the i-th samples with the seed plus i, modulo 2**64."""
+        sampling = self.request.sampling
+        seeds = [(sampling.seed + place) % 2**64 for place in range(count)]
+        return [replace(self, request=replace(self.request, sampling=replace(sampling, seed=seed))) for seed in seeds]
+
 
 async def prepare(
     service: Service,
@@ -138,30 +146,141 @@ async def collect(job: Job, stream: TokenStream) -> Answer:
     raise Incomplete("the stream ended without its last token")
 
 
-def stream_headers(job: Job) -> dict[str, str]:
-    """Response headers of a streamed answer."""
+# Several sequences of one HTTP request
+
+
+async def collect_all(jobs: Sequence[Job]) -> list[Answer]:
+    """Run jobs side by side to their ends; return their answers in the same order.
+
+    They count as one request that succeeded. Leaving early, or the failure of one, cancels all.
+
+    Raises:
+        Overloaded: they do not all fit in; none runs.
+        Incomplete: one ended without saying how.
+    """
+    async with _submitted(jobs) as streams:
+        try:
+            async with asyncio.TaskGroup() as group:
+                pairs = zip(jobs, streams, strict=True)
+                tasks = [group.create_task(collect(job, stream)) for job, stream in pairs]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+    answers = [task.result() for task in tasks]
+    _succeeded(jobs, streams, sum(answer.finished.num_tokens for answer in answers))
+    return answers
+
+
+@asynccontextmanager
+async def interleave(jobs: Sequence[Job]) -> AsyncIterator[AsyncIterator[tuple[int, Generation]]]:
+    """Run jobs side by side and stream what they generate, as it comes, with the place of its job.
+
+        async with interleave(jobs) as generations:
+            async for index, generation in generations: ...
+
+    They count as one request: as a success when every job has finished, else as a failure, of which the caller
+    counts nothing. Leaving the block early, or the failure of one job, cancels all.
+
+    Raises:
+        Overloaded: they do not all fit in; none runs.
+    """
+    with jobs[0].service.metrics.counting_failures():
+        async with _submitted(jobs) as streams, aclosing(_merged(jobs, streams)) as generations:
+            yield generations
+
+
+async def _merged(jobs: Sequence[Job], streams: Sequence[TokenStream]) -> AsyncGenerator[tuple[int, Generation], None]:
+    """What comes first is first; of what comes together, the earlier job's."""
+    if len(jobs) == 1:  # the usual case, without a task for each token
+        async for generation in jobs[0].generations(streams[0]):
+            if generation.finished is not None:
+                _succeeded(jobs, streams, generation.finished.num_tokens)
+            yield 0, generation
+        return
+    num_tokens = 0
+    sources = [job.generations(stream) for job, stream in zip(jobs, streams, strict=True)]
+    arriving = {asyncio.ensure_future(anext(source)): place for place, source in enumerate(sources)}
+    try:
+        while arriving:
+            done, _ = await asyncio.wait(arriving, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=arriving.__getitem__):
+                generation = task.result()
+                place = arriving.pop(task)
+                if generation.finished is None:
+                    arriving[asyncio.ensure_future(anext(sources[place]))] = place
+                else:
+                    num_tokens += generation.finished.num_tokens
+                if not arriving:
+                    _succeeded(jobs, streams, num_tokens)
+                yield place, generation
+    finally:
+        for task in arriving:
+            task.cancel()
+        await asyncio.gather(*arriving, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _submitted(jobs: Sequence[Job]) -> AsyncIterator[list[TokenStream]]:
+    """Queue all jobs or none; what still runs at the end of the block is cancelled."""
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(job.service.engine.submit(job.request)) for job in jobs]
+
+
+def _succeeded(jobs: Sequence[Job], streams: Sequence[TokenStream], num_tokens: int) -> None:
+    """Note that one request got the answers of all its jobs: from the first step of any to the last of all."""
+    timings = [stream.timings for stream in streams]
+    jobs[0].succeeded(spanning(timings), num_tokens)
+
+
+def spanning(timings: Sequence[Timings]) -> Timings:
+    """One life made of several: from the first to begin until the last to end."""
+    return Timings(
+        submitted=min(each.submitted for each in timings),
+        started=min((each.started for each in timings if each.started is not None), default=None),
+        first_token=min((each.first_token for each in timings if each.first_token is not None), default=None),
+        finished=max((each.finished for each in timings if each.finished is not None), default=None),
+    )
+
+
+# Headers
+
+
+def stream_headers(*jobs: Job) -> dict[str, str]:
+    """Response headers of a streamed answer made by one job or several."""
     return {
-        "x-compute-type": job.service.engine.compute_type,
-        "x-compute-characters": str(len(job.request.inputs)),
+        "x-compute-type": jobs[0].service.engine.compute_type,
+        "x-compute-characters": str(sum(len(request.inputs) for request in _distinct(jobs))),
     }
 
 
 def answer_headers(job: Job, answer: Answer) -> dict[str, str]:
-    """Response headers of a whole answer, by TGI's definitions; times in milliseconds unless said."""
-    queue = answer.timings.queue_seconds
-    inference = answer.timings.inference_seconds
-    total = job.validation_seconds + queue + inference
-    num_tokens = answer.finished.num_tokens
-    return stream_headers(job) | {
-        "x-compute-time": f"{total:.6f}",  # seconds
-        "x-total-time": _milliseconds(total),
-        "x-validation-time": _milliseconds(job.validation_seconds),
+    """Response headers of a whole answer that one job gave, by TGI's definitions."""
+    total = job.validation_seconds + answer.timings.queue_seconds + answer.timings.inference_seconds
+    return {"x-compute-time": f"{total:.6f}"} | summed_headers([job], [answer])  # the one time in seconds
+
+
+def summed_headers(jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, str]:
+    """Response headers of a whole answer made by several jobs: times in milliseconds and counts, summed.
+
+    The prompt of siblings counts once.
+    """
+    validation = sum(job.validation_seconds for job in jobs)
+    queue = sum(answer.timings.queue_seconds for answer in answers)
+    inference = sum(answer.timings.inference_seconds for answer in answers)
+    num_tokens = sum(answer.finished.num_tokens for answer in answers)
+    return stream_headers(*jobs) | {
+        "x-total-time": _milliseconds(validation + queue + inference),
+        "x-validation-time": _milliseconds(validation),
         "x-queue-time": _milliseconds(queue),
         "x-inference-time": _milliseconds(inference),
         "x-time-per-token": _milliseconds(inference / max(num_tokens, 1)),
-        "x-prompt-tokens": str(len(job.request.input_ids)),
+        "x-prompt-tokens": str(sum(len(request.input_ids) for request in _distinct(jobs))),
         "x-generated-tokens": str(num_tokens),
     }
+
+
+def _distinct(jobs: Sequence[Job]) -> list[Request]:
+    """One request for each prompt; siblings share theirs."""
+    return list({id(job.request.input_ids): job.request for job in jobs}.values())
 
 
 def _milliseconds(seconds: float) -> str:

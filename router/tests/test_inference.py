@@ -1,0 +1,120 @@
+"""Several sequences of one HTTP request: run side by side, cancelled together, counted once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes import PIECES, FakeEngine
+
+from funitel.proto.errors import FunitelError, Overloaded, ShardFailed
+from funitel.router.api.inference import Job, Prompt, collect_all, interleave, prepare, stream_headers, summed_headers
+from funitel.router.schema import GenerateParameters
+from funitel.router.service import Service
+from funitel.router.settings import RouterSettings
+
+NUM_TOKENS = len(PIECES) + 1
+
+
+@asynccontextmanager
+async def _job(model: Path, engine: FakeEngine, seed: int = 7) -> AsyncIterator[Job]:
+    service = Service(RouterSettings(tokenizer_name=str(model)))
+
+    def fail(error: FunitelError) -> None:
+        raise error
+
+    await service.start(engine.connect, fail)
+    try:
+        parameters = GenerateParameters(do_sample=True, seed=seed)
+        yield await prepare(service, parameters, Prompt("Hi"), stream=False, arrived=0.0)
+    finally:
+        await service.close()
+
+
+def _sample(job: Job, name: str) -> float:
+    value = job.service.metrics.registry.get_sample_value(name)
+    return 0.0 if value is None else value
+
+
+async def _texts(jobs: list[Job]) -> list[str]:
+    texts = [""] * len(jobs)
+    async with interleave(jobs) as generations:
+        async for place, generation in generations:
+            texts[place] += "".join(generation.tokens.texts)
+    return texts
+
+
+async def _leave_after_one(jobs: list[Job]) -> None:
+    async with interleave(jobs) as generations:
+        await anext(generations)
+        raise asyncio.CancelledError
+
+
+async def test_siblings_differ_in_their_seeds_alone(model: Path, engine: FakeEngine) -> None:
+    async with _job(model, engine, seed=2**64 - 2) as job:
+        siblings = job.siblings(3)
+    assert [each.request.sampling.seed for each in siblings] == [2**64 - 2, 2**64 - 1, 0]
+    plain = [replace(each.request, sampling=replace(each.request.sampling, seed=0)) for each in siblings]
+    assert plain[0] == plain[1] == plain[2]
+
+
+async def test_collect_all_answers_in_order_and_counts_one_request(model: Path) -> None:
+    engine = FakeEngine(logprobs=[-1.0, -2.0, -3.0])
+    async with _job(model, engine) as job:
+        jobs = job.siblings(3)
+        answers = await collect_all(jobs)
+        assert [answer.mean_logprob for answer in answers] == [-1.0, -2.0, -3.0]
+        assert _sample(job, "tgi_request_success_total") == 1
+        assert _sample(job, "tgi_request_generated_tokens_sum") == 3 * NUM_TOKENS
+        headers = summed_headers(jobs, answers)
+        assert headers["x-generated-tokens"] == str(3 * NUM_TOKENS)
+        assert headers["x-prompt-tokens"] == "3", "the siblings' prompt is one prompt"
+        assert stream_headers(*jobs)["x-compute-characters"] == "2"
+
+
+async def test_collect_all_runs_all_or_none(model: Path) -> None:
+    engine = FakeEngine(max_requests=2, pause=60.0)
+    async with _job(model, engine) as job:
+        with pytest.raises(Overloaded):
+            await collect_all(job.siblings(3))
+        assert len(engine.cancelled) == len(engine.requests) == 2
+
+
+async def test_collect_all_ends_with_the_first_failure(model: Path) -> None:
+    engine = FakeEngine(error=ShardFailed("rank 1 died"), fails_at=1)
+    async with _job(model, engine) as job:
+        with pytest.raises(ShardFailed):
+            await collect_all(job.siblings(2))
+        assert _sample(job, "tgi_request_success_total") == 0
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_interleave_yields_every_generation_with_its_place(model: Path, engine: FakeEngine, count: int) -> None:
+    async with _job(model, engine) as job:
+        assert await _texts(job.siblings(count)) == ["".join(PIECES) + "</s>"] * count
+        assert _sample(job, "tgi_request_success_total") == 1
+        assert _sample(job, "funitel_time_to_first_token_seconds_count") == count
+    assert engine.cancelled == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_leaving_interleave_early_cancels_all(model: Path, count: int) -> None:
+    engine = FakeEngine(pause=0.01)
+    async with _job(model, engine) as job:
+        with pytest.raises(asyncio.CancelledError):
+            await _leave_after_one(job.siblings(count))
+        assert len(engine.cancelled) == count
+        failures = job.service.metrics.registry.get_sample_value("tgi_request_failure_total", {"err": "dropped"})
+        assert failures == 1
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_interleave_raises_the_first_failure(model: Path, count: int) -> None:
+    engine = FakeEngine(error=ShardFailed("rank 1 died"), fails_at=1)
+    async with _job(model, engine) as job:
+        with pytest.raises(ShardFailed):
+            await _texts(job.siblings(count))
+        failures = job.service.metrics.registry.get_sample_value("tgi_request_failure_total", {"err": "generation"})
+        assert failures == 1
