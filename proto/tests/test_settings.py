@@ -247,6 +247,8 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "max_batch_size": st.none() | COUNT,
     "waiting_served_ratio": st.floats(0, 1e6),
     "max_waiting_tokens": st.integers(0, 10**9),
+    "max_client_batch_size": COUNT,
+    "disable_grammar_support": st.booleans(),
     "validation_workers": COUNT,
     "payload_limit": COUNT,
     "api_key": st.none() | TEXT,

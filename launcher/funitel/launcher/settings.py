@@ -99,6 +99,8 @@ class LauncherSettings:
     served_model_name: str | None = _router(
         "served_model_name", "Name clients see for the model; the model id when not given."
     )
+    max_client_batch_size: int = _router("max_client_batch_size", "Most prompts of one completions request.")
+    disable_grammar_support: bool = _router("disable_grammar_support", "Refuse requests that ask for a grammar.")
     payload_limit: int = _router("payload_limit", "Largest request body in bytes.")
     api_key: str | None = _router("api_key", "Bearer token that requests must carry.")
     cors_allow_origin: tuple[str, ...] = _router(

@@ -33,38 +33,10 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     spec = spec_of(read_json(folder / "config.json"))
     HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)  # refuses too many ranks
     codec = TextCodec(folder)
-    eos_token_ids = find_eos(folder, codec)
-    parallel = TensorParallel()
-    if settings.sharded and settings.world_size > 1:
-        try:
-            socket.getaddrinfo(settings.master_addr, settings.master_port)
-        except OSError as error:
-            raise SettingsError(f"MASTER_ADDR {settings.master_addr} is no host that can be found: {error}") from error
-        address = settings.master_addr, settings.master_port
-        parallel = TensorParallel.join(settings.rank, settings.world_size, *address, device)
+    options = _options(settings, device, dtype, find_eos(folder, codec))
+    parallel = _join(settings, device)
     weights = Weights(folder, dtype, device, spec.names.prefix)
     decoder = Decoder(spec, weights, parallel, TorchAttention(settings.block_size, spec.head_dim, device))
-    options = ExecutorOptions(
-        device=device,
-        dtype=dtype,
-        block_size=settings.block_size,
-        memory_fraction=settings.cuda_memory_fraction,
-        allow_prefill_logprobs=settings.enable_prefill_logprobs,
-        eos_token_ids=eos_token_ids,
-    )
-    info = ShardInfo(
-        dtype=str(dtype),
-        device_type=device.type,
-        support_chunking=settings.prefill_chunking in ("true", "1"),
-        attention_impl=TorchAttention.name,
-        block_size=settings.block_size,
-        capabilities=frozenset(Capability),
-        rank=settings.rank,
-        world_size=settings.world_size,
-        weight_bytes=weights.held_bytes,
-        sharded_weight_bytes=weights.sharded_bytes,
-        total_sharded_weight_bytes=weights.total_sharded_bytes,
-    )
     logger.info(
         "loaded model=%s architecture=%s device=%s dtype=%s threads=%d weight_bytes=%d",
         folder,
@@ -74,7 +46,49 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
         torch.get_num_threads(),
         weights.held_bytes,
     )
-    return Executor(spec, decoder, codec, parallel, options), info
+    return Executor(spec, decoder, codec, parallel, options), _info(settings, options, weights)
+
+
+def _options(
+    settings: ModelServerSettings, device: torch.device, dtype: torch.dtype, eos_token_ids: frozenset[int]
+) -> ExecutorOptions:
+    return ExecutorOptions(
+        device=device,
+        dtype=dtype,
+        block_size=settings.block_size,
+        memory_fraction=settings.cuda_memory_fraction,
+        allow_prefill_logprobs=settings.enable_prefill_logprobs,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _join(settings: ModelServerSettings, device: torch.device) -> TensorParallel:
+    """Wait for the other ranks; alone there are none."""
+    if not settings.sharded or settings.world_size == 1:
+        return TensorParallel()
+    try:
+        socket.getaddrinfo(settings.master_addr, settings.master_port)
+    except OSError as error:
+        raise SettingsError(f"MASTER_ADDR {settings.master_addr} is no host that can be found: {error}") from error
+    address = settings.master_addr, settings.master_port
+    return TensorParallel.join(settings.rank, settings.world_size, *address, device)
+
+
+def _info(settings: ModelServerSettings, options: ExecutorOptions, weights: Weights) -> ShardInfo:
+    """The facts this rank tells the router."""
+    return ShardInfo(
+        dtype=str(options.dtype),
+        device_type=options.device.type,
+        support_chunking=settings.prefill_chunking in ("true", "1"),
+        attention_impl=TorchAttention.name,
+        block_size=options.block_size,
+        capabilities=frozenset(Capability),
+        rank=settings.rank,
+        world_size=settings.world_size,
+        weight_bytes=weights.held_bytes,
+        sharded_weight_bytes=weights.sharded_bytes,
+        total_sharded_weight_bytes=weights.total_sharded_bytes,
+    )
 
 
 def choose_device(asked: str, rank: int) -> torch.device:

@@ -42,6 +42,8 @@ class RouterSettings:
     max_waiting_tokens: int = setting(
         20, "Without chunked prefill: steps after which waiting requests are let in whatever the ratio."
     )
+    max_client_batch_size: int = setting(4, "Most prompts of one completions request.")
+    disable_grammar_support: bool = setting(False, "Refuse requests that ask for a grammar.")
     validation_workers: int = setting(2, "Threads that tokenize prompts.")
     payload_limit: int = setting(2_000_000, "Largest request body in bytes.")
     api_key: str | None = setting(None, "Bearer token that requests must carry.")
@@ -51,7 +53,13 @@ class RouterSettings:
     exit_with_parent: bool = setting(False, "Stop when the process that started this one ends.", env=None)
 
     def __post_init__(self) -> None:
-        for name in ("max_concurrent_requests", "max_best_of", "validation_workers", "payload_limit"):
+        for name in (
+            "max_concurrent_requests",
+            "max_best_of",
+            "max_client_batch_size",
+            "validation_workers",
+            "payload_limit",
+        ):
             value = getattr(self, name)
             require(value > 0, f"--{name.replace('_', '-')} must be > 0, given {value}")
         for name in (

@@ -34,7 +34,7 @@ async def info(http: HttpRequest) -> Response:
         max_input_tokens=limits.max_input_tokens,
         max_total_tokens=limits.max_total_tokens,
         validation_workers=settings.validation_workers,
-        max_client_batch_size=1,
+        max_client_batch_size=settings.max_client_batch_size,
         router=ROUTER_NAME,
         version=service.version,
     )
