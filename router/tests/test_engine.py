@@ -24,6 +24,7 @@ from funitel.router.engine import Engine, connect
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Request
 from funitel.router.settings import RouterSettings
+from funitel.router.shards import Shards
 
 
 @asynccontextmanager
@@ -157,7 +158,9 @@ async def test_health_reflects_every_rank(tmp_path: Path) -> None:
     async with running(tmp_path, 2) as (engine, _, _):
         await engine.health()
         (tmp_path / "shard-1").unlink()
-        engine._replica.shards[1]._channel = grpc.aio.insecure_channel(f"unix:{tmp_path}/gone")
+        shards = engine._replica.ranks
+        assert isinstance(shards, Shards)
+        shards.clients[1]._channel = grpc.aio.insecure_channel(f"unix:{tmp_path}/gone")
         with pytest.raises(ShardFailed, match="shard rank 1 does not answer"):
             await engine.health()
 

@@ -29,10 +29,11 @@ from funitel.proto.step import (
 )
 from funitel.router.blocks import BlockAllocator
 from funitel.router.metrics import Metrics
+from funitel.router.replica import Ranks, Replica
 from funitel.router.scheduler import Policy, Scheduler, StepPlan
 from funitel.router.sequence import Limits, Request, Sequence
 from funitel.router.settings import RouterSettings
-from funitel.router.shards import Replica
+from funitel.router.shards import Shards
 from funitel.router.stream import TokenStream
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class Engine:
     @property
     def compute_type(self) -> str:
         """Shards and device, such as "2-cpu"."""
-        return f"{len(self._replica.shards)}-{self._replica.info.device_type}"
+        return f"{len(self._replica.infos)}-{self._replica.info.device_type}"
 
     def submit(self, request: Request) -> TokenStream:
         """Queue a request.
@@ -233,11 +234,22 @@ async def connect(settings: RouterSettings, metrics: Metrics) -> Engine:
     Raises:
         StartupError: no shard answers, or settings, model and memory do not fit together.
     """
+    return await start(await Shards.connect(_master_url(settings)), settings, metrics)
+
+
+def _master_url(settings: RouterSettings) -> str:
     if settings.master_shard_address is not None:
-        url = f"tcp://{settings.master_shard_address}"
-    else:
-        url = f"unix://{settings.master_shard_uds_path}"
-    replica = await Replica.connect(url)
+        return f"tcp://{settings.master_shard_address}"
+    return f"unix://{settings.master_shard_uds_path}"
+
+
+async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Engine:
+    """Warm the ranks of a model up and start the engine over them.
+
+    Raises:
+        StartupError: settings, model and memory do not fit together.
+    """
+    replica = Replica(ranks)
     block_size = replica.info.block_size
     is_plain = not {Capability.ROW_UPDATES, Capability.TOKEN_IDS} <= replica.capabilities
     is_chunked = replica.info.support_chunking and not is_plain
@@ -256,7 +268,7 @@ async def connect(settings: RouterSettings, metrics: Metrics) -> Engine:
         metrics.set_kv(info.rank, result.kv_bytes)
     metrics.set_limits(limits)
     metrics.set_pool_tokens(limits.pool_tokens)
-    logger.info("connected shards=%d %s %s", len(replica.shards), limits, policy)
+    logger.info("connected shards=%d %s %s", len(replica.infos), limits, policy)
     # A plain peer's pool counts block 0, which must stay unused.
     num_blocks = limits.pool_tokens // block_size - (1 if is_plain else 0)
     scheduler = Scheduler(policy, BlockAllocator(num_blocks, block_size))
