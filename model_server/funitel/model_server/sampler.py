@@ -1,7 +1,7 @@
 """Logits -> tokens and log-probabilities, batched, in TGI's order of processing.
 
-Noise is a function of (seed, position) alone, so a seeded sequence draws the same tokens whatever shares its batch,
-and after being resumed elsewhere. Runs on rank 0 only.
+Noise is a function of (seed, position, token id) alone, so a seeded sequence draws the same tokens whatever shares its
+batch, and after being resumed elsewhere. Runs on rank 0 only.
 """
 
 from collections import Counter
@@ -10,21 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from funitel.model_server.noise import gumbel
 from funitel.proto.step import SamplingParams
-
-MASK_64 = (1 << 64) - 1
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) from (seed, position). Source: splitmix64 (Steele et al., OOPSLA 2014), applied to each."""
-    return (_mix(_mix(seed) + position) >> 11) * 2.0**-53
-
-
-def _mix(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & MASK_64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
-    return x ^ (x >> 31)
 
 
 @dataclass(slots=True)
@@ -104,8 +91,9 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState], positions: Seq
     normaliser = logits.logsumexp(dim=-1)  # [rows]
     chosen = logits.argmax(dim=-1)
     if sampled:
-        draws = [uniform(states[row].params.seed, positions[row]) for row in sampled]
-        chosen[sampled] = _draw(logits[sampled], draws)
+        seeds = [states[row].params.seed for row in sampled]
+        noise = gumbel(seeds, [positions[row] for row in sampled], logits.shape[1], logits.device)
+        chosen[sampled] = (logits[sampled] + noise).argmax(dim=-1)  # masked tokens stay at -inf
     logprobs = logits.gather(1, chosen[:, None])[:, 0] - normaliser
     tops = [
         _top(logits[row], float(normaliser[row]), state.top_n) if state.top_n else ((), ())
@@ -162,16 +150,6 @@ def _typical_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.
     is_out = mass.cumsum(dim=-1) - mass >= ps[:, None]
     is_out[:, 0] = False
     return scores.masked_fill(torch.zeros_like(is_out).scatter(1, ids, is_out), -torch.inf)
-
-
-def _draw(scores: torch.Tensor, draws: Sequence[float]) -> torch.Tensor:
-    """Invert each row's cumulative distribution, in float64, at its draw; masked tokens have no width."""
-    cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
-    total = cumulative[:, -1]
-    targets = torch.tensor(draws, dtype=torch.float64, device=scores.device) * total
-    targets = torch.minimum(targets, total.nextafter(torch.zeros_like(total)))  # the product may round up to total
-    chosen = torch.searchsorted(cumulative, targets[:, None], right=True)[:, 0]
-    return chosen.clamp_(max=scores.shape[1] - 1)  # beyond the end only where the whole row is masked
 
 
 def _top(scores: torch.Tensor, normaliser: float, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
