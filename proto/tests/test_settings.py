@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from funitel.model_server.settings import DEVICES, DTYPES, ModelServerSettings
+from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
 from funitel.proto.errors import SettingsError, WeightsError
 from funitel.proto.settings import as_command, flag_of, project, require, run_app, setting, to_argv, variable_of
 from funitel.router.settings import RouterSettings
@@ -270,6 +270,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "listen": st.none() | TEXT,
     "device": st.sampled_from(DEVICES),
     "dtype": st.none() | st.sampled_from(DTYPES),
+    "quantize": st.none() | st.sampled_from(QUANTIZATIONS),
     "block_size": COUNT,
     "cuda_memory_fraction": st.floats(0, 1, exclude_min=True),
     "num_threads": st.none() | COUNT,

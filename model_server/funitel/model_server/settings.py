@@ -6,6 +6,9 @@ from funitel.proto.settings import require, setting
 
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = ("gptq", "compressed-tensors", "int8", "q4")
+"""What `--quantize` may ask of a checkpoint: the first two as its config.json names them, int8 and q4 the two kinds of
+compressed-tensors that `funitel-server quantize` writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,11 @@ class ModelServerSettings:
         None,
         "Precision of weights and KV; float32 on a CPU, bfloat16 on a GPU when not given.",
         choices=DTYPES,
+    )
+    quantize: str | None = setting(
+        None,
+        "How the checkpoint's weights must be quantised; as its config.json says when not given.",
+        choices=QUANTIZATIONS,
     )
     block_size: int = setting(16, "Tokens per KV block.")
     cuda_memory_fraction: float = setting(1.0, "Share of the free device memory that the KV pool may take.")

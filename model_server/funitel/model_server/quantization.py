@@ -1,0 +1,184 @@
+"""How a checkpoint says that its linear layers are quantised, and whether that is what `--quantize` asks for.
+
+Knows the configuration only; `storage` knows how the numbers lie in the files. No torch here.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from funitel.model_server.settings import QUANTIZATIONS
+from funitel.proto.errors import SettingsError, UnsupportedModel, WeightsError
+
+GPTQ, COMPRESSED = "gptq", "compressed-tensors"
+Q4_GROUP = 32
+_GPTQ_BITS = (2, 4, 8)  # widths of which a 32-bit word holds a whole number
+_PACKED_BITS = (4, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """Quantised linear layers: `bits` each weight, one scale for each `group_size` inputs of an output (-1: for all).
+
+    `is_zero_exact`: zero points are stored as they are; else one too small, as GPTQ files do unless they say `gptq_v2`.
+    `can_reorder`: inputs may be grouped in another order than they lie in (GPTQ's `desc_act`).
+    """
+
+    method: str
+    bits: int
+    group_size: int
+    is_zero_exact: bool = True
+    can_reorder: bool = False
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The values of `--quantize` that fit, the most telling one first."""
+        if self.method == COMPRESSED and (self.bits, self.group_size) == (8, -1):
+            return ("int8", COMPRESSED)
+        if self.method == COMPRESSED and (self.bits, self.group_size) == (4, Q4_GROUP):
+            return ("q4", COMPRESSED)
+        return (self.method,)
+
+    @classmethod
+    def gptq(cls, bits: object, group_size: object, checkpoint_format: object = "gptq") -> "Quantization":
+        """GPTQ tensors as their configuration describes them.
+
+        Raises:
+            UnsupportedModel: a number of bits, a group size or a format that cannot be read.
+        """
+        if bits not in _GPTQ_BITS:
+            raise UnsupportedModel(f"gptq with {bits} bits is not supported; supported: {_listed(_GPTQ_BITS)}")
+        if checkpoint_format not in (None, "gptq", "gptq_v2"):
+            raise UnsupportedModel(
+                f"gptq with checkpoint_format {checkpoint_format!r} is not supported; supported: gptq, gptq_v2"
+            )
+        return cls(
+            method=GPTQ,
+            bits=_integer("bits", bits),
+            group_size=_group_size(group_size),
+            is_zero_exact=checkpoint_format == "gptq_v2",
+            can_reorder=True,
+        )
+
+
+def find_quantization(folder: Path) -> Quantization | None:
+    """Read what a checkpoint folder says of its quantisation; None when it says nothing.
+
+    Source: contract reference 4.4 and 9.9: `quantization_config` or `compression_config` of config.json, else the
+    files that older quantisers wrote.
+
+    Raises:
+        UnsupportedModel: a method or a variant of one that cannot be read.
+        WeightsError: a configuration that makes no sense.
+    """
+    config = _read_object(folder / "config.json")
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key) is not None:
+            return _parse(config[key], f"{key} of config.json")
+    for name in ("quantize_config.json", "quant_config.json"):
+        if found := _read_object(folder / name):
+            method = "awq" if "w_bit" in found else GPTQ
+            return _parse({"quant_method": method} | found, name)
+    return None
+
+
+def check_flag(asked: str | None, found: Quantization | None) -> None:
+    """Refuse a `--quantize` that the checkpoint does not fulfil.
+
+    Raises: `SettingsError`.
+    """
+    if asked is None or (found is not None and asked in found.flags):
+        return
+    if found is None:
+        raise SettingsError(
+            f"--quantize {asked}: the weights of this checkpoint are not quantised; "
+            f"funitel-server quantize MODEL_ID OUTPUT_DIR makes a checkpoint that is"
+        )
+    raise SettingsError(
+        f"--quantize {asked}: this checkpoint is quantised as {found.flags[0]} ({found.bits} bits); leave the flag out"
+    )
+
+
+def _parse(config: object, where: str) -> Quantization:
+    if not isinstance(config, Mapping):
+        raise WeightsError(f"{where} must be an object, found {config!r}")
+    method = config.get("quant_method")
+    try:
+        if method == GPTQ:
+            return Quantization.gptq(config.get("bits"), config.get("group_size"), config.get("checkpoint_format"))
+        if method == COMPRESSED:
+            return _parse_compressed(config)
+    except WeightsError as error:
+        raise WeightsError(f"{where}: {error.message}") from error
+    supported = ", ".join(name for name in QUANTIZATIONS if name in (GPTQ, COMPRESSED))
+    raise UnsupportedModel(f"{where}: quant_method {method!r} is not supported; supported: {supported}")
+
+
+def _parse_compressed(config: Mapping[str, Any]) -> Quantization:
+    """Integer weights of a compressed-tensors configuration; every group must store them alike."""
+    if config.get("format") != "pack-quantized":
+        raise UnsupportedModel(
+            f"compressed-tensors with format {config.get('format')!r} is not supported; supported: pack-quantized"
+        )
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups or not all(isinstance(g, Mapping) for g in groups.values()):
+        raise WeightsError(f"config_groups must be an object of groups, found {groups!r}")
+    found = {_packed_group(group) for group in groups.values()}
+    if len(found) > 1:
+        raise UnsupportedModel("compressed-tensors with groups of different bits or sizes is not supported")
+    return found.pop()
+
+
+def _packed_group(group: Mapping[str, Any]) -> Quantization:
+    weights = group.get("weights")
+    if not isinstance(weights, Mapping):
+        raise WeightsError(f"weights of a config group must be an object, found {weights!r}")
+    if group.get("input_activations") is not None:
+        raise UnsupportedModel("compressed-tensors with quantised activations is not supported")
+    bits, kind = weights.get("num_bits"), weights.get("type")
+    if kind != "int" or bits not in _PACKED_BITS:
+        raise UnsupportedModel(
+            f"compressed-tensors with {bits}-bit {kind} weights is not supported; "
+            f"supported: int of {_listed(_PACKED_BITS)} bits"
+        )
+    strategy = weights.get("strategy")
+    if strategy not in ("group", "channel"):
+        raise UnsupportedModel(f"compressed-tensors with one scale a {strategy} is not supported: group, channel")
+    return Quantization(
+        method=COMPRESSED,
+        bits=_integer("num_bits", bits),
+        group_size=_group_size(weights.get("group_size")) if strategy == "group" else -1,
+        can_reorder=weights.get("actorder") is not None,
+    )
+
+
+def _group_size(value: object) -> int:
+    size = _integer("group_size", value)
+    if size != -1 and size < 1:
+        raise WeightsError(f"group_size must be -1 or > 0, found {size}")
+    return size
+
+
+def _integer(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise WeightsError(f"{name} must be an integer, found {value!r}")
+    return value
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file that may be missing."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path} is not a JSON object")
+    return value
