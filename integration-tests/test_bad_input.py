@@ -359,7 +359,6 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     "seed over 64 bits": (generation(seed=2**64), ("seed",)),
     "details a string": (generation(details="yes"), ("details",)),
     "grammar": (generation(grammar={"type": "regex", "value": "a"}), ("`grammar` is not supported",)),
-    "watermark": (generation(watermark=True), ("`watermark`",)),
 }
 
 

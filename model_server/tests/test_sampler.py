@@ -6,13 +6,17 @@ from collections import Counter
 import pytest
 import torch
 from transformers import (
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
+    WatermarkLogitsProcessor,
 )
 
 from funitel.model_server.sampler import SampledToken, SamplingState, sample, token_logprobs
+from funitel.model_server.watermark import Watermark
 from funitel.proto.step import SamplingParams
 
 VOCAB = 200
@@ -26,6 +30,13 @@ def state(
     prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), top_n: int = 0, **params: object
 ) -> SamplingState:
     return SamplingState.over(SamplingParams(**params), top_n, prompt, output)  # type: ignore[arg-type]
+
+
+def dense_of(token: SampledToken) -> torch.Tensor:
+    """The log-probabilities of a row that asked for all of them: [vocab_size]."""
+    dense = torch.full((VOCAB,), -torch.inf)
+    dense[list(token.top_ids)] = torch.tensor(token.top_logprobs)
+    return dense
 
 
 def processed(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
@@ -46,6 +57,9 @@ def processed(params: SamplingParams, logits: torch.Tensor) -> torch.Tensor:
         (SamplingParams(top_p=0.8), [TopPLogitsWarper(0.8)]),
         (SamplingParams(top_p=0.01), [TopPLogitsWarper(0.01)]),
         (SamplingParams(typical_p=0.6), [TypicalLogitsWarper(0.6)]),
+        (SamplingParams(min_p=0.1), [MinPLogitsWarper(0.1)]),
+        (SamplingParams(min_p=1.0), [MinPLogitsWarper(1.0)]),
+        (SamplingParams(top_p=0.9, min_p=0.02), [TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)]),
         (SamplingParams(top_k=20, top_p=0.7), [TopKLogitsWarper(20), TopPLogitsWarper(0.7)]),
         (
             SamplingParams(temperature=0.5, top_k=50, top_p=0.9, typical_p=0.8),
@@ -73,6 +87,52 @@ def test_repetition_penalty_equals_transformers() -> None:
     dense = torch.empty(VOCAB)
     dense[list(found.top_ids)] = torch.tensor(found.top_logprobs)
     assert torch.allclose(dense, expected[0].log_softmax(-1), atol=1e-5)
+
+
+def test_watermark_equals_transformers_and_follows_the_last_token() -> None:
+    logits = make_logits(1)
+    mark = Watermark(gamma=0.25, delta=3.0)
+    processor = WatermarkLogitsProcessor(VOCAB, "cpu", greenlist_ratio=0.25, bias=3.0)
+    row = SamplingState.over(SamplingParams(watermark=True), VOCAB, (3, 9), (), mark)
+    for ids in ([3, 9], [3, 9, 17]):
+        expected = processor(torch.tensor([ids]), logits.clone())[0].log_softmax(-1)
+        assert torch.allclose(dense_of(sample(logits.clone(), [row], [2])[0]), expected, atol=1e-5)
+        row.push(17)
+    resumed = SamplingState.over(SamplingParams(watermark=True), VOCAB, (3, 9), (17, 17), mark)
+    assert sample(logits.clone(), [resumed], [4]) == sample(logits.clone(), [row], [4])
+
+
+def test_logit_bias_equals_transformers() -> None:
+    logits = make_logits(1)
+    bias = ((4, -100.0), (9, 5.0), (0, 1.5))
+    expected = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias])(
+        torch.tensor([[3]]), logits.clone()
+    )[0].log_softmax(-1)
+    found = sample(logits.clone(), [state(logit_bias=bias, top_n=VOCAB)], [1])[0]
+    assert torch.allclose(dense_of(found), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.3, "top_k": 5, "seed": 4},
+        {"logit_bias": ((7, 50.0),)},
+        {"watermark": True},
+        {"presence_penalty": 2.0},
+    ],
+)
+def test_raw_logprobs_are_the_models_own_whatever_chose_the_token(params: dict[str, object]) -> None:
+    logits = make_logits(3)
+    expected = logits.log_softmax(-1)
+    rows = [state((1,), (2, 3), VOCAB, **params, raw_logprobs=raw) for raw in (True, False, True)]
+    plain = [state((1,), (2, 3), VOCAB, **params)] * 3
+    found = sample(logits.clone(), rows, [3] * 3)
+    processed_ = sample(logits.clone(), plain, [3] * 3)
+    assert [token.id for token in found] == [token.id for token in processed_]
+    for i in (0, 2):
+        assert torch.allclose(dense_of(found[i]), expected[i], atol=1e-5)
+        assert found[i].logprob == pytest.approx(float(expected[i, found[i].id]), abs=1e-5)
+    assert found[1] == processed_[1]
 
 
 def test_frequency_penalty_is_the_share_of_the_sequence() -> None:

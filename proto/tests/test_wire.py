@@ -17,6 +17,7 @@ from funitel.proto.step import (
     FinishReason,
     GeneratedText,
     Generation,
+    GrammarType,
     RowUpdate,
     SamplingParams,
     SequenceStart,
@@ -59,6 +60,10 @@ SAMPLING = st.builds(
     count_penalty=FLOAT,
     watermark=st.booleans(),
     grammar=TEXT,
+    grammar_type=st.sampled_from(GrammarType),
+    min_p=FLOAT,
+    logit_bias=some(st.tuples(U32, FLOAT)),
+    raw_logprobs=st.booleans(),
 )
 STOPPING = st.builds(StoppingParams, max_new_tokens=U32, stop_sequences=some(TEXT), ignore_eos=st.booleans())
 STARTS = st.builds(
@@ -368,3 +373,9 @@ def test_a_padded_model_has_no_pool() -> None:
 def test_finish_reasons_in_both_vocabularies() -> None:
     assert [reason.native for reason in FinishReason] == ["length", "eos_token", "stop_sequence"]
     assert [reason.openai for reason in FinishReason] == ["length", "stop", "stop"]
+
+
+def test_a_grammar_type_of_a_later_wire_reads_as_none() -> None:
+    message = pb.Request(parameters=pb.NextTokenChooserParameters.FromString(b"\x58\x63"))  # field 11, varint 99
+    assert message.parameters.grammar_type == 99
+    assert wire.decode_sequence(message).sampling.grammar_type is GrammarType.NONE

@@ -233,3 +233,12 @@ async def test_a_step_that_never_ends_is_a_failure(tmp_path: Path, monkeypatch: 
         fake.pause.clear()
         with pytest.raises(ShardFailed, match="does not answer"):
             await asyncio.wait_for(run(engine, request()), 5)
+
+
+async def test_what_plain_shards_would_ignore_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path, 1, {"is_plain": True}) as (engine, _, _):
+        asked = Request(
+            input_ids=(1,), inputs="a", sampling=SamplingParams(min_p=0.5), stopping=StoppingParams(max_new_tokens=1)
+        )
+        with pytest.raises(InvalidRequest, match="`min_p` is not supported by the shards"):
+            engine.submit(asked)

@@ -57,7 +57,6 @@ def check(inputs: str = "Hi", stream: bool = False, settings: RouterSettings = S
             "truncate",
             "`truncate` must be strictly positive and less than 1000. Given: 1001",
         ),
-        ({"watermark": True}, "watermark", "`watermark` is not supported"),
         ({"grammar": {"type": "json", "value": {}}}, "grammar", "`grammar` is not supported"),
         ({"adapter_id": "mine"}, "adapter_id", "`adapter_id` is not supported"),
         (

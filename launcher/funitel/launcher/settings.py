@@ -52,6 +52,8 @@ class LauncherSettings:
         choices=("true", "false", "1", "0"),
     )
     enable_prefill_logprobs: bool = _shard("enable_prefill_logprobs", "Allow log-probabilities of prompt tokens.")
+    watermark_gamma: float = _shard("watermark_gamma", "Share of the vocabulary that a watermark favours.")
+    watermark_delta: float = _shard("watermark_delta", "What a watermark adds to the scores of the tokens it favours.")
     cuda_memory_fraction: float = _shard(
         "cuda_memory_fraction", "Share of the free device memory that the KV pool may take."
     )

@@ -24,6 +24,7 @@ from funitel.model_server.sequences import Row, SequenceTable
 from funitel.model_server.settling import Settler
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.text import Detokenizer, StopMatcher, TextCodec
+from funitel.model_server.watermark import Watermark
 from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError, UnknownBatch
 from funitel.proto.step import (
     CachedBatch,
@@ -50,6 +51,7 @@ class ExecutorOptions:
     memory_fraction: float
     allow_prefill_logprobs: bool
     eos_token_ids: frozenset[int]
+    watermark: Watermark = Watermark()
 
 
 class Executor:
@@ -205,7 +207,9 @@ class Executor:
             tokens=tokens,
             prompt_len=len(prompt),
             num_cached=start.cache_len,
-            sampling=SamplingState.over(start.sampling, start.top_n_tokens, prompt, start.output_ids),
+            sampling=SamplingState.over(
+                start.sampling, start.top_n_tokens, prompt, start.output_ids, self.options.watermark
+            ),
             detokenizer=detokenizer,
             stops=stops,
             wants_prompt_logprobs=(
@@ -219,13 +223,17 @@ class Executor:
 
     def _check_supported(self, start: SequenceStart) -> None:
         asked = {
-            "watermark": start.sampling.watermark,
             "grammar": bool(start.sampling.grammar),
             "adapter_id": start.adapter_id is not None,
         }
         for name, is_asked in asked.items():
             if is_asked:
                 raise InvalidRequest(f"{name} is not supported by this shard")
+        unknown = [token_id for token_id, _ in start.sampling.logit_bias if token_id >= self.spec.vocab_size]
+        if unknown:
+            raise InvalidRequest(
+                f"logit_bias needs token ids within 0..{self.spec.vocab_size - 1}, given {unknown[0]}", "logit_bias"
+            )
         if start.stopping.max_new_tokens <= len(start.output_ids):
             raise InvalidRequest(
                 f"max_new_tokens must be > the {len(start.output_ids)} tokens already produced, "

@@ -15,6 +15,7 @@ from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.quantization import check_flag, find_quantization
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.text import TextCodec
+from funitel.model_server.watermark import Watermark
 from funitel.model_server.weights import Weights, read_json
 from funitel.proto.errors import SettingsError, WeightsError
 from funitel.proto.step import Capability, ShardInfo
@@ -61,6 +62,7 @@ def _options(
         memory_fraction=settings.cuda_memory_fraction,
         allow_prefill_logprobs=settings.enable_prefill_logprobs,
         eos_token_ids=eos_token_ids,
+        watermark=Watermark(settings.watermark_gamma, settings.watermark_delta),
     )
 
 

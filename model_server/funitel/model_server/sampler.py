@@ -1,9 +1,13 @@
 """Logits -> tokens and log-probabilities, batched, in TGI's order of processing.
 
+The order: watermark, logit bias, penalties, temperature, top-k, top-p, min-p, typical-p. Log-probabilities are those
+after all of it, or of the model's own scores where `raw_logprobs` asks for them.
+
 Noise is a function of (seed, position, token id) alone, so a seeded sequence draws the same tokens whatever shares its
 batch, and after being resumed elsewhere. Runs on rank 0 only.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,24 +15,35 @@ from dataclasses import dataclass, field
 import torch
 
 from funitel.model_server.noise import gumbel
+from funitel.model_server.watermark import Watermark
 from funitel.proto.step import SamplingParams
+
+DEFAULT_WATERMARK = Watermark()  # TGI's settings
 
 
 @dataclass(slots=True)
 class SamplingState:
-    """What sampling one sequence depends on: its parameters and, for penalties, the tokens it holds."""
+    """What sampling one sequence depends on: its parameters, its last token and, for penalties, all it holds."""
 
     params: SamplingParams
     top_n: int = 0
+    watermark: Watermark = DEFAULT_WATERMARK
+    _last: int = 0
     _seen: Counter[int] = field(default_factory=Counter)  # prompt and completion
     _produced: Counter[int] = field(default_factory=Counter)  # completion
 
     @classmethod
     def over(
-        cls, params: SamplingParams, top_n: int, prompt_ids: Sequence[int], output_ids: Sequence[int]
+        cls,
+        params: SamplingParams,
+        top_n: int,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        watermark: Watermark = DEFAULT_WATERMARK,
     ) -> "SamplingState":
         """State of a sequence that holds these tokens already."""
-        state = cls(params, top_n)
+        tail = [*prompt_ids[-1:], *output_ids[-1:]]
+        state = cls(params, top_n, watermark, tail[-1] if tail else 0)
         if params.has_penalties:
             state._seen.update(prompt_ids)
             state._seen.update(output_ids)
@@ -37,12 +52,23 @@ class SamplingState:
 
     def push(self, token_id: int) -> None:
         """Take a new completion token into account."""
+        self._last = token_id
         if self.params.has_penalties:
             self._seen[token_id] += 1
             self._produced[token_id] += 1
 
-    def penalise(self, scores: torch.Tensor) -> None:
-        """Apply the penalties to one row [vocab_size], in place."""
+    def process(self, scores: torch.Tensor) -> None:
+        """Apply watermark, bias and penalties to one row [vocab_size], in place."""
+        params = self.params
+        if params.watermark:
+            self.watermark.apply(scores, self._last)
+        if params.logit_bias:
+            ids, biases = zip(*params.logit_bias, strict=True)
+            scores[list(ids)] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
+        if params.has_penalties:
+            self._penalise(scores)
+
+    def _penalise(self, scores: torch.Tensor) -> None:
         params = self.params
         if params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0:
             ids, counts = _as_tensors(self._seen, scores.device)
@@ -64,7 +90,7 @@ def _as_tensors(counter: Counter[int], device: torch.device) -> tuple[torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A chosen token, its log-probability after all processing, and the most likely alternatives."""
+    """A chosen token, its log-probability, and the most likely alternatives."""
 
     id: int
     logprob: float
@@ -80,9 +106,9 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState], positions: Seq
         states: sampling state per row.
         positions: index in its sequence of the token each row is about to get.
     """
+    raw = {row: logits[row].clone() for row, state in enumerate(states) if _needs_raw(state.params)}
     for row, state in enumerate(states):
-        if state.params.has_penalties:
-            state.penalise(logits[row])
+        state.process(logits[row])
     # Half-precision overflow or an extreme penalty must spoil its own row only, and must not raise.
     logits.nan_to_num_(nan=-torch.inf)
     sampled = [row for row, state in enumerate(states) if state.params.is_sampled]
@@ -94,6 +120,9 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState], positions: Seq
         seeds = [states[row].params.seed for row in sampled]
         noise = gumbel(seeds, [positions[row] for row in sampled], logits.shape[1], logits.device)
         chosen[sampled] = (logits[sampled] + noise).argmax(dim=-1)  # masked tokens stay at -inf
+    for row, scores in raw.items():
+        logits[row] = scores.nan_to_num_(nan=-torch.inf)
+        normaliser[row] = scores.logsumexp(dim=-1)
     logprobs = logits.gather(1, chosen[:, None])[:, 0] - normaliser
     tops = [
         _top(logits[row], float(normaliser[row]), state.top_n) if state.top_n else ((), ())
@@ -105,14 +134,19 @@ def sample(logits: torch.Tensor, states: Sequence[SamplingState], positions: Seq
     ]
 
 
+def _needs_raw(params: SamplingParams) -> bool:
+    return params.raw_logprobs and params.changes_scores
+
+
 def _warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Temperature, top-k, top-p, typical-p, each only on the rows that ask for it. Masked tokens become -inf."""
+    """Temperature, top-k, top-p, min-p, typical-p, each only on the rows that ask for it. Masked tokens become -inf."""
     temperatures = torch.tensor([p.temperature for p in params], device=scores.device)
     best = scores.max(dim=-1, keepdim=True).values
     scores = (scores - best) / temperatures[:, None]  # at most 0: the tiniest temperature cannot overflow
     for rows, warp in (
         ([i for i, p in enumerate(params) if p.top_k], _top_k),
         ([i for i, p in enumerate(params) if p.top_p < 1.0], _top_p),
+        ([i for i, p in enumerate(params) if p.min_p > 0.0], _min_p),
         ([i for i, p in enumerate(params) if p.typical_p < 1.0], _typical_p),
     ):
         if rows:
@@ -136,6 +170,13 @@ def _top_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tens
     is_out = before >= ps[:, None]
     is_out[:, 0] = False
     return scores.masked_fill(torch.zeros_like(is_out).scatter(1, ids, is_out), -torch.inf)
+
+
+def _min_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Drop tokens less likely than p times the likeliest. Source: Nguyen et al., arXiv 2407.01082."""
+    floors = torch.tensor([math.log(p.min_p) for p in params], device=scores.device)
+    best = scores.max(dim=-1, keepdim=True).values
+    return scores.masked_fill(scores - best < floors[:, None], -torch.inf)
 
 
 def _typical_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Every setting of a shard process; flags, variables and defaults are TGI's where TGI has them."""
 
+import math
 from dataclasses import dataclass
 
 from funitel.proto.settings import require, setting
@@ -60,6 +61,8 @@ class ModelServerSettings:
         choices=("true", "false", "1", "0"),
     )
     enable_prefill_logprobs: bool = setting(False, "Allow log-probabilities of prompt tokens.", env="REQUEST_LOGPROBS")
+    watermark_gamma: float = setting(0.5, "Share of the vocabulary that a watermark favours.")
+    watermark_delta: float = setting(2.0, "What a watermark adds to the scores of the tokens it favours.")
     json_output: bool = setting(False, "Log JSON lines.")
     logger_level: str = setting("info", "Least severe log level: debug, info, warning, error.", env=None)
     exit_with_parent: bool = setting(False, "Stop when the process that started this one ends.", env=None)
@@ -79,6 +82,11 @@ class ModelServerSettings:
             0.0 < self.cuda_memory_fraction <= 1.0,
             f"--cuda-memory-fraction must be within (0, 1], given {self.cuda_memory_fraction}",
         )
+        require(
+            0.0 < self.watermark_gamma < 1.0,
+            f"--watermark-gamma must be within (0, 1), given {self.watermark_gamma}",
+        )
+        require(math.isfinite(self.watermark_delta), f"--watermark-delta must be finite, given {self.watermark_delta}")
         require(
             self.num_threads is None or self.num_threads > 0,
             f"--num-threads must be > 0, given {self.num_threads}",

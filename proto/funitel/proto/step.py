@@ -14,6 +14,15 @@ class Capability(StrEnum):
     ROW_UPDATES = "row_updates"  # block grants and chunk lengths per step
     TOKEN_IDS = "token_ids"  # prompts as input_ids, resumption through output_ids
     COUNT_PENALTIES = "count_penalties"  # presence_penalty and count_penalty
+    MORE_SAMPLERS = "more_samplers"  # min_p, logit_bias and raw_logprobs
+
+
+class GrammarType(IntEnum):
+    """How the text of a grammar is written; values are those of the wire."""
+
+    NONE = 0
+    JSON = 1  # a JSON schema
+    REGEX = 2
 
 
 class FinishReason(IntEnum):
@@ -48,13 +57,24 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # times the token's share of the sequence, prompt included (TGI)
     presence_penalty: float = 0.0  # once for each token the completion holds (OpenAI)
     count_penalty: float = 0.0  # per occurrence in the completion (OpenAI's frequency_penalty)
+    min_p: float = 0.0  # least probability of a token, as a share of the likeliest one's
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its score), each id once
     watermark: bool = False
     grammar: str = ""
+    grammar_type: GrammarType = GrammarType.NONE
+    raw_logprobs: bool = False  # log-probabilities of the model's own scores, before any processing
 
     @property
     def is_sampled(self) -> bool:
         """Whether the token is drawn rather than the most likely one taken (TGI's rule)."""
-        return self.do_sample or self.temperature != 1.0 or self.top_k != 0 or self.top_p < 1.0 or self.typical_p < 1.0
+        return (
+            self.do_sample
+            or self.temperature != 1.0
+            or self.top_k != 0
+            or self.top_p < 1.0
+            or self.min_p > 0.0
+            or self.typical_p < 1.0
+        )
 
     @property
     def has_penalties(self) -> bool:
@@ -65,6 +85,11 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.count_penalty != 0.0
         )
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether the scores the token is chosen by can differ from the model's own."""
+        return self.is_sampled or self.has_penalties or self.watermark or bool(self.logit_bias) or bool(self.grammar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from funitel.proto.step import (
     FinishReason,
     GeneratedText,
     Generation,
+    GrammarType,
     RowUpdate,
     SamplingParams,
     SequenceStart,
@@ -46,8 +47,12 @@ def encode_sequence(sequence: SequenceStart) -> pb.Request:
             frequency_penalty=sampling.frequency_penalty,
             watermark=sampling.watermark,
             grammar=sampling.grammar,
+            grammar_type=f"GRAMMAR_TYPE_{sampling.grammar_type.name}",
             presence_penalty=sampling.presence_penalty,
             count_penalty=sampling.count_penalty,
+            min_p=sampling.min_p,
+            logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
+            raw_logprobs=sampling.raw_logprobs,
         ),
         stopping_parameters=pb.StoppingCriteriaParameters(
             max_new_tokens=stopping.max_new_tokens,
@@ -91,8 +96,12 @@ def decode_sequence(message: pb.Request) -> SequenceStart:
             frequency_penalty=sampling.frequency_penalty,
             watermark=sampling.watermark,
             grammar=sampling.grammar,
+            grammar_type=_grammar_type(sampling),
             presence_penalty=sampling.presence_penalty,
             count_penalty=sampling.count_penalty,
+            min_p=sampling.min_p,
+            logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
+            raw_logprobs=sampling.raw_logprobs,
         ),
         stopping=StoppingParams(
             max_new_tokens=stopping.max_new_tokens,
@@ -110,6 +119,12 @@ def decode_sequence(message: pb.Request) -> SequenceStart:
         adapter_id=message.adapter_id if message.HasField("adapter_id") else None,
         chunk_len=message.chunk_len if message.HasField("chunk_len") else None,
     )
+
+
+def _grammar_type(sampling: pb.NextTokenChooserParameters) -> GrammarType:
+    """Read the type of a grammar; one that is not known reads as NONE, which no grammar has."""
+    number = int(sampling.grammar_type)
+    return GrammarType(number) if number in set(GrammarType) else GrammarType.NONE
 
 
 def encode_batch(batch_id: int, sequences: Sequence[SequenceStart], block_size: int) -> pb.Batch:

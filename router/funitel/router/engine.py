@@ -29,6 +29,7 @@ from funitel.proto.step import (
 )
 from funitel.router.blocks import BlockAllocator
 from funitel.router.metrics import Metrics
+from funitel.router.peer import check_capabilities
 from funitel.router.replica import Ranks, Replica
 from funitel.router.scheduler import Policy, Scheduler, StepPlan
 from funitel.router.sequence import Limits, Request, Sequence
@@ -74,9 +75,11 @@ class Engine:
         """Queue a request.
 
         Raises:
+            InvalidRequest: the shards would ignore a part of it.
             Overloaded: `max_concurrent_requests` are in flight.
             NotReady: the router is draining.
         """
+        check_capabilities(request.sampling, self._replica.capabilities)
         if self._is_draining:
             raise NotReady("the server is shutting down")
         if len(self._streams) >= self._max_concurrent_requests:

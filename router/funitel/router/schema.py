@@ -80,7 +80,7 @@ class GenerateParameters(NativeBody):
     return_full_text: bool | None = Field(default=None, description="Whether the prompt begins the generated text.")
     stop: StopList = Field(default_factory=list, description="Texts that end the completion.")
     truncate: U32 | None = Field(default=None, description="Keep the last so many prompt tokens.")
-    watermark: bool = Field(default=False, description="Not supported.")
+    watermark: bool = Field(default=False, description="Mark the text statistically (arXiv 2301.10226).")
     details: bool = Field(default=False, description="Whether to return tokens and how the sequence ended.")
     decoder_input_details: bool = Field(
         default=False, description="Whether to return the prompt's tokens; implies details."

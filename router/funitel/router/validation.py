@@ -54,7 +54,6 @@ def check_parameters(
 
 
 def _check_supported(parameters: GenerateParameters) -> None:
-    _require(not parameters.watermark, "watermark", "`watermark` is not supported")
     _require(parameters.grammar is None, "grammar", "`grammar` is not supported")
     _require(parameters.adapter_id is None, "adapter_id", "`adapter_id` is not supported")
 
@@ -177,6 +176,7 @@ def build_request(
             frequency_penalty=parameters.frequency_penalty or 0.0,
             presence_penalty=presence_penalty,
             count_penalty=count_penalty,
+            watermark=parameters.watermark,
         ),
         stopping=StoppingParams(max_new_tokens=max_new_tokens, stop_sequences=tuple(parameters.stop)),
         prefill_logprobs=parameters.decoder_input_details,

@@ -1,0 +1,22 @@
+"""What the shards at hand cannot do: refused here when asked for, as a shard would silently ignore it. Pure."""
+
+from collections.abc import Callable
+
+from funitel.proto.errors import InvalidRequest
+from funitel.proto.step import Capability, SamplingParams
+
+# Each field of a request that not every shard knows, what a shard must announce, and whether a request uses it.
+_NEEDS: tuple[tuple[str, Capability, Callable[[SamplingParams], bool]], ...] = (
+    ("presence_penalty", Capability.COUNT_PENALTIES, lambda p: p.presence_penalty != 0.0),
+    ("frequency_penalty", Capability.COUNT_PENALTIES, lambda p: p.count_penalty != 0.0),
+    ("min_p", Capability.MORE_SAMPLERS, lambda p: p.min_p != 0.0),
+    ("logit_bias", Capability.MORE_SAMPLERS, lambda p: bool(p.logit_bias)),
+    ("logprobs", Capability.MORE_SAMPLERS, lambda p: p.raw_logprobs),
+)
+
+
+def check_capabilities(sampling: SamplingParams, capabilities: frozenset[str]) -> None:
+    """Raise InvalidRequest for the first field that shards of these capabilities would ignore."""
+    for param, needed, uses in _NEEDS:
+        if uses(sampling) and needed not in capabilities:
+            raise InvalidRequest(f"`{param}` is not supported by the shards of this server", param)
