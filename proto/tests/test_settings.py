@@ -276,6 +276,8 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "num_threads": st.none() | COUNT,
     "prefill_chunking": st.sampled_from(["true", "false", "1", "0"]),
     "enable_prefill_logprobs": st.booleans(),
+    "watermark_gamma": st.floats(0, 1, exclude_min=True, exclude_max=True),
+    "watermark_delta": st.floats(-100, 100),
     "json_output": st.booleans(),
     "logger_level": TEXT,
     "exit_with_parent": st.booleans(),
