@@ -61,13 +61,14 @@ async def test_a_stream(client: httpx.AsyncClient) -> None:
     assert all(chunk["usage"] is None for chunk in received)
     deltas = [chunk["choices"][0]["delta"] for chunk in received]
     assert deltas == [
-        {"role": "assistant", "content": "Hello"},
+        {"role": "assistant", "content": ""},
+        {"content": "Hello"},
         {"content": " wor"},
         {"content": "ld"},
         {"content": "!"},
         {},
     ]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in received] == [None] * 4 + ["stop"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in received] == [None] * 5 + ["stop"]
 
 
 async def test_usage_comes_last_when_asked(client: httpx.AsyncClient) -> None:
@@ -94,7 +95,7 @@ async def test_streamed_and_whole_answers_are_equal(serve: Serve, stop: Any, str
 async def test_the_stop_is_cut_and_never_shown_in_part(client: httpx.AsyncClient) -> None:
     received = await chunks(client, stop="world")
     deltas = [chunk["choices"][0]["delta"] for chunk in received]
-    assert deltas == [{"role": "assistant", "content": "Hello"}, {"content": " "}, {}]
+    assert deltas == [{"role": "assistant", "content": ""}, {"content": "Hello"}, {"content": " "}, {}]
     assert received[-1]["choices"][0]["finish_reason"] == "stop"
 
 

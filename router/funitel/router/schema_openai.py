@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from funitel.proto.errors import InvalidRequest
-from funitel.router.recommended import RecommendedSampling
-from funitel.router.schema import F32, U32, Body, GenerateParameters, StopList, is_none
+from funitel.router.chat.call import ChatCall, ChatMessage, ChatSampling
+from funitel.router.schema import F32, U32, Body, StopList, is_none
 
 U64_RANGE = 2**64
 
@@ -94,11 +94,9 @@ class Message(OpenAIBody):
         return "".join(part.text for part in self.content or ())
 
     @property
-    def variables(self) -> dict[str, str]:
-        """What a chat template sees of the message."""
-        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
-        given = {name: value for name, value in optional.items() if value is not None}
-        return {"role": self.role, "content": self.text} | given
+    def message(self) -> ChatMessage:
+        """The message in the words of the chat core."""
+        return ChatMessage(role=self.role, text=self.text, name=self.name, tool_call_id=self.tool_call_id)
 
 
 class StreamOptions(OpenAIBody):
@@ -170,24 +168,22 @@ class ChatRequest(OpenAIBody):
         """Whether a stream shall end with a count of tokens."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def parameters(self, recommended: RecommendedSampling) -> GenerateParameters:
-        """The same wishes as native parameters. Sampling is on unless temperature or top_p is 0.
-
-        A request that says nothing about sampling gets what is `recommended` for the model.
-        """
-        temperature, top_p = self.temperature, self.top_p
-        if temperature is None and top_p is None and self.seed is None:
-            temperature, top_p = recommended.temperature, recommended.top_p
-        greedy = temperature == 0 or top_p == 0
-        return GenerateParameters(
-            do_sample=not greedy,
-            temperature=None if greedy else temperature,
-            top_p=None if greedy or top_p == 1 else top_p,
-            repetition_penalty=self.repetition_penalty,
-            max_new_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
-            stop=self.stop,
-            seed=None if self.seed is None else self.seed % U64_RANGE,
-            top_n_tokens=self.top_logprobs,
+    @property
+    def call(self) -> ChatCall:
+        """The same wishes in the words of the chat core."""
+        return ChatCall(
+            messages=tuple(message.message for message in self.messages),
+            sampling=ChatSampling(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty or 0.0,
+                frequency_penalty=self.frequency_penalty or 0.0,
+                seed=self.seed,
+                max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+                stop=tuple(self.stop),
+                top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            ),
         )
 
 

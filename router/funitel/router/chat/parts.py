@@ -1,0 +1,80 @@
+"""The parts an answer is made of, as they come."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class EndReason(Enum):
+    """Why an answer ended."""
+
+    END = "end"  # the model said so
+    STOP_SEQUENCE = "stop_sequence"  # a stop of the request was found; it is not part of the text
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"  # the model called tools and waits for their results
+
+
+@dataclass(frozen=True, slots=True)
+class ChatUsage:
+    """Tokens of one answer; the prompt's are the same for every choice."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int = 0  # of the completion
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token with its log-probability, and the likeliest ones at its place."""
+
+    text: str
+    logprob: float
+    top: tuple["ScoredToken", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first token was generated; nothing may be shown yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More of the answer's text; `tokens` are those that begin in it, where log-probabilities were asked for."""
+
+    text: str
+    tokens: tuple[ScoredToken, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of what the model thinks before it answers."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """The model calls a tool: the `index`-th call of this answer."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallArguments:
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    delta: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last part of a choice."""
+
+    reason: EndReason
+    usage: ChatUsage
+    stop_sequence: str | None = None  # the one that was found
+
+
+Part = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finished

@@ -1,0 +1,117 @@
+"""Run a chat: check it, render it, generate its choices, hand out their parts."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from funitel.router.api.inference import (
+    Answer,
+    Job,
+    Prompt,
+    answer_headers,
+    collect_all,
+    interleave,
+    prepare,
+    stream_headers,
+    summed_headers,
+)
+from funitel.router.chat.answer import ChatAnswer
+from funitel.router.chat.call import ChatCall, ChatSampling
+from funitel.router.chat.choice import Choice
+from funitel.router.chat.parts import Part
+from funitel.router.chat.prompt import render
+from funitel.router.recommended import RecommendedSampling
+from funitel.router.schema import GenerateParameters
+from funitel.router.service import Service
+
+U64_RANGE = 2**64
+
+
+@dataclass(slots=True)
+class PreparedChat:
+    """A chat that was found sound and waits to run. Run it once, either way."""
+
+    call: ChatCall
+    jobs: list[Job]
+
+    @property
+    def stream_headers(self) -> dict[str, str]:
+        """Response headers of a streamed answer."""
+        return stream_headers(*self.jobs)
+
+    async def parts(self) -> AsyncGenerator[tuple[int, Part], None]:
+        """Generate every choice side by side; yield parts as they come, with the index of their choice.
+
+        Leaving early cancels all. An error that ends one choice ends all and is raised.
+        """
+        choices = self._choices()
+        async with interleave(self.jobs) as generations:
+            async for index, generation in generations:
+                for part in choices[index].feed(generation):
+                    yield index, part
+
+    async def run(self) -> tuple[list[ChatAnswer], dict[str, str]]:
+        """Generate every choice; return them in order, and the response headers."""
+        answers = await collect_all(self.jobs)
+        whole = [_assembled(choice, answer) for choice, answer in zip(self._choices(), answers, strict=True)]
+        if len(self.jobs) == 1:
+            return whole, answer_headers(self.jobs[0], answers[0])
+        return whole, summed_headers(self.jobs, answers)
+
+    def _choices(self) -> list[Choice]:
+        return [Choice(job.request, self.call.sampling.top_logprobs) for job in self.jobs]
+
+
+def _assembled(choice: Choice, answer: Answer) -> ChatAnswer:
+    return ChatAnswer.of(part for generation in answer.generations for part in choice.feed(generation))
+
+
+async def prepare_chat(service: Service, call: ChatCall, *, stream: bool, arrived: float) -> PreparedChat:
+    """Render and tokenize a conversation and check what is asked of it.
+
+    Args:
+        service: the router's.
+        call: the conversation and what is asked.
+        stream: whether `parts` will be used rather than `run`.
+        arrived: when the request came, on the monotonic clock.
+
+    Raises:
+        NotReady: the shards do not answer yet.
+        InvalidRequest: a value breaks a rule; `param` is the native name of the field.
+        TemplateError: the model has no template, or it refused the messages.
+    """
+    prompt = await render(service, call)
+    job = await prepare(
+        service,
+        parameters_of(call.sampling, service.recommended),
+        Prompt(prompt, add_special_tokens=False),
+        stream=stream,
+        arrived=arrived,
+        presence_penalty=call.sampling.presence_penalty,
+        count_penalty=call.sampling.frequency_penalty,
+    )
+    return PreparedChat(call, job.siblings(call.n))
+
+
+async def count_prompt_tokens(service: Service, call: ChatCall) -> int:
+    """Return how many tokens the prompt of a conversation has; raises as `prepare_chat` does."""
+    prompt = await render(service, call)
+    return len((await service.tokenizer.encode(prompt, add_special_tokens=False)).ids)
+
+
+def parameters_of(sampling: ChatSampling, recommended: RecommendedSampling) -> GenerateParameters:
+    """The same wishes as native parameters."""
+    temperature, top_p = sampling.temperature, sampling.top_p
+    if temperature is None and top_p is None and sampling.seed is None:
+        temperature, top_p = recommended.temperature, recommended.top_p
+    greedy = temperature == 0 or top_p == 0
+    return GenerateParameters(
+        do_sample=not greedy,
+        temperature=None if greedy else temperature,
+        top_p=None if greedy or top_p == 1 else top_p,
+        top_k=None if greedy else sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        max_new_tokens=sampling.max_tokens,
+        stop=list(sampling.stop),
+        seed=None if sampling.seed is None else sampling.seed % U64_RANGE,
+        top_n_tokens=sampling.top_logprobs,
+    )
