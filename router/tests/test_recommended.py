@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from funitel.proto.errors import StartupError
+from funitel.router.chat.sampling import ChatSampling, parameters_of
 from funitel.router.recommended import RecommendedSampling, read_recommended
-from funitel.router.schema_openai import ChatRequest
 
 
 def write(folder: Path, name: str, values: object) -> None:
@@ -42,10 +43,9 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
 
 def test_requests_beat_recommendations() -> None:
     recommended = RecommendedSampling(0.2, 0.9)
-    messages = [{"role": "user", "content": "x"}]
 
-    def chosen(**fields: float) -> tuple[bool, float | None, float | None]:
-        parameters = ChatRequest.model_validate({"messages": messages, **fields}).parameters(recommended)
+    def chosen(**fields: Any) -> tuple[bool, float | None, float | None]:
+        parameters = parameters_of(ChatSampling(**fields), recommended)
         return parameters.do_sample, parameters.temperature, parameters.top_p
 
     assert chosen() == (True, 0.2, 0.9)
@@ -57,6 +57,5 @@ def test_requests_beat_recommendations() -> None:
 
 
 def test_a_recommended_temperature_of_zero_is_greedy() -> None:
-    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]})
-    parameters = request.parameters(RecommendedSampling(0.0))
+    parameters = parameters_of(ChatSampling(), RecommendedSampling(0.0))
     assert (parameters.do_sample, parameters.temperature) == (False, None)

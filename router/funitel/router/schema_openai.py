@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from funitel.proto.errors import InvalidRequest
-from funitel.router.chat.call import ChatCall, ChatMessage, ChatSampling
+from funitel.router.chat.call import ChatCall, ChatMessage
+from funitel.router.chat.sampling import ChatSampling
 from funitel.router.schema import F32, U32, Body, StopList, is_none
 
 U64_RANGE = 2**64

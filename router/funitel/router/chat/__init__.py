@@ -14,7 +14,7 @@ of the same parts. `count_prompt_tokens(service, call)` renders and counts witho
 """
 
 from funitel.router.chat.answer import ChatAnswer, ToolCall
-from funitel.router.chat.call import ChatCall, ChatMessage, ChatSampling, PastToolCall, Tool, ToolChoice, ToolMode
+from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolChoice, ToolMode
 from funitel.router.chat.parts import (
     ChatUsage,
     EndReason,
@@ -28,6 +28,7 @@ from funitel.router.chat.parts import (
     ToolCallStart,
 )
 from funitel.router.chat.run import PreparedChat, count_prompt_tokens, prepare_chat
+from funitel.router.chat.sampling import ChatSampling
 
 __all__ = [
     "ChatAnswer",

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from funitel.router.chat.sampling import ChatSampling
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastToolCall:
@@ -59,26 +61,6 @@ class ToolChoice:
     def named(cls, name: str) -> "ToolChoice":
         """Call this tool and no other."""
         return cls(ToolMode.REQUIRED, name)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatSampling:
-    """How tokens are chosen and when they end. None is "the client did not say".
-
-    Nothing said about temperature, top_p and seed takes what is recommended for the model; temperature 0 or top_p 0 is
-    greedy. Penalties have OpenAI's meaning.
-    """
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = None  # None: up to the context's end
-    stop: tuple[str, ...] = ()
-    top_logprobs: int | None = None  # None: log-probabilities are not wanted; 0: those of the tokens themselves only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,15 +15,12 @@ from funitel.router.api.inference import (
     summed_headers,
 )
 from funitel.router.chat.answer import ChatAnswer
-from funitel.router.chat.call import ChatCall, ChatSampling
+from funitel.router.chat.call import ChatCall
 from funitel.router.chat.choice import Choice
 from funitel.router.chat.parts import Part
 from funitel.router.chat.prompt import render
-from funitel.router.recommended import RecommendedSampling
-from funitel.router.schema import GenerateParameters
+from funitel.router.chat.sampling import parameters_of
 from funitel.router.service import Service
-
-U64_RANGE = 2**64
 
 
 @dataclass(slots=True)
@@ -96,22 +93,3 @@ async def count_prompt_tokens(service: Service, call: ChatCall) -> int:
     """Return how many tokens the prompt of a conversation has; raises as `prepare_chat` does."""
     prompt = await render(service, call)
     return len((await service.tokenizer.encode(prompt, add_special_tokens=False)).ids)
-
-
-def parameters_of(sampling: ChatSampling, recommended: RecommendedSampling) -> GenerateParameters:
-    """The same wishes as native parameters."""
-    temperature, top_p = sampling.temperature, sampling.top_p
-    if temperature is None and top_p is None and sampling.seed is None:
-        temperature, top_p = recommended.temperature, recommended.top_p
-    greedy = temperature == 0 or top_p == 0
-    return GenerateParameters(
-        do_sample=not greedy,
-        temperature=None if greedy else temperature,
-        top_p=None if greedy or top_p == 1 else top_p,
-        top_k=None if greedy else sampling.top_k,
-        repetition_penalty=sampling.repetition_penalty,
-        max_new_tokens=sampling.max_tokens,
-        stop=list(sampling.stop),
-        seed=None if sampling.seed is None else sampling.seed % U64_RANGE,
-        top_n_tokens=sampling.top_logprobs,
-    )
