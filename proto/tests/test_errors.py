@@ -41,7 +41,7 @@ def test_every_drawn_class_says_what_it_means() -> None:
 def test_every_class_has_its_codes(cls: type[FunitelError]) -> None:
     assert 400 <= cls.http_status <= 599
     assert cls.error_type
-    assert cls.error_type == cls.error_type.lower()
+    assert cls.error_type == cls.error_type.lower() or cls is errors.NoInstances, "TGI writes one with a capital"
     assert isinstance(cls.grpc_status, grpc.StatusCode)
     assert cls.grpc_status is not grpc.StatusCode.OK
     assert cls.metric

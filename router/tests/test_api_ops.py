@@ -4,23 +4,27 @@ import asyncio
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fakes import LIMITS, FakeEngine, Serve, eventually
+from fakes import LIMITS, FakeEngine, Serve, eventually, write_model
 
 from funitel.proto.errors import ShardFailed, StartupError
 from funitel.router.api.routes import OPERATIONS, document
 from funitel.router.metrics import Metrics
+from funitel.router.model_facts import ModelFacts
 from funitel.router.settings import RouterSettings
 
 PROTECTED = [("POST", "/"), ("POST", "/generate"), ("POST", "/generate_stream"), ("POST", "/tokenize")]
-PROTECTED += [("POST", "/v1/chat/completions")]
-OPEN = ["/", "/health", "/ping", "/info", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"]
+PROTECTED += [("POST", "/v1/chat/completions"), ("POST", "/chat_tokenize"), ("POST", "/invocations")]
+PROTECTED += [("POST", "/vertex"), ("POST", "/v2/models/m/versions/1/infer")]
+OPEN = ["/", "/health", "/health/live", "/health/ready", "/v2", "/v2/health/live", "/v2/models/m/versions/1", "/info"]
+OPEN += ["/ping", "/metrics", "/docs", "/openapi.json", "/api-doc/openapi.json"]
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/ping"])
+@pytest.mark.parametrize("path", ["/", "/health", "/ping", "/health/ready", "/v2/health/ready"])
 async def test_health_is_that_of_the_shards(serve: Serve, path: str) -> None:
     engine = FakeEngine()
     async with serve(engine) as client:
@@ -78,6 +82,23 @@ async def test_a_start_that_fails_is_told(serve: Serve) -> None:
     assert response.json()["error"] == "unhealthy: failed to start: no shard answers"
 
 
+async def test_liveness_is_not_readiness(serve: Serve) -> None:
+    """TGI has one probe for both: a pod whose shards still load, or hang, is killed (TGI's issue 3241)."""
+
+    async def connect(settings: RouterSettings, metrics: Metrics) -> FakeEngine:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with serve(FakeEngine(), connect=connect, ready=False) as client:
+        assert (await client.get("/health/live")).status_code == 200
+        assert (await client.get("/v2/health/live")).json() == {"live": True}
+        assert (await client.get("/health/ready")).status_code == 503
+    engine = FakeEngine(sick=ShardFailed("rank 1 does not answer"))
+    async with serve(engine) as client:
+        assert (await client.get("/health/live")).status_code == 200
+        assert (await client.get("/v2/models/m/versions/1/ready")).status_code == 503
+
+
 async def test_the_engine_is_closed_at_the_end(serve: Serve) -> None:
     engine = FakeEngine()
     async with serve(engine):
@@ -93,8 +114,40 @@ async def test_info(serve: Serve) -> None:
     assert facts["max_best_of"] == 3
     assert facts["max_input_tokens"] == LIMITS.max_input_tokens
     assert facts["max_total_tokens"] == LIMITS.max_total_tokens
+    assert facts["max_client_batch_size"] == 4
     assert facts["version"]
-    assert facts["model_pipeline_tag"] is None
+    for name in ("model_sha", "model_pipeline_tag", "sha", "docker_label"):
+        assert facts[name] is None
+
+
+async def test_info_tells_where_model_and_server_come_from(tmp_path: Path, serve: Serve) -> None:
+    folder = tmp_path / "snapshots" / ("0123456789" * 4)
+    folder.mkdir(parents=True)
+    write_model(folder)
+    (folder / "README.md").write_text("---\nlicense: mit\npipeline_tag: image-text-to-text\n---\n# A model\n")
+    settings = {"tokenizer_name": str(folder), "git_sha": "abc", "docker_label": "sha-abc"}
+    async with serve(FakeEngine(), **settings) as client:
+        facts = (await client.get("/info")).json()
+        answer = (await client.post("/", json={"inputs": "Hi "})).json()
+    assert facts["model_sha"] == "0123456789" * 4
+    assert facts["model_pipeline_tag"] == "image-text-to-text"
+    assert (facts["sha"], facts["docker_label"]) == ("abc", "sha-abc")
+    assert answer == [{"generated_text": "Hello world!"}], "the prompt begins the text only for text-generation"
+
+
+@pytest.mark.parametrize(
+    ("card", "tag"),
+    [
+        ("---\npipeline_tag: text-generation\n---\n", "text-generation"),
+        ('---\ntags:\n- a\npipeline_tag: "fill-mask"\n---\n', "fill-mask"),
+        ("# No header\npipeline_tag: text-generation\n", None),
+        ("---\nlicense: mit\n---\npipeline_tag: text-generation\n", None),
+        ("---\npipeline_tag: never closed\n", None),
+    ],
+)
+def test_the_purpose_is_what_the_model_card_begins_with(card: str, tag: str | None, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text(card)
+    assert ModelFacts.of(tmp_path) == ModelFacts(None, tag)
 
 
 async def test_a_key_is_asked_for_where_work_is_done(serve: Serve) -> None:
@@ -105,7 +158,10 @@ async def test_a_key_is_asked_for_where_work_is_done(serve: Serve) -> None:
                 response = await client.request(method, path, content=b"{", headers=headers)
                 assert response.status_code == 401, (path, key)
                 assert response.headers["www-authenticate"] == "Bearer"
-                assert response.json()["error_type"] == "unauthorized"
+                if path.startswith("/v1/"):
+                    assert response.json()["error_type"] == "unauthorized"
+                else:
+                    assert response.content == b"", "TGI's answer has no body"
         for path in [*OPEN, "/v1/models"]:
             assert (await client.get(path)).status_code == 200
         headers = {"authorization": "bearer sécret".encode()}

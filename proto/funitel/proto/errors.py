@@ -8,7 +8,10 @@ Handlers and the servicer map by attribute, never by `isinstance` ladders.
     │   ├── MalformedBody         not JSON at all
     │   ├── PayloadTooLarge       body over --payload-limit
     │   ├── UnsupportedMediaType  a body that is not application/json
-    │   └── TemplateError         the chat template refused the messages
+    │   ├── TemplateError         the chat template refused the messages
+    │   ├── NoInstances           Vertex AI: nothing to predict
+    │   ├── NotUtf8               KServe: bytes that are no text
+    │   └── LengthMismatch        KServe: another number of outputs than inputs
     ├── Unauthorized              missing or wrong API key
     ├── Overloaded                too many requests at once
     ├── NotReady                  starting or draining
@@ -91,6 +94,24 @@ class TemplateError(InvalidRequest):
     error_type = "template_error"
     prefix = "Template error: "
     metric = "template"
+
+
+class NoInstances(InvalidRequest):
+    """A Vertex AI request without instances; tagged as TGI tags it."""
+
+    error_type = "Input validation error"
+
+
+class NotUtf8(InvalidRequest):
+    """A KServe input whose bytes are not UTF-8."""
+
+    error_type = "utf8"
+
+
+class LengthMismatch(InvalidRequest):
+    """A KServe request that wants another number of outputs than it has inputs."""
+
+    error_type = "length mismatch"
 
 
 class Unauthorized(FunitelError):

@@ -5,6 +5,7 @@ import hmac
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError, Unauthorized
 from funitel.router.api.errors import ErrorBoundary, answer_error, answer_http_exception
-from funitel.router.api.routes import OPERATIONS, document
+from funitel.router.api.routes import document, operations
 from funitel.router.openapi import Operation
 from funitel.router.service import Connect, Service
 from funitel.router.settings import RouterSettings
@@ -51,15 +52,16 @@ def build_app(
             await asyncio.gather(starting, return_exceptions=True)
             await service.close()
 
+    listed = operations(settings)
     app = Starlette(
-        routes=[_route(operation, settings.api_key) for operation in OPERATIONS],
+        routes=[_route(operation, settings.api_key) for operation in listed],
         middleware=[_cors(settings.cors_allow_origin), Middleware(ErrorBoundary)],
         exception_handlers={FunitelError: answer_error, HTTPException: answer_http_exception},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False  # `/generate/` is no route
     app.state.service = service
-    app.state.document = document
+    app.state.document = partial(document, listed)
     return app
 
 

@@ -2,7 +2,8 @@
 
 import html
 import json
-from collections.abc import Awaitable, Callable, Sequence
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 REFERENCE = "#/components/schemas/{model}"
+_PARAMETER = re.compile(r"{(\w+)}")
+
+
+# What a status means, in the document; each has the error's record as its body, save where TGI's has none.
+MEANINGS = {
+    400: "The body is not JSON",
+    401: "The API key is missing or wrong",
+    413: "The body is larger than --payload-limit",
+    415: "The body is not declared as JSON",
+    422: "A field breaks a rule; the message names it",
+    424: "A model shard failed",
+    429: "Too many requests at once",
+    500: "The generation ended without its last message",
+    503: "The server is starting, stopping or broken",
+}
+READ_FAILURES = (400, 413, 415, 422, 503)  # of a route that reads a body and needs the model's files
+GENERATION_FAILURES = (*READ_FAILURES, 424, 429, 500)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,9 +40,12 @@ class Operation:
         body: record of the request's JSON body, if it has one.
         answer: record of the JSON answer; None for text.
         event: record of each Server-Sent Event, when the route can stream.
+        text: media type of an answer that is text; None for an empty one.
         error: record of a failure.
+        failures: statuses a failure can have, besides 401 of a protected route.
         is_array: whether the answer is an array of `answer`.
         is_protected: whether an API key is asked for, when there is one.
+        is_bodiless_401: whether a refused key is answered without a body, as TGI does.
     """
 
     method: str
@@ -32,31 +53,34 @@ class Operation:
     handler: Callable[[Request], Awaitable[Response]]
     summary: str
     error: type[BaseModel]
+    failures: tuple[int, ...] = ()
     body: type[BaseModel] | None = None
     answer: type[BaseModel] | None = None
     event: type[BaseModel] | None = None
+    text: str | None = None
     is_array: bool = False
     is_protected: bool = False
+    is_bodiless_401: bool = False
 
     @property
-    def models(self) -> list[type[BaseModel]]:
-        """Every record of the route."""
-        return [model for model in (self.body, self.answer, self.event, self.error) if model is not None]
+    def answers(self) -> list[type[BaseModel]]:
+        """Every record the route sends."""
+        return [model for model in (self.answer, self.event, self.error) if model is not None]
+
+
+_Schemas = Mapping[Any, dict[str, Any]]  # a reference to each record's schema
 
 
 def document(operations: Sequence[Operation], title: str, version: str) -> dict[str, Any]:
     """The OpenAPI document of the routes."""
     bodies = [(operation.body, "validation") for operation in operations if operation.body is not None]
-    answers = [
-        (model, "serialization")
-        for operation in operations
-        for model in operation.models
-        if model is not operation.body
-    ]
-    _, schemas = models_json_schema([*bodies, *answers], ref_template=REFERENCE)  # type: ignore[list-item]
+    answers = [(model, "serialization") for operation in operations for model in operation.answers]
+    references, schemas = models_json_schema([*bodies, *answers], ref_template=REFERENCE)  # type: ignore[list-item]
+    taken = {model: reference for (model, mode), reference in references.items() if mode == "validation"}
+    given = {model: reference for (model, mode), reference in references.items() if mode == "serialization"}
     paths: dict[str, Any] = {}
     for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, taken, given)
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
@@ -68,39 +92,53 @@ def document(operations: Sequence[Operation], title: str, version: str) -> dict[
     }
 
 
-def _operation(operation: Operation) -> dict[str, Any]:
+def _operation(operation: Operation, taken: _Schemas, given: _Schemas) -> dict[str, Any]:
     described: dict[str, Any] = {
         "summary": operation.summary,
-        "operationId": operation.handler.__name__,
-        "responses": {
-            "200": {"description": "Success", "content": _contents(operation)},
-            "default": {"description": "Failure", "content": _json_content(_reference(operation.error))},
-        },
+        "operationId": _operation_id(operation),
+        "responses": {"200": {"description": "Success"} | _contents(operation, given)} | _failures(operation, given),
     }
     if operation.body is not None:
-        content = _json_content(_reference(operation.body))
-        described["requestBody"] = {"required": True, "content": content}
+        described["requestBody"] = {"required": True, "content": _json_content(taken[operation.body])}
+    names = _PARAMETER.findall(operation.path)
+    if names:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     if operation.is_protected:
         described["security"] = [{"key": []}]
     return described
 
 
-def _contents(operation: Operation) -> dict[str, Any]:
+def _operation_id(operation: Operation) -> str:
+    """A name of its own for each method and path."""
+    words = re.findall(r"\w+", operation.path)
+    return "_".join([operation.method.lower(), *words])
+
+
+def _failures(operation: Operation, given: _Schemas) -> dict[str, Any]:
+    body = {"content": _json_content(given[operation.error])}
+    statuses = (*operation.failures, *((401,) if operation.is_protected else ()))
+    return {
+        str(status): {"description": MEANINGS[status]} | ({} if status == 401 and operation.is_bodiless_401 else body)
+        for status in sorted(statuses)
+    }
+
+
+def _contents(operation: Operation, given: _Schemas) -> dict[str, Any]:
     contents: dict[str, Any] = {}
+    if operation.text is not None:
+        contents[operation.text] = {"schema": {"type": "string"}}
     if operation.answer is not None:
-        schema = _reference(operation.answer)
+        schema = given[operation.answer]
         contents |= _json_content({"type": "array", "items": schema} if operation.is_array else schema)
     if operation.event is not None:
-        contents["text/event-stream"] = {"schema": _reference(operation.event)}
-    return contents
+        contents["text/event-stream"] = {"schema": given[operation.event]}
+    return {"content": contents} if contents else {}
 
 
 def _json_content(schema: dict[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
-
-
-def _reference(model: type[BaseModel]) -> dict[str, Any]:
-    return {"$ref": REFERENCE.format(model=model.__name__)}
 
 
 # Page

@@ -7,7 +7,7 @@ Knows no HTTP and no limit that depends on settings: those are in `validation`. 
 from collections.abc import Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, RootModel
 
 from funitel.proto.step import FinishReason, GeneratedText, Tokens
 
@@ -208,6 +208,17 @@ class SimpleToken(BaseModel):
     stop: int
 
 
+class TokenizeResponse(RootModel[list[SimpleToken]]):
+    """The tokens of a text, in order."""
+
+
+class ChatTokenizeResponse(BaseModel):
+    """The prompt made of a chat, and its tokens."""
+
+    tokenize_response: TokenizeResponse
+    templated_text: str
+
+
 class Info(BaseModel):
     """What is served, and its limits."""
 
@@ -225,6 +236,10 @@ class Info(BaseModel):
     version: str
     sha: str | None = None
     docker_label: str | None = None
+
+
+class AnyObject(RootModel[dict[str, Any]]):
+    """A JSON object that a standard describes."""
 
 
 class ErrorResponse(BaseModel):

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError
 from funitel.router.metrics import Metrics
+from funitel.router.model_facts import ModelFacts
 from funitel.router.recommended import RecommendedSampling, read_recommended
 from funitel.router.sequence import Limits, Request
 from funitel.router.settings import RouterSettings
@@ -67,6 +68,7 @@ class Service:
         self.metrics = Metrics()
         self.version = version()
         self.recommended = RecommendedSampling()
+        self.facts = ModelFacts()
         self._stage = "starting: reading the tokenizer"
         self._tokenizer: Tokenizer | None = None
         self._engine: Inference | None = None
@@ -90,6 +92,15 @@ class Service:
             raise NotReady(self._stage)
         return self._tokenizer
 
+    async def check_ready(self) -> None:
+        """Raise NotReady, with the reason, unless requests can be answered: every shard says so."""
+        try:
+            await self.engine.health()
+        except NotReady:
+            raise
+        except FunitelError as error:
+            raise NotReady(error.message) from error
+
     async def start(self, connect: Connect, on_failure: Callable[[FunitelError], None]) -> None:
         """Read the tokenizer and connect to the shards; tell `on_failure` why it cannot."""
         try:
@@ -108,7 +119,9 @@ class Service:
             settings.tokenizer_config_path,
             settings.validation_workers,
         )
-        self.recommended = read_recommended(Path(settings.tokenizer_name))
+        folder = Path(settings.tokenizer_name)
+        self.recommended = read_recommended(folder)
+        self.facts = ModelFacts.of(folder)
         self._stage = "starting: waiting for the model shards"
         engine = await connect(settings, self.metrics)
         self._engine = engine

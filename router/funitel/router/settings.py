@@ -48,6 +48,10 @@ class RouterSettings:
     payload_limit: int = setting(2_000_000, "Largest request body in bytes.")
     api_key: str | None = setting(None, "Bearer token that requests must carry.")
     cors_allow_origin: tuple[str, ...] = setting((), "Allowed CORS origin, repeatable; any when not given.")
+    aip_predict_route: str | None = setting(None, "A further path of /vertex; Vertex AI names it in this variable.")
+    aip_health_route: str | None = setting(None, "A further path of /health; Vertex AI names it in this variable.")
+    git_sha: str | None = setting(None, "Commit the server was built from, for /info.")
+    docker_label: str | None = setting(None, "Label of the container image, for /info.")
     json_output: bool = setting(False, "Log JSON lines.")
     log_level: str = setting("info", "Least severe log level: debug, info, warning, error.")
     exit_with_parent: bool = setting(False, "Stop when the process that started this one ends.", env=None)
@@ -81,6 +85,12 @@ class RouterSettings:
             self.max_batch_size is None or self.max_batch_size > 0,
             f"--max-batch-size must be > 0, given {self.max_batch_size}",
         )
+        for name in ("aip_predict_route", "aip_health_route"):
+            path = getattr(self, name)
+            require(
+                path is None or path.startswith("/"),
+                f"--{name.replace('_', '-')} must be a path that begins with /, given {path!r}",
+            )
         require(0 <= self.port <= 65535, f"--port must be within 0..65535, given {self.port}")
         check_token_limits(self.max_input_tokens, self.max_total_tokens, self.max_batch_total_tokens)
         require(

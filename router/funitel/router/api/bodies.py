@@ -18,6 +18,8 @@ B = TypeVar("B", bound=Body)
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
+_PARSED = "funitel.body"  # a route may look at a body before it hands the request on
+
 MAX_WARNED_FIELDS = 100  # a client that invents names must not fill the log
 _warned_fields: set[str] = set()
 
@@ -31,15 +33,26 @@ async def read_body(request: Request, model: type[B], limit: int) -> B:
         MalformedBody: it is not JSON.
         InvalidRequest: it is JSON of another shape; names the first field at fault.
     """
-    _check_media_type(request.headers.get("content-type", ""))
-    content = _parse_json(await _read_bytes(request, limit))
+    content = await read_json(request, limit)
     try:
         body = model.model_validate(content)
     except ValidationError as error:
-        raise shape_error(error) from None
+        raise shape_error(error, content) from None
     if isinstance(body, NativeBody):
         _warn_of_unknown(body.unknown_fields)
     return body
+
+
+async def read_json(request: Request, limit: int) -> Any:
+    """Read a request's body of at most `limit` bytes as JSON, whatever its shape; again, if asked again.
+
+    Raises: as `read_body`, save for the shape.
+    """
+    scope = request.scope
+    if _PARSED not in scope:
+        _check_media_type(request.headers.get("content-type", ""))
+        scope[_PARSED] = _parse_json(await _read_bytes(request, limit))
+    return scope[_PARSED]
 
 
 def _check_media_type(content_type: str) -> None:
@@ -95,11 +108,23 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
-def shape_error(error: ValidationError) -> InvalidRequest:
-    """Say in one line what is wrong with the first field at fault."""
+def shape_error(error: ValidationError, content: Any) -> InvalidRequest:
+    """Say in one line what is wrong with the first field of `content` at fault."""
     first = error.errors(include_url=False)[0]
-    param = ".".join(str(step) for step in first["loc"])
+    param = ".".join(_path(first, content))
     return InvalidRequest(f"{param}: {_explain(first)}" if param else _explain(first), param or None)
+
+
+def _path(detail: ErrorDetails, content: Any) -> list[str]:
+    """The steps from the body to the field; pydantic adds the names of a union's branches, which no client knows."""
+    path, value = [], content
+    for step in detail["loc"]:
+        if isinstance(value, dict) and step in value or isinstance(value, list) and isinstance(step, int):
+            path.append(str(step))
+            value = value[step]  # type: ignore[index]
+    if detail["type"] == "missing":
+        path.append(str(detail["loc"][-1]))
+    return path
 
 
 def _explain(detail: ErrorDetails) -> str:

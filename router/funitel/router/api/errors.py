@@ -40,11 +40,13 @@ def _openai_error(message: str, status: int, error_type: str, param: str | None 
 def answer_error(request: Request, error: Exception) -> Response:
     """Answer a FunitelError; registered with the application."""
     assert isinstance(error, FunitelError)
-    body = openai_error(error) if _is_openai(request.scope) else native_error(error)
+    is_openai = _is_openai(request.scope)
     headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if error.retry_after else {}
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return _json(body, error.http_status, headers)
+        if not is_openai:  # TGI's answer has no body
+            return Response(status_code=401, headers=headers)
+    return _json(openai_error(error) if is_openai else native_error(error), error.http_status, headers)
 
 
 def answer_http_exception(request: Request, error: Exception) -> Response:

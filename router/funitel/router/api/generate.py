@@ -1,4 +1,4 @@
-"""TGI's native routes: `POST /`, `/generate`, `/generate_stream` and `/tokenize`."""
+"""TGI's native routes: `POST /`, `/generate` and `/generate_stream`."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -16,7 +16,7 @@ from funitel.router.api.inference import (
     Job,
     Prompt,
     answer_headers,
-    collect_all,
+    collect_best,
     generation_route,
     interleave,
     prepare,
@@ -31,7 +31,6 @@ from funitel.router.schema import (
     GenerateRequest,
     GenerateResponse,
     PrefillToken,
-    SimpleToken,
     StreamDetails,
     StreamResponse,
     Token,
@@ -41,10 +40,8 @@ from funitel.router.schema import (
 from funitel.router.sequence import Request
 from funitel.router.service import Service
 from funitel.router.sse import EventStream, run_until_disconnect
-from funitel.router.tokenizer import Encoding
 
 _ANSWER_LIST = TypeAdapter(list[GenerateResponse])
-_TOKEN_LIST = TypeAdapter(list[SimpleToken])
 
 
 # Handlers
@@ -57,8 +54,9 @@ async def compat_generate(http: HttpRequest) -> Response:
     service = service_of(http)
     body = await read_body(http, CompatGenerateRequest, service.settings.payload_limit)
     parameters = body.effective_parameters
-    if parameters.return_full_text is None:  # TGI's default where the hub does not say what the model is for
-        parameters = parameters.model_copy(update={"return_full_text": True})
+    if parameters.return_full_text is None:  # TGI's default, for a model of unknown purpose too
+        is_plain = service.facts.pipeline_tag in (None, "text-generation")
+        parameters = parameters.model_copy(update={"return_full_text": is_plain})
     if body.stream:
         return await _stream(service, parameters, body.inputs, arrived)
     work = _answer(service, parameters, body.inputs, arrived)
@@ -86,22 +84,6 @@ async def generate_stream(http: HttpRequest) -> Response:
     return await _stream(service, body.effective_parameters, body.inputs, arrived)
 
 
-async def tokenize(http: HttpRequest) -> Response:
-    """`/tokenize`: the prompt's tokens, special ones added, with their places in bytes."""
-    service = service_of(http)
-    body = await read_body(http, GenerateRequest, service.settings.payload_limit)
-    encoding = await service.tokenizer.encode(body.inputs)
-    return Response(_TOKEN_LIST.dump_json(_simple_tokens(encoding)), media_type="application/json")
-
-
-def _simple_tokens(encoding: Encoding) -> list[SimpleToken]:
-    rows = zip(encoding.ids, encoding.offsets, encoding.byte_offsets(), strict=True)
-    return [
-        SimpleToken(id=id, text=encoding.text[begin:end], start=start, stop=stop)
-        for id, (begin, end), (start, stop) in rows
-    ]
-
-
 # Whole answers
 
 
@@ -109,8 +91,7 @@ async def _answer(
     service: Service, parameters: GenerateParameters, inputs: str, arrived: float
 ) -> tuple[GenerateResponse, dict[str, str]]:
     job = await prepare(service, parameters, Prompt(inputs), stream=False, arrived=arrived)
-    answers = await collect_all(job.siblings(parameters.best_of or 1))
-    best, *others = sorted(answers, key=lambda answer: answer.mean_logprob, reverse=True)
+    [[best, *others]] = await collect_best([job], [parameters.best_of or 1])
     prefix = inputs if parameters.return_full_text else ""
     response = GenerateResponse(
         generated_text=prefix + best.finished.text,

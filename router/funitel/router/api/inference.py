@@ -5,6 +5,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
+from itertools import islice
 from typing import cast
 
 from starlette.requests import Request as HttpRequest
@@ -20,6 +22,8 @@ from funitel.router.validation import build_request, check_parameters
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
+_COUNTED = "funitel.counted"
+
 
 def service_of(request: HttpRequest) -> Service:
     """The service of the application that got the request."""
@@ -27,9 +31,16 @@ def service_of(request: HttpRequest) -> Service:
 
 
 def generation_route(handler: Handler) -> Handler:
-    """Count the requests of a handler, and those that fail before their answer begins."""
+    """Count the requests of a handler, and those that fail before their answer begins.
 
+    A request that one handler hands to another is counted once.
+    """
+
+    @wraps(handler)
     async def counted(request: HttpRequest) -> Response:
+        if request.scope.get(_COUNTED):
+            return await handler(request)
+        request.scope[_COUNTED] = True
         metrics = service_of(request).metrics
         metrics.count_request()
         with metrics.counting_failures():
@@ -170,6 +181,15 @@ async def collect_all(jobs: Sequence[Job]) -> list[Answer]:
     return answers
 
 
+async def collect_best(jobs: Sequence[Job], best_of: Sequence[int]) -> list[list[Answer]]:
+    """Run so many siblings of each job, all side by side; return each job's answers, likeliest first.
+
+    Raises: as `collect_all`.
+    """
+    answers = iter(await collect_all([each for job, n in zip(jobs, best_of, strict=True) for each in job.siblings(n)]))
+    return [sorted(islice(answers, n), key=lambda answer: answer.mean_logprob, reverse=True) for n in best_of]
+
+
 @asynccontextmanager
 async def interleave(jobs: Sequence[Job]) -> AsyncIterator[AsyncIterator[tuple[int, Generation]]]:
     """Run jobs side by side and stream what they generate, as it comes, with the place of its job.
@@ -259,7 +279,7 @@ def answer_headers(job: Job, answer: Answer) -> dict[str, str]:
 
 
 def summed_headers(jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, str]:
-    """Response headers of a whole answer made by several jobs: times in milliseconds and counts, summed.
+    """Response headers of a whole answer made by several jobs: times in milliseconds and counts, summed over answers.
 
     The prompt of siblings counts once.
     """

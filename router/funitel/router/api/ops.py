@@ -3,7 +3,6 @@
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from funitel.proto.errors import FunitelError, NotReady
 from funitel.router import metrics, openapi
 from funitel.router.api.inference import service_of
 from funitel.router.schema import Info
@@ -12,13 +11,13 @@ ROUTER_NAME = "text-generation-router"  # what clients of TGI look for
 
 
 async def health(http: HttpRequest) -> Response:
-    """`/health`: 200 when every shard answers, else 503 with the reason."""
-    try:
-        await service_of(http).engine.health()
-    except NotReady:
-        raise
-    except FunitelError as error:
-        raise NotReady(error.message) from error
+    """`/health` and `/health/ready`: 200 when every shard answers, else 503 with the reason."""
+    await service_of(http).check_ready()
+    return Response()
+
+
+async def live(http: HttpRequest) -> Response:
+    """`/health/live`: 200 as long as the router itself answers, whatever the shards do."""
     return Response()
 
 
@@ -28,6 +27,8 @@ async def info(http: HttpRequest) -> Response:
     settings, limits = service.settings, service.engine.limits
     body = Info(
         model_id=service.model_id,
+        model_sha=service.facts.sha,
+        model_pipeline_tag=service.facts.pipeline_tag,
         max_concurrent_requests=settings.max_concurrent_requests,
         max_best_of=settings.max_best_of,
         max_stop_sequences=settings.max_stop_sequences,
@@ -37,6 +38,8 @@ async def info(http: HttpRequest) -> Response:
         max_client_batch_size=settings.max_client_batch_size,
         router=ROUTER_NAME,
         version=service.version,
+        sha=settings.git_sha,
+        docker_label=settings.docker_label,
     )
     return Response(body.model_dump_json(), media_type="application/json")
 

@@ -4,16 +4,18 @@ from functools import cache, partial
 from typing import Any
 
 from funitel.router import openapi
-from funitel.router.api import generate, openai, ops
-from funitel.router.openapi import Operation
+from funitel.router.api import generate, kserve, openai, ops, platforms, tokenize
+from funitel.router.openapi import GENERATION_FAILURES, READ_FAILURES, Operation
 from funitel.router.schema import (
+    AnyObject,
+    ChatTokenizeResponse,
     CompatGenerateRequest,
     ErrorResponse,
     GenerateRequest,
     GenerateResponse,
     Info,
-    SimpleToken,
     StreamResponse,
+    TokenizeResponse,
 )
 from funitel.router.schema_openai import (
     ChatCompletion,
@@ -22,16 +24,46 @@ from funitel.router.schema_openai import (
     ModelList,
     OpenAIErrorResponse,
 )
+from funitel.router.schema_platforms import (
+    KserveLive,
+    KserveMetadata,
+    KserveRequest,
+    KserveResponse,
+    SagemakerRequest,
+    SagemakerResponse,
+    SagemakerStreamResponse,
+    VertexRequest,
+    VertexResponse,
+)
 from funitel.router.service import version
+from funitel.router.settings import RouterSettings
 
 TITLE = "funitel"
 
-_native = partial(Operation, error=ErrorResponse)
+_native = partial(Operation, error=ErrorResponse, is_bodiless_401=True)
 _openai = partial(Operation, error=OpenAIErrorResponse)
 
-OPERATIONS = (
-    _native(
-        method="POST",
+# What reads a body and what generates, behind the key.
+_native_read = partial(_native, method="POST", failures=READ_FAILURES, is_protected=True)
+_native_work = partial(_native, method="POST", failures=GENERATION_FAILURES, is_protected=True)
+_openai_work = partial(_openai, method="POST", failures=GENERATION_FAILURES, is_protected=True)
+
+_native_fact = partial(_native, method="GET")
+_native_state = partial(_native, method="GET", failures=(503,))
+
+_KSERVE_MODEL = "/v2/models/{name}/versions/{version}"
+
+_vertex = partial(
+    _native_work,
+    handler=platforms.vertex,
+    summary="Vertex AI: the texts of all instances",
+    body=VertexRequest,
+    answer=VertexResponse,
+)
+_health = partial(_native_state, handler=ops.health, summary="Whether every shard answers")
+
+_NATIVE = (
+    _native_work(
         path="/",
         handler=generate.compat_generate,
         summary="Generate; streamed if `stream` is true, else an array of one completion",
@@ -39,59 +71,110 @@ OPERATIONS = (
         answer=GenerateResponse,
         is_array=True,
         event=StreamResponse,
-        is_protected=True,
     ),
-    _native(
-        method="POST",
+    _native_work(
         path="/generate",
         handler=generate.generate,
         summary="Generate a completion",
         body=GenerateRequest,
         answer=GenerateResponse,
-        is_protected=True,
     ),
-    _native(
-        method="POST",
+    _native_work(
         path="/generate_stream",
         handler=generate.generate_stream,
         summary="Generate a completion, token by token",
         body=GenerateRequest,
         event=StreamResponse,
-        is_protected=True,
     ),
-    _native(
-        method="POST",
+    _native_read(
         path="/tokenize",
-        handler=generate.tokenize,
+        handler=tokenize.tokenize,
         summary="Tokenize a prompt",
         body=GenerateRequest,
-        answer=SimpleToken,
-        is_array=True,
-        is_protected=True,
+        answer=TokenizeResponse,
     ),
-    _openai(
-        method="POST",
+    _native_read(
+        path="/chat_tokenize",
+        handler=tokenize.chat_tokenize,
+        summary="Make the prompt of a chat and tokenize it",
+        body=ChatRequest,
+        answer=ChatTokenizeResponse,
+    ),
+)
+
+_OPENAI = (
+    _openai_work(
         path="/v1/chat/completions",
         handler=openai.chat_completions,
         summary="Answer a chat; streamed if `stream` is true",
         body=ChatRequest,
         answer=ChatCompletion,
         event=ChatCompletionChunk,
-        is_protected=True,
     ),
     _openai(method="GET", path="/v1/models", handler=openai.models, summary="The model", answer=ModelList),
-    _native(method="GET", path="/", handler=ops.health, summary="The same as /health"),
-    _native(method="GET", path="/health", handler=ops.health, summary="Whether every shard answers"),
-    _native(method="GET", path="/ping", handler=ops.health, summary="The same as /health"),
-    _native(method="GET", path="/info", handler=ops.info, summary="What is served", answer=Info),
-    _native(method="GET", path="/metrics", handler=ops.prometheus, summary="Metrics for Prometheus"),
-    _native(method="GET", path="/docs", handler=ops.docs, summary="This page"),
-    _native(method="GET", path="/openapi.json", handler=ops.openapi_json, summary="The OpenAPI document"),
-    _native(method="GET", path="/api-doc/openapi.json", handler=ops.openapi_json, summary="The same"),
 )
+
+_PLATFORMS = (
+    _native_work(
+        path="/invocations",
+        handler=platforms.invocations,
+        summary="SageMaker: a body of `/` or of a route of OpenAI's, told apart by its fields",
+        body=SagemakerRequest,
+        answer=SagemakerResponse,
+        event=SagemakerStreamResponse,
+    ),
+    _vertex(path="/vertex"),
+    _native_fact(path="/v2", handler=kserve.server_metadata, summary="KServe: the server", answer=KserveMetadata),
+    _native_fact(
+        path="/v2/health/live", handler=kserve.live, summary="KServe: whether the router answers", answer=KserveLive
+    ),
+    _native_state(
+        path="/v2/health/ready", handler=kserve.ready, summary="KServe: whether every shard answers", answer=KserveLive
+    ),
+    _native_fact(path=_KSERVE_MODEL, handler=kserve.model_metadata, summary="KServe: the model", answer=KserveMetadata),
+    _native_state(
+        path=f"{_KSERVE_MODEL}/ready",
+        handler=kserve.ready,
+        summary="KServe: whether every shard answers",
+        answer=KserveLive,
+    ),
+    _native_work(
+        path=f"{_KSERVE_MODEL}/infer",
+        handler=kserve.infer,
+        summary="KServe: the completions of all inputs",
+        body=KserveRequest,
+        answer=KserveResponse,
+    ),
+)
+
+_OPERATORS = (
+    _health(path="/"),
+    _health(path="/health"),
+    _health(path="/ping"),
+    _health(path="/health/ready"),
+    _native_fact(path="/health/live", handler=ops.live, summary="Whether the router answers"),
+    _native_state(path="/info", handler=ops.info, summary="What is served", answer=Info),
+    _native_fact(path="/metrics", handler=ops.prometheus, summary="Metrics for Prometheus", text="text/plain"),
+    _native_fact(path="/docs", handler=ops.docs, summary="This page", text="text/html"),
+    _native_fact(path="/openapi.json", handler=ops.openapi_json, summary="The OpenAPI document", answer=AnyObject),
+    _native_fact(path="/api-doc/openapi.json", handler=ops.openapi_json, summary="The same", answer=AnyObject),
+)
+
+OPERATIONS = _NATIVE + _OPENAI + _PLATFORMS + _OPERATORS
+
+
+def operations(settings: RouterSettings) -> tuple[Operation, ...]:
+    """All routes, after those whose paths the platform chose."""
+    chosen = []
+    if settings.aip_predict_route is not None:
+        chosen.append(_vertex(path=settings.aip_predict_route))
+    if settings.aip_health_route is not None:
+        chosen.append(_health(path=settings.aip_health_route))
+    taken = {(operation.method, operation.path) for operation in chosen}
+    return (*chosen, *(operation for operation in OPERATIONS if (operation.method, operation.path) not in taken))
 
 
 @cache
-def document() -> dict[str, Any]:
-    """The OpenAPI document of every route; made once, when first asked for."""
-    return openapi.document(OPERATIONS, TITLE, version())
+def document(listed: tuple[Operation, ...] = OPERATIONS) -> dict[str, Any]:
+    """The OpenAPI document of routes; made once, when first asked for."""
+    return openapi.document(listed, TITLE, version())

@@ -1,0 +1,104 @@
+"""`/invocations` of SageMaker and `/vertex` of Vertex AI: the other routes in other envelopes."""
+
+import time
+from itertools import chain
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from funitel.proto.errors import InvalidRequest, NoInstances
+from funitel.router.api import generate, openai
+from funitel.router.api.bodies import read_body, read_json
+from funitel.router.api.inference import (
+    Handler,
+    Job,
+    Prompt,
+    collect_best,
+    generation_route,
+    prepare,
+    service_of,
+    summed_headers,
+)
+from funitel.router.schema import GenerateParameters, GenerateRequest
+from funitel.router.schema_openai import ChatRequest
+from funitel.router.schema_platforms import VertexRequest, VertexResponse
+from funitel.router.service import Service
+from funitel.router.sse import run_until_disconnect
+
+# The field that tells a body's kind, in TGI's order.
+_HANDLERS: tuple[tuple[str, Handler], ...] = (
+    ("inputs", generate.compat_generate),
+    ("messages", openai.chat_completions),
+)
+
+
+@generation_route
+async def invocations(http: HttpRequest) -> Response:
+    """`/invocations`: what the route answers that the body is meant for."""
+    content = await read_json(http, service_of(http).settings.payload_limit)
+    if not isinstance(content, dict):
+        raise InvalidRequest("the body must be an object")
+    for field, handler in _HANDLERS:
+        if field in content:
+            return await handler(http)
+    fields = ", ".join(f"`{field}`" for field, _ in _HANDLERS)
+    raise InvalidRequest(f"the body must have one of {fields}")
+
+
+@generation_route
+async def vertex(http: HttpRequest) -> Response:
+    """`/vertex`: the texts of all instances, generated side by side."""
+    arrived = time.monotonic()
+    service = service_of(http)
+    body = await read_body(http, VertexRequest, service.settings.payload_limit)
+    if not body.instances:
+        raise NoInstances("`instances` cannot be empty", "instances")
+    answer, headers = await run_until_disconnect(http.receive, _predict(service, body, arrived))
+    return Response(answer.model_dump_json(), headers=headers, media_type="application/json")
+
+
+async def _predict(service: Service, body: VertexRequest, arrived: float) -> tuple[VertexResponse, dict[str, str]]:
+    jobs = [await _job(service, instance, arrived) for instance in body.instances]
+    ranked = await collect_best(jobs, [_best_of(instance) for instance in body.instances])
+    prefixes = [_prefix(instance) for instance in body.instances]
+    texts = [prefix + answers[0].finished.text for prefix, answers in zip(prefixes, ranked, strict=True)]
+    return VertexResponse(predictions=texts), summed_headers(jobs, list(chain.from_iterable(ranked)))
+
+
+async def _job(service: Service, instance: GenerateRequest | ChatRequest, arrived: float) -> Job:
+    if isinstance(instance, ChatRequest):
+        return await _chat_job(service, instance, arrived)
+    parameters = _vertex_parameters(instance)
+    return await prepare(service, parameters, Prompt(instance.inputs), stream=False, arrived=arrived)
+
+
+async def _chat_job(service: Service, body: ChatRequest, arrived: float) -> Job:
+    body.refuse_unsupported()
+    text = await service.tokenizer.chat_prompt([message.variables for message in body.messages])
+    return await prepare(
+        service,
+        body.parameters(service.recommended),
+        Prompt(text, add_special_tokens=False),
+        stream=False,
+        arrived=arrived,
+        presence_penalty=body.presence_penalty or 0.0,
+        count_penalty=body.frequency_penalty or 0.0,
+    )
+
+
+def _vertex_parameters(instance: GenerateRequest) -> GenerateParameters:
+    """The parameters given; TGI samples here unless, as only we let it, the request says otherwise."""
+    parameters = instance.effective_parameters
+    if "do_sample" in parameters.model_fields_set:
+        return parameters
+    return parameters.model_copy(update={"do_sample": True})
+
+
+def _best_of(instance: GenerateRequest | ChatRequest) -> int:
+    return 1 if isinstance(instance, ChatRequest) else instance.effective_parameters.best_of or 1
+
+
+def _prefix(instance: GenerateRequest | ChatRequest) -> str:
+    if isinstance(instance, ChatRequest) or not instance.effective_parameters.return_full_text:
+        return ""
+    return instance.inputs

@@ -1,0 +1,38 @@
+"""`/tokenize` and `/chat_tokenize`: what the model would be given, without running it."""
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from funitel.router.api.bodies import read_body
+from funitel.router.api.inference import generation_route, service_of
+from funitel.router.schema import ChatTokenizeResponse, GenerateRequest, SimpleToken, TokenizeResponse
+from funitel.router.schema_openai import ChatRequest
+from funitel.router.tokenizer import Encoding
+
+
+async def tokenize(http: HttpRequest) -> Response:
+    """`/tokenize`: the prompt's tokens, special ones added, with their places in bytes."""
+    service = service_of(http)
+    body = await read_body(http, GenerateRequest, service.settings.payload_limit)
+    encoding = await service.tokenizer.encode(body.inputs)
+    return Response(_listed(encoding).model_dump_json(), media_type="application/json")
+
+
+@generation_route
+async def chat_tokenize(http: HttpRequest) -> Response:
+    """`/chat_tokenize`: the prompt that the template makes of a chat, and its tokens."""
+    service = service_of(http)
+    body = await read_body(http, ChatRequest, service.settings.payload_limit)
+    text = await service.tokenizer.chat_prompt([message.variables for message in body.messages])
+    encoding = await service.tokenizer.encode(text, add_special_tokens=False)
+    answer = ChatTokenizeResponse(tokenize_response=_listed(encoding), templated_text=text)
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
+def _listed(encoding: Encoding) -> TokenizeResponse:
+    rows = zip(encoding.ids, encoding.offsets, encoding.byte_offsets(), strict=True)
+    tokens = [
+        SimpleToken(id=id, text=encoding.text[begin:end], start=start, stop=stop)
+        for id, (begin, end), (start, stop) in rows
+    ]
+    return TokenizeResponse(tokens)
