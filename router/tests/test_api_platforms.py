@@ -101,6 +101,7 @@ async def test_vertex_samples_unless_told_not_to(
         ({"instances": [{"input": "a"}]}, "validation", "instances.0.inputs: this field is required"),
         ({"instances": [{"inputs": 5}]}, "validation", "instances.0.inputs: must be"),
         ({"instances": [{"messages": "Hi"}]}, "validation", "instances.0.messages: must be"),
+        ({"instances": [CHAT | {"n": 2}]}, "validation", "`n`"),
         ({"instances": [5]}, "validation", "instances.0: must be an object"),
         ({"instances": [{"inputs": "a", "parameters": {"temperature": 0}}]}, "validation", "`temperature` must be"),
     ],

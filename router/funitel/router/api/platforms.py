@@ -19,6 +19,7 @@ from funitel.router.api.inference import (
     service_of,
     summed_headers,
 )
+from funitel.router.chat import prepare_chat
 from funitel.router.schema import GenerateParameters, GenerateRequest
 from funitel.router.schema_openai import ChatRequest
 from funitel.router.schema_platforms import VertexRequest, VertexResponse
@@ -74,16 +75,10 @@ async def _job(service: Service, instance: GenerateRequest | ChatRequest, arrive
 
 async def _chat_job(service: Service, body: ChatRequest, arrived: float) -> Job:
     body.refuse_unsupported()
-    text = await service.tokenizer.chat_prompt([message.variables for message in body.messages])
-    return await prepare(
-        service,
-        body.parameters(service.recommended),
-        Prompt(text, add_special_tokens=False),
-        stream=False,
-        arrived=arrived,
-        presence_penalty=body.presence_penalty or 0.0,
-        count_penalty=body.frequency_penalty or 0.0,
-    )
+    chat = await prepare_chat(service, body.call, stream=False, arrived=arrived)
+    if len(chat.jobs) != 1:
+        raise InvalidRequest(f"`n` must be 1: an instance has one prediction. Given: {len(chat.jobs)}", "n")
+    return chat.jobs[0]
 
 
 def _vertex_parameters(instance: GenerateRequest) -> GenerateParameters:

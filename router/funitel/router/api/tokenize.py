@@ -5,6 +5,7 @@ from starlette.responses import Response
 
 from funitel.router.api.bodies import read_body
 from funitel.router.api.inference import generation_route, service_of
+from funitel.router.chat.prompt import render
 from funitel.router.schema import ChatTokenizeResponse, GenerateRequest, SimpleToken, TokenizeResponse
 from funitel.router.schema_openai import ChatRequest
 from funitel.router.tokenizer import Encoding
@@ -23,7 +24,8 @@ async def chat_tokenize(http: HttpRequest) -> Response:
     """`/chat_tokenize`: the prompt that the template makes of a chat, and its tokens."""
     service = service_of(http)
     body = await read_body(http, ChatRequest, service.settings.payload_limit)
-    text = await service.tokenizer.chat_prompt([message.variables for message in body.messages])
+    body.refuse_unsupported()
+    text = await render(service, body.call)
     encoding = await service.tokenizer.encode(text, add_special_tokens=False)
     answer = ChatTokenizeResponse(tokenize_response=_listed(encoding), templated_text=text)
     return Response(answer.model_dump_json(), media_type="application/json")
