@@ -31,7 +31,7 @@ def test_a_float_checkpoint_says_nothing(tmp_path: Path) -> None:
 
 def test_gptq_of_config_json(tmp_path: Path) -> None:
     found = found_in(tmp_path, config={"quantization_config": GPTQ})
-    assert found == Quantization(method="gptq", bits=4, group_size=128, is_zero_exact=False, can_reorder=True)
+    assert found == Quantization(method="gptq", bits=4, group_size=128, is_zero_exact=False)
     exact = found_in(tmp_path, config={"quantization_config": GPTQ | {"checkpoint_format": "gptq_v2"}})
     assert exact is not None
     assert exact.is_zero_exact

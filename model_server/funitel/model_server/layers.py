@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.spec import Activation, ModelSpec, Norm, RotaryScaling
-from funitel.model_server.weights import Range, Weights
+from funitel.model_server.storage import Range
+from funitel.model_server.weights import Weights
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.SILU: F.silu,
@@ -86,10 +87,7 @@ class ColumnLinear:
     ) -> None:
         matrices, biases = [], []
         for name, num_outputs, rows in parts:
-            if is_transposed:
-                matrix = weights.read(f"{name}.weight", [num_inputs, num_outputs], columns=rows).t()
-            else:
-                matrix = weights.read(f"{name}.weight", [num_outputs, num_inputs], rows=rows)
+            matrix = weights.read_linear(name, num_outputs, num_inputs, rows=rows, is_transposed=is_transposed)
             matrices.append(matrix)
             if has_bias:
                 biases.append(weights.read(f"{name}.bias", [num_outputs], rows=rows))
@@ -115,10 +113,7 @@ class RowLinear:
         is_transposed: bool,
     ) -> None:
         self.parallel = parallel
-        if is_transposed:
-            weight = weights.read(f"{name}.weight", [num_inputs, num_outputs], rows=columns).t().contiguous()
-        else:
-            weight = weights.read(f"{name}.weight", [num_outputs, num_inputs], columns=columns)
+        weight = weights.read_linear(name, num_outputs, num_inputs, columns=columns, is_transposed=is_transposed)
         bias = weights.read(f"{name}.bias", [num_outputs]) if has_bias else None
         self.matmul = Matmul(weight, bias if parallel.rank == 0 else None)
 

@@ -12,7 +12,7 @@ from funitel.model_server.decoder import Decoder
 from funitel.model_server.executor import Executor, ExecutorOptions
 from funitel.model_server.families import spec_of
 from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.quantization import check_flag, find_quantization
+from funitel.model_server.quantization import check_flag
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.text import TextCodec
 from funitel.model_server.watermark import Watermark
@@ -34,11 +34,11 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     dtype = choose_dtype(settings.dtype, device)
     spec = spec_of(read_json(folder / "config.json"))
     HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)  # refuses too many ranks
-    check_flag(settings.quantize, find_quantization(folder))
     codec = TextCodec(folder)
     options = _options(settings, device, dtype, find_eos(folder, codec))
-    parallel = _join(settings, device)
     weights = Weights(folder, dtype, device, spec.names.prefix)
+    check_flag(settings.quantize, weights.quantization)
+    parallel = _join(settings, device)
     decoder = Decoder(spec, weights, parallel, TorchAttention(settings.block_size, spec.head_dim, device))
     logger.info(
         "loaded model=%s architecture=%s device=%s dtype=%s threads=%d weight_bytes=%d",

@@ -23,14 +23,12 @@ class Quantization:
     """Quantised linear layers: `bits` each weight, one scale for each `group_size` inputs of an output (-1: for all).
 
     `is_zero_exact`: zero points are stored as they are; else one too small, as GPTQ files do unless they say `gptq_v2`.
-    `can_reorder`: inputs may be grouped in another order than they lie in (GPTQ's `desc_act`).
     """
 
     method: str
     bits: int
     group_size: int
     is_zero_exact: bool = True
-    can_reorder: bool = False
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -59,7 +57,6 @@ class Quantization:
             bits=_integer("bits", bits),
             group_size=_group_size(group_size),
             is_zero_exact=checkpoint_format == "gptq_v2",
-            can_reorder=True,
         )
 
 
@@ -150,7 +147,6 @@ def _packed_group(group: Mapping[str, Any]) -> Quantization:
         method=COMPRESSED,
         bits=_integer("num_bits", bits),
         group_size=_group_size(weights.get("group_size")) if strategy == "group" else -1,
-        can_reorder=weights.get("actorder") is not None,
     )
 
 

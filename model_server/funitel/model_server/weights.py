@@ -1,7 +1,8 @@
 """A checkpoint's tensors by name, sliced per rank; strict about missing, unexpected and misshapen ones.
 
-Reads safetensors, memory-mapped: no rank reads another rank's slices. `decoder` asks for every tensor it needs and
-then calls `finish`, which refuses what nobody asked for.
+Reads safetensors, memory-mapped: no rank reads another rank's slices, and no more than one tensor is on its way at a
+time. Quantised layers come out in floating point. `decoder` asks for every tensor it needs and then calls `finish`,
+which refuses what nobody asked for.
 """
 
 import json
@@ -15,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from funitel.model_server.progress import Progress
+from funitel.model_server.quantization import find_quantization
+from funitel.model_server.storage import TGI_TENSORS, QuantizedStorage, Range, Storage, gptq_tensors, open_storages
 from funitel.proto.errors import WeightsError
-
-Range = tuple[int, int]
 
 
 class Weights:
@@ -26,7 +27,10 @@ class Weights:
     Names are those of the causal-LM model; a checkpoint saved from the bare model, without `prefix`, is understood.
 
     `held_bytes` counts what this rank holds, `sharded_bytes` the part of it that is split between ranks, and
-    `total_sharded_bytes` the same tensors unsplit.
+    `total_sharded_bytes` the same tensors unsplit. `quantization` is None for a checkpoint that is not quantised.
+
+    Raises:
+        StartupError: no weights, a file that is not whole, or quantised in a way that cannot be read.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
@@ -42,7 +46,9 @@ class Weights:
         if not self._files:
             raise WeightsError(f"{folder} holds no *.safetensors weights")
         self.prefix = prefix if any(name.startswith(prefix) for name in self._files) else ""
-        num_elements = sum(prod(f.get_slice(name).get_shape()) for name, f in self._files.items())
+        self.quantization = find_quantization(folder) or gptq_tensors(self._files)
+        self._storages = open_storages(self._files, self.quantization)
+        num_elements = sum(prod(storage.shape) for storage in self._storages.values())
         self._progress = Progress("loading weights", num_elements * dtype.itemsize)
 
     def _open(self, path: Path) -> None:
@@ -70,20 +76,45 @@ class Weights:
         Raises:
             WeightsError: the tensor is missing or has another shape.
         """
-        if name not in self._files:
-            raise WeightsError(f"the checkpoint lacks tensor {name}")
-        source = self._files[name].get_slice(name)
-        found = tuple(source.get_shape())
-        if found != tuple(shape):
-            raise WeightsError(f"tensor {name} has shape {list(found)}, expected {list(shape)} from config.json")
+        storage = self._find(name)
+        if storage.shape != tuple(shape):
+            raise WeightsError(
+                f"tensor {name} has shape {list(storage.shape)}, expected {list(shape)} from config.json"
+            )
         is_sharded = rows is not None or columns is not None
-        self._count_whole(name, prod(shape), is_sharded)
-        cut = source[slice(*(rows or (None, None)))] if columns is None else source[:, slice(*columns)]
-        kept: torch.Tensor = cut.to(device=self.device, dtype=self.dtype, copy=True).contiguous()
+        self._count_whole(storage, is_sharded)
+        kept = storage.read(rows, columns, self.dtype, self.device)
         num_bytes = kept.numel() * kept.element_size()
         self.held_bytes += num_bytes
         self.sharded_bytes += num_bytes if is_sharded else 0
         return kept
+
+    def read_linear(
+        self,
+        stem: str,
+        num_outputs: int,
+        num_inputs: int,
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        is_transposed: bool = False,
+    ) -> torch.Tensor:
+        """Read the weights [outputs, inputs] of a linear layer, or a range of its outputs or inputs only.
+
+        `is_transposed` says that the family stores them [inputs, outputs]; quantised ones never lie that way.
+        """
+        name = f"{stem}.weight"
+        if is_transposed and not isinstance(self._find(name), QuantizedStorage):
+            return self.read(name, [num_inputs, num_outputs], rows=columns, columns=rows).t().contiguous()
+        return self.read(name, [num_outputs, num_inputs], rows=rows, columns=columns)
+
+    def _find(self, name: str) -> Storage:
+        if name in self._storages:
+            return self._storages[name]
+        stem = name.removesuffix(".weight")
+        if self.quantization is None and f"{stem}.qweight" in self._files:
+            raise WeightsError(f"tensor {stem}.qweight is quantised, but no quantization_config says how")
+        raise WeightsError(f"the checkpoint lacks tensor {name}")
 
     def count_copy(self, part: torch.Tensor, num_elements: int) -> None:
         """Note that a layer keeps a second copy of its part of a split tensor of `num_elements`."""
@@ -92,11 +123,11 @@ class Weights:
         self.sharded_bytes += num_bytes
         self.total_sharded_bytes += num_elements * self.dtype.itemsize
 
-    def _count_whole(self, name: str, num_elements: int, is_sharded: bool) -> None:
-        if name in self._used:
+    def _count_whole(self, storage: Storage, is_sharded: bool) -> None:
+        if self._used.issuperset(storage.names):
             return
-        self._used.add(name)
-        num_bytes = num_elements * self.dtype.itemsize
+        self._used.update(storage.names)
+        num_bytes = prod(storage.shape) * self.dtype.itemsize
         self.total_sharded_bytes += num_bytes if is_sharded else 0
         self._progress.advance(num_bytes)
 
@@ -104,11 +135,20 @@ class Weights:
         """Refuse tensors nobody asked for, except those matching a pattern of `ignored`, and close the files."""
         patterns = [re.compile(pattern) for pattern in ignored]
         extra = [n for n in self._files if n not in self._used and not any(p.search(n) for p in patterns)]
+        extra = [name for name in extra if name not in TGI_TENSORS and not self._is_empty_bias(name)]
         self._progress.finish()
+        self._storages.clear()
         self._files.clear()
         if extra:
             some = ", ".join(sorted(extra)[:3])
             raise WeightsError(f"the checkpoint holds {len(extra)} tensors the model does not know: {some}")
+
+    def _is_empty_bias(self, name: str) -> bool:
+        """Whether this is the bias of zeros that AutoGPTQ gives to quantised layers which have none."""
+        stem, _, kind = name.rpartition(".")
+        if kind != "bias" or not isinstance(self._storages.get(f"{stem}.weight"), QuantizedStorage):
+            return False
+        return not self._files[name].get_tensor(name).any()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,0 +1,56 @@
+"""Small integers packed into 32-bit words, the first in the lowest bits, and matrices made of them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+WORD_BITS = 32
+# Largest part of a matrix that is turned to floating point at once: intermediates take twelve bytes an element.
+_CHUNK_ELEMENTS = 1 << 22
+
+
+def pack(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Pack uint8 codes below 2**bits along `dim` of a matrix into int32; a last word that is not full ends in zeros."""
+    values = codes.numpy() if dim == 0 else codes.numpy().T
+    count = WORD_BITS // bits
+    words = np.zeros((-(-values.shape[0] // count), values.shape[1]), dtype=np.uint32)
+    for i in range(count):
+        some = values[i::count].astype(np.uint32)
+        words[: some.shape[0]] |= some << (bits * i)
+    return torch.from_numpy(np.ascontiguousarray(words if dim == 0 else words.T).view(np.int32))
+
+
+def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Codes of int32 words packed along `dim` of a matrix, as uint8; those that fill up the last word come along."""
+    count = WORD_BITS // bits
+    codes = torch.empty((*words.shape[: dim + 1], count, *words.shape[dim + 1 :]), dtype=torch.uint8)
+    for i in range(count):
+        codes.select(dim + 1, i).copy_((words >> (bits * i)) & (2**bits - 1))
+    return codes.flatten(dim, dim + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Part of a quantised matrix: a weight is (code - zero) * scale, zero and scale those of its row and its group."""
+
+    codes: torch.Tensor  # [rows, columns] uint8
+    scales: torch.Tensor  # [rows, num_groups] floating point
+    zeros: torch.Tensor  # [rows, num_groups] uint8
+    groups: torch.Tensor  # [columns] int64: the group of a column
+
+    def to(self, device: torch.device) -> "Codes":
+        """The same on another device."""
+        return Codes(*(part.to(device) for part in (self.codes, self.scales, self.zeros, self.groups)))
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weights [rows, columns], computed in float32 a few columns at a time."""
+        num_rows, num_columns = self.codes.shape
+        weights = torch.empty((num_rows, num_columns), dtype=dtype, device=self.codes.device)
+        scales, zeros = self.scales.float(), self.zeros.float()
+        step = max(1, _CHUNK_ELEMENTS // max(num_rows, 1))
+        for start in range(0, num_columns, step):
+            columns = slice(start, start + step)
+            groups = self.groups[columns]
+            weights[:, columns] = (self.codes[:, columns].float() - zeros[:, groups]) * scales[:, groups]
+        return weights
