@@ -189,6 +189,23 @@ async def test_tokenize_counts_bytes_and_keeps_special_tokens(client: httpx.Asyn
     assert [token["text"] for token in tokens] == ["", "a", "é", "é", "z"]
 
 
+@pytest.mark.parametrize(
+    ("grammar", "word"),
+    [
+        ({"type": "regex", "value": 5}, "parameters.grammar.value: must be a valid string. Given: 5"),
+        ({"type": "regex"}, "parameters.grammar.value: this field is required"),
+        ({"type": "json_schema", "value": {"name": "a"}}, "parameters.grammar.value.schema: this field is required"),
+        ({"type": "yaml", "value": ""}, "parameters.grammar: "),
+        ({"value": {}}, "parameters.grammar: "),
+        ("a+", "parameters.grammar: "),
+    ],
+)
+async def test_a_grammar_of_another_shape(client: httpx.AsyncClient, grammar: object, word: str) -> None:
+    response = await client.post("/generate", json={"inputs": "Hi", "parameters": {"grammar": grammar}})
+    assert response.status_code == 422
+    assert word in response.json()["error"]
+
+
 async def test_unknown_fields_are_ignored_with_one_warning(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:

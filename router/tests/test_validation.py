@@ -6,7 +6,7 @@ from funitel.proto.errors import ContextTooLong, InvalidRequest
 from funitel.router.schema import GenerateParameters
 from funitel.router.sequence import Limits
 from funitel.router.settings import RouterSettings
-from funitel.router.validation import build_request, check_parameters, completion_limit, truncated
+from funitel.router.validation import build_request, check_parameters, check_token_ids, completion_limit, truncated
 
 LIMITS = Limits(max_input_tokens=1000, max_total_tokens=3000, pool_tokens=10_000)
 SETTINGS = RouterSettings(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=5)
@@ -58,7 +58,14 @@ def check(inputs: str = "Hi", stream: bool = False, settings: RouterSettings = S
             "`truncate` must be strictly positive and less than 1000. Given: 1001",
         ),
         ({"grammar": {"type": "json", "value": {}}}, "grammar", "`grammar` is not supported"),
-        ({"adapter_id": "mine"}, "adapter_id", "`adapter_id` is not supported"),
+        ({"adapter_id": "mine"}, "adapter_id", "`adapter_id` is not supported: no adapter is loaded. Given: mine"),
+        ({"min_p": 1.5}, "min_p", "`min_p` must be >= 0.0 and <= 1.0. Given: 1.5"),
+        ({"min_p": -0.1}, "min_p", "`min_p` must be >= 0.0 and <= 1.0. Given: -0.1"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "`logit_bias` must be >= -100.0 and <= 100.0. Given: 101.0"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "`logit_bias` must have token ids as its names. Given: 'a'"),
+        ({"logit_bias": {"05": 1}}, "logit_bias", "`logit_bias` must have token ids as its names. Given: '05'"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias", "`logit_bias` must have token ids as its names. Given: '-1'"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias", "`logit_bias` must have token ids as its names. Given: '٣'"),
         (
             {"stream": True, "best_of": 2, "do_sample": True},
             "best_of",
@@ -198,3 +205,25 @@ def test_a_seed_is_kept_or_drawn() -> None:
 def test_a_prompt_without_tokens_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="no tokens"):
         build_request(GenerateParameters(), "Hi", [], LIMITS)
+
+
+def test_a_bias_is_for_a_token_that_exists() -> None:
+    check_token_ids(GenerateParameters(logit_bias={"9": 1.0}), 10)
+    with pytest.raises(InvalidRequest, match="`logit_bias` must have token ids >= 0 and < 10 as its names. Given: 10"):
+        check_token_ids(GenerateParameters(logit_bias={"10": 1.0}), 10)
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "ignore_eos_token"])
+def test_both_words_ignore_the_end(name: str) -> None:
+    given = GenerateParameters.model_validate({name: True})
+    assert build_request(given, "Hi", [1], LIMITS).stopping.ignore_eos is True
+    assert build_request(GenerateParameters(), "Hi", [1], LIMITS).stopping.ignore_eos is False
+
+
+def test_parameters_beyond_tgis_reach_the_shards() -> None:
+    given = GenerateParameters(min_p=0.1, logit_bias={"7": -100.0, "0": 2.5}, watermark=True)
+    sampling = build_request(given, "Hi", [1], LIMITS, raw_logprobs=True).sampling
+    assert sampling.min_p == 0.1
+    assert sampling.logit_bias == ((7, -100.0), (0, 2.5))
+    assert sampling.watermark is True
+    assert sampling.raw_logprobs is True

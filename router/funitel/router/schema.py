@@ -1,60 +1,28 @@
-"""Bodies of the native routes, in and out, as typed records, and the numbers every body is made of.
+"""Bodies of the native routes, in and out, as typed records.
 
-Knows no HTTP and no limit that depends on settings: those are in `validation`. Types are strict as TGI's are:
-"5" is no number, true is no integer; an integer is a float.
+Knows no HTTP and no limit that depends on settings: those are in `validation`.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, RootModel
+from pydantic import BaseModel, Field, RootModel
 
 from funitel.proto.step import FinishReason, GeneratedText, Tokens
-
-F32_MAX = 3.4028234663852886e38
-F32_TINY = 1.1754943508222875e-38
-
-
-def _flush_tiny(value: float) -> float:
-    """Turn what single precision would make zero into zero, so that checks see what the shards will."""
-    return value if abs(value) >= F32_TINY else 0.0
-
-
-def _as_list(value: Any) -> Any:
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else value
-
-
-def is_none(value: Any) -> bool:
-    """For fields that are left out, not null, when there is nothing to say."""
-    return value is None
-
-
-U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
-I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
-U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
-F32 = Annotated[float, Field(ge=-F32_MAX, le=F32_MAX), AfterValidator(_flush_tiny)]
-StopList = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=list[str] | str | None)]
-
-
-class Body(BaseModel):
-    """A body, or a part of one. Strict types, finite numbers."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-class NativeBody(Body):
-    """A body whose unknown fields are kept aside, to be warned of (TGI ignores them)."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @property
-    def unknown_fields(self) -> list[str]:
-        """Names of the fields nobody reads, here and in the parts."""
-        parts = [part for part in self.__dict__.values() if isinstance(part, NativeBody)]
-        return [*(self.model_extra or {}), *(name for part in parts for name in part.unknown_fields)]
-
+from funitel.router.schema_grammar import GrammarType
+from funitel.router.schema_types import (
+    ABOVE_0,
+    F32,
+    F32_MAX,
+    I32,
+    U32,
+    U64,
+    WITHIN_0_AND_1,
+    Documented,
+    NativeBody,
+    StopList,
+    is_none,
+)
 
 # Requests
 
@@ -62,24 +30,30 @@ class NativeBody(Body):
 class GenerateParameters(NativeBody):
     """How to generate; an absent parameter is off."""
 
-    best_of: U32 | None = Field(default=None, description="Sequences to generate; the likeliest is the answer.")
-    temperature: F32 | None = Field(default=None, description="Above 0; logits are divided by it.")
-    repetition_penalty: F32 | None = Field(default=None, description="Above 0; 1.0 is none.")
-    frequency_penalty: F32 | None = Field(
+    best_of: Annotated[U32, ABOVE_0] | None = Field(
+        default=None, description="Sequences to generate; the likeliest is the answer."
+    )
+    temperature: Annotated[F32, ABOVE_0] | None = Field(default=None, description="Above 0; logits are divided by it.")
+    repetition_penalty: Annotated[F32, ABOVE_0] | None = Field(default=None, description="Above 0; 1.0 is none.")
+    frequency_penalty: Annotated[F32, Documented(minimum=-2, maximum=2)] | None = Field(
         default=None, description="Within -2.0..2.0; times a token's share of the text."
     )
-    top_k: I32 | None = Field(default=None, description="Above 0; sample from that many likeliest tokens.")
-    top_p: F32 | None = Field(
+    top_k: Annotated[I32, ABOVE_0] | None = Field(
+        default=None, description="Above 0; sample from that many likeliest tokens."
+    )
+    top_p: Annotated[F32, WITHIN_0_AND_1] | None = Field(
         default=None, description="Between 0 and 1; sample from the likeliest tokens that sum to it."
     )
-    typical_p: F32 | None = Field(default=None, description="Between 0 and 1; typical decoding's mass.")
+    typical_p: Annotated[F32, WITHIN_0_AND_1] | None = Field(
+        default=None, description="Between 0 and 1; typical decoding's mass."
+    )
     do_sample: bool = Field(default=False, description="Sample; true by default only when `parameters` is absent.")
-    max_new_tokens: U32 | None = Field(
+    max_new_tokens: Annotated[U32, ABOVE_0] | None = Field(
         default=None, description="Most completion tokens; up to the context's end if absent."
     )
     return_full_text: bool | None = Field(default=None, description="Whether the prompt begins the generated text.")
     stop: StopList = Field(default_factory=list, description="Texts that end the completion.")
-    truncate: U32 | None = Field(default=None, description="Keep the last so many prompt tokens.")
+    truncate: Annotated[U32, ABOVE_0] | None = Field(default=None, description="Keep the last so many prompt tokens.")
     watermark: bool = Field(default=False, description="Mark the text statistically (arXiv 2301.10226).")
     details: bool = Field(default=False, description="Whether to return tokens and how the sequence ended.")
     decoder_input_details: bool = Field(
@@ -87,8 +61,17 @@ class GenerateParameters(NativeBody):
     )
     seed: U64 | None = Field(default=None, description="Makes sampling repeatable; random if absent.")
     top_n_tokens: U32 | None = Field(default=None, description="Return so many likeliest tokens at each position.")
-    grammar: Any = Field(default=None, description="Not supported.")
-    adapter_id: str | None = Field(default=None, description="Not supported.")
+    grammar: GrammarType | None = Field(default=None, description="What the text shall look like.")
+    adapter_id: str | None = Field(default=None, description="Refused: no adapter is loaded.")
+    # Beyond TGI's.
+    min_p: Annotated[F32, Documented(minimum=0, maximum=1)] | None = Field(
+        default=None, description="Within 0..1; drop tokens less likely than this share of the likeliest."
+    )
+    logit_bias: dict[str, Annotated[F32, Documented(minimum=-100, maximum=100)]] | None = Field(
+        default=None, description="Token id to what is added to its score, within -100..100."
+    )
+    ignore_eos: bool = Field(default=False, description="Go on after the end token, up to the token limit.")
+    ignore_eos_token: bool = Field(default=False, description="The same; TGI's word for it.")
 
     @property
     def wants_details(self) -> bool:
@@ -153,7 +136,7 @@ class Token(BaseModel):
 
 
 class _Ending(BaseModel):
-    finish_reason: str = Field(description="`length`, `eos_token` or `stop_sequence`.")
+    finish_reason: Literal["length", "eos_token", "stop_sequence"]
     generated_tokens: int
     seed: int | None = Field(description="null unless tokens were sampled.")
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from funitel.proto.errors import InvalidRequest
 from funitel.router.chat.call import ChatCall, ChatMessage
 from funitel.router.chat.sampling import ChatSampling
-from funitel.router.schema import F32, U32, Body, StopList, is_none
+from funitel.router.schema_types import F32, U32, Body, StopList, is_none
 
 U64_RANGE = 2**64
 

@@ -12,10 +12,10 @@ from funitel.router.schema import (
     GenerateParameters,
     GenerateRequest,
     GenerateResponse,
-    NativeBody,
     StreamResponse,
 )
 from funitel.router.schema_openai import ChatCompletion, ChatCompletionChunk, ChatRequest
+from funitel.router.schema_types import NativeBody
 
 # SageMaker: told apart by the field that only one of them has.
 

@@ -42,6 +42,7 @@ class Tokenizer:
         tokenizer.no_truncation()  # a file may ask for either; neither is part of encoding
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
         self._template = template
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
 
@@ -60,6 +61,11 @@ class Tokenizer:
         files = ModelFiles(Path(folder), Path(config_path) if config_path else None)
         tokenizer = files.tokenizer()
         return cls(tokenizer, files.template(tokenizer), workers)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the vocabulary, special ones included; ids are below it."""
+        return self._num_tokens
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
         """Tokenize a text.
@@ -89,7 +95,8 @@ class Tokenizer:
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:  # tokenizers raises bare Exception
-            raise InvalidRequest(f"tokenizer error {error}", "inputs") from error
+            logger.debug("the tokenizer failed: %s", error)
+            raise InvalidRequest("`inputs` cannot be tokenized", "inputs") from error
         return Encoding(text, tuple(encoding.ids), tuple(encoding.offsets))
 
 

@@ -25,7 +25,6 @@ def check_parameters(
     parameters: GenerateParameters, inputs: str, limits: Limits, settings: RouterSettings, *, stream: bool
 ) -> None:
     """Raise InvalidRequest for the first rule that the parameters or an empty prompt break."""
-    _check_supported(parameters)
     _check_best_of(parameters, settings, stream=stream)
     _check_sampling(parameters)
     _require(parameters.max_new_tokens != 0, "max_new_tokens", "`max_new_tokens` must be strictly positive", 0)
@@ -51,11 +50,35 @@ def check_parameters(
         f"`truncate` must be strictly positive and less than {limits.max_input_tokens}",
         truncate,
     )
+    _check_supported(parameters)
 
 
 def _check_supported(parameters: GenerateParameters) -> None:
+    """What TGI would ignore, or has no word for."""
     _require(parameters.grammar is None, "grammar", "`grammar` is not supported")
-    _require(parameters.adapter_id is None, "adapter_id", "`adapter_id` is not supported")
+    adapter_id = parameters.adapter_id
+    _require(not adapter_id, "adapter_id", "`adapter_id` is not supported: no adapter is loaded", adapter_id)
+    min_p = parameters.min_p
+    _require(min_p is None or 0 <= min_p <= 1, "min_p", "`min_p` must be >= 0.0 and <= 1.0", min_p)
+    for token_id, bias in (parameters.logit_bias or {}).items():
+        _require(
+            token_id.isascii() and token_id.isdigit() and str(int(token_id[:20])) == token_id,
+            "logit_bias",
+            "`logit_bias` must have token ids as its names",
+            repr(token_id[:50]),
+        )
+        _require(-100 <= bias <= 100, "logit_bias", "`logit_bias` must be >= -100.0 and <= 100.0", bias)
+
+
+def check_token_ids(parameters: GenerateParameters, num_tokens: int) -> None:
+    """Raise InvalidRequest for a token id that a vocabulary of so many tokens does not have."""
+    for token_id in parameters.logit_bias or {}:
+        _require(
+            int(token_id) < num_tokens,
+            "logit_bias",
+            f"`logit_bias` must have token ids >= 0 and < {num_tokens} as its names",
+            token_id,
+        )
 
 
 def _check_best_of(parameters: GenerateParameters, settings: RouterSettings, *, stream: bool) -> None:
@@ -89,7 +112,7 @@ def _check_best_of(parameters: GenerateParameters, settings: RouterSettings, *, 
 
 def _wants_sampling(parameters: GenerateParameters) -> bool:
     shaping = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.typical_p)
-    return parameters.do_sample or any(value is not None for value in shaping)
+    return parameters.do_sample or bool(parameters.min_p) or any(value is not None for value in shaping)
 
 
 def _check_sampling(parameters: GenerateParameters) -> None:
@@ -153,6 +176,7 @@ def build_request(
     add_special_tokens: bool = True,
     presence_penalty: float = 0.0,
     count_penalty: float = 0.0,
+    raw_logprobs: bool = False,
 ) -> Request:
     """Make the request of checked parameters and a tokenized prompt; without a seed it gets a random one.
 
@@ -177,8 +201,15 @@ def build_request(
             presence_penalty=presence_penalty,
             count_penalty=count_penalty,
             watermark=parameters.watermark,
+            min_p=parameters.min_p or 0.0,
+            logit_bias=tuple((int(token_id), bias) for token_id, bias in (parameters.logit_bias or {}).items()),
+            raw_logprobs=raw_logprobs,
         ),
-        stopping=StoppingParams(max_new_tokens=max_new_tokens, stop_sequences=tuple(parameters.stop)),
+        stopping=StoppingParams(
+            max_new_tokens=max_new_tokens,
+            stop_sequences=tuple(parameters.stop),
+            ignore_eos=parameters.ignore_eos or parameters.ignore_eos_token,
+        ),
         prefill_logprobs=parameters.decoder_input_details,
         top_n_tokens=parameters.top_n_tokens or 0,
         inputs=inputs,

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from funitel.proto.errors import InvalidRequest, MalformedBody, PayloadTooLarge, UnsupportedMediaType
-from funitel.router.schema import Body, NativeBody
+from funitel.router.schema_types import Body, NativeBody
 
 logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=Body)

@@ -18,7 +18,7 @@ from funitel.router.schema import GenerateParameters
 from funitel.router.sequence import Request
 from funitel.router.service import Service
 from funitel.router.stream import Timings, TokenStream
-from funitel.router.validation import build_request, check_parameters
+from funitel.router.validation import build_request, check_parameters, check_token_ids
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -105,8 +105,11 @@ async def prepare(
     arrived: float,
     presence_penalty: float = 0.0,
     count_penalty: float = 0.0,
+    raw_logprobs: bool = False,
 ) -> Job:
     """Check a request, tokenize its prompt and check its lengths.
+
+    The penalties are OpenAI's; `raw_logprobs` are log-probabilities of the scores before any sampling parameter.
 
     Raises:
         NotReady: the shards do not answer yet.
@@ -114,6 +117,7 @@ async def prepare(
     """
     limits = service.engine.limits
     check_parameters(parameters, prompt.text, limits, service.settings, stream=stream)
+    check_token_ids(parameters, service.tokenizer.num_tokens)
     encoding = await service.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
     request = build_request(
         parameters,
@@ -123,6 +127,7 @@ async def prepare(
         add_special_tokens=prompt.add_special_tokens,
         presence_penalty=presence_penalty,
         count_penalty=count_penalty,
+        raw_logprobs=raw_logprobs,
     )
     service.metrics.observe_prompt(len(request.input_ids), request.stopping.max_new_tokens)
     return Job(service, request, arrived)

@@ -1,0 +1,73 @@
+"""The numbers and the base records every body is made of.
+
+Types are strict as TGI's are: "5" is no number, true is no integer; an integer is a float.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+F32_MAX = 3.4028234663852886e38
+F32_TINY = 1.1754943508222875e-38
+
+
+def _flush_tiny(value: float) -> float:
+    """Turn what single precision would make zero into zero, so that checks see what the shards will."""
+    return value if abs(value) >= F32_TINY else 0.0
+
+
+def _as_list(value: Any) -> Any:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+def is_none(value: Any) -> bool:
+    """For fields that are left out, not null, when there is nothing to say."""
+    return value is None
+
+
+U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
+F32 = Annotated[float, Field(ge=-F32_MAX, le=F32_MAX), AfterValidator(_flush_tiny)]
+StopList = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=list[str] | str | None)]
+
+
+class Body(BaseModel):
+    """A body, or a part of one. Strict types, finite numbers."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class NativeBody(Body):
+    """A body whose unknown fields are kept aside, to be warned of (TGI ignores them)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Names of the fields nobody reads, here and in the parts."""
+        parts = [part for part in self.__dict__.values() if isinstance(part, NativeBody)]
+        return [*(self.model_extra or {}), *(name for part in parts for name in part.unknown_fields)]
+
+
+class Documented:
+    """Bounds that the document tells and `validation` checks, in TGI's order and words."""
+
+    def __init__(self, **bounds: float) -> None:
+        self._bounds = bounds
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core_schema)
+        if {"exclusiveMinimum", "minimum"} & self._bounds.keys():
+            schema.pop("minimum", None)
+        if {"exclusiveMaximum", "maximum"} & self._bounds.keys():
+            schema.pop("maximum", None)
+        return schema | self._bounds
+
+
+ABOVE_0 = Documented(exclusiveMinimum=0)
+WITHIN_0_AND_1 = Documented(exclusiveMinimum=0, exclusiveMaximum=1)
