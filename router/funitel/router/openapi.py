@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
+from pydantic_core import core_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -68,6 +69,24 @@ class Operation:
         return [model for model in (self.answer, self.event, self.error) if model is not None]
 
 
+class _Generator(GenerateJsonSchema):
+    """Describes answers as they are sent: a default is sent too, and what is left out when absent is never null."""
+
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        if self.mode == "serialization" and field["type"] == "model-field":
+            return "serialization_exclude_if" not in field
+        return super().field_is_required(field, total)
+
+    def model_field_schema(self, schema: core_schema.ModelField) -> JsonSchemaValue:
+        described = super().model_field_schema(schema)
+        if self.mode == "serialization" and "serialization_exclude_if" in schema:
+            present = [branch for branch in described.get("anyOf", []) if branch != {"type": "null"}]
+            if len(present) == 1:
+                rest = {key: value for key, value in described.items() if key not in ("anyOf", "default")}
+                return {**present[0], **rest}
+        return described
+
+
 _Schemas = Mapping[Any, dict[str, Any]]  # a reference to each record's schema
 
 
@@ -75,7 +94,11 @@ def document(operations: Sequence[Operation], title: str, version: str) -> dict[
     """The OpenAPI document of the routes."""
     bodies = [(operation.body, "validation") for operation in operations if operation.body is not None]
     answers = [(model, "serialization") for operation in operations for model in operation.answers]
-    references, schemas = models_json_schema([*bodies, *answers], ref_template=REFERENCE)  # type: ignore[list-item]
+    references, schemas = models_json_schema(
+        [*bodies, *answers],  # type: ignore[list-item]
+        ref_template=REFERENCE,
+        schema_generator=_Generator,
+    )
     taken = {model: reference for (model, mode), reference in references.items() if mode == "validation"}
     given = {model: reference for (model, mode), reference in references.items() if mode == "serialization"}
     paths: dict[str, Any] = {}
