@@ -190,7 +190,6 @@ def test_a_malformed_variable_exits_with_2(tiny_model: Path, cache: Path) -> Non
         (("--port", "70000"), ("--port", "70000")),
         (("--num-shard", "0"), ("--num-shard",)),
         (("--num-shard", "7"), ("--num-shard 7", "6 query heads")),
-        (("--sharded", "false", "--num-shard", "2"), ("--sharded false", "--num-shard 2")),
         (("--sharded", "true", "--num-shard", "1"), ("--sharded true", "--num-shard")),
         (("--max-input-tokens", "10", "--max-total-tokens", "10"), ("--max-input-tokens 10", "--max-total-tokens 10")),
         (("--max-input-tokens", "9", "--max-input-length", "9"), ("--max-input-tokens", "--max-input-length")),

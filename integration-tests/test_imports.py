@@ -25,6 +25,9 @@ PROTO_ARROWS = {
     ("wire", "generate_pb2"),
     ("generate_pb2_grpc", "generate_pb2"),
     ("settings", "errors"),
+    ("settings", "foreign"),
+    ("settings", "options"),
+    ("options", "foreign"),
 }
 # What decides a step knows numbers and nouns: no loop, no clock, no socket, no gRPC.
 PURE = ("funitel.proto.step", *(f"funitel.router.{name}" for name in ("scheduler", "blocks", "chunking", "sequence")))

@@ -1,4 +1,7 @@
-"""Write docs/settings.md from the settings dataclasses; with --check, only compare and fail when it is stale."""
+"""Write docs/settings.md from the settings dataclasses and the tables of TGI's flags.
+
+With --check, only compare and fail when it is stale.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -8,7 +11,8 @@ from typing import Any
 
 from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import DownloadSettings, ModelServerSettings
-from funitel.proto.settings import flag_of, variable_of
+from funitel.proto.foreign import INERT, REFUSED, REFUSED_VALUES, Foreign, Program, Refused
+from funitel.proto.options import flag_of, variable_of
 from funitel.router.settings import RouterSettings
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
@@ -17,10 +21,16 @@ HEAD = """# Settings
 
 Written by `make docs` from the settings dataclasses; change those, not this page.
 
-A flag beats its variable, the variable beats the default. A switch is a flag without a value; its variable is `true` or
-`false`. A repeatable flag is given once for each value; its variable holds them with spaces between. An unknown flag or
-a value of the wrong kind ends the program with exit code 2, settings that contradict each other with exit code 1; both
-say why in one line. "-" as a default means that the setting is left open, and the help says what then happens.
+A flag beats its variable, the variable beats the default; an empty variable is as good as none. A switch is a flag
+without a value, and `--no-` before its name turns it off. Booleans are `true`, `1`, `yes`, `on` or `false`, `0`, `no`,
+`off`, in any case. A repeatable flag is given once for each value; its variable holds them with spaces between. An
+unknown flag or a value of the wrong kind ends the program with exit code 2, settings that contradict each other with
+exit code 1; both say why in one line. "-" as a default means that the setting is left open, and the help says what
+then happens.
+
+Every flag and variable of text-generation-inference is taken, and is of one of three classes: *honoured* ones are the
+tables of the four programs; those [accepted without effect](#accepted-without-effect) change no answer here and are
+one line of the log when given; those [refused](#refused) would change the answer and end the program with exit code 1.
 """
 
 SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
@@ -46,11 +56,55 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
     ),
 )
 
+PROGRAMS: tuple[Program, ...] = ("launcher", "router", "shard", "download")
+
 
 def page() -> str:
     """The whole page."""
     sections = [f"## {title}\n\n{text}\n\n" + "\n".join(table(cls)) + "\n" for title, text, cls in SECTIONS]
-    return "\n".join([HEAD, *sections])
+    return "\n".join([HEAD, *sections, inert_section(), refused_section()])
+
+
+def inert_section() -> str:
+    """The flags and variables that change nothing."""
+    rows = "\n".join(f"| {foreign_names(row)} | {programs(row)} | {sentence(row.why)} |" for row in INERT)
+    return (
+        f"## Accepted without effect\n\n| flag and variable | of | why nothing changes |\n| --- | --- | --- |\n{rows}\n"
+    )
+
+
+def refused_section() -> str:
+    """The flags, variables and values that end the program."""
+    rows = [
+        f"| {foreign_names(row)} | {refused_values(row)} | {programs(row)} | {sentence(row.why)} |" for row in REFUSED
+    ]
+    for name, values in REFUSED_VALUES.items():
+        by_reason: dict[str, list[str]] = {}
+        for value, why in values.items():
+            by_reason.setdefault(why, []).append(f"`{value}`")
+        for why, words in by_reason.items():
+            rows.append(
+                f"| `{flag_of(name)}`, `{name.upper()}` | {', '.join(words)} | launcher, shard | {sentence(why)} |"
+            )
+    head = "| flag and variable | values | of | why, and what to do |\n| --- | --- | --- | --- |"
+    return f"## Refused\n\n{head}\n" + "\n".join(rows) + "\n"
+
+
+def foreign_names(row: Foreign) -> str:
+    flag = [flag_of(row.name)] if row.flag else []
+    return ", ".join(f"`{name}`" for name in (*flag, *([row.env] if row.env else [])))
+
+
+def programs(row: Foreign) -> str:
+    return ", ".join(name for name in PROGRAMS if name in (*row.flag, *row.variable))
+
+
+def refused_values(row: Refused) -> str:
+    return f"all but {', '.join(f'`{value}`' for value in row.allowed)}" if row.allowed else "any"
+
+
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def table(cls: type[Any]) -> Iterator[str]:

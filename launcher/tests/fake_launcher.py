@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from funitel.launcher.__main__ import serve
+from funitel.launcher.__main__ import configure_logs, serve
 from funitel.launcher.commands import Commands
 from funitel.launcher.settings import LauncherSettings
 from funitel.proto.settings import as_command, run_app
@@ -16,5 +16,12 @@ COMMANDS = Commands(model_server=(*FAKE_CHILDREN, "model_server"), router=(*FAKE
 
 if __name__ == "__main__":
     app = typer.Typer()
-    app.command()(as_command(LauncherSettings, lambda settings: serve(settings, dict(os.environ), COMMANDS)))
+    app.command()(
+        as_command(
+            LauncherSettings,
+            lambda settings: serve(settings, dict(os.environ), COMMANDS),
+            program="launcher",
+            set_up=configure_logs,
+        )
+    )
     run_app(app)

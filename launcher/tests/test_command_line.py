@@ -1,5 +1,6 @@
 """The command line itself: help, version, usage errors, the `serve` word, what is announced."""
 
+import socket
 import subprocess
 import sys
 
@@ -15,11 +16,9 @@ def module(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def run(module: str, *argv: str) -> "subprocess.CompletedProcess[str]":
-    path = ":".join(filter(None, sys.path))
-    return subprocess.run(
-        [sys.executable, "-m", module, *argv], capture_output=True, text=True, env={"PYTHONPATH": path}
-    )
+def run(module: str, *argv: str, environ: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    variables = {"PYTHONPATH": ":".join(filter(None, sys.path))} | (environ or {})
+    return subprocess.run([sys.executable, "-m", module, *argv], capture_output=True, text=True, env=variables)
 
 
 def test_version(module: str) -> None:
@@ -39,6 +38,45 @@ def test_contradicting_settings_are_one_line_and_exit_code_1() -> None:
     result = run("funitel", "serve", "--sharded", "true", "--num-shard", "1")
     assert result.returncode == 1
     assert result.stderr == "error: --sharded true needs --num-shard > 1, given 1\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "line"),
+    [
+        (["--quantize", "awq"], {}, "--quantize awq cannot be honoured: "),
+        ([], {"QUANTIZE": "eetq"}, "QUANTIZE=eetq cannot be honoured: "),
+        ([], {"SPECULATE": "2"}, "SPECULATE=2 cannot be honoured: there is no speculative decoding; "),
+        (["--lora-adapters", "a,b"], {}, "--lora-adapters a,b cannot be honoured: "),
+        (["--ngrok"], {}, "--ngrok cannot be honoured: "),
+    ],
+)
+def test_what_would_change_the_answer_is_one_line_and_exit_code_1(
+    argv: list[str], environ: dict[str, str], line: str
+) -> None:
+    result = run("funitel", *argv, environ=environ)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"error: {line}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_what_changes_nothing_is_one_line_of_the_log_and_the_start_goes_on() -> None:
+    argv = ("--model-id", "/nowhere", "--cuda-graphs", "0", "--env", "--shard-uds-path", "/tmp/funitel-test-flags")
+    result = run("funitel", *argv, environ={"TRUST_REMOTE_CODE": "true"})
+    assert result.stderr.count("--cuda-graphs 0 is accepted and changes nothing: ") == 1
+    assert result.stderr.count("TRUST_REMOTE_CODE=true is accepted and changes nothing: ") == 1
+    assert "Runtime environment:" in result.stderr
+    assert "Python: 3." in result.stderr
+    assert result.returncode == 1
+    assert "no such folder or file: /nowhere" in result.stderr.splitlines()[-1]
+
+
+def test_a_metrics_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        uds = ("--shard-uds-path", "/tmp/funitel-test-metrics")
+        result = run("funitel", "--model-id", "/nowhere", "--port", "0", "--prometheus-port", str(port), *uds)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith(f"error: --prometheus-port {port} is already in use on 0.0.0.0")
 
 
 def test_help_names_every_setting() -> None:

@@ -58,9 +58,8 @@ def test_a_shard_gets_its_rank_and_the_shared_settings() -> None:
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_switches_arrive_as_they_are(is_on: bool) -> None:
-    word = "true" if is_on else "false"
-    told = shard(resolved(prefill_chunking=word, enable_prefill_logprobs=is_on))
-    assert told.prefill_chunking == word
+    told = shard(resolved(prefill_chunking=is_on, enable_prefill_logprobs=is_on))
+    assert told.prefill_chunking is is_on
     assert told.enable_prefill_logprobs is is_on
 
 
@@ -70,7 +69,7 @@ def test_prefill_chunking_is_read_from_tgis_variable(value: str) -> None:
     app = typer.Typer()
     app.command()(as_command(LauncherSettings, seen.append))
     assert CliRunner().invoke(app, [], env={"PREFILL_CHUNKING": value}).exit_code == 0
-    assert seen[0].prefill_chunking == value
+    assert seen[0].prefill_chunking is (value in ("1", "true"))
 
 
 def test_the_router_gets_the_model_folder_under_the_clients_name() -> None:
@@ -96,7 +95,9 @@ def test_the_download_is_told_where_and_what() -> None:
     program, command, *argv = COMMANDS.download(settings)
     assert (program, command) == ("server", "download-weights")
     told = parsed(DownloadSettings, argv, {"model_id": ""})
-    assert told == DownloadSettings(model_id="org/tiny", revision="main", cache_dir="/cache", json_output=True)
+    assert told == DownloadSettings(
+        model_id="org/tiny", revision="main", cache_dir="/cache", json_output=True, logger_level="info"
+    )
 
 
 def test_a_shards_environment_is_the_users_with_torch_settled() -> None:
@@ -132,7 +133,36 @@ def test_hub_variables_reach_the_children() -> None:
         "HF_HUB_CACHE": "/hub",
         "HUGGINGFACE_HUB_CACHE": "/hub",
     }
-    assert download_environ(LauncherSettings(), {"HF_API_TOKEN": "old", "HF_TOKEN": "new"})["HF_TOKEN"] == "new"
+
+
+@pytest.mark.parametrize(
+    ("environ", "token"),
+    [
+        ({"HF_API_TOKEN": "old", "HF_TOKEN": "new"}, "new"),
+        ({"HF_API_TOKEN": "old", "HF_TOKEN": ""}, "old"),
+        ({"HUGGING_FACE_HUB_TOKEN": "oldest"}, "oldest"),
+        ({"HUGGING_FACE_HUB_TOKEN": "oldest", "HF_API_TOKEN": "old"}, "old"),
+    ],
+)
+def test_every_name_of_the_hub_token_reaches_every_child(environ: dict[str, str], token: str) -> None:
+    settings = resolved()
+    for told in (
+        download_environ(settings, environ),
+        shard_environ(settings, environ, 0),
+        router_environ(settings, environ),
+    ):
+        assert told["HF_TOKEN"] == token
+
+
+def test_without_a_token_there_is_none() -> None:
+    assert "HF_TOKEN" not in download_environ(LauncherSettings(), {})
+
+
+def test_what_the_launcher_has_remarked_upon_is_not_told_to_its_children_again() -> None:
+    environ = {"CUDA_GRAPHS": "0", "ATTENTION": "flashinfer", "TRUST_REMOTE_CODE": "true", "HF_HUB_OFFLINE": "1"}
+    settings = resolved()
+    for told in (shard_environ(settings, environ, 0), router_environ(settings, environ)):
+        assert told.keys() & environ.keys() == {"HF_HUB_OFFLINE"}
 
 
 def resolved(**given: Any) -> ResolvedSettings:

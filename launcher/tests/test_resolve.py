@@ -25,17 +25,18 @@ from funitel.proto.errors import SettingsError
 @pytest.mark.parametrize(
     ("sharded", "num_shard", "num_devices", "decided"),
     [
-        ("true", None, 4, 4),
-        ("true", 2, None, 2),
-        ("false", None, 4, 1),
-        ("false", 1, 4, 1),
+        (True, None, 4, 4),
+        (True, 2, None, 2),
+        (False, None, 4, 1),
+        (False, 1, 4, 1),
+        (False, 3, 4, 3),
         (None, None, 4, 4),
         (None, None, 0, 1),
         (None, None, None, 1),
         (None, 3, 8, 3),
     ],
 )
-def test_num_shard(sharded: str | None, num_shard: int | None, num_devices: int | None, decided: int) -> None:
+def test_num_shard(sharded: bool | None, num_shard: int | None, num_devices: int | None, decided: int) -> None:
     assert decide_num_shard(LauncherSettings(sharded=sharded, num_shard=num_shard), num_devices) == decided
 
 
@@ -45,11 +46,11 @@ def test_num_shard(sharded: str | None, num_shard: int | None, num_devices: int 
 )
 def test_sharded_without_devices_is_refused(num_devices: int | None, why: str) -> None:
     with pytest.raises(SettingsError, match=why):
-        decide_num_shard(LauncherSettings(sharded="true"), num_devices)
+        decide_num_shard(LauncherSettings(sharded=True), num_devices)
 
 
-@pytest.mark.parametrize(("sharded", "num_shard"), [("true", 1), ("false", 2), (None, 0), ("true", -1)])
-def test_impossible_combinations_are_refused(sharded: str | None, num_shard: int) -> None:
+@pytest.mark.parametrize(("sharded", "num_shard"), [(True, 1), (None, 0), (True, -1)])
+def test_impossible_combinations_are_refused(sharded: bool | None, num_shard: int) -> None:
     with pytest.raises(SettingsError, match="--num-shard"):
         LauncherSettings(sharded=sharded, num_shard=num_shard)
 
@@ -136,7 +137,7 @@ def test_what_was_open_is_decided() -> None:
     assert settings.served_model_name == "org/model"
     assert settings.master_port > 0
     assert settings.port > 0
-    assert (settings.sharded, settings.num_shard, settings.shard_uds_path) == ("true", 2, "/tmp/path")
+    assert (settings.sharded, settings.num_shard, settings.shard_uds_path) == (True, 2, "/tmp/path")
 
 
 @pytest.mark.parametrize(

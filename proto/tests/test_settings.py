@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
 from funitel.proto.errors import SettingsError, WeightsError
-from funitel.proto.settings import as_command, flag_of, project, require, run_app, setting, to_argv, variable_of
+from funitel.proto.options import flag_of, variable_of
+from funitel.proto.settings import as_command, project, require, run_app, setting, to_argv
 from funitel.router.settings import RouterSettings
 
 T = TypeVar("T")
@@ -234,8 +235,10 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "tokenizer_config_path": st.none() | TEXT,
     "master_shard_uds_path": TEXT,
     "master_shard_address": st.none() | TEXT,
+    "revision": st.none() | TEXT,
     "hostname": TEXT,
-    "port": st.integers(0, 65535),
+    "port": st.integers(0, 40000),
+    "prometheus_port": st.none() | st.integers(40001, 65535),
     "max_concurrent_requests": COUNT,
     "max_best_of": COUNT,
     "max_stop_sequences": st.integers(0, 100),
@@ -278,7 +281,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "block_size": COUNT,
     "cuda_memory_fraction": st.floats(0, 1, exclude_min=True),
     "num_threads": st.none() | COUNT,
-    "prefill_chunking": st.sampled_from(["true", "false", "1", "0"]),
+    "prefill_chunking": st.booleans(),
     "enable_prefill_logprobs": st.booleans(),
     "watermark_gamma": st.floats(0, 1, exclude_min=True, exclude_max=True),
     "watermark_delta": st.floats(-100, 100),

@@ -95,6 +95,34 @@ def test_a_port_that_is_taken(start: Start, port: int) -> None:
     assert errors.splitlines()[-1] == f"error: cannot listen on 127.0.0.1 port {port}: Address already in use"
 
 
+def test_the_metrics_port_answers_metrics_and_nothing_else(start: Start, port: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        second = int(listener.getsockname()[1])
+    start("--prometheus-port", str(second))
+    wait_for(port, 200)
+    metrics = httpx.get(f"http://127.0.0.1:{second}/metrics")
+    assert metrics.status_code == 200
+    assert "tgi_request_count" in metrics.text
+    for path in ("/health", "/info", "/"):
+        assert httpx.get(f"http://127.0.0.1:{second}{path}").status_code == 404
+    assert httpx.post(f"http://127.0.0.1:{second}/generate", json={"inputs": "Hi"}).status_code == 404
+    assert httpx.get(f"http://127.0.0.1:{port}/metrics").status_code == 200
+
+
+def test_a_metrics_port_that_is_taken(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        second = taken.getsockname()[1]
+        _, errors = start("--prometheus-port", str(second)).communicate(timeout=PATIENCE_SECONDS)
+    assert errors.splitlines()[-1] == f"error: cannot listen on 127.0.0.1 port {second}: Address already in use"
+
+
+def test_the_metrics_port_is_another(start: Start, port: int) -> None:
+    process = start("--prometheus-port", str(port))
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 1
+    assert errors == f"error: --prometheus-port {port} is --port: leave it out, /metrics is answered there anyway\n"
+
+
 def test_an_unknown_flag(start: Start) -> None:
     process = start("--no-such-flag")
     _, errors = process.communicate(timeout=PATIENCE_SECONDS)

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -12,11 +13,14 @@ import typer
 
 from funitel.launcher.commands import Commands
 from funitel.launcher.resolve import count_devices, decide_num_shard, resolve
+from funitel.launcher.runtime import describe_runtime
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.sockets import check_port, claim
 from funitel.launcher.supervisor import Supervisor
 from funitel.proto import logs
 from funitel.proto.settings import as_command, run_app
+
+logger = logging.getLogger(__name__)
 
 
 def serve(settings: LauncherSettings, environ: Mapping[str, str], commands: Commands | None = None) -> None:
@@ -26,12 +30,20 @@ def serve(settings: LauncherSettings, environ: Mapping[str, str], commands: Comm
         FunitelError: settings are wrong, or a child ended; the message says which and why.
         typer.Exit: the download failed and has said why.
     """
-    logs.configure("launcher", json_output=settings.json_output, level=settings.log_level)
+    if settings.env:
+        logger.info("%s", describe_runtime())
     num_shard = decide_num_shard(settings, count_devices(settings.device, environ))
     with claim(settings.shard_uds_path, num_shard) as uds_path:
         resolved = resolve(settings, num_shard, uds_path)
         check_port(resolved.hostname, resolved.port)
+        if resolved.prometheus_port is not None:
+            check_port(resolved.hostname, resolved.prometheus_port, "--prometheus-port")
         asyncio.run(Supervisor(resolved, environ, commands).run())
+
+
+def configure_logs(settings: LauncherSettings) -> None:
+    """Log as the launcher."""
+    logs.configure("launcher", json_output=settings.json_output, level=settings.log_level)
 
 
 def main() -> None:
@@ -40,7 +52,10 @@ def main() -> None:
         del sys.argv[1]
     app = typer.Typer(add_completion=False)
     environ = dict(os.environ)
-    app.command()(_with_version(as_command(LauncherSettings, lambda settings: serve(settings, environ))))
+    command = as_command(
+        LauncherSettings, lambda settings: serve(settings, environ), program="launcher", set_up=configure_logs
+    )
+    app.command()(_with_version(command))
     run_app(app)
 
 

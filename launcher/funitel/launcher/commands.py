@@ -12,10 +12,13 @@ from funitel.launcher.resolve import ResolvedSettings
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.sockets import socket_of
 from funitel.model_server.settings import DownloadSettings, ModelServerSettings
+from funitel.proto.foreign import INERT
 from funitel.proto.settings import project, to_argv
 from funitel.router.settings import RouterSettings
 
 Environ = Mapping[str, str]
+
+TOKENS = ("HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of the hub, the first that is set
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Commands:
             settings,
             RouterSettings,
             tokenizer_name=str(folder),
+            revision=None,
             master_shard_uds_path=socket_of(settings.shard_uds_path, 0),
             exit_with_parent=True,
         )
@@ -60,7 +64,7 @@ class Commands:
 def download_environ(settings: LauncherSettings, environ: Environ) -> dict[str, str]:
     """Environment of the download: the launcher's, without secrets that are not the hub's."""
     inherited = {name: value for name, value in environ.items() if name not in ("API_KEY", "LOG_LEVEL")}
-    return inherited | _hub(settings, environ)
+    return _unremarked(inherited) | _hub(settings, environ)
 
 
 def shard_environ(settings: ResolvedSettings, environ: Environ, rank: int) -> dict[str, str]:
@@ -83,16 +87,21 @@ def shard_environ(settings: ResolvedSettings, environ: Environ, rank: int) -> di
 
 def router_environ(settings: ResolvedSettings, environ: Environ) -> dict[str, str]:
     """Environment of the router: the launcher's, and the API key."""
-    return dict(environ) | ({"API_KEY": settings.api_key} if settings.api_key else {})
+    return _unremarked(environ) | _hub(settings, environ) | ({"API_KEY": settings.api_key} if settings.api_key else {})
+
+
+def _unremarked(environ: Environ) -> dict[str, str]:
+    """Leave out the variables of which the launcher has said that they have no effect: once is enough."""
+    said = {row.env for row in INERT if "launcher" in (*row.flag, *row.variable)}
+    return {name: value for name, value in environ.items() if name not in said}
 
 
 def _hub(settings: LauncherSettings, environ: Environ) -> dict[str, str]:
     variables = {}
     if settings.huggingface_hub_cache is not None:
         variables = dict.fromkeys(("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"), settings.huggingface_hub_cache)
-    if "HF_API_TOKEN" in environ:
-        variables.setdefault("HF_TOKEN", environ.get("HF_TOKEN", environ["HF_API_TOKEN"]))
-    return variables
+    token = next((environ[name] for name in TOKENS if environ.get(name)), None)
+    return variables | ({} if token is None else {"HF_TOKEN": token})
 
 
 def _threads(count: int) -> dict[str, str]:

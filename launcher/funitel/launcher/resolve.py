@@ -49,7 +49,7 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str) -> Resolv
         settings,
         ResolvedSettings,
         num_shard=num_shard,
-        sharded="true" if num_shard > 1 else "false",
+        sharded=num_shard > 1,
         num_threads=threads,
         max_input_tokens=max_input,
         max_input_length=None,
@@ -65,7 +65,7 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str) -> Resolv
 
 def check_children(settings: ResolvedSettings) -> None:
     """Raise SettingsError for what a shard or the router would refuse."""
-    project(settings, ModelServerSettings, model_id=settings.model_id, sharded=settings.sharded == "true")
+    project(settings, ModelServerSettings, model_id=settings.model_id, sharded=bool(settings.sharded))
     project(settings, RouterSettings, max_batch_prefill_tokens=prefill_tokens(settings, context=None))
 
 
@@ -77,7 +77,7 @@ def fit_to_model(settings: ResolvedSettings, folder: Path) -> ResolvedSettings:
 def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int:
     """Say how many shards the model is split over.
 
-    Source: contract reference 2.3, with an impossible combination refused instead of obeyed.
+    Source: contract reference 2.3; a number of shards beats `--sharded false`.
 
     Args:
         settings: `sharded` and `num_shard` as given.
@@ -85,10 +85,8 @@ def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int
     """
     if settings.num_shard is not None:
         return settings.num_shard
-    if settings.sharded == "false":
-        return 1
-    if settings.sharded is None:
-        return num_devices or 1
+    if not settings.sharded:
+        return 1 if settings.sharded is False else num_devices or 1
     if num_devices is None:
         raise SettingsError("--sharded true: the number of devices is unknown here, give --num-shard")
     require(

@@ -3,9 +3,10 @@
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from funitel.model_server.settings import DEVICES, DTYPES, ModelServerSettings
+from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
+from funitel.proto.foreign import REFUSED_VALUES
 from funitel.proto.settings import require, setting
-from funitel.router.settings import RouterSettings, check_token_limits
+from funitel.router.settings import RouterSettings, check_prometheus_port, check_token_limits
 
 _SHARD = {field.name: field.default for field in fields(ModelServerSettings) if field.default is not MISSING}
 _ROUTER = {field.name: field.default for field in fields(RouterSettings)}
@@ -34,7 +35,7 @@ class LauncherSettings:
     )
     huggingface_hub_cache: str | None = setting(None, "Folder of the Hugging Face hub cache.")
     validation_workers: int = _router("validation_workers", "Threads that tokenize prompts.")
-    sharded: str | None = setting(None, "Whether to split the model over several shards.", choices=("true", "false"))
+    sharded: bool | None = setting(None, "Whether to split the model over several shards.", takes_value=True)
     num_shard: int | None = setting(None, "Number of shards; the number of visible GPUs, or 1, when not given.")
     device: str = _shard("device", "Where the model runs.", choices=DEVICES)
     dtype: str | None = _shard(
@@ -42,14 +43,20 @@ class LauncherSettings:
         "Precision of weights and KV; float32 on a CPU, bfloat16 on a GPU when not given.",
         choices=DTYPES,
     )
+    quantize: str | None = _shard(
+        "quantize",
+        "How the checkpoint's weights must be quantised; as its config.json says when not given.",
+        choices=QUANTIZATIONS,
+        refused=REFUSED_VALUES["quantize"],
+    )
     block_size: int = _shard("block_size", "Tokens per KV block.")
     num_threads: int | None = _shard(
         "num_threads", "Compute threads of each shard; the cores shared out evenly when not given."
     )
-    prefill_chunking: str = _shard(
+    prefill_chunking: bool = _shard(
         "prefill_chunking",
         "Compute long prompts in chunks that share steps with running sequences.",
-        choices=("true", "false", "1", "0"),
+        takes_value=True,
     )
     enable_prefill_logprobs: bool = _shard("enable_prefill_logprobs", "Allow log-probabilities of prompt tokens.")
     watermark_gamma: float = _shard("watermark_gamma", "Share of the vocabulary that a watermark favours.")
@@ -70,8 +77,8 @@ class LauncherSettings:
     max_total_tokens: int | None = _router(
         "max_total_tokens", "Most prompt and completion tokens of a request; measured when not given."
     )
-    waiting_served_ratio: float = _router(
-        "waiting_served_ratio",
+    waiting_served_ratio: float = setting(
+        0.3,
         "Without chunked prefill: pause running sequences for waiting ones once there are this many waiting "
         "per running.",
     )
@@ -88,6 +95,9 @@ class LauncherSettings:
     max_batch_size: int | None = _router("max_batch_size", "Most sequences running at once.")
     hostname: str = _router("hostname", "Address to listen on.")
     port: int = _router("port", "Port to listen on.", short="-p")
+    prometheus_port: int | None = _router(
+        "prometheus_port", "A second port that answers /metrics and nothing else; /metrics is on --port anyway."
+    )
     shard_uds_path: str | None = setting(
         None,
         "Unix socket of the shards, followed by -RANK; /tmp/text-generation-server, or a path of "
@@ -108,6 +118,7 @@ class LauncherSettings:
     cors_allow_origin: tuple[str, ...] = _router(
         "cors_allow_origin", "Allowed CORS origin, repeatable; any when not given."
     )
+    env: bool = setting(False, "Log what this program runs on, then go on.", short="-e", env=None)
     json_output: bool = _router("json_output", "Log JSON lines.")
     log_level: str = _router("log_level", "Least severe log level: debug, info, warning, error.")
     graceful_termination_timeout: int = setting(
@@ -126,13 +137,10 @@ class LauncherSettings:
         )
         require(self.num_shard is None or self.num_shard >= 1, f"--num-shard must be >= 1, given {self.num_shard}")
         require(
-            not (self.sharded == "true" and self.num_shard == 1),
+            not (self.sharded and self.num_shard == 1),
             "--sharded true needs --num-shard > 1, given 1",
         )
-        require(
-            not (self.sharded == "false" and (self.num_shard or 1) > 1),
-            f"--sharded false contradicts --num-shard {self.num_shard}",
-        )
+        check_prometheus_port(self.prometheus_port, self.port)
         require(
             self.max_batch_total_tokens is None or self.max_batch_total_tokens >= self.block_size,
             f"--max-batch-total-tokens {self.max_batch_total_tokens} must be >= --block-size {self.block_size}",

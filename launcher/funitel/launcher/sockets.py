@@ -127,8 +127,8 @@ def free_port() -> int:
         return port
 
 
-def check_port(hostname: str, port: int) -> None:
-    """Raise SettingsError when the router could not listen on `hostname` and `port`."""
+def check_port(hostname: str, port: int, flag: str = "--port") -> None:
+    """Raise SettingsError when the router could not listen on `hostname` and `port`, which `flag` gave."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
@@ -137,12 +137,12 @@ def check_port(hostname: str, port: int) -> None:
     except socket.gaierror as error:
         raise SettingsError(f"--hostname {hostname} is not an address of this machine: {error.strerror}") from error
     except OSError as error:
-        raise SettingsError(_cannot_listen(hostname, port, error)) from error
+        raise SettingsError(_cannot_listen(hostname, port, flag, error)) from error
 
 
-def _cannot_listen(hostname: str, port: int, error: OSError) -> str:
+def _cannot_listen(hostname: str, port: int, flag: str, error: OSError) -> str:
     if isinstance(error, PermissionError):
-        return f"--port {port} needs privileges this process lacks: choose a port from 1024 up"
+        return f"{flag} {port} needs privileges this process lacks: choose a port from 1024 up"
     if error.errno == errno.EADDRINUSE:
-        return f"--port {port} is already in use on {hostname}: stop what listens there or choose another --port"
-    return f"cannot listen on --hostname {hostname} --port {port}: {error.strerror}"
+        return f"{flag} {port} is already in use on {hostname}: stop what listens there or choose another {flag}"
+    return f"cannot listen on --hostname {hostname} {flag} {port}: {error.strerror}"

@@ -34,14 +34,12 @@ app = typer.Typer(
 
 def download(settings: DownloadSettings) -> None:
     """Make a model's files present and whole; print their folder as the last line of stdout."""
-    logs.configure("download", json_output=settings.json_output, level=settings.logger_level)
     cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
     print(hub.download_weights(settings.model_id, revision=settings.revision, cache_dir=cache_dir))
 
 
 def serve(settings: ModelServerSettings) -> None:
     """Load one rank and serve it until SIGTERM or SIGINT."""
-    logs.configure(f"shard-{settings.rank}", json_output=settings.json_output, level=settings.logger_level)
     if settings.exit_with_parent:
         stop_with_parent()
     failure = asyncio.run(_serve(settings))
@@ -119,8 +117,20 @@ def _resolve(settings: ModelServerSettings) -> Path:
     return hub.resolve(settings.model_id, revision=settings.revision, cache_dir=cache_dir).folder
 
 
-app.command("serve")(as_command(ModelServerSettings, serve, {"model_id": "Model to serve."}))
-app.command("download-weights")(as_command(DownloadSettings, download, {"model_id": "Model to make present."}))
+def _log_as_shard(settings: ModelServerSettings) -> None:
+    logs.configure(f"shard-{settings.rank}", json_output=settings.json_output, level=settings.logger_level)
+
+
+def _log_as_download(settings: DownloadSettings) -> None:
+    logs.configure("download", json_output=settings.json_output, level=settings.logger_level)
+
+
+app.command("serve")(
+    as_command(ModelServerSettings, serve, {"model_id": "Model to serve."}, program="shard", set_up=_log_as_shard)
+)
+app.command("download-weights")(
+    as_command(DownloadSettings, download, {"model_id": "Model to fetch."}, program="download", set_up=_log_as_download)
+)
 
 
 def main() -> NoReturn:

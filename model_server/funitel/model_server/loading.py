@@ -83,7 +83,7 @@ def _info(settings: ModelServerSettings, options: ExecutorOptions, weights: Weig
     return ShardInfo(
         dtype=str(options.dtype),
         device_type=options.device.type,
-        support_chunking=settings.prefill_chunking in ("true", "1"),
+        support_chunking=settings.prefill_chunking,
         attention_impl=TorchAttention.name,
         block_size=options.block_size,
         capabilities=frozenset(Capability),

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from funitel.proto.foreign import REFUSED_VALUES
 from funitel.proto.settings import require, setting
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -22,7 +23,7 @@ class DownloadSettings:
         None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
     )
     json_output: bool = setting(False, "Log JSON lines.")
-    logger_level: str = setting("info", "Least severe log level: debug, info, warning, error.", env=None)
+    logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +52,21 @@ class ModelServerSettings:
         None,
         "How the checkpoint's weights must be quantised; as its config.json says when not given.",
         choices=QUANTIZATIONS,
+        refused=REFUSED_VALUES["quantize"],
     )
     block_size: int = setting(16, "Tokens per KV block.")
     cuda_memory_fraction: float = setting(1.0, "Share of the free device memory that the KV pool may take.")
     num_threads: int | None = setting(None, "Compute threads; the cores this process may use when not given.")
-    prefill_chunking: str = setting(
-        "true",
+    prefill_chunking: bool = setting(
+        True,
         "Compute long prompts in chunks that share steps with running sequences.",
-        choices=("true", "false", "1", "0"),
+        takes_value=True,
     )
     enable_prefill_logprobs: bool = setting(False, "Allow log-probabilities of prompt tokens.", env="REQUEST_LOGPROBS")
     watermark_gamma: float = setting(0.5, "Share of the vocabulary that a watermark favours.")
     watermark_delta: float = setting(2.0, "What a watermark adds to the scores of the tokens it favours.")
     json_output: bool = setting(False, "Log JSON lines.")
-    logger_level: str = setting("info", "Least severe log level: debug, info, warning, error.", env=None)
+    logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
     exit_with_parent: bool = setting(False, "Stop when the process that started this one ends.", env=None)
 
     def __post_init__(self) -> None:

@@ -2,34 +2,28 @@
 
 A field made with `setting(default, help)` becomes the flag `--its-name`, the variable `ITS_NAME` and a line
 of `--help`; each default exists once. Flag beats variable beats default. The environment is read by typer, at
-the rim, and nowhere else. `to_argv` turns settings back into flags for a child process.
+the rim, and nowhere else. Flags that are taken but not honoured are rows of `foreign`. `to_argv` turns settings back
+into flags for a child process.
 """
 
 import dataclasses
 import inspect
 import logging
 import sys
-import types
-from collections.abc import Callable, Iterable
-from dataclasses import MISSING, Field, dataclass
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import typer
 
 from funitel.proto.errors import FunitelError, SettingsError
+from funitel.proto.foreign import Inert, Program, Refused, rows_of
+from funitel.proto.options import Meta, flag_of, foreign_option, option_of, usage_message
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Meta:
-    help: str
-    short: str | None
-    choices: tuple[str, ...]
-    env: str | None
-    aliases: tuple[str, ...]
 
 
 def setting(
@@ -40,6 +34,8 @@ def setting(
     choices: Iterable[str] = (),
     env: str | None = "",
     aliases: Iterable[str] = (),
+    takes_value: bool = False,
+    refused: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """Declare one field of a settings dataclass.
 
@@ -50,71 +46,47 @@ def setting(
         choices: the only values allowed.
         env: name of the variable; "" derives it from the field, None means there is none.
         aliases: further long flags.
+        takes_value: a boolean that is written `--its-name true` instead of being a switch.
+        refused: values that are known but cannot be honoured, and why.
     """
-    meta = _Meta(help, short, tuple(choices), env, tuple(aliases))
-    return dataclasses.field(default=default, metadata={"setting": meta})
+    meta = Meta(help, short, tuple(choices), env, tuple(aliases), takes_value, refused)
+    return field(default=default, metadata={"setting": meta})
 
 
-def flag_of(name: str) -> str:
-    """`max_batch_size` -> `--max-batch-size`."""
-    return "--" + name.replace("_", "-")
-
-
-def variable_of(field: "Field[Any]") -> str | None:
-    """Name of the environment variable of a field, or None."""
-    env: str | None = field.metadata["setting"].env
-    return field.name.upper() if env == "" else env
-
-
-def _plain(annotation: Any) -> tuple[Any, bool]:
-    """Split an annotation into (type, is a repeatable tuple): `int | None` -> int, `tuple[str, ...]` -> str."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        annotation = next(a for a in get_args(annotation) if a is not type(None))
-    if get_origin(annotation) is tuple:
-        return get_args(annotation)[0], True
-    return annotation, False
-
-
-def _option(field: "Field[Any]", annotation: Any) -> inspect.Parameter:
-    meta: _Meta = field.metadata["setting"]
-    plain, repeatable = _plain(annotation)
-    if meta.choices:
-        plain = Literal[meta.choices]
-    names = [flag_of(field.name), *meta.aliases] + ([meta.short] if meta.short else [])
-    default: Any = field.default
-    default = list(default) if repeatable else default
-    option = typer.Option(
-        default,
-        *names,
-        envvar=variable_of(field),
-        help=meta.help,
-        show_default=field.default is not None,
-    )
-    kind: Any = list[plain] if repeatable else plain | None if field.default is None else plain  # type: ignore[valid-type]
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind)
-
-
-def as_command(cls: type[T], run: Callable[[T], None], arguments: dict[str, str] | None = None) -> Callable[..., None]:
+def as_command(
+    cls: type[T],
+    run: Callable[[T], None],
+    arguments: dict[str, str] | None = None,
+    *,
+    program: Program | None = None,
+    set_up: Callable[[T], None] = lambda settings: None,
+) -> Callable[..., None]:
     """Make a typer command function that builds `cls` from flags and variables and hands it to `run`.
 
-    `arguments` names the fields that are positional, with their help.
+    Args:
+        cls: the settings dataclass.
+        run: called with the settings.
+        arguments: the fields that are positional, with their help.
+        program: whose rows of `foreign` are taken too; those refused raise SettingsError before `run`.
+        set_up: called before `run` and before anything is logged: each row that is given and has no effect is one line.
     """
-    positional = arguments or {}
-    hints = get_type_hints(cls)
-    parameters = []
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if field.name in positional:
-            argument = typer.Argument(... if field.default is MISSING else field.default, help=positional[field.name])
-            parameters.append(
-                inspect.Parameter(
-                    field.name, inspect.Parameter.KEYWORD_ONLY, default=argument, annotation=hints[field.name]
-                )
-            )
-        else:
-            parameters.append(_option(field, hints[field.name]))
+    rows = tuple(rows_of(program)) if program else ()
+    parameters = [*_parameters(cls, arguments or {}), *(foreign_option(row, program) for row in rows if program)]
+    parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
 
-    def command(**values: Any) -> None:
-        run(cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}))
+    def command(*, context: typer.Context, **values: Any) -> None:
+        given = _Given(context, values)
+        asked = [(row, given.text(row.name, values[row.name])) for row in rows if row.asks(values[row.name])]
+        for row, text in asked:
+            if isinstance(row, Refused):
+                raise SettingsError(row.refusal(text))
+        given.check_refused(cls)
+        settings = cls(**{f.name: given.value(f.name) for f in dataclasses.fields(cls)})  # type: ignore[arg-type]
+        set_up(settings)
+        for row, text in asked:
+            if isinstance(row, Inert):
+                logger.info(row.remark(text))
+        run(settings)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -122,17 +94,59 @@ def as_command(cls: type[T], run: Callable[[T], None], arguments: dict[str, str]
     return command
 
 
+def _parameters(cls: type[Any], positional: Mapping[str, str]) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(cls)
+    for setting_field in dataclasses.fields(cls):
+        name = setting_field.name
+        if name in positional:
+            default = ... if setting_field.default is MISSING else setting_field.default
+            argument = typer.Argument(default, help=positional[name])
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=argument, annotation=hints[name])
+        else:
+            yield option_of(setting_field, hints[name])
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What was given on one command line and in its environment."""
+
+    context: typer.Context
+    values: Mapping[str, Any]
+
+    def value(self, name: str) -> Any:
+        """A value as the dataclass holds it."""
+        value = self.values[name]
+        return tuple(value) if isinstance(value, list) else value
+
+    def text(self, name: str, value: Any) -> str:
+        """How a value was given: as `--its-name value` or as `ITS_NAME=value`."""
+        source = self.context.get_parameter_source(name)
+        if source is not None and source.name == "ENVIRONMENT":
+            return f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}"
+        return flag_of(name) if value is True else f"{flag_of(name)} {value}"
+
+    def check_refused(self, cls: type[Any]) -> None:
+        """Raise SettingsError for a value that is known and cannot be honoured."""
+        for setting_field in dataclasses.fields(cls):
+            meta = setting_field.metadata.get("setting")
+            value = self.values[setting_field.name]
+            if meta is not None and isinstance(value, str) and value in meta.refused:
+                row = Refused(name=setting_field.name, why=meta.refused[value])
+                raise SettingsError(row.refusal(self.text(row.name, value)))
+
+
 def to_argv(settings: Any, skip: Iterable[str] = ()) -> list[str]:
     """Render settings as flags for a child process; fields that are None or False are left out."""
     left_out = set(skip)
     argv: list[str] = []
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if field.name in left_out or value is None or value is False:
+    for setting_field in dataclasses.fields(settings):
+        value = getattr(settings, setting_field.name)
+        takes_value = setting_field.metadata and setting_field.metadata["setting"].takes_value
+        if setting_field.name in left_out or value is None or (value is False and not takes_value):
             continue
-        flag = flag_of(field.name)
-        if value is True:
-            argv.append(flag)
+        flag = flag_of(setting_field.name)
+        if isinstance(value, bool):
+            argv += [flag, str(value).lower()] if takes_value else [flag]
         elif isinstance(value, tuple):
             for item in value:
                 argv += [flag, str(item)]
@@ -164,7 +178,7 @@ def run_app(app: typer.Typer) -> NoReturn:
     except typer.Abort:
         sys.exit(130)
     except typer.TyperException as error:
-        print(f"error: {' '.join(error.format_message().split())}", file=sys.stderr)
+        print(f"error: {usage_message(error)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except FunitelError as error:
         print(f"error: {error.message}", file=sys.stderr)

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import ExitStack
 
 import typer
 import uvicorn
@@ -98,12 +99,14 @@ def bind(hostname: str, port: int) -> socket.socket:
 
 def serve(settings: RouterSettings) -> None:
     """Run until a signal; raise StartupError when the router cannot start."""
-    logs.configure("router", json_output=settings.json_output, level=settings.log_level)
-    with bind(settings.hostname, settings.port) as listener:
+    with ExitStack() as stack:
+        ports = [settings.port, *([settings.prometheus_port] if settings.prometheus_port is not None else [])]
+        listeners = [stack.enter_context(bind(settings.hostname, port)) for port in ports]
         server = Server(settings)
         _stop_on_signals(server)
-        logger.info("listening on %s port %d", *listener.getsockname()[:2])
-        server.run(sockets=[listener])
+        for listener in listeners:
+            logger.info("listening on %s port %d", *listener.getsockname()[:2])
+        server.run(sockets=listeners)
     if server.failure is not None:
         raise server.failure
 
@@ -118,6 +121,10 @@ def _stop_on_signals(server: Server) -> None:
     signal.signal(signal.SIGINT, stop)
 
 
+def _configure_logs(settings: RouterSettings) -> None:
+    logs.configure("router", json_output=settings.json_output, level=settings.log_level)
+
+
 def main() -> None:
     """Entry point of the console script."""
     if sys.argv[1:2] == ["print-schema"]:
@@ -125,7 +132,7 @@ def main() -> None:
         return
     app = typer.Typer(add_completion=False)
     app.command(epilog="`print-schema` as the first argument prints the OpenAPI document.")(
-        as_command(RouterSettings, serve)
+        as_command(RouterSettings, serve, program="router", set_up=_configure_logs)
     )
     run_app(app)
 

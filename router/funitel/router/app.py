@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -55,7 +56,11 @@ def build_app(
     listed = operations(settings)
     app = Starlette(
         routes=[_route(operation, settings.api_key) for operation in listed],
-        middleware=[_cors(settings.cors_allow_origin), Middleware(ErrorBoundary)],
+        middleware=[
+            Middleware(MetricsPort, port=settings.prometheus_port),
+            _cors(settings.cors_allow_origin),
+            Middleware(ErrorBoundary),
+        ],
         exception_handlers={FunitelError: answer_error, HTTPException: answer_http_exception},
         lifespan=lifespan,
     )
@@ -78,6 +83,21 @@ def _cors(origins: tuple[str, ...]) -> Middleware:
         allow_methods=["GET", "POST"],
         allow_headers=["content-type", "authorization"],
     )
+
+
+class MetricsPort:
+    """Answer nothing but `/metrics` on the port that is for metrics."""
+
+    def __init__(self, app: ASGIApp, port: int | None) -> None:
+        self._app = app
+        self._port = port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_other = self._port is not None and scope["type"] == "http" and scope["server"][1] == self._port
+        if is_other and scope["path"] != "/metrics":
+            await PlainTextResponse("only /metrics is answered here\n", 404)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class KeyCheck:

@@ -7,12 +7,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Protocol
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError
 from funitel.router.metrics import Metrics
 from funitel.router.model_facts import ModelFacts
+from funitel.router.model_folder import find_model_folder
 from funitel.router.recommended import RecommendedSampling, read_recommended
 from funitel.router.sequence import Limits, Request
 from funitel.router.settings import RouterSettings
@@ -113,13 +113,10 @@ class Service:
 
     async def _start(self, connect: Connect) -> None:
         settings = self.settings
+        folder = await asyncio.to_thread(find_model_folder, settings.tokenizer_name, settings.revision)
         self._tokenizer = await asyncio.to_thread(
-            Tokenizer.load,
-            settings.tokenizer_name,
-            settings.tokenizer_config_path,
-            settings.validation_workers,
+            Tokenizer.load, str(folder), settings.tokenizer_config_path, settings.validation_workers
         )
-        folder = Path(settings.tokenizer_name)
         self.recommended = read_recommended(folder)
         self.facts = ModelFacts.of(folder)
         self._stage = "starting: waiting for the model shards"

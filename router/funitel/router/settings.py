@@ -11,7 +11,10 @@ MOST_TOKENS = 2**32 - 1  # the wire counts tokens in 32 bits
 class RouterSettings:
     """Validate, queue and batch HTTP requests and call the model shards."""
 
-    tokenizer_name: str = setting("smollm2-135m-instruct", "Folder with tokenizer.json and config.json.")
+    tokenizer_name: str = setting(
+        "smollm2-135m-instruct", "Folder with tokenizer.json and config.json, or a hub repository."
+    )
+    revision: str | None = setting(None, "Revision of the hub repository.")
     served_model_name: str | None = setting(None, "Name clients see for the model; the tokenizer name when not given.")
     tokenizer_config_path: str | None = setting(
         None, "A tokenizer_config.json to use instead of the model's own (chat template)."
@@ -22,6 +25,9 @@ class RouterSettings:
     )
     hostname: str = setting("0.0.0.0", "Address to listen on.")
     port: int = setting(3000, "Port to listen on.", short="-p")
+    prometheus_port: int | None = setting(
+        None, "A second port that answers /metrics and nothing else; without it /metrics is on --port only."
+    )
     max_concurrent_requests: int = setting(128, "Requests in flight at once; more are answered with 429.")
     max_best_of: int = setting(2, "Largest `best_of`.")
     max_stop_sequences: int = setting(4, "Most stop sequences of a request.")
@@ -36,7 +42,7 @@ class RouterSettings:
     )
     max_batch_size: int | None = setting(None, "Most sequences running at once.")
     waiting_served_ratio: float = setting(
-        0.3,
+        1.2,
         "Without chunked prefill: waiting per running sequences at which the running ones pause for a prefill.",
     )
     max_waiting_tokens: int = setting(
@@ -92,12 +98,25 @@ class RouterSettings:
                 f"--{name.replace('_', '-')} must be a path that begins with /, given {path!r}",
             )
         require(0 <= self.port <= 65535, f"--port must be within 0..65535, given {self.port}")
+        check_prometheus_port(self.prometheus_port, self.port)
         check_token_limits(self.max_input_tokens, self.max_total_tokens, self.max_batch_total_tokens)
         require(
             self.max_batch_total_tokens is None or self.max_batch_prefill_tokens <= self.max_batch_total_tokens,
             f"--max-batch-prefill-tokens {self.max_batch_prefill_tokens} must be <= "
             f"--max-batch-total-tokens {self.max_batch_total_tokens}",
         )
+
+
+def check_prometheus_port(prometheus_port: int | None, port: int) -> None:
+    """Raise SettingsError when the second port is none, or the first one."""
+    require(
+        prometheus_port is None or 1 <= prometheus_port <= 65535,
+        f"--prometheus-port must be within 1..65535, given {prometheus_port}",
+    )
+    require(
+        prometheus_port != port,
+        f"--prometheus-port {prometheus_port} is --port: leave it out, /metrics is answered there anyway",
+    )
 
 
 def check_token_limits(max_input: int | None, max_total: int | None, max_batch_total: int | None) -> None:

@@ -1,0 +1,36 @@
+"""What this program runs on, for `--env`: the text people are asked for in bug reports."""
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = ("funitel", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "grpcio", "uvicorn")
+
+
+def describe_runtime() -> str:
+    """Several lines: system, interpreter, packages, and what nvidia-smi says."""
+    return "\n".join(("Runtime environment:", *_lines()))
+
+
+def _lines() -> Iterator[str]:
+    yield f"System: {platform.platform()}, {len(os.sched_getaffinity(0))} usable cores"
+    yield f"Python: {platform.python_version()}"
+    yield from (f"{name}: {_version(name)}" for name in PACKAGES)
+    yield f"nvidia-smi: {_nvidia_smi()}"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _nvidia_smi() -> str:
+    try:
+        answer = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not available ({type(error).__name__})"
+    return f"\n{answer.stdout.rstrip()}"

@@ -1,0 +1,237 @@
+"""TGI's flags and variables that funitel takes without honouring them, as two tables with the reason of each row.
+
+An *inert* one changes no answer here: when it is given, one line of the log says so. A *refused* one would change the
+answer, so the program does not start. Everything else of TGI's is honoured and a field of a settings dataclass.
+`settings.as_command` makes options of the rows, for `ROWS` of each program.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Program = Literal["launcher", "router", "shard", "download"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """One flag and variable of TGI.
+
+    Attributes:
+        name: of the flag, with underscores; the variable is the same in capitals.
+        flag: programs that have it as a flag, and as its variable where `has_variable`.
+        variable: programs that have it as a variable only.
+        kind: what a value is made of: bool is a switch, else called with the text, and raises ValueError.
+        choices: the only values TGI takes; empty for any.
+        why: completes "... is accepted and changes nothing: " or "... cannot be honoured: ".
+    """
+
+    name: str
+    flag: tuple[Program, ...] = ()
+    variable: tuple[Program, ...] = ()
+    has_variable: bool = True
+    kind: Callable[[str], Any] = str
+    choices: tuple[str, ...] = ()
+    why: str
+
+    @property
+    def env(self) -> str | None:
+        """Name of the variable."""
+        return self.name.upper() if self.has_variable else None
+
+    def asks(self, value: Any) -> bool:
+        """Whether a value asks for anything: a switch that is off does not."""
+        return value is not None and value is not False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inert(Foreign):
+    """Accepted, though it changes no answer here."""
+
+    def remark(self, given: str) -> str:
+        """The line of the log; `given` is the flag or variable with its value."""
+        return f"{given} is accepted and changes nothing: {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused(Foreign):
+    """Refused at start, but for the values in `allowed`, which ask for what happens anyway."""
+
+    allowed: tuple[str, ...] = ()
+
+    def asks(self, value: Any) -> bool:
+        """Whether a value asks for what cannot be done."""
+        return Foreign.asks(self, value) and str(value) not in self.allowed
+
+    def refusal(self, given: str) -> str:
+        """The line of the error; `given` is the flag or variable with its value."""
+        return f"{given} cannot be honoured: {self.why}"
+
+
+def _sizes(text: str) -> str:
+    if not all(size.strip().isdigit() for size in text.split(",")):
+        raise ValueError("is not a list of whole numbers with commas between")
+    return text
+
+
+_CHILDREN: tuple[Program, ...] = ("launcher", "router", "shard", "download")
+_ON_SHARDS: tuple[Program, ...] = ("launcher", "shard")
+
+INERT: tuple[Inert, ...] = (
+    Inert(
+        name="trust_remote_code",
+        flag=_CHILDREN,
+        kind=bool,
+        why="code of a repository is never run; a model that needs its own code is refused",
+    ),
+    Inert(
+        name="cuda_graphs",
+        flag=("launcher",),
+        variable=("shard",),
+        kind=_sizes,
+        why="decoding does not use CUDA graphs",
+    ),
+    Inert(
+        name="otlp_service_name",
+        flag=("launcher", "router", "shard"),
+        why="it belongs to --otlp-endpoint, which is refused",
+    ),
+    Inert(
+        name="disable_custom_kernels",
+        flag=("launcher",),
+        variable=("shard",),
+        kind=bool,
+        why="there are no custom Bloom and GPT-NeoX kernels to switch off",
+    ),
+    Inert(
+        name="usage_stats",
+        flag=("launcher", "router"),
+        choices=("on", "off", "no-stack"),
+        why="nothing about the use of this server is ever sent anywhere",
+    ),
+    Inert(
+        name="max_image_fetch_size",
+        flag=("router",),
+        variable=("launcher",),
+        kind=int,
+        why="this server takes text only and fetches no images",
+    ),
+    Inert(name="ngrok_authtoken", flag=("launcher", "router"), why="it belongs to --ngrok, which is refused"),
+    Inert(name="ngrok_edge", flag=("launcher", "router"), why="it belongs to --ngrok, which is refused"),
+    Inert(
+        name="max_input_tokens",
+        flag=("shard",),
+        has_variable=False,
+        kind=int,
+        why="the router checks the length of prompts",
+    ),
+    Inert(
+        name="merge_lora",
+        flag=("download",),
+        has_variable=False,
+        kind=bool,
+        why="adapters are not merged; a repository that holds nothing but an adapter is refused",
+    ),
+    Inert(
+        name="auto_convert",
+        flag=("download",),
+        has_variable=False,
+        kind=bool,
+        why="PyTorch's own files are not converted; a checkpoint without safetensors is refused",
+    ),
+    Inert(name="attention", variable=_ON_SHARDS, why="the attention backend is chosen at start; all give one answer"),
+    Inert(name="prefix_caching", variable=_ON_SHARDS, why="there is no prefix cache yet"),
+    Inert(
+        name="tgi_wiggle_room",
+        variable=_ON_SHARDS,
+        why="--cuda-memory-fraction alone decides how much memory the KV pool may take",
+    ),
+    Inert(name="use_flash_attention", variable=_ON_SHARDS, why="the attention backend is chosen at start"),
+    Inert(name="ze_affinity_mask", variable=("launcher",), why="Intel GPUs are not used"),
+    Inert(name="xpu_memory_fraction", variable=_ON_SHARDS, why="Intel GPUs are not used"),
+    Inert(name="disable_exllama", variable=_ON_SHARDS, why="there are no Exllama kernels"),
+    Inert(name="exllama_version", variable=_ON_SHARDS, why="there are no Exllama kernels"),
+    Inert(name="use_cutlass_w8a8", variable=_ON_SHARDS, why="there are no CUTLASS kernels"),
+    Inert(name="rocm_use_flash_attn_v2_triton", variable=_ON_SHARDS, why="AMD GPUs are not used"),
+    Inert(name="rocm_use_custom_paged_attn", variable=_ON_SHARDS, why="AMD GPUs are not used"),
+    Inert(name="rocm_use_skinny_gemm", variable=_ON_SHARDS, why="AMD GPUs are not used"),
+    Inert(name="log_colorize", variable=("launcher", "router"), why="logs have no colours"),
+    Inert(name="log_format", variable=("launcher", "router"), why="--json-output decides the form of the logs"),
+)
+
+REFUSED: tuple[Refused, ...] = (
+    Refused(
+        name="speculate",
+        flag=_ON_SHARDS,
+        kind=int,
+        allowed=("0",),
+        why="there is no speculative decoding; leave it out or give 0",
+    ),
+    Refused(
+        name="kv_cache_dtype",
+        flag=_ON_SHARDS,
+        choices=("fp8_e4m3fn", "fp8_e5m2"),
+        why="the KV cache has the precision of --dtype; leave it out",
+    ),
+    Refused(
+        name="lora_adapters",
+        flag=("launcher",),
+        variable=("shard",),
+        why="adapters cannot be served; merge the adapter into its base model and serve that",
+    ),
+    Refused(
+        name="ngrok",
+        flag=("launcher", "router"),
+        kind=bool,
+        why="no tunnel is opened; run ngrok beside this server and point it at --port",
+    ),
+    Refused(name="otlp_endpoint", flag=("launcher", "router", "shard"), why="spans are not exported yet"),
+    Refused(
+        name="rope_scaling",
+        flag=("launcher",),
+        variable=("shard",),
+        choices=("linear", "dynamic"),
+        why="rotations are as the checkpoint says",
+    ),
+    Refused(
+        name="rope_factor",
+        flag=("launcher",),
+        variable=("shard",),
+        kind=float,
+        why="rotations are as the checkpoint says",
+    ),
+    Refused(
+        name="weights_cache_override",
+        flag=("launcher",),
+        variable=("shard", "download"),
+        why="weights are read from the model's own folder; give that as --model-id",
+    ),
+    Refused(
+        name="extension",
+        flag=("download",),
+        has_variable=False,
+        allowed=(".safetensors",),
+        why="weights are read from .safetensors; leave it out",
+    ),
+)
+
+# Values of honoured flags that are refused, with the reason; `settings` takes them beside a field's own choices.
+REFUSED_VALUES: dict[str, dict[str, str]] = {
+    "quantize": dict.fromkeys(
+        (
+            "awq",
+            "eetq",
+            "exl2",
+            "marlin",
+            "bitsandbytes",
+            "bitsandbytes-nf4",
+            "bitsandbytes-fp4",
+            "fp8",
+        ),
+        "such weights can neither be read nor made; serve a checkpoint that is not quantised, or quantised by GPTQ",
+    ),
+}
+
+
+def rows_of(program: Program) -> Iterator[Foreign]:
+    """The rows that concern one program."""
+    return (row for row in (*INERT, *REFUSED) if program in row.flag or program in row.variable)
