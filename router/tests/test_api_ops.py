@@ -182,6 +182,16 @@ async def test_cors_lets_a_browser_send_a_key(client: httpx.AsyncClient) -> None
     assert refused.headers["access-control-allow-origin"] == "*"
 
 
+async def test_cors_lets_the_clients_of_openai_and_anthropic_run_in_a_browser(client: httpx.AsyncClient) -> None:
+    for method, path in (("POST", "/v1/messages"), ("DELETE", "/v1/responses/resp_1")):
+        headers = {
+            "origin": "http://page",
+            "access-control-request-method": method,
+            "access-control-request-headers": "x-api-key,anthropic-version,x-stainless-lang,content-type",
+        }
+        assert (await client.options(path, headers=headers)).status_code == 200
+
+
 async def test_cors_can_be_limited(serve: Serve) -> None:
     async with serve(FakeEngine(), cors_allow_origin=("http://mine",)) as client:
         allowed = await client.get("/health", headers={"origin": "http://mine"})

@@ -9,11 +9,15 @@ from pydantic import BaseModel
 from starlette.types import Message
 
 from funitel.proto.errors import Cancelled, FunitelError, StepFailed
-from funitel.router.sse import EventStream, run_until_disconnect
+from funitel.router.sse import EventStream, named_frame, run_until_disconnect
 
 
 class Event(BaseModel):
     text: str
+
+
+class NamedEvent(BaseModel):
+    type: str
 
 
 class Client:
@@ -100,6 +104,21 @@ async def test_an_exception_nobody_expected_tells_nothing(caplog: pytest.LogCapt
     assert b"internal error" in client.body
     assert b"secret" not in client.body
     assert "ZeroDivisionError" in caplog.text
+
+
+async def test_events_can_have_names_and_keep_alives_can_be_events() -> None:
+    client = Client()
+
+    async def events() -> AsyncGenerator[NamedEvent, None]:
+        yield NamedEvent(type="first")
+        await asyncio.sleep(0.15)
+        yield NamedEvent(type="second")
+
+    await client.run(events(), frame=named_frame, keep_alive=b"event: ping\n\n", keep_alive_seconds=0.1)
+    first, ping, second, _ = client.body.split(b"\n\n")
+    assert first == b'event: first\ndata: {"type":"first"}'
+    assert ping == b"event: ping"
+    assert second.startswith(b"event: second\n")
 
 
 async def test_keep_alive_comments_fill_silence() -> None:

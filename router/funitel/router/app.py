@@ -76,12 +76,12 @@ def _route(operation: Operation, api_key: str | None) -> Route:
 
 
 def _cors(origins: tuple[str, ...]) -> Middleware:
-    """TGI's rules, save that a browser may send a key."""
+    """TGI's rules, save that a browser may send a key and may delete."""
     return Middleware(
         CORSMiddleware,
         allow_origins=list(origins) or ["*"],
-        allow_methods=["GET", "POST"],
-        allow_headers=["content-type", "authorization"],
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],  # clients in browsers send many of their own
     )
 
 
@@ -101,20 +101,25 @@ class MetricsPort:
 
 
 class KeyCheck:
-    """Refuse a request that does not carry `Authorization: Bearer <key>`."""
+    """Refuse a request that carries neither `Authorization: Bearer <key>` nor `x-api-key: <key>`."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not hmac.compare_digest(_bearer(scope), self._key):
+        given = (_bearer(scope), _header(scope, b"x-api-key"))
+        if not any(hmac.compare_digest(key, self._key) for key in given):
             raise Unauthorized("missing or wrong API key")
         await self._app(scope, receive, send)
 
 
 def _bearer(scope: Scope) -> bytes:
     """The token a request carries, or nothing."""
-    header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, _, token = header.partition(b" ")
+    scheme, _, token = _header(scope, b"authorization").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    """The value of a request's header, or nothing."""
+    return next((value for key, value in scope["headers"] if key == name), b"")

@@ -19,7 +19,7 @@ _PARAMETER = re.compile(r"{(\w+)}")
 
 # What a status means, in the document; each has the error's record as its body, save where TGI's has none.
 MEANINGS = {
-    400: "The body is not JSON",
+    400: "The body is not JSON; on Anthropic's routes, also: a field breaks a rule, the message names it",
     401: "The API key is missing or wrong",
     413: "The body is larger than --payload-limit",
     415: "The body is not declared as JSON",
@@ -28,9 +28,11 @@ MEANINGS = {
     429: "Too many requests at once",
     500: "The generation ended without its last message",
     503: "The server is starting, stopping or broken",
+    529: "Too many requests at once",
 }
 READ_FAILURES = (400, 413, 415, 422, 503)  # of a route that reads a body and needs the model's files
 GENERATION_FAILURES = (*READ_FAILURES, 424, 429, 500)
+ANTHROPIC_FAILURES = (400, 413, 415, 500, 503, 529)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,10 @@ def document(operations: Sequence[Operation], title: str, version: str) -> dict[
         "paths": paths,
         "components": {
             "schemas": schemas["$defs"],
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "key_header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
@@ -129,7 +134,7 @@ def _operation(operation: Operation, taken: _Schemas, given: _Schemas) -> dict[s
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
     if operation.is_protected:
-        described["security"] = [{"key": []}]
+        described["security"] = [{"key": []}, {"key_header": []}]
     return described
 
 

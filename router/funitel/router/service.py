@@ -48,6 +48,8 @@ class Inference(Protocol):
         ...
 
 
+DEFAULT_MODEL = "tgi"  # what TGI's clients send when they name no model
+
 # Makes the engine, and scales the metrics to its limits.
 Connect = Callable[[RouterSettings, Metrics], Awaitable[Inference]]
 
@@ -77,6 +79,10 @@ class Service:
     def model_id(self) -> str:
         """The name clients see for the model."""
         return self.settings.served_model_name or self.settings.tokenizer_name
+
+    def shown_model(self, asked: str | None) -> str:
+        """The name an answer gives: the one that was asked for, if any was."""
+        return self.model_id if asked in (None, "", DEFAULT_MODEL) else asked
 
     @property
     def engine(self) -> Inference:

@@ -62,6 +62,12 @@ def frame(event: BaseModel) -> bytes:
     return b"data: " + event.model_dump_json().encode() + b"\n\n"
 
 
+def named_frame(event: BaseModel) -> bytes:
+    """One event on the wire whose name is its field `type`."""
+    name: str = event.__dict__["type"]
+    return b"event: " + name.encode() + b"\n" + frame(event)
+
+
 class EventStream(Response):
     """Send what a producer yields as events.
 
@@ -77,6 +83,8 @@ class EventStream(Response):
         *,
         done: bool = False,
         headers: Mapping[str, str] | None = None,
+        frame: Callable[[BaseModel], bytes] = frame,
+        keep_alive: bytes = KEEP_ALIVE,
         keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
     ) -> None:
         """Prepare a stream; nothing runs yet.
@@ -86,7 +94,9 @@ class EventStream(Response):
             error_event: shapes an error as the route's clients expect it.
             done: whether `[DONE]` ends the stream, after an error too.
             headers: further response headers.
-            keep_alive_seconds: idle time after which a comment is sent.
+            frame: writes an event for the wire.
+            keep_alive: what is sent while there are no events; a comment, unless the route's clients expect else.
+            keep_alive_seconds: idle time after which it is sent.
         """
         self.status_code = 200
         self.background = None
@@ -94,6 +104,8 @@ class EventStream(Response):
         self._events = events
         self._error_event = error_event
         self._done = done
+        self._frame = frame
+        self._keep_alive = keep_alive
         self._keep_alive_seconds = keep_alive_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,7 +116,7 @@ class EventStream(Response):
             logger.debug("the client left a stream")
 
     async def _run(self, wire: "_Wire") -> None:
-        keep_alive = asyncio.ensure_future(wire.keep_alive(self._keep_alive_seconds))
+        keep_alive = asyncio.ensure_future(wire.repeat(self._keep_alive, self._keep_alive_seconds))
         try:
             await self._send_events(wire)
         finally:
@@ -115,16 +127,16 @@ class EventStream(Response):
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    await wire.send(frame(event))
+                    await wire.send(self._frame(event))
         except FunitelError as error:
             if not wire.started:
                 raise
-            await wire.send(frame(self._error_event(error)))
+            await wire.send(self._frame(self._error_event(error)))
         except Exception:
             if not wire.started:
                 raise
             logger.exception("a stream failed")
-            await wire.send(frame(self._error_event(FunitelError("internal error"))))
+            await wire.send(self._frame(self._error_event(FunitelError("internal error"))))
 
 
 class _Wire:
@@ -143,12 +155,12 @@ class _Wire:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
             self._last_sent = time.monotonic()
 
-    async def keep_alive(self, seconds: float) -> None:
-        """Send a comment whenever `seconds` pass without an event."""
+    async def repeat(self, data: bytes, seconds: float) -> None:
+        """Send `data` whenever `seconds` pass without an event."""
         while True:
             idle = time.monotonic() - self._last_sent
             if idle >= seconds:
-                await self.send(KEEP_ALIVE)
+                await self.send(data)
             else:
                 await asyncio.sleep(seconds - idle)
 

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from funitel.proto.errors import InvalidRequest, MalformedBody, PayloadTooLarge, UnsupportedMediaType
+from funitel.router.schema_parts import unsupported_type
 from funitel.router.schema_types import Body, NativeBody
 
 logger = logging.getLogger(__name__)
@@ -135,6 +136,8 @@ def _explain(detail: ErrorDetails) -> str:
             return "unknown field"
         case "model_type":
             return f"must be an object. Given: {reprlib.repr(detail['input'])}"
+        case "unsupported_type":
+            return unsupported_type(detail["input"], detail["msg"])
         case "value_error":
             return detail["msg"].removeprefix("Value error, ")
         case _:

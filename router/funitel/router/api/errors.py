@@ -1,6 +1,13 @@
-"""What failures look like: TGI's `{error, error_type}` on native routes, OpenAI's object under `/v1`."""
+"""What failures look like: TGI's `{error, error_type}` on native routes, OpenAI's object under `/v1`, Anthropic's own.
+
+Anthropic's is for its routes, and for whatever under `/v1` is asked with the header `anthropic-version`.
+"""
 
 import logging
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -10,13 +17,37 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError, InvalidRequest
 from funitel.router.schema import ErrorResponse
+from funitel.router.schema_anthropic import AnthropicErrorDetail, AnthropicErrorResponse
 from funitel.router.schema_openai import OpenAIError, OpenAIErrorResponse
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
 _OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+# Our statuses as Anthropic's status and type; what is not here is its own status and an invalid request, or 500.
+_ANTHROPIC = {
+    401: (401, "authentication_error"),
+    403: (403, "permission_error"),
+    404: (404, "not_found_error"),
+    413: (413, "request_too_large"),
+    422: (400, "invalid_request_error"),
+    424: (500, "api_error"),
+    429: (529, "overloaded_error"),  # its 429 blames the client's rate, ours says that the server is full
+    503: (503, "api_error"),
+    504: (504, "timeout_error"),
+}
+_QUOTED = re.compile(r"`(\w+)`")
 _HTTP_TYPES = {404: "not_found", 405: "method_not_allowed"}
+
+
+@contextmanager
+def renaming(fields: Mapping[str, str]) -> Iterator[None]:
+    """Say what is wrong with a request in the words of its own API: native names of fields to theirs."""
+    try:
+        yield
+    except InvalidRequest as error:
+        message = _QUOTED.sub(lambda found: f"`{fields.get(found[1], found[1])}`", error.message)
+        raise type(error)(message, fields.get(error.param or "", error.param)) from error
 
 
 def native_error(error: FunitelError) -> ErrorResponse:
@@ -37,16 +68,37 @@ def _openai_error(message: str, status: int, error_type: str, param: str | None 
     return OpenAIErrorResponse(error=error, error_type=error_type)
 
 
+def anthropic_error(error: FunitelError, request_id: str) -> AnthropicErrorResponse:
+    """The shape of Anthropic's routes."""
+    _, kind = _anthropic_kind(error.http_status)
+    detail = AnthropicErrorDetail(type=kind, message=error.public_message)
+    return AnthropicErrorResponse(error=detail, request_id=request_id)
+
+
+def _anthropic_kind(status: int) -> tuple[int, str]:
+    """The status and the type of error for one of our statuses."""
+    return _ANTHROPIC.get(status, (status, "invalid_request_error") if status < 500 else (500, "api_error"))
+
+
+def new_request_id() -> str:
+    """A name for one exchange, sent as `request-id` on Anthropic's routes."""
+    return f"req_{uuid.uuid4().hex}"
+
+
 def answer_error(request: Request, error: Exception) -> Response:
     """Answer a FunitelError; registered with the application."""
     assert isinstance(error, FunitelError)
-    is_openai = _is_openai(request.scope)
     headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if error.retry_after else {}
+    is_native = not _is_openai(request.scope)
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-        if not is_openai:  # TGI's answer has no body
+        if is_native:  # TGI's answer has no body
             return Response(status_code=401, headers=headers)
-    return _json(openai_error(error) if is_openai else native_error(error), error.http_status, headers)
+    if _is_anthropic(request):
+        request_id = new_request_id()
+        status, _ = _anthropic_kind(error.http_status)
+        return _json(anthropic_error(error, request_id), status, headers | {"request-id": request_id})
+    return _json(native_error(error) if is_native else openai_error(error), error.http_status, headers)
 
 
 def answer_http_exception(request: Request, error: Exception) -> Response:
@@ -54,15 +106,26 @@ def answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
     error_type = _HTTP_TYPES.get(error.status_code, "http")
+    headers = dict(error.headers or {})
     body: BaseModel = ErrorResponse(error=message, error_type=error_type)
-    if _is_openai(request.scope):
+    if _is_anthropic(request):
+        headers["request-id"] = new_request_id()
+        detail = AnthropicErrorDetail(type=_anthropic_kind(error.status_code)[1], message=message)
+        body = AnthropicErrorResponse(error=detail, request_id=headers["request-id"])
+    elif _is_openai(request.scope):
         body = _openai_error(message, error.status_code, error_type)
-    return _json(body, error.status_code, dict(error.headers or {}))
+    return _json(body, error.status_code, headers)
 
 
 def _is_openai(scope: Scope) -> bool:
     path: str = scope["path"]
     return path.startswith("/v1/")
+
+
+def _is_anthropic(request: Request) -> bool:
+    path: str = request.scope["path"]
+    is_own = path == "/v1/messages" or path.startswith("/v1/messages/")
+    return is_own or (_is_openai(request.scope) and "anthropic-version" in request.headers)
 
 
 def _json(body: BaseModel, status: int, headers: dict[str, str]) -> Response:

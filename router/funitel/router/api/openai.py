@@ -41,7 +41,6 @@ from funitel.router.service import Service
 from funitel.router.sse import EventStream, run_until_disconnect
 
 LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
-DEFAULT_MODEL = "tgi"  # what TGI's clients send when they name none
 
 
 async def models(http: HttpRequest) -> Response:
@@ -122,7 +121,7 @@ def _head(service: Service, body: ChatRequest) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "created": int(time.time()),
-        "model": service.model_id if body.model in (None, "", DEFAULT_MODEL) else body.model,
+        "model": service.shown_model(body.model),
         "system_fingerprint": f"{service.version}-native",
     }
 

@@ -4,8 +4,8 @@ from functools import cache, partial
 from typing import Any
 
 from funitel.router import openapi
-from funitel.router.api import generate, kserve, openai, ops, platforms, tokenize
-from funitel.router.openapi import GENERATION_FAILURES, READ_FAILURES, Operation
+from funitel.router.api import anthropic, generate, kserve, openai, ops, platforms, tokenize
+from funitel.router.openapi import ANTHROPIC_FAILURES, GENERATION_FAILURES, READ_FAILURES, Operation
 from funitel.router.schema import (
     AnyObject,
     ChatTokenizeResponse,
@@ -16,6 +16,14 @@ from funitel.router.schema import (
     Info,
     StreamResponse,
     TokenizeResponse,
+)
+from funitel.router.schema_anthropic import (
+    AnthropicErrorResponse,
+    CountTokensRequest,
+    MessageAnswer,
+    MessageEvent,
+    MessagesRequest,
+    TokenCount,
 )
 from funitel.router.schema_openai import (
     ChatCompletion,
@@ -47,6 +55,13 @@ _openai = partial(Operation, error=OpenAIErrorResponse)
 _native_read = partial(_native, method="POST", failures=READ_FAILURES, is_protected=True)
 _native_work = partial(_native, method="POST", failures=GENERATION_FAILURES, is_protected=True)
 _openai_work = partial(_openai, method="POST", failures=GENERATION_FAILURES, is_protected=True)
+_anthropic_work = partial(
+    Operation,
+    error=AnthropicErrorResponse,
+    method="POST",
+    failures=ANTHROPIC_FAILURES,
+    is_protected=True,
+)
 
 _native_fact = partial(_native, method="GET")
 _native_state = partial(_native, method="GET", failures=(503,))
@@ -114,6 +129,24 @@ _OPENAI = (
     _openai(method="GET", path="/v1/models", handler=openai.models, summary="The model", answer=ModelList),
 )
 
+_ANTHROPIC = (
+    _anthropic_work(
+        path="/v1/messages",
+        handler=anthropic.messages,
+        summary="Answer a conversation, in Anthropic's words; streamed if `stream` is true",
+        body=MessagesRequest,
+        answer=MessageAnswer,
+        event=MessageEvent,
+    ),
+    _anthropic_work(
+        path="/v1/messages/count_tokens",
+        handler=anthropic.count_tokens,
+        summary="Count the tokens of a conversation, in Anthropic's words",
+        body=CountTokensRequest,
+        answer=TokenCount,
+    ),
+)
+
 _PLATFORMS = (
     _native_work(
         path="/invocations",
@@ -160,7 +193,7 @@ _OPERATORS = (
     _native_fact(path="/api-doc/openapi.json", handler=ops.openapi_json, summary="The same", answer=AnyObject),
 )
 
-OPERATIONS = _NATIVE + _OPENAI + _PLATFORMS + _OPERATORS
+OPERATIONS = _NATIVE + _OPENAI + _ANTHROPIC + _PLATFORMS + _OPERATORS
 
 
 def operations(settings: RouterSettings) -> tuple[Operation, ...]:

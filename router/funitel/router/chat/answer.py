@@ -26,9 +26,10 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One choice, whole."""
+    """One choice, whole; `parts` are what it was put together from, in order."""
 
     finished: Finished
+    parts: tuple[Part, ...]
     text: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
@@ -41,6 +42,7 @@ class ChatAnswer:
         thoughts: list[str] = []
         calls: list[ToolCall] = []
         tokens: list[ScoredToken] = []
+        parts = tuple(parts)
         for part in parts:
             match part:
                 case TextDelta():
@@ -53,7 +55,7 @@ class ChatAnswer:
                 case ToolCallArguments():
                     calls[part.index].arguments += part.delta
                 case Finished():
-                    return cls(part, "".join(texts), "".join(thoughts), calls, tokens)
+                    return cls(part, parts, "".join(texts), "".join(thoughts), calls, tokens)
                 case Started():
                     pass
         raise ValueError("the parts have no end")

@@ -1,0 +1,114 @@
+"""Anthropic's routes: `/v1/messages` and `/v1/messages/count_tokens`."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from functools import partial
+
+from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from funitel.proto.errors import InvalidRequest
+from funitel.router.anthropic_answer import MessageBuilder
+from funitel.router.anthropic_chat import chat_call, chat_sampling
+from funitel.router.api.bodies import read_body
+from funitel.router.api.errors import anthropic_error, new_request_id, renaming
+from funitel.router.api.inference import generation_route, service_of
+from funitel.router.chat import PreparedChat, count_prompt_tokens, prepare_chat
+from funitel.router.schema_anthropic import (
+    CountTokensRequest,
+    MessageAnswer,
+    MessagesRequest,
+    MessageUsage,
+    Ping,
+    ThinkingAdaptive,
+    ThinkingEnabled,
+    TokenCount,
+)
+from funitel.router.service import Service
+from funitel.router.sse import EventStream, named_frame, run_until_disconnect
+
+VERSION = "2023-06-01"  # the only one whose events have names
+FIELDS = {"inputs": "messages", "max_new_tokens": "max_tokens", "stop": "stop_sequences"}
+
+
+@generation_route
+async def messages(http: HttpRequest) -> Response:
+    """`/v1/messages`: the answer to a conversation, whole or streamed."""
+    arrived = time.monotonic()
+    service = service_of(http)
+    _check_version(http)
+    body = await read_body(http, MessagesRequest, service.settings.payload_limit)
+    request_id = new_request_id()
+    if body.stream:
+        chat = await _prepare(service, body, arrived)
+        return EventStream(
+            _events(service, chat, body),
+            partial(anthropic_error, request_id=request_id),
+            headers=chat.stream_headers | {"request-id": request_id},
+            frame=named_frame,
+            keep_alive=named_frame(Ping()),
+        )
+    message, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
+    return _json(message, headers | {"request-id": request_id})
+
+
+async def count_tokens(http: HttpRequest) -> Response:
+    """`/v1/messages/count_tokens`: how many tokens the prompt of a conversation has."""
+    service = service_of(http)
+    _check_version(http)
+    body = await read_body(http, CountTokensRequest, service.settings.payload_limit)
+    with renaming(FIELDS):
+        count = await count_prompt_tokens(service, chat_call(body))
+    return _json(TokenCount(input_tokens=count), {"request-id": new_request_id()})
+
+
+def _check_version(http: HttpRequest) -> None:
+    version = http.headers.get("anthropic-version", VERSION)
+    if version != VERSION:
+        raise InvalidRequest(f"header anthropic-version: must be {VERSION}. Given: {version!r}", "anthropic-version")
+
+
+def _json(body: BaseModel, headers: dict[str, str]) -> Response:
+    return Response(body.model_dump_json(), headers=headers, media_type="application/json")
+
+
+async def _prepare(service: Service, body: MessagesRequest, arrived: float) -> PreparedChat:
+    with renaming(FIELDS):
+        return await prepare_chat(service, chat_call(body, chat_sampling(body)), stream=body.stream, arrived=arrived)
+
+
+async def _complete(service: Service, body: MessagesRequest, arrived: float) -> tuple[MessageAnswer, dict[str, str]]:
+    chat = await _prepare(service, body, arrived)
+    (answer,), headers = await chat.run()
+    builder = _builder(service, chat, body)
+    for part in answer.parts:
+        for _ in builder.feed(part):
+            pass
+    return builder.message, headers
+
+
+async def _events(service: Service, chat: PreparedChat, body: MessagesRequest) -> AsyncGenerator[BaseModel, None]:
+    builder = _builder(service, chat, body)
+    async for _, part in chat.parts():
+        for event in builder.feed(part):
+            yield event
+
+
+def _builder(service: Service, chat: PreparedChat, body: MessagesRequest) -> MessageBuilder:
+    thinking = body.thinking if isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive) else None
+    message = MessageAnswer(
+        id=f"msg_{uuid.uuid4().hex}",
+        model=service.shown_model(body.model),
+        content=[],
+        stop_reason=None,
+        stop_sequence=None,
+        usage=MessageUsage(input_tokens=len(chat.jobs[0].request.input_ids), output_tokens=0),
+    )
+    return MessageBuilder(
+        message,
+        body.max_tokens,
+        shows_thinking=thinking is not None,
+        omits_thinking=thinking is not None and thinking.display == "omitted",
+    )
