@@ -1,7 +1,7 @@
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher
+PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test check fmt proto docs itest bench wheel clean

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PORTIONS = ("proto", "router", "model_server", "launcher")
+PORTIONS = ("proto", "router", "model_server", "launcher", "llm")
 
 # Besides modules of its own portion, a portion imports these and what is below them.
 OUTWARD = {
@@ -18,6 +18,8 @@ OUTWARD = {
     "router": ("funitel.proto",),
     "model_server": ("funitel.proto",),
     "launcher": ("funitel.proto", "funitel.router.settings", "funitel.model_server.settings"),
+    # The engine and the executor in one process; nobody imports it.
+    "llm": ("funitel.proto", "funitel.router", "funitel.model_server"),
 }
 # Within `proto`, modules stand alone but for these arrows.
 PROTO_ARROWS = {
@@ -41,7 +43,7 @@ GRPC_RIMS = {
     "funitel.launcher.health",
 }
 # The launcher copies its environment once and hands it down; typer reads the variables of settings.
-ENVIRONMENT_READERS = {f"funitel.{portion}.__main__" for portion in PORTIONS if portion != "proto"}
+ENVIRONMENT_READERS = {f"funitel.{portion}.__main__" for portion in ("router", "model_server", "launcher")}
 
 
 def module_name(path: Path, portion: str) -> str:
@@ -107,6 +109,9 @@ def test_imports_point_in_one_direction() -> None:
         ("funitel.router.app", "funitel.launcher.settings"),
         ("funitel.proto.step", "funitel.proto.wire"),
         ("funitel.proto.wire", "funitel.router.settings"),
+        ("funitel.llm.llm", "funitel.launcher.supervisor"),
+        ("funitel.launcher.__main__", "funitel.llm.llm"),
+        ("funitel.router.engine", "funitel.llm.ranks"),
     ],
 )
 def test_the_arrows_forbid_what_they_should(importer: str, target: str) -> None:

@@ -46,7 +46,17 @@ def test_the_image_puts_the_environment_it_installs_on_the_path() -> None:
 
 def test_the_image_copies_every_file_the_package_is_built_from() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    assert kept >= {"pyproject.toml", "README.md", "LICENSE", "scripts", "proto", "router", "model_server", "launcher"}
+    assert kept >= {
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "scripts",
+        "proto",
+        "router",
+        "model_server",
+        "launcher",
+        "llm",
+    }
     assert all((ROOT / name).exists() for name in kept)
 
 

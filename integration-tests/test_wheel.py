@@ -1,4 +1,4 @@
-"""The wheel as a user gets it: four portions, typed, without tests; its programs run with nothing of this tree."""
+"""The wheel as a user gets it: five portions, typed, without tests; its programs run with nothing of this tree."""
 
 import importlib.metadata
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PORTIONS = ("proto", "router", "model_server", "launcher")
+PORTIONS = ("proto", "router", "model_server", "launcher", "llm")
 PROGRAMS = {
     "funitel": "launcher",
     "funitel-router": "router",
@@ -64,7 +64,7 @@ def run(installed: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_it_holds_the_four_portions_and_says_that_they_are_typed(names: list[str]) -> None:
+def test_it_holds_the_five_portions_and_says_that_they_are_typed(names: list[str]) -> None:
     for portion in PORTIONS:
         assert {f"funitel/{portion}/__init__.py", f"funitel/{portion}/py.typed"} <= set(names)
     assert "funitel/__main__.py" in names

@@ -1,0 +1,20 @@
+"""Use a model from Python, without a server: `LLM(...).generate([...], SamplingParams(...))`.
+
+The same executor, scheduler and engine as behind HTTP, in this process. See docs/offline.md.
+"""
+
+from funitel.llm.llm import LLM
+from funitel.llm.outputs import CompletionOutput, Logprob, RequestOutput
+from funitel.llm.sampling import SamplingParams
+from funitel.proto.errors import FunitelError, InvalidRequest, StartupError
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "FunitelError",
+    "InvalidRequest",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StartupError",
+]

@@ -1,0 +1,81 @@
+"""One call of the user: all its sequences through the engine, their answers in the order of the prompts."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from funitel.llm.outputs import CompletionOutput, RequestOutput, completion
+from funitel.llm.progress import Progress
+from funitel.llm.prompts import EncodedPrompt, numbered, room_for
+from funitel.llm.sampling import SamplingParams
+from funitel.proto.errors import FunitelError, Incomplete
+from funitel.proto.step import StoppingParams
+from funitel.router.engine import Engine
+from funitel.router.sequence import Limits, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked prompt with its parameters, and a request for each of its completions."""
+
+    place: int
+    prompt: EncodedPrompt
+    params: SamplingParams
+    requests: tuple[Request, ...]
+
+    @classmethod
+    def of(cls, place: int, prompt: EncodedPrompt, params: SamplingParams, limits: Limits, vocab_size: int) -> "Job":
+        """Check a prompt's length and what is asked of the vocabulary, and make its requests.
+
+        Raises:
+            InvalidRequest: the prompt leaves no room for a completion, or the vocabulary is smaller than is asked for.
+        """
+        try:
+            params.check_vocabulary(vocab_size)
+            max_new_tokens = room_for(prompt, params.max_tokens, limits)
+        except FunitelError as error:
+            raise numbered("prompt", place, error) from error
+        stopping = StoppingParams(
+            max_new_tokens=max_new_tokens, stop_sequences=params.stops, ignore_eos=params.ignore_eos
+        )
+        requests = [
+            Request(input_ids=prompt.ids, sampling=sampling, stopping=stopping, top_n_tokens=params.logprobs or 0)
+            for sampling in params.for_engine()
+        ]
+        return cls(place, prompt, params, tuple(requests))
+
+
+async def run_jobs(engine: Engine, jobs: Sequence[Job], progress: Progress) -> list[RequestOutput]:
+    """Run every sequence of every job at once; whoever fails or is cancelled takes all of them out of the engine.
+
+    Raises:
+        FunitelError: the first failure, naming its prompt.
+    """
+    await engine.health()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_run_job(engine, job, progress)) for job in jobs]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+async def _run_job(engine: Engine, job: Job, progress: Progress) -> RequestOutput:
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_complete(engine, job, index, progress)) for index in range(len(job.requests))]
+    except BaseExceptionGroup as failures:
+        error = failures.exceptions[0]
+        raise (numbered("prompt", job.place, error) if isinstance(error, FunitelError) else error) from None
+    return RequestOutput(job.prompt.text, job.prompt.ids, tuple(task.result() for task in tasks))
+
+
+async def _complete(engine: Engine, job: Job, index: int, progress: Progress) -> CompletionOutput:
+    generations = []
+    async with engine.submit(job.requests[index]) as stream:
+        async for generation in stream:
+            generations.append(generation)
+            progress.count(len(generation.tokens.ids), is_last=generation.finished is not None)
+            if generation.finished is not None:
+                return completion(index, generations, generation.finished, job.params)
+    raise Incomplete("the stream ended without its last token")

@@ -1,0 +1,201 @@
+"""A model in this process: loaded once, then asked for completions and chat answers from any thread."""
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from funitel.llm.calls import Job, run_jobs
+from funitel.llm.loaded import LoadedModel
+from funitel.llm.outputs import RequestOutput
+from funitel.llm.progress import Progress
+from funitel.llm.prompts import EncodedPrompt, Message, Prompt, PromptEncoder
+from funitel.llm.sampling import SamplingParams, params_for
+from funitel.model_server import hub
+from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
+from funitel.proto.errors import SettingsError, StartupError
+from funitel.router.recommended import read_recommended
+from funitel.router.settings import RouterSettings
+
+DEFAULT_PREFILL_TOKENS = RouterSettings().max_batch_prefill_tokens
+
+
+class LLM:
+    """One model and the memory for its sequences, until `close`, the end of a `with`, or nobody has it any more.
+
+    The prompts of a call, and the calls of several threads, share steps as the requests of a server do. The engine
+    turns in a thread of its own, so an event loop of the caller, as in a notebook, neither helps nor hinders.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2-135m-instruct",
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        device: str = "auto",
+        dtype: str | None = None,
+        quantize: str | None = None,
+        num_shard: int = 1,
+        num_threads: int | None = None,
+        block_size: int = 16,
+        cuda_memory_fraction: float = 1.0,
+        max_total_tokens: int | None = None,
+        max_batch_prefill_tokens: int | None = None,
+        max_batch_total_tokens: int | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        """Fetch or convert the model if need be, load it and size its pool. What is None is decided as by a server.
+
+        Args:
+            model: catalogue name, hub repository, local folder, or path of a .gguf file.
+            revision: of a hub repository.
+            cache_dir: folder for models fetched and converted; ~/.cache/funitel when not given.
+            device: auto, cpu or cuda.
+            dtype: precision of weights and KV: float32, float16 or bfloat16.
+            quantize: how the checkpoint's weights must be quantised.
+            num_shard: only 1 here; a server splits a model over several processes.
+            num_threads: that compute.
+            block_size: tokens per KV block.
+            cuda_memory_fraction: share of the free device memory that the KV pool may take.
+            max_total_tokens: most tokens of a prompt and its completion together.
+            max_batch_prefill_tokens: most prompt tokens computed in one step.
+            max_batch_total_tokens: size of the KV pool in tokens.
+            max_batch_size: most sequences running at once.
+
+        Raises:
+            StartupError: model, arguments and machine do not fit together.
+        """
+        if num_shard != 1:
+            raise SettingsError(f"num_shard must be 1 in one process, given {num_shard!r}: start a server for more")
+        _check_choice("device", device, DEVICES)
+        _check_choice("dtype", dtype, (None, *DTYPES))
+        _check_choice("quantize", quantize, (None, *QUANTIZATIONS))
+        _check_integers(
+            num_threads=num_threads,
+            block_size=block_size,
+            max_total_tokens=max_total_tokens,
+            max_batch_prefill_tokens=max_batch_prefill_tokens,
+            max_batch_total_tokens=max_batch_total_tokens,
+            max_batch_size=max_batch_size,
+        )
+        try:
+            folder = hub.resolve(str(model), revision=revision, cache_dir=_path(cache_dir)).folder
+            self._model = LoadedModel(
+                folder,
+                ModelServerSettings(
+                    model_id=str(folder),
+                    device=device,
+                    dtype=dtype,
+                    quantize=quantize,
+                    block_size=block_size,
+                    cuda_memory_fraction=cuda_memory_fraction,
+                    num_threads=num_threads,
+                ),
+                RouterSettings(
+                    max_total_tokens=max_total_tokens,
+                    max_batch_prefill_tokens=max_batch_prefill_tokens
+                    or min(DEFAULT_PREFILL_TOKENS, max_batch_total_tokens or DEFAULT_PREFILL_TOKENS),
+                    max_batch_total_tokens=max_batch_total_tokens,
+                    max_batch_size=max_batch_size,
+                    max_concurrent_requests=sys.maxsize,  # whoever asks waits, and knows how much was asked
+                ),
+            )
+        except StartupError as error:
+            raise type(error)(_in_python_words(error.message)) from error
+        self._encoder = PromptEncoder(folder, self._model.vocab_size)
+        self._default_params = _recommended(folder)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or several.
+
+        Args:
+            prompts: a text, token ids, or a list of these.
+            sampling_params: for all prompts, or one for each; the model's recommended sampling when not given.
+            use_tqdm: whether to show a progress bar.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises:
+            InvalidRequest: a prompt or parameter is wrong, and which; nothing was computed.
+            FunitelError: a step failed, or the LLM was closed.
+        """
+        return self._run(self._encoder.prompts(prompts), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, each a list of messages with `role` and `content`.
+
+        The model's chat template makes the prompts. A conversation that ends with the assistant is continued.
+        Otherwise as `generate`.
+        """
+        return self._run(self._encoder.chats(messages), sampling_params, use_tqdm)
+
+    def close(self) -> None:
+        """Cancel what other threads wait for and give the memory back. More calls of it do nothing."""
+        self._model.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: Sequence[EncodedPrompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        each = params_for(self._default_params if sampling_params is None else sampling_params, len(prompts))
+        model = self._model
+        jobs = [
+            Job.of(place, prompt, params, model.limits, model.vocab_size)
+            for place, (prompt, params) in enumerate(zip(prompts, each, strict=True))
+        ]
+        with Progress(sum(params.n for params in each), is_shown=use_tqdm) as progress:
+            return model.run(run_jobs(model.engine, jobs, progress), progress.show)
+
+
+def _recommended(folder: Path) -> SamplingParams:
+    recommended = read_recommended(folder)
+    return SamplingParams(
+        temperature=1.0 if recommended.temperature is None else recommended.temperature,
+        top_p=1.0 if recommended.top_p is None else recommended.top_p,
+    )
+
+
+def _path(folder: str | Path | None) -> Path | None:
+    return None if folder is None else Path(folder)
+
+
+def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        raise SettingsError(f"{name} must be one of {', '.join(map(str, choices))}, given {value!r}")
+
+
+def _check_integers(**values: object) -> None:
+    for name, value in values.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise SettingsError(f"{name} must be an integer >= 1, given {value!r}")
+
+
+def _in_python_words(message: str) -> str:
+    """Settings by the names they have here: `--block-size` is `block_size`."""
+    return re.sub(r"--([a-z][a-z-]*)", lambda match: match[1].replace("-", "_"), message)

@@ -1,0 +1,162 @@
+"""What callers give as prompts, as tokens; every error names the prompt by its place."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from funitel.proto.errors import ContextTooLong, FunitelError, InvalidRequest, TemplateError
+from funitel.router.sequence import Limits
+from funitel.router.tokenizer import ModelFiles
+
+Prompt: TypeAlias = str | Sequence[int]
+Message: TypeAlias = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt as the model sees it; `text` is None where tokens were given."""
+
+    text: str | None
+    ids: tuple[int, ...]
+
+
+class PromptEncoder:
+    """The tokenizer and the chat template of a model folder. Usable from any thread."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        files = ModelFiles(folder)
+        self._tokenizer = files.tokenizer()
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._template = files.template(self._tokenizer)
+        self._vocab_size = vocab_size
+
+    def prompts(self, given: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
+        """Encode one prompt or several; texts get the special tokens the model's tokenizer adds.
+
+        Raises:
+            InvalidRequest: something is neither a text nor a list of the vocabulary's token ids.
+        """
+        prompts = [_as_prompt(place, item) for place, item in enumerate(_as_list(given))]
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encodings = iter(self._encode(texts, add_special_tokens=True))
+        encoded = [
+            EncodedPrompt(prompt, next(encodings)) if isinstance(prompt, str) else EncodedPrompt(None, prompt)
+            for prompt in prompts
+        ]
+        for place, prompt in enumerate(encoded):
+            self._check_ids(place, prompt.ids)
+        return encoded
+
+    def chats(self, given: Sequence[Message] | Sequence[Sequence[Message]]) -> list[EncodedPrompt]:
+        """Render one conversation or several by the model's template and encode them.
+
+        Raises:
+            InvalidRequest: something is no conversation.
+            TemplateError: the model has no template, or it refuses a conversation.
+        """
+        is_one = isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
+        conversations = [given] if is_one else given
+        if isinstance(conversations, str) or not isinstance(conversations, Sequence):
+            raise InvalidRequest(
+                f"messages must be a list of messages or of conversations, given {given!r}", "messages"
+            )
+        texts = [self._render(place, messages) for place, messages in enumerate(conversations)]
+        encodings = self._encode(texts, add_special_tokens=False)  # the template wrote them
+        return [EncodedPrompt(text, ids) for text, ids in zip(texts, encodings, strict=True)]
+
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
+        if not texts:
+            return []
+        try:
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise InvalidRequest(f"tokenizer error {error}", "prompts") from error
+        return [tuple(encoding.ids) for encoding in encodings]
+
+    def _check_ids(self, place: int, ids: Sequence[int]) -> None:
+        if not ids:
+            raise InvalidRequest(f"prompt {place} has no tokens", "prompts")
+        for token_id in (min(ids), max(ids)):
+            if not 0 <= token_id < self._vocab_size:
+                raise InvalidRequest(
+                    f"prompt {place}: token ids must be within 0..{self._vocab_size - 1}, given {token_id}", "prompts"
+                )
+
+    def _render(self, place: int, messages: Any) -> str:
+        if isinstance(self._template, TemplateError):
+            raise TemplateError(self._template.message)
+        try:
+            return self._template.render(_checked(messages))
+        except FunitelError as error:
+            raise numbered("conversation", place, error) from error
+
+
+def numbered(what: str, place: int, error: FunitelError) -> FunitelError:
+    """The same error, naming the prompt or conversation it is about."""
+    named = type(error)(f"{what} {place}: {error.message}")
+    if isinstance(error, InvalidRequest) and isinstance(named, InvalidRequest):
+        named.param = error.param
+    return named
+
+
+def room_for(prompt: EncodedPrompt, max_tokens: int | None, limits: Limits) -> int:
+    """How many tokens a completion may have: as asked, but no more than the context has room for.
+
+    Raises:
+        ContextTooLong: the prompt leaves no room, or is longer than prompts may be.
+    """
+    num_tokens = len(prompt.ids)
+    most = min(limits.max_input_tokens, limits.max_total_tokens - 1)
+    if num_tokens > most:
+        raise ContextTooLong(f"the prompt must have at most {most} tokens, given {num_tokens}", "prompts")
+    room = limits.max_total_tokens - num_tokens
+    return room if max_tokens is None else min(max_tokens, room)
+
+
+def _as_list(given: Any) -> Sequence[Any]:
+    """One prompt, a text or token ids, is a list of one."""
+    if isinstance(given, str) or (isinstance(given, Sequence) and given and _is_id(given[0])):
+        return [given]
+    if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
+        raise InvalidRequest(f"prompts must be a text, token ids or a list of these, given {given!r}", "prompts")
+    return given
+
+
+def _as_prompt(place: int, item: Any) -> str | tuple[int, ...]:
+    if isinstance(item, str):
+        return item
+    if isinstance(item, bytes | Mapping) or not isinstance(item, Sequence) or not all(map(_is_id, item)):
+        raise InvalidRequest(f"prompt {place} must be a text or token ids, given {item!r}", "prompts")
+    return tuple(map(index, item))
+
+
+def _is_id(value: Any) -> bool:
+    """Whole numbers of any library, but no truth values."""
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _checked(messages: Any) -> list[dict[str, Any]]:
+    """The messages as a template sees them: a role and a text each."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequest(f"a conversation must be a list of messages, given {messages!r}", "messages")
+    return [_checked_message(number, message) for number, message in enumerate(messages)]
+
+
+def _checked_message(number: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"message {number} must have a role, given {message!r}", "messages")
+    return {**message, "content": _text(number, message.get("content"))}
+
+
+def _text(number: int, content: Any) -> str:
+    """A message's text, which may come in parts."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, Sequence):
+        texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "".join(map(str, texts))
+    raise InvalidRequest(f"message {number}: content must be a text or text parts, given {content!r}", "messages")

@@ -1,0 +1,82 @@
+"""A model in this process as the engine's replica sees it: the calls a shard gets over gRPC, made on a thread."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from funitel.llm.threads import ComputeThread
+from funitel.model_server.executor import Executor
+from funitel.proto.errors import FunitelError, StepFailed
+from funitel.proto.step import (
+    CachedBatch,
+    RowUpdate,
+    SequenceStart,
+    ShardInfo,
+    StepResult,
+    WarmupLimits,
+    WarmupResult,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class LocalRanks:
+    """The `Ranks` of a `Replica`: one rank, one compute thread. Calls run in the order they are made."""
+
+    def __init__(self, executor: Executor, info: ShardInfo, compute: ComputeThread) -> None:
+        self.infos: tuple[ShardInfo, ...] = (info,)
+        self._executor = executor
+        self._compute = compute
+
+    async def warmup(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
+        """Size the pool."""
+        return [await self._run(lambda: self._executor.warmup(sequences, limits))]
+
+    async def health(self) -> None:
+        """The model is where its caller is."""
+
+    def prefill(
+        self,
+        batch_id: int,
+        starts: Sequence[SequenceStart],
+        cached: CachedBatch | None,
+        rows: Sequence[RowUpdate],
+        step_seq: int | None,
+    ) -> Awaitable[tuple[StepResult, ...]]:
+        """Take new sequences in and run one step."""
+        return self._run(lambda: (self._executor.prefill(batch_id, starts, cached, rows),))
+
+    def decode(
+        self, batches: Sequence[CachedBatch], rows: Sequence[RowUpdate], step_seq: int | None
+    ) -> Awaitable[tuple[StepResult, ...]]:
+        """Run one step of cached batches."""
+        return self._run(lambda: (self._executor.decode(batches, rows),))
+
+    async def filter(self, batch_id: int, request_ids: Sequence[int], step_seq: int | None) -> CachedBatch:
+        """Keep some rows of a cached batch."""
+        return await self._run(lambda: self._executor.filter(batch_id, request_ids))
+
+    async def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> None:
+        """Drop one cached batch, or all."""
+        await self._run(lambda: self._executor.clear(batch_id))
+
+    async def close(self) -> None:
+        """Let the thread end, once a step under way has."""
+        self._compute.close()
+
+    def _run(self, call: Callable[[], T]) -> Awaitable[T]:
+        """Queue a call now; what it raises is a FunitelError."""
+        return _translated(asyncio.wrap_future(self._compute.submit(call)))
+
+
+async def _translated(future: "asyncio.Future[T]") -> T:
+    try:
+        return await future
+    except FunitelError:
+        raise
+    except Exception as error:
+        logger.exception("step failed")
+        raise StepFailed(f"{type(error).__name__}: {error}") from error

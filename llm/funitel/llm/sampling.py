@@ -1,0 +1,165 @@
+"""What a caller may ask of a prompt's completions, checked when it is made, and what that is to the engine."""
+
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from funitel.proto import step
+from funitel.proto.errors import InvalidRequest
+
+DEFAULT_MAX_TOKENS = 256  # an answer's length, and an end to a sample that would not stop
+LEAST_TEMPERATURE = 1e-5  # what is below differs from greedy in rounding only
+NUM_SEEDS = 2**64
+MOST_PENALTY = 2.0
+MOST_BIAS = 100.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to complete a prompt. Values out of range raise InvalidRequest here, not later.
+
+    Attributes:
+        n: completions of each prompt.
+        temperature: 0 takes the likeliest token each time.
+        top_p, top_k, min_p, typical_p: which tokens may be drawn; `top_k` 0 or -1 means all.
+        seed: of a prompt's first completion, the i-th has seed + i. The same seed gives the same tokens in any company,
+            here and from a server. None draws one.
+        stop: texts that end a completion. They are cut off, unless `include_stop_str_in_output`.
+        max_tokens: most tokens of a completion; None: as many as the context has room for.
+        presence_penalty, frequency_penalty: as OpenAI defines them.
+        repetition_penalty: divides the scores of tokens that occurred, in the prompt too.
+        logprobs: how many of the likeliest tokens to report at each place besides the one taken; None: nothing.
+        ignore_eos: go on after the model's end of text.
+        logit_bias: added to the scores of tokens, by id.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1)
+        _check_number("temperature", self.temperature, 0.0)
+        _check_number("top_p", self.top_p, 0.0, 1.0, is_open=True)
+        _check_int("top_k", self.top_k, -1)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("typical_p", self.typical_p, 0.0, 1.0, is_open=True)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, NUM_SEEDS - 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        _check_number("presence_penalty", self.presence_penalty, -MOST_PENALTY, MOST_PENALTY)
+        _check_number("frequency_penalty", self.frequency_penalty, -MOST_PENALTY, MOST_PENALTY)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, is_open=True)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0)
+        for name in ("include_stop_str_in_output", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, "True or False", getattr(self, name))
+        self._check_stop()
+        self._check_logit_bias()
+
+    def _check_stop(self) -> None:
+        texts = [self.stop] if isinstance(self.stop, str) else self.stop
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+            raise _wrong("stop", "a text or a list of texts, none of them empty", self.stop)
+
+    def _check_logit_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, Mapping):
+            raise _wrong("logit_bias", "a mapping from token ids to numbers", self.logit_bias)
+        for token_id, bias in self.logit_bias.items():
+            _check_int("logit_bias: a token id", token_id, 0)
+            _check_number(f"logit_bias[{token_id}]", bias, -MOST_BIAS, MOST_BIAS)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts, however they were given."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise InvalidRequest for what a vocabulary of `size` tokens cannot give."""
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, size)
+        for token_id in self.logit_bias or ():
+            _check_int("logit_bias: a token id", token_id, 0, size - 1)
+
+    def for_engine(self) -> list[step.SamplingParams]:
+        """What the engine is told, for each of the `n` completions."""
+        first = step.SamplingParams(
+            **self._drawing(),
+            seed=random.randrange(NUM_SEEDS) if self.seed is None else self.seed,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            count_penalty=self.frequency_penalty,
+            logit_bias=tuple((self.logit_bias or {}).items()),
+            raw_logprobs=True,
+        )
+        return [replace(first, seed=(first.seed + index) % NUM_SEEDS) for index in range(self.n)]
+
+    def _drawing(self) -> dict[str, Any]:
+        """Which tokens may be drawn and how; nothing where the likeliest is taken."""
+        if self.temperature < LEAST_TEMPERATURE:
+            return {}
+        return {
+            "do_sample": True,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": max(self.top_k, 0),
+            "min_p": self.min_p,
+            "typical_p": self.typical_p,
+        }
+
+
+def params_for(given: SamplingParams | Iterable[SamplingParams], num_prompts: int) -> list[SamplingParams]:
+    """The parameters of each prompt: the same for all, or one each.
+
+    Raises:
+        InvalidRequest: there are more or fewer of them than prompts, or something else among them.
+    """
+    if isinstance(given, SamplingParams):
+        return [given] * num_prompts
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise _wrong("sampling_params", "SamplingParams or a list of them", given)
+    each = list(given)
+    for params in each:
+        if not isinstance(params, SamplingParams):
+            raise _wrong("sampling_params", "SamplingParams or a list of them", params)
+    if len(each) != num_prompts:
+        raise InvalidRequest(
+            f"sampling_params must be one for all or one for each of the {num_prompts} prompts, given {len(each)}",
+            "sampling_params",
+        )
+    return each
+
+
+def _check_int(name: str, value: Any, least: int, most: int | None = None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        raise _wrong(name, f"an integer >= {least}" if most is None else f"an integer within {least}..{most}", value)
+
+
+def _check_number(name: str, value: Any, least: float, most: float = math.inf, is_open: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or not least <= value <= most or (is_open and value == least):
+        above = f"> {least:g}" if is_open else f">= {least:g}"
+        raise _wrong(name, f"a number {above}" + (f" and <= {most:g}" if most < math.inf else ""), value)
+
+
+def _wrong(name: str, allowed: str, value: Any) -> InvalidRequest:
+    return InvalidRequest(f"{name} must be {allowed}, given {value!r}", name)
