@@ -285,6 +285,20 @@ async def test_metrics_of_requests(client: httpx.AsyncClient) -> None:
     assert "funitel_inter_token_latency_seconds_count 8.0" in lines
 
 
+async def test_answers_are_counted_by_route_and_status(serve: Serve) -> None:
+    """TGI counts no statuses (its issue 2227)."""
+    async with serve(FakeEngine(), api_key="k") as client:
+        await client.get("/health")
+        await client.post("/generate", json={"inputs": "Hi"})
+        await client.get("/nowhere")
+        await client.get("/generate")
+        await client.get("/v2/models/a/versions/1")
+        lines = (await client.get("/metrics")).text.splitlines()
+    for route, status in (("/health", 200), ("/generate", 401), ("other", 404), ("other", 405)):
+        assert f'funitel_responses_total{{route="{route}",status="{status}"}} 1.0' in lines
+    assert 'funitel_responses_total{route="/v2/models/{name}/versions/{version}",status="200"} 1.0' in lines
+
+
 def test_the_router_never_imports_torch() -> None:
     code = (
         "import sys, json, funitel.router.app, funitel.router.__main__;"

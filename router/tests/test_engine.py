@@ -242,3 +242,32 @@ async def test_what_plain_shards_would_ignore_is_refused(tmp_path: Path) -> None
         )
         with pytest.raises(InvalidRequest, match="`min_p` is not supported by the shards"):
             engine.submit(asked)
+
+
+@pytest.mark.parametrize(
+    ("shard", "settings", "reason"),
+    [
+        ({}, {}, "chunking"),
+        ({"is_chunked": False}, {"waiting_served_ratio": 0.0, "max_waiting_tokens": 1000}, "backpressure"),
+        ({"is_chunked": False}, {"waiting_served_ratio": 99.0, "max_waiting_tokens": 2}, "wait_exceeded"),
+    ],
+)
+async def test_why_a_sequence_joins_running_ones_is_counted(
+    tmp_path: Path, shard: dict[str, Any], settings: dict[str, Any], reason: str
+) -> None:
+    async with running(tmp_path, 1, shard, **settings) as (engine, _, metrics):
+        async with engine.submit(request(max_new_tokens=60)) as first:
+            await anext(aiter(first))
+            await run(engine, request(first=9))
+            async for _generation in first:
+                pass
+        counted = {
+            labels["reason"]: value
+            for name, labels, value in (
+                (sample.name, sample.labels, sample.value)
+                for family in metrics.registry.collect()
+                for sample in family.samples
+            )
+            if name == "tgi_batch_concat_total"
+        }
+    assert counted == {reason: 1.0}

@@ -53,6 +53,7 @@ OURS = {
     "funitel_sequences": "gauge",
     "funitel_cached_batches": "gauge",
     "funitel_cancelled_total": "counter",
+    "funitel_responses_total": "counter",
     "funitel_preempted_total": "counter",
 }
 

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError, Unauthorized
+from funitel.router.api.counting import ResponseCount, RouteName
 from funitel.router.api.errors import ErrorBoundary, answer_error, answer_http_exception
 from funitel.router.api.routes import document, operations
 from funitel.router.openapi import Operation
@@ -57,6 +58,7 @@ def build_app(
     app = Starlette(
         routes=[_route(operation, settings.api_key) for operation in listed],
         middleware=[
+            Middleware(ResponseCount, metrics=service.metrics),
             Middleware(MetricsPort, port=settings.prometheus_port),
             _cors(settings.cors_allow_origin),
             Middleware(ErrorBoundary),
@@ -71,7 +73,9 @@ def build_app(
 
 
 def _route(operation: Operation, api_key: str | None) -> Route:
-    middleware = [Middleware(KeyCheck, key=api_key)] if api_key is not None and operation.is_protected else []
+    middleware = [Middleware(RouteName, name=operation.path)]
+    if api_key is not None and operation.is_protected:
+        middleware.append(Middleware(KeyCheck, key=api_key))
     return Route(operation.path, operation.handler, methods=[operation.method], middleware=middleware)
 
 

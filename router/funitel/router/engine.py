@@ -142,22 +142,27 @@ class Engine:
             await self._replica.retain(running)
             self._metrics.observe_filter("decode", time.monotonic() - begin)
             return True  # others may have left meanwhile: look again before planning
-        has_running = bool(running)
+        joined = self._reason_to_join() if running else None
         plan = self._scheduler.schedule()
         if plan is None:
             return False
-        await self._step(plan, has_running)
+        await self._step(plan, joined)
         return True
 
-    async def _step(self, plan: StepPlan, has_running: bool) -> None:
+    def _reason_to_join(self) -> str:
+        """Why sequences that the next step lets in would join running ones, in TGI's words."""
+        if self._scheduler.policy.is_chunked:
+            return "chunking"
+        return "wait_exceeded" if self._scheduler.has_waited_long else "backpressure"
+
+    async def _step(self, plan: StepPlan, joined: str | None) -> None:
         method = "prefill" if plan.starts else "decode"
         begin = time.monotonic()
         for start in plan.starts:
             timings = self._streams[start.request_id].timings
             timings.started = timings.started or begin
         if plan.starts:
-            joined = "chunking" if self._scheduler.policy.is_chunked else "backpressure"
-            self._metrics.observe_new_batch(len(plan.starts), joined if has_running else None)
+            self._metrics.observe_new_batch(len(plan.starts), joined)
         self._metrics.count_step(method)
         try:
             answer = await self._replica.step(plan)

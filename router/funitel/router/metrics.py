@@ -67,6 +67,10 @@ class Metrics:
         """Note that a request for a generation arrived."""
         self._request_count.inc()
 
+    def count_response(self, route: str, status: int) -> None:
+        """Note that an answer began, of whatever route."""
+        self._responses.labels(route, status).inc()
+
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
         """Count what leaves the block as an error, by its `metric`; leaving by cancellation is `dropped`."""
@@ -201,6 +205,7 @@ class Metrics:
         self._request_count = self._counter("tgi_request_count", "Requests for a generation.")
         self._request_success = self._counter("tgi_request_success", "Requests that got their whole answer.")
         self._request_failure = self._counter("tgi_request_failure", "Requests that failed.", "err")
+        self._responses = self._counter("funitel_responses", "HTTP answers.", "route", "status")
         self._request_duration = self._duration("tgi_request_duration", "Arrival until the whole answer.")
         self._validation_duration = self._duration("tgi_request_validation_duration", "Arrival until queued.")
         self._queue_duration = self._duration("tgi_request_queue_duration", "Queued until its first step.")

@@ -128,8 +128,13 @@ class Scheduler:
         rows = [update for s in self.running.values() for update in self._row_update(s, 1)]
         return self._plan([], rows, {sequence_id: 1 for sequence_id in self.running})
 
+    @property
+    def has_waited_long(self) -> bool:
+        """Without chunked prefill: whether so many steps passed that who waits is let in whatever the ratio."""
+        return self._steps_since_join >= self.policy.max_waiting_tokens
+
     def _should_join(self) -> bool:
-        if not self.running or self._steps_since_join >= self.policy.max_waiting_tokens:
+        if not self.running or self.has_waited_long:
             return True
         return len(self.waiting) >= max(1, self.policy.waiting_served_ratio * len(self.running))
 
