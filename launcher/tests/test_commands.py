@@ -53,7 +53,7 @@ def test_a_shard_gets_its_rank_and_the_shared_settings() -> None:
         True,
     )
     assert (told.uds_path, told.master_port) == ("/tmp/path", settings.master_port)
-    assert told.exit_with_parent
+    assert told.exit_with_parent == os.getpid()
 
 
 @pytest.mark.parametrize("is_on", [True, False])
@@ -77,7 +77,7 @@ def test_the_router_gets_the_model_folder_under_the_clients_name() -> None:
     assert (told.tokenizer_name, told.served_model_name) == (str(FOLDER), "org/tiny")
     assert told.master_shard_uds_path == "/tmp/path-0"
     assert told.cors_allow_origin == ("https://a", "https://b")
-    assert (told.port, told.exit_with_parent) == (3001, True)
+    assert (told.port, told.exit_with_parent) == (3001, os.getpid())
 
 
 def test_the_api_key_travels_in_the_routers_environment_only() -> None:
@@ -96,7 +96,12 @@ def test_the_download_is_told_where_and_what() -> None:
     assert (program, command) == ("server", "download-weights")
     told = parsed(DownloadSettings, argv, {"model_id": ""})
     assert told == DownloadSettings(
-        model_id="org/tiny", revision="main", cache_dir="/cache", json_output=True, logger_level="info"
+        model_id="org/tiny",
+        revision="main",
+        cache_dir="/cache",
+        json_output=True,
+        logger_level="info",
+        exit_with_parent=os.getpid(),
     )
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from funitel.launcher import resolve as module
 from funitel.launcher.resolve import (
-    context_of,
     count_devices,
     decide_num_shard,
     default_threads,
@@ -107,22 +106,32 @@ def test_prefill_tokens_fit_context_and_pool(context: int | None, pool: int | No
 @pytest.mark.parametrize("key", ["max_position_embeddings", "n_positions", "max_seq_len"])
 def test_the_context_is_read_from_config_json(tmp_path: Path, key: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({key: 77}))
-    assert context_of(tmp_path) == 77
     settings = resolved()
     assert fit_to_model(settings, tmp_path).max_batch_prefill_tokens == 77
     assert settings.max_batch_prefill_tokens is None
 
 
 def test_a_config_json_that_tells_no_context_or_is_absent_is_no_limit(tmp_path: Path) -> None:
-    assert context_of(tmp_path) is None
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": null}')
-    assert context_of(tmp_path) is None
+    for text in (None, '{"max_position_embeddings": null}', "[]"):
+        if text is not None:
+            (tmp_path / "config.json").write_text(text)
+        assert fit_to_model(resolved(), tmp_path).max_batch_prefill_tokens == 4096
 
 
 def test_a_broken_config_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(SettingsError, match="config.json is not JSON"):
-        context_of(tmp_path)
+        fit_to_model(resolved(), tmp_path)
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "n_head"])
+def test_more_shards_than_query_heads_are_refused_before_any_shard_starts(tmp_path: Path, key: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({key: 2}))
+    assert fit_to_model(resolved(), tmp_path).num_shard == 2
+    (tmp_path / "config.json").write_text(json.dumps({key: 1}))
+    with pytest.raises(SettingsError) as refused:
+        fit_to_model(resolved(model_id="org/tiny"), tmp_path)
+    assert refused.value.message == "--num-shard 2 is more than the 1 query heads of org/tiny: give at most 1"
 
 
 def test_what_was_given_stays(tmp_path: Path) -> None:

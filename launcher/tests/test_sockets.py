@@ -8,6 +8,7 @@ import pytest
 
 from funitel.launcher import sockets
 from funitel.launcher.sockets import check_port, claim, free_port
+from funitel.proto import locks
 from funitel.proto.errors import SettingsError
 
 
@@ -54,7 +55,7 @@ def test_stale_sockets_are_removed_at_both_ends(tmp_path: Path) -> None:
 
 def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "given"
-    real_open = sockets._open
+    real_open = locks._open
     opened: list[int | None] = []
 
     def open_then_lose_the_name(name: str) -> int | None:
@@ -64,10 +65,23 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path, m
         opened.append(descriptor)
         return descriptor
 
-    monkeypatch.setattr(sockets, "_open", open_then_lose_the_name)
+    monkeypatch.setattr(locks, "_open", open_then_lose_the_name)
     with claim(str(path), 1):
         assert len(opened) == 2
         assert (tmp_path / "given.lock").exists()
+
+
+def test_a_lock_is_removed_by_others_only_when_nobody_holds_it(tmp_path: Path) -> None:
+    path = str(tmp_path / "given")
+    name = locks.lock_of(path)
+    locks.remove_if_free(name)
+    assert not list(tmp_path.iterdir())
+    with claim(path, 1):
+        locks.remove_if_free(name)
+        assert Path(name).exists()
+    Path(name).touch()
+    locks.remove_if_free(name)
+    assert not Path(name).exists()
 
 
 def test_a_path_too_long_for_a_socket_is_refused() -> None:

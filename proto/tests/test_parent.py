@@ -1,22 +1,23 @@
 """A process that asked for it does not outlive its parent. Real processes: a stand-in would prove nothing."""
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from funitel.proto.parent import stop_with_parent
+from funitel.proto.parent import has_lost, stop_with_parent
 
 PATIENCE_SECONDS = 20
 
 linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
 
 CHILD = """
-import time
+import os, time
 from funitel.proto.parent import stop_with_parent
-stop_with_parent()
+stop_with_parent(os.getppid())
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -26,11 +27,9 @@ subprocess.Popen([sys.executable, "-c", {CHILD!r}])
 time.sleep(600)
 """
 LATE = """
-import itertools, os, time
+import os, time
 from funitel.proto.parent import stop_with_parent
-parents = itertools.chain([4711], itertools.repeat(1))
-os.getppid = lambda: next(parents)
-stop_with_parent()
+stop_with_parent(os.getppid() + 1)
 time.sleep(600)
 """
 
@@ -58,7 +57,18 @@ def test_it_ends_when_its_parent_was_gone_before_it_asked() -> None:
         assert child.wait(PATIENCE_SECONDS) == -signal.SIGTERM
 
 
-def test_elsewhere_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elsewhere_nothing_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(ctypes, "CDLL", None)
-    stop_with_parent()
+    stop_with_parent(1)
+
+
+def test_without_a_parent_that_matters_nothing_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", None)
+    stop_with_parent(None)
+
+
+def test_it_can_be_asked_whether_the_parent_is_gone() -> None:
+    assert not has_lost(os.getppid())
+    assert has_lost(os.getppid() + 1)
+    assert not has_lost(None)

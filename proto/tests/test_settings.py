@@ -235,6 +235,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "tokenizer_config_path": st.none() | TEXT,
     "master_shard_uds_path": TEXT,
     "master_shard_address": st.none() | TEXT,
+    "shard_connect_timeout": st.integers(0, 10**6),
     "revision": st.none() | TEXT,
     "hostname": TEXT,
     "port": st.integers(0, 40000),
@@ -262,7 +263,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "docker_label": st.none() | TEXT,
     "json_output": st.booleans(),
     "log_level": TEXT,
-    "exit_with_parent": st.booleans(),
+    "exit_with_parent": st.none() | st.integers(1, 2**22),
 }
 SHARD: dict[str, st.SearchStrategy[Any]] = {
     "model_id": st.just("/models/it"),
@@ -287,7 +288,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "watermark_delta": st.floats(-100, 100),
     "json_output": st.booleans(),
     "logger_level": TEXT,
-    "exit_with_parent": st.booleans(),
+    "exit_with_parent": st.none() | st.integers(1, 2**22),
 }
 
 

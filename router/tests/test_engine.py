@@ -190,9 +190,31 @@ async def test_more_than_the_pool_is_preempted_not_failed(tmp_path: Path) -> Non
 
 
 async def test_nobody_at_the_socket_is_a_startup_error(tmp_path: Path) -> None:
-    settings = RouterSettings(master_shard_uds_path=f"{tmp_path}/nothing")
+    settings = RouterSettings(master_shard_uds_path=f"{tmp_path}/nothing", shard_connect_timeout=0)
     with pytest.raises(StartupError, match="no shard answers at"):
         await connect(settings, Metrics())
+
+
+async def test_shards_that_come_late_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("funitel.router.shards.POLL_SECONDS", 0.05)
+    settings = RouterSettings(master_shard_uds_path=f"{tmp_path}/shard-0", shard_connect_timeout=30)
+    with caplog.at_level("INFO", "funitel"):
+        connecting = asyncio.create_task(connect(settings, Metrics()))
+        await asyncio.sleep(0.3)
+        assert not connecting.done()
+        async with running(tmp_path) as (_, (fake,), _):
+            engine = await asyncio.wait_for(connecting, 10)
+            assert fake.batches == {}
+            await engine.close()
+    assert [line for line in caplog.messages if "waiting for the shards at unix://" in line]
+
+
+async def test_shards_that_never_come_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("funitel.router.shards.POLL_SECONDS", 0.05)
+    with pytest.raises(StartupError, match="no shard answers at unix:///.* after 1 s: shard rank 0 does not answer"):
+        await connect(RouterSettings(master_shard_uds_path=f"{tmp_path}/no", shard_connect_timeout=1), Metrics())
 
 
 async def test_prompts_longer_than_a_step_need_chunks(tmp_path: Path) -> None:

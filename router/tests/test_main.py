@@ -147,7 +147,8 @@ def test_a_signal_lets_running_requests_finish(start: Start, port: int, number: 
 
 
 def test_without_its_parent_it_stops(model: Path, port: int) -> None:
-    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, {str(SCRIPT)!r}, '--exit-with-parent'])"
+    code = "import os, subprocess, sys, time; "
+    code += f"subprocess.Popen([sys.executable, {str(SCRIPT)!r}, '--exit-with-parent', str(os.getpid())])"
     environment = {
         "PYTHONPATH": ":".join(entry for entry in sys.path if entry),
         "TOKENIZER_NAME": str(model),

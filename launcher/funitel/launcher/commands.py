@@ -3,6 +3,7 @@
 Every setting travels as a flag, so that `ps` shows what a process runs with; only the API key does not.
 """
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Commands:
 
     def download(self, settings: LauncherSettings) -> list[str]:
         """Fetch or convert the model; the last line of its stdout is the model's folder."""
-        flags = project(settings, DownloadSettings, logger_level=settings.log_level)
+        flags = project(settings, DownloadSettings, logger_level=settings.log_level, exit_with_parent=os.getpid())
         return [*self.model_server, "download-weights", flags.model_id, *to_argv(flags, skip=["model_id"])]
 
     def shard(self, settings: ResolvedSettings, folder: Path, rank: int) -> list[str]:
@@ -44,7 +45,7 @@ class Commands:
             world_size=settings.num_shard,
             uds_path=settings.shard_uds_path,
             logger_level=settings.log_level,
-            exit_with_parent=True,
+            exit_with_parent=os.getpid(),
         )
         return [*self.model_server, "serve", flags.model_id, *to_argv(flags, skip=["model_id"])]
 
@@ -56,7 +57,7 @@ class Commands:
             tokenizer_name=str(folder),
             revision=None,
             master_shard_uds_path=socket_of(settings.shard_uds_path, 0),
-            exit_with_parent=True,
+            exit_with_parent=os.getpid(),
         )
         return [*self.router, *to_argv(flags, skip=["api_key"])]
 

@@ -23,7 +23,9 @@ from funitel.proto.settings import project, require
 from funitel.router.settings import RouterSettings
 
 PREFILL_TOKENS = 4096
+# What families call the same thing in config.json.
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+HEAD_KEYS = ("num_attention_heads", "n_head")
 SECRETS = frozenset({"api_key"})
 
 
@@ -70,8 +72,20 @@ def check_children(settings: ResolvedSettings) -> None:
 
 
 def fit_to_model(settings: ResolvedSettings, folder: Path) -> ResolvedSettings:
-    """Decide what depends on the model's own config.json."""
-    return dataclasses.replace(settings, max_batch_prefill_tokens=prefill_tokens(settings, context_of(folder)))
+    """Decide what depends on the model's own config.json.
+
+    Raises:
+        SettingsError: config.json is not JSON, or the model has fewer query heads than there would be shards.
+    """
+    config = _read_config(folder)
+    num_heads = _count(config, HEAD_KEYS)
+    require(
+        num_heads is None or settings.num_shard <= num_heads,
+        f"--num-shard {settings.num_shard} is more than the {num_heads} query heads of {settings.model_id}: "
+        f"give at most {num_heads}",
+    )
+    context = _count(config, CONTEXT_KEYS)
+    return dataclasses.replace(settings, max_batch_prefill_tokens=prefill_tokens(settings, context))
 
 
 def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int:
@@ -132,16 +146,21 @@ def prefill_tokens(settings: LauncherSettings, context: int | None) -> int:
     return min(limit for limit in limits if limit is not None)
 
 
-def context_of(folder: Path) -> int | None:
-    """Read the model's context in tokens from its config.json; None when it is not told there."""
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The model's config.json; empty when there is none or it is no object: the shards say what is wrong with it."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except FileNotFoundError:
-        return None
+        return {}
     except ValueError as error:
         raise SettingsError(f"{folder / 'config.json'} is not JSON: {error}") from error
-    lengths = (config.get(key) for key in CONTEXT_KEYS)
-    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
+    return config if isinstance(config, dict) else {}
+
+
+def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    """The first of `keys` that is a count; None when none is."""
+    counts = (config.get(key) for key in keys)
+    return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
 def listen_address(hostname: str, own_name: str) -> str:

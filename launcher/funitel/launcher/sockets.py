@@ -1,7 +1,6 @@
 """Addresses a deployment needs for itself: its Unix sockets under a lock, and free TCP ports."""
 
 import errno
-import fcntl
 import glob
 import os
 import socket
@@ -10,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from funitel.proto.errors import SettingsError
+from funitel.proto.locks import lock_of, try_lock
 from funitel.proto.settings import require
 
 DEFAULT_PATH = "/tmp/text-generation-server"
@@ -36,7 +36,7 @@ def claim(path: str | None, num_shard: int) -> Iterator[str]:
         yield base
     finally:
         _remove_sockets(base, num_shard)
-        Path(f"{base}.lock").unlink(missing_ok=True)
+        Path(lock_of(base)).unlink(missing_ok=True)
         os.close(lock)
 
 
@@ -45,7 +45,7 @@ def _sweep() -> None:
     for lock in glob.glob(f"{DEFAULT_PATH}-*.lock"):
         base = lock.removesuffix(".lock")
         owner = base.removeprefix(f"{DEFAULT_PATH}-")
-        if not owner.isdecimal() or _is_running(int(owner)) or (descriptor := _try_lock(lock)) is None:
+        if not owner.isdecimal() or _is_running(int(owner)) or (descriptor := try_lock(lock)) is None:
             continue
         with suppress(OSError):  # not ours
             for name in [*glob.glob(f"{base}-*"), lock]:
@@ -66,38 +66,10 @@ def _is_running(pid: int) -> bool:
 def _lock(path: str | None) -> tuple[str, int]:
     candidates = [path] if path else [DEFAULT_PATH, f"{DEFAULT_PATH}-{os.getpid()}"]
     for candidate in candidates:
-        descriptor = _try_lock(f"{candidate}.lock")
+        descriptor = try_lock(lock_of(candidate))
         if descriptor is not None:
             return candidate, descriptor
     raise SettingsError(f"--shard-uds-path {path}: {path}.lock is held by another instance or not writable")
-
-
-def _try_lock(name: str) -> int | None:
-    """Lock the file `name`; None when another process holds it or it is not ours to write."""
-    while (descriptor := _open(name)) is not None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        if _is_named(descriptor, name):
-            return descriptor
-        os.close(descriptor)  # its holder removed the file, then let go: locking that keeps nobody out
-    return None
-
-
-def _open(name: str) -> int | None:
-    try:
-        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return None
-
-
-def _is_named(descriptor: int, name: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(name))
-    except FileNotFoundError:
-        return False
 
 
 def _check_length(base: str, num_shard: int) -> None:

@@ -16,7 +16,8 @@ from funitel.model_server import hub
 from funitel.model_server.settings import DownloadSettings, ModelServerSettings
 from funitel.proto import logs
 from funitel.proto.errors import FunitelError, SettingsError
-from funitel.proto.parent import stop_with_parent
+from funitel.proto.locks import lock_of, remove_if_free
+from funitel.proto.parent import has_lost, stop_with_parent
 from funitel.proto.settings import as_command, run_app
 
 logger = logging.getLogger(__name__)
@@ -34,14 +35,16 @@ app = typer.Typer(
 
 def download(settings: DownloadSettings) -> None:
     """Make a model's files present and whole; print their folder as the last line of stdout."""
+    stop_with_parent(settings.exit_with_parent)
     cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
     print(hub.download_weights(settings.model_id, revision=settings.revision, cache_dir=cache_dir))
 
 
 def serve(settings: ModelServerSettings) -> None:
     """Load one rank and serve it until SIGTERM or SIGINT."""
-    if settings.exit_with_parent:
-        stop_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: _abandon(settings))
+    stop_with_parent(settings.exit_with_parent)
     failure = asyncio.run(_serve(settings))
     if failure is not None:
         raise failure
@@ -52,7 +55,6 @@ async def _serve(settings: ModelServerSettings) -> FunitelError | None:
     from funitel.model_server.loading import load  # torch: seconds to import, not wanted for --help
     from funitel.model_server.server import Servicer, make_server
 
-    _on_signals(os._exit, 0)  # loading holds nothing that must be given back, and cannot be interrupted otherwise
     loop = asyncio.get_running_loop()
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     folder = await loop.run_in_executor(None, _resolve, settings)
@@ -69,19 +71,21 @@ async def _serve(settings: ModelServerSettings) -> FunitelError | None:
     server = make_server(Servicer(executor, info, urls, compute, fail), address)
     try:
         await server.start()
-        _on_signals(stop.set)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
         logger.info("listening url=%s", url)
         await stop.wait()
     finally:
         await server.stop(STOP_GRACE_SECONDS)
-        _remove_socket(settings)
+        _remove_files(settings)
     await _leave(executor.parallel.leave, compute, failures)
     return failures[0] if failures else None
 
 
-def _on_signals(callback: Callable[..., object], *arguments: object) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, callback, *arguments)
+def _abandon(settings: ModelServerSettings) -> NoReturn:
+    """End while loading, which holds nothing that must be given back, and cannot be interrupted otherwise."""
+    _remove_files(settings)
+    os._exit(0)
 
 
 async def _leave(leave: Callable[[], None], compute: ThreadPoolExecutor, failures: list[FunitelError]) -> None:
@@ -105,6 +109,13 @@ def _address(settings: ModelServerSettings) -> tuple[str, str]:
     _remove_socket(settings)  # left by a run that was killed
     path = f"{settings.uds_path}-{settings.rank}"
     return f"unix:{path}", f"unix://{path}"
+
+
+def _remove_files(settings: ModelServerSettings) -> None:
+    """Remove the socket, and after a launcher that was killed its lock too."""
+    _remove_socket(settings)
+    if has_lost(settings.exit_with_parent):
+        remove_if_free(lock_of(settings.uds_path))
 
 
 def _remove_socket(settings: ModelServerSettings) -> None:

@@ -24,6 +24,9 @@ class DownloadSettings:
     )
     json_output: bool = setting(False, "Log JSON lines.")
     logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
+    exit_with_parent: int | None = setting(
+        None, "Process id of the one that starts this one; it stops when that one ends.", env=None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +70,9 @@ class ModelServerSettings:
     watermark_delta: float = setting(2.0, "What a watermark adds to the scores of the tokens it favours.")
     json_output: bool = setting(False, "Log JSON lines.")
     logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
-    exit_with_parent: bool = setting(False, "Stop when the process that started this one ends.", env=None)
+    exit_with_parent: int | None = setting(
+        None, "Process id of the one that starts this one; it stops when that one ends.", env=None
+    )
 
     def __post_init__(self) -> None:
         require(self.world_size >= 1, f"WORLD_SIZE must be >= 1, given {self.world_size}")

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from contextlib import ExitStack
+from types import FrameType
 
 import typer
 import uvicorn
@@ -18,6 +19,7 @@ from starlette.applications import Starlette
 
 from funitel.proto import logs
 from funitel.proto.errors import FunitelError, StartupError
+from funitel.proto.parent import has_lost, stop_with_parent
 from funitel.proto.settings import as_command, run_app
 from funitel.router.api.routes import document
 from funitel.router.app import build_app
@@ -38,23 +40,22 @@ class Server(uvicorn.Server):
         app = build_app(settings, connect, self.fail)
         super().__init__(_uvicorn_config(app))
         self.failure: FunitelError | None = None
-        self._parent = os.getppid() if settings.exit_with_parent else None
+        self._parent = settings.exit_with_parent
+        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after it has run: then no news
+            signal.signal(number, self.handle_exit)
+        stop_with_parent(self._parent)
 
     def fail(self, error: FunitelError) -> None:
         """Stop, remembering why."""
         self.failure = error
         self.should_exit = True
 
-    async def on_tick(self, counter: int) -> bool:
-        """Decide, ten times a second, whether to stop."""
-        return await super().on_tick(counter) or self._is_orphan()
-
-    def _is_orphan(self) -> bool:
-        if self._parent is None or os.getppid() == self._parent:
-            return False
-        logger.warning("the process that started this one is gone: stopping")
-        self.config.timeout_graceful_shutdown = ORPHAN_SECONDS
-        return True
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop because of a signal; an orphan got it from the kernel, and has little time."""
+        if has_lost(self._parent):
+            logger.warning("the process that started this one is gone: stopping")
+            self.config.timeout_graceful_shutdown = ORPHAN_SECONDS
+        super().handle_exit(sig, frame)
 
 
 def _uvicorn_config(app: Starlette) -> uvicorn.Config:
@@ -103,22 +104,11 @@ def serve(settings: RouterSettings) -> None:
         ports = [settings.port, *([settings.prometheus_port] if settings.prometheus_port is not None else [])]
         listeners = [stack.enter_context(bind(settings.hostname, port)) for port in ports]
         server = Server(settings)
-        _stop_on_signals(server)
         for listener in listeners:
             logger.info("listening on %s port %d", *listener.getsockname()[:2])
         server.run(sockets=listeners)
     if server.failure is not None:
         raise server.failure
-
-
-def _stop_on_signals(server: Server) -> None:
-    """Uvicorn handles signals while it runs and raises them again afterwards; then they are no news."""
-
-    def stop(*_: object) -> None:
-        server.should_exit = True
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
 
 
 def _configure_logs(settings: RouterSettings) -> None:

@@ -242,7 +242,8 @@ async def connect(settings: RouterSettings, metrics: Metrics) -> Engine:
     Raises:
         StartupError: no shard answers, or settings, model and memory do not fit together.
     """
-    return await start(await Shards.connect(_master_url(settings)), settings, metrics)
+    ranks = await Shards.connect(_master_url(settings), settings.shard_connect_timeout)
+    return await start(ranks, settings, metrics)
 
 
 def _master_url(settings: RouterSettings) -> str:

@@ -23,6 +23,7 @@ class RouterSettings:
     master_shard_address: str | None = setting(
         None, "host:port of the shard with rank 0, when it listens on TCP instead of a Unix socket."
     )
+    shard_connect_timeout: int = setting(600, "Seconds that shards may take to answer; 503 is answered meanwhile.")
     hostname: str = setting("0.0.0.0", "Address to listen on.")
     port: int = setting(3000, "Port to listen on.", short="-p")
     prometheus_port: int | None = setting(
@@ -60,7 +61,9 @@ class RouterSettings:
     docker_label: str | None = setting(None, "Label of the container image, for /info.")
     json_output: bool = setting(False, "Log JSON lines.")
     log_level: str = setting("info", "Least severe log level: debug, info, warning, error.")
-    exit_with_parent: bool = setting(False, "Stop when the process that started this one ends.", env=None)
+    exit_with_parent: int | None = setting(
+        None, "Process id of the one that starts this one; it stops when that one ends.", env=None
+    )
 
     def __post_init__(self) -> None:
         for name in (
@@ -84,7 +87,13 @@ class RouterSettings:
                 value is None or value <= MOST_TOKENS,
                 f"--{name.replace('_', '-')} must be <= {MOST_TOKENS}, given {value}",
             )
-        for name in ("max_stop_sequences", "max_top_n_tokens", "max_waiting_tokens", "waiting_served_ratio"):
+        for name in (
+            "shard_connect_timeout",
+            "max_stop_sequences",
+            "max_top_n_tokens",
+            "max_waiting_tokens",
+            "waiting_served_ratio",
+        ):
             value = getattr(self, name)
             require(value >= 0, f"--{name.replace('_', '-')} must be >= 0, given {value}")
         require(

@@ -5,6 +5,7 @@ The only module of the router that knows gRPC; foreign statuses become funitel e
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
@@ -31,6 +32,8 @@ HEALTH_TIMEOUT_SECONDS = 5.0
 STEP_TIMEOUT_SECONDS = 300.0
 # Ranks answer together: once one has failed, the others have this long before they are given up.
 STRAGGLER_SECONDS = 5.0
+POLL_SECONDS = 0.5  # between two attempts to reach shards that are still loading
+WAITING_SECONDS = 10.0  # between two lines that say that they are waited for
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 T = TypeVar("T")
@@ -87,20 +90,52 @@ class Shards:
         self.infos = tuple(infos)
 
     @classmethod
-    async def connect(cls, master_url: str) -> "Shards":
-        """Find all ranks through rank 0, drop what an earlier router left, and ask for their facts."""
+    async def connect(cls, master_url: str, patience_seconds: float = 0.0) -> "Shards":
+        """Find all ranks through rank 0, drop what an earlier router left, and ask for their facts.
+
+        Shards that are still loading are waited for, with a line of the log every ten seconds.
+
+        Raises:
+            StartupError: they do not answer within `patience_seconds`, or they do not speak this protocol.
+        """
+        began = said = time.monotonic()
+        while True:
+            try:
+                return await cls._find(master_url)
+            except ShardFailed as error:
+                waited = time.monotonic() - began
+                if waited >= patience_seconds:
+                    after = f" after {patience_seconds:g} s" if patience_seconds else ""
+                    raise StartupError(f"no shard answers at {master_url}{after}: {error.message}") from error
+            if said == began or time.monotonic() - said >= WAITING_SECONDS:
+                said = time.monotonic()
+                logger.info("waiting for the shards at %s since %.0f s of %g", master_url, waited, patience_seconds)
+            await asyncio.sleep(min(POLL_SECONDS, patience_seconds))
+
+    @classmethod
+    async def _find(cls, master_url: str) -> "Shards":
+        """One attempt; ShardFailed when a rank does not answer."""
+        # New channels each time: one that has failed to connect waits longer and longer before it tries again.
         master = ShardClient(0, master_url)
         try:
-            found: pb.ServiceDiscoveryResponse = await master.call("ServiceDiscovery", b"", pb.ServiceDiscoveryResponse)
+            found: pb.ServiceDiscoveryResponse = await master.call(
+                "ServiceDiscovery", b"", pb.ServiceDiscoveryResponse, HEALTH_TIMEOUT_SECONDS
+            )
         except grpc.aio.AioRpcError as error:
-            raise StartupError(f"no shard answers at {master_url}: {error.details()}") from error
+            failure = master.translate(error)
+            if isinstance(failure, ShardFailed):
+                raise failure from error
+            raise StartupError(f"what answers at {master_url} is no shard: {failure.message}") from error
         finally:
             await master.close()
-        clients = [ShardClient(rank, url) for rank, url in enumerate(found.urls)]
-        bare = cls(clients, [])
-        await bare.clear()
-        infos = await bare._fan_out("Info", pb.InfoRequest(), pb.InfoResponse)
-        return cls(clients, [wire.decode_info(info) for info in infos])
+        bare = cls([ShardClient(rank, url) for rank, url in enumerate(found.urls)], [])
+        try:
+            await bare.clear()
+            infos = await bare._fan_out("Info", pb.InfoRequest(), pb.InfoResponse)
+        except ShardFailed:
+            await bare.close()
+            raise
+        return cls(bare.clients, [wire.decode_info(info) for info in infos])
 
     async def warmup(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
         """Size the pool; every rank's result."""

@@ -1,0 +1,46 @@
+"""The lock file beside the sockets of a deployment: held by the launcher, removed by whoever of it ends last."""
+
+import fcntl
+import os
+from contextlib import suppress
+
+
+def lock_of(path: str) -> str:
+    """Name the lock file of the shards' socket path."""
+    return f"{path}.lock"
+
+
+def try_lock(name: str) -> int | None:
+    """Lock the file `name`; None when another process holds it or it is not ours to write."""
+    while (descriptor := _open(name)) is not None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        if _is_named(descriptor, name):
+            return descriptor
+        os.close(descriptor)  # its holder removed the file, then let go: locking that keeps nobody out
+    return None
+
+
+def _open(name: str) -> int | None:
+    try:
+        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+
+
+def _is_named(descriptor: int, name: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(name))
+    except FileNotFoundError:
+        return False
+
+
+def remove_if_free(name: str) -> None:
+    """Remove a lock file that nobody holds, such as one whose holder was killed."""
+    if os.path.exists(name) and (descriptor := try_lock(name)) is not None:
+        with suppress(OSError):
+            os.unlink(name)
+        os.close(descriptor)
