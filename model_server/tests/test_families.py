@@ -1,4 +1,4 @@
-"""Every family of the table against transformers: same logits, whole, chunked, decoded, at one, two and three ranks."""
+"""Every family of the table against transformers: same logits in torch and fused, chunked, decoded, on 1 to 4 ranks."""
 
 import json
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from funitel.model_server.cpu.tiers import Tier
 from funitel.model_server.families import spec_of
 from funitel.model_server.parallel import TensorParallel
 from funitel.proto.errors import UnsupportedModel
@@ -35,28 +36,27 @@ def oracle_logits(folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
         return [model(torch.tensor([ids])).logits[0] for ids in prompts]
 
 
-def our_logits(folder: Path, prompts: list[list[int]], size: int, tmp_path: Path) -> list[torch.Tensor]:
-    """Run `size` ranks, each a process of its own when there are several, and return rank 0's logits."""
-    if size == 1:
-        return forward_worker.run(folder, TensorParallel(), prompts, NUM_DECODE)
+def rank_logits(folder: Path, prompts: list[list[int]], size: int, tmp_path: Path) -> list[list[torch.Tensor]]:
+    """Run `size` ranks, each a process of its own, and return rank 0's logits: in torch, and by the fused step."""
     job = {"folder": str(folder), "prompts": prompts, "num_decode": NUM_DECODE, "size": size, "port": free_port()}
-    (tmp_path / "job.json").write_text(json.dumps(job))
+    (tmp_path / "job.json").write_text(json.dumps(job | {"tiers": ["", Tier.FLOAT32.name]}))
     ranks = [
         subprocess.Popen([sys.executable, str(WORKER), str(tmp_path), str(rank)], stderr=subprocess.PIPE, text=True)
         for rank in range(size)
     ]
     errors = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
-    logits: list[torch.Tensor] = torch.load(tmp_path / "logits.pt", weights_only=True)
+    logits: list[list[torch.Tensor]] = torch.load(tmp_path / "logits.pt", weights_only=True)
     return logits
 
 
+@pytest.mark.parametrize("tier", [None, Tier.FLOAT32], ids=["torch", "fused"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers(family: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(family: str, tier: Tier | None, tmp_path: Path) -> None:
     folder = save_tiny(family, tmp_path / "model")
     prompts = make_prompts(288)
     expected = oracle_logits(folder, prompts)
-    found = our_logits(folder, prompts, 1, tmp_path)
+    found = forward_worker.run(folder, TensorParallel(), prompts, NUM_DECODE, tier)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
         assert (ours - theirs).abs().max() < TOLERANCE
@@ -67,9 +67,9 @@ def test_ranks_together_equal_transformers(family: str, size: int, tmp_path: Pat
     folder = save_tiny(family, tmp_path / "model")
     prompts = make_prompts(288)
     expected = oracle_logits(folder, prompts)
-    found = our_logits(folder, prompts, size, tmp_path)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours - theirs).abs().max() < TOLERANCE
+    for found in rank_logits(folder, prompts, size, tmp_path):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours - theirs).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize(

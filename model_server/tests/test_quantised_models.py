@@ -69,15 +69,15 @@ def logits(folder: Path, size: int, work: Path) -> list[torch.Tensor]:
     if size == 1:
         return forward_worker.run(folder, TensorParallel(), prompts(), NUM_DECODE)
     job = {"folder": str(folder), "prompts": prompts(), "num_decode": NUM_DECODE, "size": size, "port": free_port()}
-    (work / "job.json").write_text(json.dumps(job))
+    (work / "job.json").write_text(json.dumps(job | {"tiers": [""]}))
     ranks = [
         subprocess.Popen([sys.executable, str(WORKER), str(work), str(rank)], stderr=subprocess.PIPE, text=True)
         for rank in range(size)
     ]
     errors = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
-    found: list[torch.Tensor] = torch.load(work / "logits.pt", weights_only=True)
-    return found
+    found: list[list[torch.Tensor]] = torch.load(work / "logits.pt", weights_only=True)
+    return found[0]
 
 
 # 104 hidden units: two ranks cut them at 52, three at 35 and 70: inside words of eight and groups of sixteen.

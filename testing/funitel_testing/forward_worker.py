@@ -1,9 +1,10 @@
 """One rank of a forward test: logits of every position, computed in chunks beside other rows, then token by token.
 
-Usage: forward_worker.py FOLDER_WITH_JOB RANK. Rank 0 saves logits.pt.
+Usage: forward_worker.py FOLDER_WITH_JOB RANK. Rank 0 saves logits.pt, a list for each tier of the job.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,8 +13,13 @@ import torch
 
 from funitel.model_server.attention import TorchAttention
 from funitel.model_server.batch import ForwardBatch, RowSpan
-from funitel.model_server.decoder import Decoder
+from funitel.model_server.cpu.build import build
+from funitel.model_server.cpu.decoder import FusedDecoder
+from funitel.model_server.cpu.native import load_library
+from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.decoder import Decoder, Forward
 from funitel.model_server.families import spec_of
+from funitel.model_server.hub import DEFAULT_CACHE_DIR
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.weights import Weights, read_json
@@ -27,26 +33,55 @@ def main() -> None:
     job = json.loads((work / "job.json").read_text())
     torch.set_num_threads(1)
     parallel = TensorParallel.join(rank, job["size"], "127.0.0.1", job["port"], CPU)
-    logits = run(Path(job["folder"]), parallel, job["prompts"], job["num_decode"])
+    tiers = [Tier[name] if name else None for name in job["tiers"]]
+    logits = [run(Path(job["folder"]), parallel, job["prompts"], job["num_decode"], tier) for tier in tiers]
     if rank == 0:
         torch.save(logits, work / "logits.pt")
     parallel.leave()
 
 
-def run(folder: Path, parallel: TensorParallel, prompts: list[list[int]], num_decode: int) -> list[torch.Tensor]:
-    """Logits of every position of every prompt on rank 0; empty tensors elsewhere."""
+def run(
+    folder: Path, parallel: TensorParallel, prompts: list[list[int]], num_decode: int, tier: Tier | None = None
+) -> list[torch.Tensor]:
+    """Logits of every position of every prompt on rank 0; empty tensors elsewhere. Torch computes where no tier is."""
+    spec = spec_of(read_json(folder / "config.json"))
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+    decoder: Forward
+    dtype = torch.float32
+    if tier is None:
+        weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
+        decoder = Decoder(spec, weights, parallel, TorchAttention(BLOCK_SIZE, spec.head_dim, CPU))
+    else:
+        decoder = fused_decoder(folder, tier, parallel)
+        dtype = decoder.kv_dtype
+    return step_through(decoder, KVCache(spec, heads, 200, BLOCK_SIZE, dtype, CPU), prompts, num_decode)
+
+
+def fused_decoder(
+    folder: Path,
+    tier: Tier,
+    parallel: TensorParallel,
+    *,
+    num_threads: int = 2,
+    block_size: int = BLOCK_SIZE,
+    instruction_set: str | None = None,
+) -> FusedDecoder:
+    """The model of `folder` in the fused step; the library comes from the cache that FUNITEL_CACHE names."""
+    cache_dir = Path(os.environ.get("FUNITEL_CACHE") or DEFAULT_CACHE_DIR).expanduser()
+    library = load_library(build(cache_dir, instruction_set))
     spec = spec_of(read_json(folder / "config.json"))
     weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
-    decoder = Decoder(spec, weights, parallel, TorchAttention(BLOCK_SIZE, spec.head_dim, CPU))
-    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-    return _step_through(decoder, KVCache(spec, heads, 200, BLOCK_SIZE, torch.float32, CPU), prompts, num_decode)
+    return FusedDecoder(spec, weights, parallel, library, tier=tier, block_size=block_size, num_threads=num_threads)
 
 
 @torch.inference_mode()
-def _step_through(decoder: Decoder, cache: KVCache, prompts: list[list[int]], num_decode: int) -> list[torch.Tensor]:
-    """Step all sequences together: chunks of 11 tokens first, single tokens for the last `num_decode`."""
-    blocks = np.random.default_rng(3).permutation(np.arange(1, 200)).astype(np.int32)
-    tables = np.split(blocks[: 60 * len(prompts)], len(prompts))
+def step_through(
+    decoder: Forward, cache: KVCache, prompts: list[list[int]], num_decode: int, chunk: int = 11
+) -> list[torch.Tensor]:
+    """Step all sequences together: chunks of tokens first, single tokens for the last `num_decode`."""
+    blocks = np.random.default_rng(3).permutation(np.arange(1, cache.num_blocks)).astype(np.int32)
+    each = len(blocks) // len(prompts)
+    tables = np.split(blocks[: each * len(prompts)], len(prompts))
     done = [0] * len(prompts)
     collected: list[list[torch.Tensor]] = [[] for _ in prompts]
     while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
@@ -54,10 +89,10 @@ def _step_through(decoder: Decoder, cache: KVCache, prompts: list[list[int]], nu
         for i, prompt in enumerate(prompts):
             left = len(prompt) - done[i]
             if left:
-                count = min(11, left - num_decode) if left > num_decode else 1
+                count = min(chunk, left - num_decode) if left > num_decode else 1
                 spans.append(RowSpan(prompt[done[i] : done[i] + count], done[i], tables[i], "all"))
                 owners.append(i)
-        out = decoder(ForwardBatch.build(spans, BLOCK_SIZE, CPU), cache)
+        out = decoder(ForwardBatch.build(spans, cache.block_size, CPU), cache)
         at = 0
         for i, span in zip(owners, spans, strict=True):
             done[i] += len(span.tokens)

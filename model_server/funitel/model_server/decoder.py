@@ -1,5 +1,7 @@
 """One dense decoder for every ModelSpec: embedding, layers of attention and MLP, final norm, head."""
 
+from typing import Protocol
+
 import torch
 
 from funitel.model_server.attention import AttentionBackend
@@ -22,8 +24,15 @@ from funitel.model_server.weights import Weights
 Angles = tuple[torch.Tensor, torch.Tensor] | None
 
 
+class Forward(Protocol):
+    """One forward of this rank's share of a model; all ranks call it with the same batch."""
+
+    def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
+        """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
+
+
 class Decoder:
-    """This rank's share of the model. Loading takes every tensor of `weights` and refuses leftovers."""
+    """This rank's share of the model in torch. Loading takes every tensor of `weights` and refuses leftovers."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend

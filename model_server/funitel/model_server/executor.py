@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from funitel.model_server.batch import ForwardBatch, RowSpan
-from funitel.model_server.decoder import Decoder
+from funitel.model_server.decoder import Forward
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.memory import pool_bytes
 from funitel.model_server.parallel import HeadSplit, TensorParallel
@@ -43,7 +43,7 @@ CPU_WARMUP_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorOptions:
-    """What the executor is told at start."""
+    """What the executor is told at start. `dtype` is the precision of the KV pool."""
 
     device: torch.device
     dtype: torch.dtype
@@ -60,7 +60,7 @@ class Executor:
     def __init__(
         self,
         spec: ModelSpec,
-        decoder: Decoder,
+        decoder: Forward,
         codec: TextCodec,
         parallel: TensorParallel,
         options: ExecutorOptions,

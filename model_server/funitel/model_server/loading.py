@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from funitel.model_server.attention import TorchAttention
-from funitel.model_server.decoder import Decoder
+from funitel.model_server.cpu.tiers import Tier, choose_tier
+from funitel.model_server.decoders import Loaded, load_fused, load_torch
 from funitel.model_server.executor import Executor, ExecutorOptions
 from funitel.model_server.families import spec_of
 from funitel.model_server.parallel import HeadSplit, TensorParallel
@@ -31,25 +32,31 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     """
     device = choose_device(settings.device, settings.rank)
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
-    dtype = choose_dtype(settings.dtype, device)
     spec = spec_of(read_json(folder / "config.json"))
     HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)  # refuses too many ranks
+    weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
+    tier = None
+    if device.type == "cpu":
+        tier = choose_tier(settings.dtype, settings.quantize, is_quantized=weights.quantization is not None)
+    if tier is not Tier.INT8:
+        check_flag(settings.quantize, weights.quantization)
     codec = TextCodec(folder)
-    options = _options(settings, device, dtype, find_eos(folder, codec))
-    weights = Weights(folder, dtype, device, spec.names.prefix)
-    check_flag(settings.quantize, weights.quantization)
+    eos_token_ids = find_eos(folder, codec)
     parallel = _join(settings, device)
-    decoder = Decoder(spec, weights, parallel, TorchAttention(settings.block_size, spec.head_dim, device))
+    loaded = load_fused(settings, spec, weights, parallel, tier) if tier is not None else None
+    loaded = loaded or load_torch(settings, spec, weights, parallel)
+    options = _options(settings, device, loaded.kv_dtype, eos_token_ids)
     logger.info(
-        "loaded model=%s architecture=%s device=%s dtype=%s threads=%d weight_bytes=%d",
+        "loaded model=%s architecture=%s device=%s step=%s precision=%s threads=%d weight_bytes=%d",
         folder,
         spec.architecture,
         device,
-        dtype,
+        loaded.name,
+        loaded.precision,
         torch.get_num_threads(),
-        weights.held_bytes,
+        loaded.footprint.held_bytes,
     )
-    return Executor(spec, decoder, codec, parallel, options), _info(settings, options, weights)
+    return Executor(spec, loaded.decoder, codec, parallel, options), _info(settings, options, loaded)
 
 
 def _options(
@@ -78,10 +85,10 @@ def _join(settings: ModelServerSettings, device: torch.device) -> TensorParallel
     return TensorParallel.join(settings.rank, settings.world_size, *address, device)
 
 
-def _info(settings: ModelServerSettings, options: ExecutorOptions, weights: Weights) -> ShardInfo:
+def _info(settings: ModelServerSettings, options: ExecutorOptions, loaded: Loaded) -> ShardInfo:
     """The facts this rank tells the router."""
     return ShardInfo(
-        dtype=str(options.dtype),
+        dtype=loaded.precision,
         device_type=options.device.type,
         support_chunking=settings.prefill_chunking,
         attention_impl=TorchAttention.name,
@@ -89,9 +96,9 @@ def _info(settings: ModelServerSettings, options: ExecutorOptions, weights: Weig
         capabilities=frozenset(Capability),
         rank=settings.rank,
         world_size=settings.world_size,
-        weight_bytes=weights.held_bytes,
-        sharded_weight_bytes=weights.sharded_bytes,
-        total_sharded_weight_bytes=weights.total_sharded_bytes,
+        weight_bytes=loaded.footprint.held_bytes,
+        sharded_weight_bytes=loaded.footprint.sharded_bytes,
+        total_sharded_weight_bytes=loaded.footprint.total_sharded_bytes,
     )
 
 

@@ -53,7 +53,8 @@ class ModelServerSettings:
     )
     quantize: str | None = setting(
         None,
-        "How the checkpoint's weights must be quantised; as its config.json says when not given.",
+        "How the checkpoint's weights must be quantised; as its config.json says when not given. On a CPU int8 also "
+        "makes int8 of floating-point weights as they are loaded.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
     )

@@ -1,0 +1,112 @@
+"""Compile the C++ step with the system's compiler, once for each instruction set, compiler and version of the source.
+
+What is built is kept in the cache folder under a name made of all three, so that hosts which share a home do not
+disturb each other and an upgrade builds anew.
+"""
+
+import hashlib
+import logging
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from funitel.model_server.cache import exclusive, install, scratch
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+COMPILERS = ("g++", "c++", "clang++")
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=off")
+LIBRARY = "funitel_cpu.so"
+
+# Best first: (name, what /proc/cpuinfo must list, what the compiler is told).
+INSTRUCTION_SETS: tuple[tuple[str, frozenset[str], tuple[str, ...]], ...] = tuple(
+    (name, frozenset(flags.split()), tuple(f"-m{flag.replace('_', '')}" for flag in flags.split()))
+    for name, flags in (
+        ("avx512-vnni", "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni"),
+        ("avx512", "avx2 fma f16c avx512f avx512bw avx512vl avx512dq"),
+        ("avx2", "avx2 fma f16c"),
+    )
+)
+
+
+class CannotBuild(Exception):
+    """Why there is no fused step on this machine; one line."""
+
+
+def build(cache_dir: Path, instruction_set: str | None = None) -> Path:
+    """Return the library for this CPU, compiled if it is not yet in `cache_dir`.
+
+    Args:
+        cache_dir: where libraries are kept, in a folder of their own.
+        instruction_set: name of a set the CPU has; the best one when not given.
+
+    Raises:
+        CannotBuild: the CPU lacks AVX2, there is no compiler, or it failed.
+    """
+    name, flags = _choose(cpu_flags(), instruction_set)
+    compiler = find_compiler()
+    command = [compiler, *FLAGS, *flags]
+    target = cache_dir / "cpu" / f"{name}-{_digest(command)}"
+    library = target / LIBRARY
+    if library.is_file():
+        return library
+    try:
+        with exclusive(target):
+            if not library.is_file():
+                with scratch(target) as folder:
+                    _compile(command, folder / "done" / LIBRARY)
+                    install(folder / "done", target)
+        return library
+    except OSError as error:
+        logger.warning("the fused CPU step cannot be kept in %s: %s", cache_dir, error.strerror)
+    return _compile(command, Path(tempfile.mkdtemp(prefix="funitel-cpu-")) / LIBRARY)
+
+
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of this CPU by their names in /proc/cpuinfo; empty where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), frozenset())
+
+
+def find_compiler() -> str:
+    """Path of the system's C++ compiler. Raises: `CannotBuild`."""
+    found = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if found is None:
+        raise CannotBuild(f"there is no C++ compiler ({', '.join(COMPILERS)})")
+    return found
+
+
+def _choose(has: Collection[str], asked: str | None) -> tuple[str, tuple[str, ...]]:
+    for name, needs, flags in INSTRUCTION_SETS:
+        if needs <= set(has) and asked in (None, name):
+            return name, flags
+    raise CannotBuild(f"the CPU lacks {asked or 'AVX2, FMA or F16C'}")
+
+
+def _digest(command: list[str]) -> str:
+    digest = hashlib.sha256("\n".join(command).encode())
+    version = subprocess.run([command[0], "--version"], capture_output=True, check=False)
+    digest.update(version.stdout)
+    for path in sorted(SOURCES.glob("*.h")) + sorted(SOURCES.glob("*.cpp")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(command: list[str], library: Path) -> Path:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    logger.info("building the fused CPU step compiler=%s folder=%s", command[0], library.parent)
+    begin = time.monotonic()
+    source = SOURCES / "engine.cpp"
+    done = subprocess.run([*command, str(source), "-o", str(library)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
+        raise CannotBuild(f"{command[0]} failed: {reason}")
+    logger.info("built the fused CPU step seconds=%.1f", time.monotonic() - begin)
+    return library

@@ -1,0 +1,98 @@
+"""The decoder of `decoder.py` by the fused step: the same call, the same results."""
+
+import ctypes
+
+import numpy as np
+import torch
+
+from funitel.model_server.batch import ForwardBatch
+from funitel.model_server.cpu.native import DONE, Batch, Buffer
+from funitel.model_server.cpu.program import Program
+from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.spec import ModelSpec, Norm
+from funitel.model_server.weights import Weights
+
+
+class FusedDecoder:
+    """This rank's share of the model in C++. `weights` must give float32; the tier says what becomes of it.
+
+    A row's logits have the same bits alone, in company, and in chunks of any size, on any number of threads.
+    """
+
+    name = "fused"
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        parallel: TensorParallel,
+        library: ctypes.CDLL,
+        *,
+        tier: Tier,
+        block_size: int,
+        num_threads: int,
+    ) -> None:
+        self.tier = tier
+        self.block_size = block_size
+        self.program = Program(
+            spec, weights, parallel, library, tier=tier, block_size=block_size, num_threads=num_threads
+        )
+        self._engine = self.program.engine
+        self._parallel = parallel
+        self._vocab_size = spec.vocab_size
+        start, end = parallel.split(spec.vocab_size)
+        self._local_vocab = end - start
+        self._hidden_size = spec.hidden_size
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that compute, the calling one included."""
+        return self._engine.num_threads
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """Precision the pool must have."""
+        return torch.float16 if self.tier.has_half_kv else torch.float32
+
+    def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
+        """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
+        num_logits = batch.logit_indices.shape[0]
+        x = torch.empty(batch.num_tokens, self._hidden_size)
+        partial = torch.empty_like(x) if self._parallel.size > 1 else x
+        logits = torch.empty(num_logits, self._local_vocab)
+        blocks = [row.block_table[: -(-row.end // self.block_size)] for row in batch.rows]
+        starts = np.array([row.start for row in batch.rows], dtype=np.int32)
+        lengths = np.array([len(row.tokens) for row in batch.rows], dtype=np.int32)
+        sizes = np.array([len(table) for table in blocks], dtype=np.int32)
+        table_starts = (np.cumsum(sizes) - sizes).astype(np.int32)
+        tables = np.concatenate(blocks).astype(np.int32, copy=False)
+        request = Batch(
+            num_tokens=batch.num_tokens,
+            num_rows=len(batch.rows),
+            num_logits=num_logits,
+            logits_stride=self._local_vocab,
+            token_ids=batch.input_ids.data_ptr(),
+            logit_indices=batch.logit_indices.data_ptr(),
+            starts=starts.ctypes.data,
+            lengths=lengths.ctypes.data,
+            blocks=tables.ctypes.data,
+            table_starts=table_starts.ctypes.data,
+            pool=cache.pool.data_ptr(),
+            x=x.data_ptr(),
+            partial=partial.data_ptr(),
+            logits=logits.data_ptr(),
+        )
+        at = self._engine.run(request, 0)
+        while at != DONE:
+            self._parallel.all_reduce(x if self.program.reduced_at(at) is Buffer.X else partial)
+            at = self._engine.run(request, at)
+        return self._parallel.gather_columns(logits, self._vocab_size) if num_logits else None
+
+
+def missing(spec: ModelSpec) -> str | None:
+    """What of a spec the fused step does not know, if anything: such a model is left to torch."""
+    if spec.has_qk_norm and spec.norm is not Norm.RMS:
+        return f"{spec.norm} norm of queries and keys"
+    return None

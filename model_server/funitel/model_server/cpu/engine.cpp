@@ -1,0 +1,624 @@
+// A decoder step as one call: a program of operations over a batch, run by a few threads. Knows no model by name; the
+// program, the weights and the sizes come from `program.py`, and the sums over other ranks are the caller's, between
+// two calls.
+#include <algorithm>
+#include <memory>
+#include <new>
+
+#include "attention.h"
+#include "matrix.h"
+#include "memory.h"
+#include "threads.h"
+#include "vector.h"
+
+namespace funitel {
+
+// What follows is the C interface; `native.py` says the same in ctypes. All counts are of elements.
+
+enum Code : int32_t {
+    kEmbed,      // x = row of the matrix          a: matrix, b: first token of this rank
+    kPositions,  // x += row of the vector          a: vector
+    kNorm,       // operand = norm of x             a: weight, b: bias or -1, c: matrix it is for
+    kPrepare,    // operand = a buffer              a: buffer, c: matrix it is for
+    kLinear,     // buffer = operand by matrix      a: matrix, b: mode, c: buffer, d: activation
+    kRotate,     // queries and keys get positions, keys and values go to the pool   a: layer, b, c: norms or -1
+    kAttend,     // attended = attention            a: layer, b: window or 0
+    kAdd,        // x += partial
+    kReduce,     // return: a buffer is to be summed over the ranks                  a: buffer
+    kSelect,     // go on with the tokens whose logits are wanted
+};
+enum Buffer : int32_t { kX, kQkv, kAttended, kHidden, kPartial, kLogits };
+enum Mode : int32_t { kStore, kAccumulate, kActivate, kGate };
+enum Activation : int32_t { kSilu, kGelu, kGeluTanh, kRelu };
+
+struct Operation {
+    int32_t code, a, b, c, d;
+};
+
+struct Shape {
+    int32_t hidden_size, head_dim, num_heads, num_kv_heads, intermediate_size, num_layers, block_size;
+    int32_t has_half_kv, has_layer_norm, num_threads;
+    float norm_eps;
+};
+
+struct Batch {
+    int32_t num_tokens, num_rows, num_logits, logits_stride;
+    const int64_t* token_ids;      // [num_tokens]
+    const int64_t* logit_indices;  // [num_logits], tokens
+    const int32_t* starts;         // [num_rows], position of a row's first token
+    const int32_t* lengths;        // [num_rows], tokens
+    const int32_t* blocks;         // block tables back to back
+    const int32_t* table_starts;   // [num_rows], where a row's begins
+    void* pool;
+    float* x;        // [num_tokens, hidden_size]
+    float* partial;  // [num_tokens, hidden_size]
+    float* logits;   // [num_logits, logits_stride]
+};
+
+constexpr int kDone = -1, kNoMemory = -2;
+
+namespace {
+
+// Call a member function for every chunk of a phase.
+template <class Function>
+void for_each(Threads& threads, int num_chunks, Function function) {
+    threads.run([](void* job, int chunk, int thread) { (*static_cast<Function*>(job))(chunk, thread); }, &function,
+                num_chunks);
+}
+
+int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+F16 activate(Activation activation, F16 x) {
+    const F16 one = splat(1.0f);
+    switch (activation) {
+        case kSilu: return div(x, add(one, exp(sub(splat(0.0f), x))));
+        case kRelu: return max(splat(0.0f), x);
+        case kGeluTanh: {
+            // 1 + tanh(u) = 2 - 2 / (e^(2u) + 1)
+            F16 u = mul(mul(x, splat(0.7978845608028654f)), fma(mul(x, x), splat(0.044715f), one));
+            F16 tail = div(splat(2.0f), add(exp(add(u, u)), one));
+            return mul(mul(splat(0.5f), x), sub(splat(2.0f), tail));
+        }
+        case kGelu: break;
+    }
+    float values[kLanes];
+    store(values, x);
+    for (float& value : values) value = 0.5f * value * (1.0f + std::erf(value * 0.7071067811865476f));
+    return load(values);
+}
+
+// Normalise n values; source and target may be the same.
+void normalise(const float* x, float* y, int n, const float* weight, const float* bias, bool is_layer, float eps) {
+    float mean = 0.0f;
+    if (is_layer) {
+        F16 total = splat(0.0f);
+        for (int i = 0; i < n; i += kLanes) total = add(total, load(x + i, n - i));
+        mean = sum(total) / n;
+    }
+    F16 squares = splat(0.0f), centre = splat(mean);
+    for (int i = 0; i < n; i += kLanes) {
+        float values[kLanes] = {};
+        store(values, sub(load(x + i, n - i), centre), n - i);
+        F16 value = load(values);  // zero past the end
+        squares = fma(value, value, squares);
+    }
+    F16 factor = splat(1.0f / std::sqrt(sum(squares) / n + eps));
+    for (int i = 0; i < n; i += kLanes) {
+        F16 value = mul(mul(sub(load(x + i, n - i), centre), factor), load(weight + i, n - i));
+        if (bias != nullptr) value = add(value, load(bias + i, n - i));
+        store(y + i, value, n - i);
+    }
+}
+
+// Rotate a head by cosine and sine of each pair (i, i + head_dim / 2), and scale it.
+void rotate(float* head, const float* cosines, const float* sines, int head_dim, float scale) {
+    int half = head_dim / 2;
+    for (int i = 0; i < half; i += kLanes) {
+        int n = half - i;
+        F16 c = load(cosines + i, n), s = load(sines + i, n), a = load(head + i, n), b = load(head + half + i, n);
+        F16 factor = splat(scale);
+        store(head + i, mul(sub(mul(a, c), mul(b, s)), factor), n);
+        store(head + half + i, mul(add(mul(b, c), mul(a, s)), factor), n);
+    }
+}
+
+}  // namespace
+
+class Engine {
+  public:
+    explicit Engine(const Shape& shape) : shape_(shape), threads_(shape.num_threads) {
+        part_ = part_size(shape.block_size);
+        scratch_.resize(threads_.count());
+    }
+
+    std::vector<std::unique_ptr<Matrix>> matrices;
+    std::vector<std::vector<float>> vectors;
+    std::vector<float> frequencies;  // of rotary positions, empty for none
+    std::vector<Operation> program;
+
+    // Go on with a program from operation `at`; returns the one after the next kReduce, kDone or kNoMemory.
+    int run(const Batch& batch, int at) {
+        threads_.begin_step();
+        batch_ = &batch;
+        if (at == 0 && !begin()) return kNoMemory;
+        for (size_t i = at; i < program.size(); i++) {
+            if (program[i].code == kReduce) return static_cast<int>(i) + 1;
+            if (program[i].code == kSelect) {
+                if (batch.num_logits == 0) return kDone;
+                num_rows_ = batch.num_logits;
+                selected_ = batch.logit_indices;
+                continue;
+            }
+            perform(program[i]);
+        }
+        return kDone;
+    }
+
+    int num_threads() const { return threads_.count(); }
+
+  private:
+    // A piece of attention: some tokens of one row, over all parts of their context or one.
+    struct Item {
+        int row, first, count, part, slot;
+    };
+    // Tokens whose context is cut between items, to be merged: token, first slot, number of parts.
+    struct Split {
+        int token, slot, num_parts;
+    };
+
+    int group() const { return shape_.num_heads / shape_.num_kv_heads; }
+    int qkv_size() const { return (shape_.num_heads + 2 * shape_.num_kv_heads) * shape_.head_dim; }
+    int attended_size() const { return shape_.num_heads * shape_.head_dim; }
+
+    bool begin() {
+        const Batch& batch = *batch_;
+        size_t tokens = batch.num_tokens;
+        num_rows_ = batch.num_tokens;
+        selected_ = nullptr;
+        lay_out_rows();
+        int widest = std::max({shape_.hidden_size, shape_.intermediate_size, attended_size()});
+        int longest = std::max(batch.num_tokens, batch.num_logits);
+        if (!qkv_.grow(tokens * qkv_size() * sizeof(float)) ||
+            !attended_.grow(tokens * attended_size() * sizeof(float)) ||
+            !hidden_.grow(tokens * shape_.intermediate_size * sizeof(float)) ||
+            !angles_.grow(2 * tokens * frequencies.size() * sizeof(float)) || !operand_.reserve(longest, widest) ||
+            !partials_.grow(size_t(num_slots_) * shape_.num_heads * partial_size() * sizeof(float))) {
+            return false;
+        }
+        for (ThreadScratch& scratch : scratch_) {
+            if (!scratch.reserve(part_, shape_.head_dim, shape_.block_size)) return false;
+            if (!scratch.row.grow((std::max(widest, qkv_size()) + kLanes) * sizeof(float))) return false;
+        }
+        compute_angles();
+        return true;
+    }
+
+    // Which row and position each token has, and how attention is divided.
+    void lay_out_rows() {
+        const Batch& batch = *batch_;
+        positions_.resize(batch.num_tokens);
+        rows_of_.resize(batch.num_tokens);
+        items_.clear();
+        splits_.clear();
+        num_slots_ = 0;
+        int token = 0, tile = std::max(1, kMaxQueries / group());
+        for (int row = 0; row < batch.num_rows; row++) {
+            int length = batch.lengths[row], start = batch.starts[row];
+            for (int i = 0; i < length; i++) {
+                positions_[token + i] = start + i;
+                rows_of_[token + i] = row;
+            }
+            int num_parts = divide_up(start + 1, part_);
+            if (length == 1 && num_parts > 1) {
+                splits_.push_back({token, num_slots_, num_parts});
+                for (int part = 0; part < num_parts; part++) items_.push_back({row, token, 1, part, num_slots_ + part});
+                num_slots_ += num_parts;
+            } else {
+                for (int i = 0; i < length; i += tile) {
+                    items_.push_back({row, token + i, std::min(tile, length - i), -1, -1});
+                }
+            }
+            token += length;
+        }
+    }
+
+    void compute_angles() {
+        int half = static_cast<int>(frequencies.size());
+        if (half == 0) return;
+        float* angles = angles_.as<float>();
+        constexpr int tokens_each = 32;
+        for_each(threads_, divide_up(num_rows_, tokens_each), [&](int chunk, int) {
+            int end = std::min(num_rows_, (chunk + 1) * tokens_each);
+            for (int token = chunk * tokens_each; token < end; token++) {
+                for (int i = 0; i < half; i++) {
+                    float angle = static_cast<float>(positions_[token]) * frequencies[i];
+                    angles[size_t(token) * 2 * half + i] = std::cos(angle);
+                    angles[size_t(token) * 2 * half + half + i] = std::sin(angle);
+                }
+            }
+        });
+    }
+
+    void perform(const Operation& operation) {
+        switch (static_cast<Code>(operation.code)) {
+            case kEmbed: return embed(*matrices[operation.a], operation.b);
+            case kPositions: return add_positions(vectors[operation.a]);
+            case kNorm: return norm(operation);
+            case kPrepare: return prepare(operation);
+            case kLinear: return linear(operation);
+            case kRotate: return rotate_heads(operation);
+            case kAttend:
+                if (shape_.has_half_kv) return attend<Half>(operation);
+                return attend<float>(operation);
+            case kAdd: return add_partial();
+            case kReduce:
+            case kSelect: return;
+        }
+    }
+
+    float* buffer(int index) const {
+        switch (index) {
+            case kX: return batch_->x;
+            case kQkv: return qkv_.as<float>();
+            case kAttended: return attended_.as<float>();
+            case kHidden: return hidden_.as<float>();
+            case kPartial: return batch_->partial;
+            default: return batch_->logits;
+        }
+    }
+
+    size_t stride(int index) const {
+        switch (index) {
+            case kQkv: return qkv_size();
+            case kAttended: return attended_size();
+            case kHidden: return shape_.intermediate_size;
+            case kLogits: return batch_->logits_stride;
+            default: return shape_.hidden_size;
+        }
+    }
+
+    // Call `function(row, thread)` for all rows; few at a time, for they are little work each.
+    template <class Function>
+    void for_rows(Function function) {
+        constexpr int rows_each = 4;
+        for_each(threads_, divide_up(num_rows_, rows_each), [&](int chunk, int thread) {
+            int end = std::min(num_rows_, (chunk + 1) * rows_each);
+            for (int row = chunk * rows_each; row < end; row++) function(row, thread);
+        });
+    }
+
+    void embed(const Matrix& table, int first) {
+        for_rows([&](int row, int) {
+            int64_t id = batch_->token_ids[row] - first;
+            float* x = batch_->x + size_t(row) * shape_.hidden_size;
+            bool is_here = id >= 0 && id < table.num_outputs;
+            for (int i = 0; i < shape_.hidden_size; i++) x[i] = is_here ? table.at(static_cast<int>(id), i) : 0.0f;
+        });
+    }
+
+    void add_positions(const std::vector<float>& table) {
+        for_rows([&](int row, int) {
+            float* x = batch_->x + size_t(row) * shape_.hidden_size;
+            const float* position = table.data() + size_t(positions_[row]) * shape_.hidden_size;
+            for (int i = 0; i < shape_.hidden_size; i++) x[i] += position[i];
+        });
+    }
+
+    void norm(const Operation& operation) {
+        const Matrix& matrix = *matrices[operation.c];
+        const float* weight = vectors[operation.a].data();
+        const float* bias = operation.b < 0 ? nullptr : vectors[operation.b].data();
+        for_rows([&](int row, int thread) {
+            int64_t token = selected_ == nullptr ? row : selected_[row];
+            float* y = scratch_[thread].row.as<float>();
+            normalise(batch_->x + token * shape_.hidden_size, y, shape_.hidden_size, weight, bias,
+                      shape_.has_layer_norm, shape_.norm_eps);
+            operand_.set_row(matrix, row, y);
+        });
+    }
+
+    void prepare(const Operation& operation) {
+        const Matrix& matrix = *matrices[operation.c];
+        const float* source = buffer(operation.a);
+        size_t width = stride(operation.a);
+        for_rows([&](int row, int) { operand_.set_row(matrix, row, source + row * width); });
+    }
+
+    void add_partial() {
+        for_rows([&](int row, int) {
+            float* x = batch_->x + size_t(row) * shape_.hidden_size;
+            const float* part = batch_->partial + size_t(row) * shape_.hidden_size;
+            for (int i = 0; i < shape_.hidden_size; i++) x[i] += part[i];
+        });
+    }
+
+    void linear(const Operation& operation) {
+        const Matrix& matrix = *matrices[operation.a];
+        switch (matrix.kind) {
+            case kFloat32: return linear_of<float, float>(matrix, operation);
+            case kFloat16: return linear_of<Half, float>(matrix, operation);
+            case kInt8: return linear_of<int8_t, int32_t>(matrix, operation);
+        }
+    }
+
+    // Chunks are groups of panels times blocks of rows. A group's panels are small enough for the innermost cache
+    // while the rows of a block pass by; both are only a matter of speed.
+    template <class W, class X>
+    void linear_of(const Matrix& matrix, const Operation& operation) {
+        constexpr int tiles_each = 96 / kTileRows, chunks_per_thread = 8;
+        int num_tiles = divide_up(num_rows_, kTileRows), num_blocks = divide_up(num_tiles, tiles_each);
+        int units = divide_up(matrix.num_panels, kMaxPanels), wanted = threads_.count() * chunks_per_thread;
+        int units_each = std::max(1, units * num_blocks / wanted);
+        int num_groups = divide_up(units, units_each);
+        float* target = buffer(operation.c);
+        size_t width = stride(operation.c), tile_size = size_t(kTileRows) * matrix.depth;
+        if (matrix.kind == kInt8) tile_size /= 2;  // pairs
+        for_each(threads_, num_groups * num_blocks, [&](int chunk, int) {
+            int group = chunk / num_blocks, block = chunk % num_blocks;
+            int last_unit = std::min(units, (group + 1) * units_each);
+            int last_tile = std::min(num_tiles, (block + 1) * tiles_each);
+            for (int unit = group * units_each; unit < last_unit; unit++) {
+                int first = unit * kMaxPanels, last = std::min(matrix.num_panels, first + kMaxPanels);
+                for (int tile = block * tiles_each; tile < last_tile; tile++) {
+                    int row = tile * kTileRows, count = std::min(kTileRows, num_rows_ - row);
+                    const X* x = operand_.values.template as<X>() + tile * tile_size;
+                    linear_tile<W, X>(matrix, operation, x, first, last, row, count, target + row * width, width);
+                }
+            }
+        });
+    }
+
+    template <class W, class X>
+    void linear_tile(const Matrix& matrix, const Operation& operation, const X* x, int first, int last, int row,
+                     int count, float* target, size_t width) {
+        float gates[kTileRows][kLanes];
+        const Mode mode = static_cast<Mode>(operation.b);
+        const Activation activation = static_cast<Activation>(operation.d);
+        const float* scales = operand_.scales.as<float>() + row;
+        auto finish = [&](int r, int panel, F16 value) {
+            if (mode == kGate) {
+                if (panel % 2 == 0) return store(gates[r], activate(activation, value));
+                value = mul(load(gates[r]), value);
+                panel /= 2;
+            }
+            int output = panel * kLanes, n = matrix.num_outputs - output;
+            float* y = target + r * width + output;
+            if (mode == kAccumulate) value = add(load(y, n), value);
+            if (mode == kActivate) value = activate(activation, value);
+            store(y, value, n);
+        };
+        switch (count) {
+#define FUNITEL_CASE(R) \
+    case R: return multiply_tile<W, X, R>(matrix, x, first, last, scales, finish);
+            FUNITEL_CASE(1)
+            FUNITEL_CASE(2)
+            FUNITEL_CASE(3)
+            FUNITEL_CASE(4)
+            FUNITEL_CASE(5)
+            FUNITEL_CASE(6)
+#if defined(__AVX512F__)
+            FUNITEL_CASE(7)
+            FUNITEL_CASE(8)
+            FUNITEL_CASE(9)
+            FUNITEL_CASE(10)
+            FUNITEL_CASE(11)
+            FUNITEL_CASE(12)
+#endif
+#undef FUNITEL_CASE
+        }
+    }
+
+    template <class T>
+    Paged<T> paged(int row, int layer) const {
+        size_t half = size_t(shape_.block_size) * shape_.num_kv_heads * shape_.head_dim;
+        const int32_t* blocks = batch_->blocks + batch_->table_starts[row];
+        return {static_cast<T*>(batch_->pool), blocks, 2 * half * shape_.num_layers, 2 * half * layer, half,
+                shape_.block_size, shape_.head_dim};
+    }
+
+    void rotate_heads(const Operation& operation) {
+        const float* q_norm = operation.b < 0 ? nullptr : vectors[operation.b].data();
+        const float* k_norm = operation.c < 0 ? nullptr : vectors[operation.c].data();
+        int dim = shape_.head_dim, half = static_cast<int>(frequencies.size());
+        float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+        for_rows([&](int token, int) {
+            float* heads = qkv_.as<float>() + size_t(token) * qkv_size();
+            const float* angles = angles_.as<float>() + size_t(token) * 2 * half;
+            for (int h = 0; h < shape_.num_heads + shape_.num_kv_heads; h++) {
+                bool is_query = h < shape_.num_heads;
+                const float* weight = is_query ? q_norm : k_norm;
+                float* head = heads + h * dim;
+                if (weight != nullptr) normalise(head, head, dim, weight, nullptr, false, shape_.norm_eps);
+                if (half > 0) {
+                    rotate(head, angles, angles + half, dim, is_query ? scale : 1.0f);
+                } else if (is_query) {
+                    for (int i = 0; i < dim; i++) head[i] *= scale;
+                }
+            }
+            if (shape_.has_half_kv) return keep<Half>(token, operation.a, heads);
+            keep<float>(token, operation.a, heads);
+        });
+    }
+
+    template <class T>
+    void keep(int token, int layer, const float* heads) const {
+        Paged<T> target = paged<T>(rows_of_[token], layer);
+        const float* keys = heads + shape_.num_heads * shape_.head_dim;
+        const float* values = keys + shape_.num_kv_heads * shape_.head_dim;
+        for (int h = 0; h < shape_.num_kv_heads; h++) {
+            target.write(positions_[token], h, keys + h * shape_.head_dim, values + h * shape_.head_dim);
+        }
+    }
+
+    int partial_size() const { return shape_.head_dim + 2; }
+
+    template <class T>
+    void attend(const Operation& operation) {
+        int window = operation.b, num_kv = shape_.num_kv_heads, num_items = static_cast<int>(items_.size()) * num_kv;
+        for_each(threads_, num_items, [&](int chunk, int thread) {
+            int index = num_items - 1 - chunk;  // the longest contexts come last in a batch: begin with them
+            attend_item<T>(items_[index / num_kv], index % num_kv, operation.a, window, scratch_[thread]);
+        });
+        if (splits_.empty()) return;
+        int heads = shape_.num_heads, dim = shape_.head_dim;
+        for_each(threads_, static_cast<int>(splits_.size()) * num_kv, [&](int chunk, int thread) {
+            const Split& split = splits_[chunk / num_kv];
+            int first = chunk % num_kv * group();
+            for (int h = first; h < first + group(); h++) {
+                Gathered all = {0.0f, 0.0f, scratch_[thread].gathered};
+                for (int part = 0; part < split.num_parts; part++) {
+                    float* source = partials_.as<float>() + (size_t(split.slot + part) * heads + h) * partial_size();
+                    merge(all, {source[0], source[1], source + 2}, dim);
+                }
+                finish(all, attended_.as<float>() + size_t(split.token) * attended_size() + h * dim, dim);
+            }
+        });
+    }
+
+    template <class T>
+    void attend_item(const Item& item, int kv_head, int layer, int window, Scratch& s) {
+        int dim = shape_.head_dim, heads_each = std::min(group(), kMaxQueries);
+        Paged<T> source = paged<T>(item.row, layer);
+        for (int g = 0; g < group(); g += heads_each) {
+            int heads = std::min(heads_each, group() - g), first_head = kv_head * group() + g;
+            Queries queries;
+            queries.count = item.count * heads;
+            int lowest = positions_[item.first], highest = 0;
+            for (int t = 0; t < item.count; t++) {
+                int position = positions_[item.first + t], low = window > 0 ? std::max(0, position + 1 - window) : 0;
+                const float* q = qkv_.as<float>() + size_t(item.first + t) * qkv_size() + first_head * dim;
+                for (int h = 0; h < heads; h++) {
+                    int place = t * heads + h;
+                    queries.low[place] = low;
+                    queries.high[place] = position + 1;
+                    for (int d = 0; d < dim; d++) s.queries[d * kMaxQueries + place] = q[h * dim + d];
+                }
+                lowest = std::min(lowest, low);
+                highest = std::max(highest, position + 1);
+            }
+            attend_queries(source, kv_head, first_head, heads, item, queries, lowest, highest, s);
+        }
+    }
+
+    template <class T>
+    void attend_queries(const Paged<T>& source, int kv_head, int first_head, int heads, const Item& item,
+                        const Queries& queries, int lowest, int highest, Scratch& s) {
+        int dim = shape_.head_dim;
+        Gathered parts[kMaxQueries], all[kMaxQueries];
+        if (item.part >= 0) {
+            attend_part(source, kv_head, item.part * part_, (item.part + 1) * part_, queries, s, parts);
+            for (int h = 0; h < heads; h++) {
+                size_t place = size_t(item.slot) * shape_.num_heads + first_head + h;
+                float* target = partials_.as<float>() + place * partial_size();
+                target[0] = parts[h].largest;
+                target[1] = parts[h].weight;
+                std::memcpy(target + 2, parts[h].values, dim * sizeof(float));
+            }
+            return;
+        }
+        for (int q = 0; q < queries.count; q++) all[q] = {0.0f, 0.0f, s.gathered + size_t(q) * dim};
+        for (int part = lowest / part_; part * part_ < highest; part++) {
+            attend_part(source, kv_head, part * part_, (part + 1) * part_, queries, s, parts);
+            for (int q = 0; q < queries.count; q++) merge(all[q], parts[q], dim);
+        }
+        for (int q = 0; q < queries.count; q++) {
+            size_t token = item.first + q / heads;
+            finish(all[q], attended_.as<float>() + token * attended_size() + (first_head + q % heads) * dim, dim);
+        }
+    }
+
+    struct ThreadScratch : Scratch {
+        Memory row;
+    };
+
+    Shape shape_;
+    Threads threads_;
+    int part_;
+    std::vector<ThreadScratch> scratch_;
+    const Batch* batch_ = nullptr;
+    int num_rows_ = 0;
+    const int64_t* selected_ = nullptr;
+    std::vector<int> positions_, rows_of_;
+    std::vector<Item> items_;
+    std::vector<Split> splits_;
+    int num_slots_ = 0;
+    Memory qkv_, attended_, hidden_, angles_, partials_;
+    Operand operand_;
+};
+
+}  // namespace funitel
+
+using funitel::Engine;
+
+extern "C" {
+
+// Make an engine without weights or program; null when memory is short.
+Engine* funitel_engine(const funitel::Shape* shape) {
+    try {
+        return new Engine(*shape);
+    } catch (const std::bad_alloc&) {
+        return nullptr;
+    }
+}
+
+void funitel_release(Engine* engine) { delete engine; }
+
+int32_t funitel_num_threads(const Engine* engine) { return engine->num_threads(); }
+
+// Add a matrix and return its index, or kNoMemory. Fill it with funitel_rows, then funitel_matrix_done.
+int32_t funitel_matrix(Engine* engine, int32_t kind, int32_t num_outputs, int32_t num_inputs, int32_t num_parts) {
+    try {
+        auto matrix = std::make_unique<funitel::Matrix>(static_cast<funitel::Kind>(kind), num_outputs, num_inputs,
+                                                        num_parts);
+        if (!matrix->allocate()) return funitel::kNoMemory;
+        engine->matrices.push_back(std::move(matrix));
+        return static_cast<int32_t>(engine->matrices.size()) - 1;
+    } catch (const std::bad_alloc&) {
+        return funitel::kNoMemory;
+    }
+}
+
+// Outputs [first, first + count) of a part, from rows `row_stride` apart of inputs `input_stride` apart, in floats.
+void funitel_rows(Engine* engine, int32_t matrix, int32_t part, int32_t first, int32_t count, const float* source,
+                  int64_t row_stride, int64_t input_stride, const float* bias) {
+    funitel::Matrix& target = *engine->matrices[matrix];
+    for (int32_t i = 0; i < count; i++) {
+        target.set_row(part, first + i, source + i * row_stride, input_stride);
+        if (bias != nullptr) target.set_bias(part, first + i, bias[i]);
+    }
+}
+
+// The matrix is whole; returns the bytes it takes.
+int64_t funitel_matrix_done(Engine* engine, int32_t matrix) {
+    engine->matrices[matrix]->choose_levels();
+    return engine->matrices[matrix]->num_bytes();
+}
+
+// Copy a vector (norm weight, position table) and return its index, or kNoMemory.
+int32_t funitel_vector(Engine* engine, const float* values, int64_t count) {
+    try {
+        engine->vectors.emplace_back(values, values + count);
+        return static_cast<int32_t>(engine->vectors.size()) - 1;
+    } catch (const std::bad_alloc&) {
+        return funitel::kNoMemory;
+    }
+}
+
+void funitel_frequencies(Engine* engine, const float* values, int32_t count) {
+    engine->frequencies.assign(values, values + count);
+}
+
+void funitel_program(Engine* engine, const funitel::Operation* operations, int32_t count) {
+    engine->program.assign(operations, operations + count);
+}
+
+// See Engine::run.
+int32_t funitel_run(Engine* engine, const funitel::Batch* batch, int32_t at) {
+    try {
+        return engine->run(*batch, at);
+    } catch (const std::bad_alloc&) {
+        return funitel::kNoMemory;
+    }
+}
+
+}  // extern "C"

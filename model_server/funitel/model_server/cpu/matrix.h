@@ -1,0 +1,314 @@
+// Weights in panels of sixteen outputs, and their product with a few rows of activations.
+//
+// Every output is one sum over the inputs in their order (float kinds), or one exact integer sum (int8), whatever the
+// number of rows and threads: a row's result does not depend on what shares the batch.
+#pragma once
+
+#include <algorithm>
+#include <cstdlib>
+#include <vector>
+
+#include "memory.h"
+#include "vector.h"
+
+namespace funitel {
+
+enum Kind : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2 };
+
+// Rows multiplied at a time; activations are laid out for it: [tile of rows][input][row of the tile].
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12;
+#else
+constexpr int kTileRows = 6;
+#endif
+
+// Panels multiplied at a time, so that the accumulators fill the registers.
+constexpr int panels_at_once(int rows) {
+#if defined(__AVX512F__)
+    return rows <= 6 ? 4 : 2;
+#else
+    return rows <= 1 ? 4 : rows <= 3 ? 2 : 1;
+#endif
+}
+constexpr int kMaxPanels = 4;
+
+struct Matrix {
+    Kind kind;
+    int num_outputs;  // of one part
+    int num_inputs;
+    int num_parts;  // 2: gate and up, in alternate panels
+    int num_panels;
+    int depth;           // inputs, made even for int8
+    size_t panel_bytes;  // of one panel
+    int levels = 0;      // int8: largest magnitude of a quantised activation
+    Memory data;
+    std::vector<float> scales;  // [num_panels * 16], int8
+    std::vector<float> bias;    // [num_panels * 16], empty for none
+
+    Matrix(Kind kind, int outputs, int inputs, int parts)
+        : kind(kind), num_outputs(outputs), num_inputs(inputs), num_parts(parts) {
+        num_panels = (outputs + kLanes - 1) / kLanes * parts;
+        depth = kind == kInt8 ? (inputs + 1) & ~1 : inputs;
+        panel_bytes = size_t(depth) * kLanes * element_bytes();
+    }
+
+    bool allocate() {
+        if (kind == kInt8) scales.assign(size_t(num_panels) * kLanes, 0.0f);
+        return data.grow(panel_bytes * num_panels);
+    }
+
+    size_t element_bytes() const { return kind == kFloat32 ? 4 : kind == kFloat16 ? 2 : 1; }
+    size_t num_bytes() const { return panel_bytes * num_panels + (scales.size() + bias.size()) * sizeof(float); }
+    int lane_of(int output) const { return output % kLanes; }
+    int panel_of(int part, int output) const { return output / kLanes * num_parts + part; }
+    const uint8_t* panel(int index) const { return data.as<uint8_t>() + panel_bytes * index; }
+
+    // Take one output's weights [num_inputs], `stride` floats apart.
+    void set_row(int part, int output, const float* source, size_t stride) {
+        int index = panel_of(part, output), lane = lane_of(output);
+        uint8_t* target = data.as<uint8_t>() + panel_bytes * index;
+        if (kind == kFloat32) {
+            float* values = reinterpret_cast<float*>(target) + lane;
+            for (int i = 0; i < num_inputs; i++) values[size_t(i) * kLanes] = source[i * stride];
+        } else if (kind == kFloat16) {
+            Half* values = reinterpret_cast<Half*>(target) + lane;
+            for (int i = 0; i < num_inputs; i++) {
+                values[size_t(i) * kLanes].bits = _cvtss_sh(source[i * stride], _MM_FROUND_TO_NEAREST_INT);
+            }
+        } else {
+            scales[size_t(index) * kLanes + lane] = quantize_row(target, lane, source, stride);
+        }
+    }
+
+    void set_bias(int part, int output, float value) {
+        if (bias.empty()) bias.assign(size_t(num_panels) * kLanes, 0.0f);
+        bias[size_t(panel_of(part, output)) * kLanes + lane_of(output)] = value;
+    }
+
+    // One weight, as the products use it.
+    float at(int output, int input) const {
+        const uint8_t* source = panel(panel_of(0, output));
+        int lane = lane_of(output);
+        size_t place = size_t(input) * kLanes + lane;
+        if (kind == kFloat32) return reinterpret_cast<const float*>(source)[place];
+        if (kind == kFloat16) return _cvtsh_ss(reinterpret_cast<const Half*>(source)[place].bits);
+        return reinterpret_cast<const int8_t*>(source)[int8_place(input, lane)] *
+               scales[size_t(panel_of(0, output)) * kLanes + lane];
+    }
+
+    // The most levels for which no sum of products leaves 32 bits: the weights themselves are the bound.
+    void choose_levels() {
+        if (kind != kInt8) return;
+        int64_t heaviest = 1;
+        for (int p = 0; p < num_panels; p++) {
+            const int8_t* values = reinterpret_cast<const int8_t*>(panel(p));
+            int64_t sums[kLanes] = {};
+            for (int i = 0; i < depth; i++) {
+                for (int lane = 0; lane < kLanes; lane++) sums[lane] += std::abs(values[int8_place(i, lane)]);
+            }
+            heaviest = std::max(heaviest, *std::max_element(sums, sums + kLanes));
+        }
+        levels = static_cast<int>(std::min<int64_t>(32767, std::numeric_limits<int32_t>::max() / heaviest));
+    }
+
+    static size_t int8_place(int input, int lane) { return (size_t(input / 2) * kLanes + lane) * 2 + input % 2; }
+
+  private:
+    float quantize_row(uint8_t* target, int lane, const float* source, size_t stride) {
+        float most = 0.0f;
+        for (int i = 0; i < num_inputs; i++) most = std::max(most, std::fabs(source[i * stride]));
+        float scale = most / 127.0f, inverse = most > 0.0f ? 127.0f / most : 0.0f;
+        int8_t* values = reinterpret_cast<int8_t*>(target);
+        for (int i = 0; i < num_inputs; i++) {
+            float level = std::nearbyint(source[i * stride] * inverse);
+            values[int8_place(i, lane)] = static_cast<int8_t>(std::min(127.0f, std::max(-127.0f, level)));
+        }
+        return scale;
+    }
+};
+
+// Activations as the kernels read them, in tiles of kTileRows rows: floats, or pairs of int16 with a scale per row.
+struct Operand {
+    Memory values;
+    Memory scales;
+
+    bool reserve(int rows, int inputs) {
+        size_t tiles = (size_t(rows) + kTileRows - 1) / kTileRows;
+        size_t depth = size_t(inputs + 1) & ~size_t(1);
+        return values.grow(tiles * kTileRows * depth * sizeof(float)) &&
+               scales.grow(tiles * kTileRows * sizeof(float));
+    }
+
+    // Lay out row `row` of the activations for `matrix`: at least its depth, rounded up to 16, can be read.
+    void set_row(const Matrix& matrix, int row, const float* x) {
+        size_t tile = row / kTileRows, place = row % kTileRows;
+        if (matrix.kind != kInt8) {
+            float* target = values.as<float>() + tile * kTileRows * matrix.depth + place;
+            for (int i = 0; i < matrix.num_inputs; i++) target[size_t(i) * kTileRows] = x[i];
+            return;
+        }
+        int32_t* target = values.as<int32_t>() + tile * kTileRows * (matrix.depth / 2) + place;
+        scales.as<float>()[row] = quantize(matrix, x, target);
+    }
+
+  private:
+    // Write pairs of levels, kTileRows apart; returns the size of a level, not a number where an input is none.
+    static float quantize(const Matrix& matrix, const float* x, int32_t* target) {
+        int n = matrix.num_inputs;
+        F16 most = splat(0.0f), probe = splat(0.0f);
+        for (int i = 0; i < n; i += kLanes) {
+            F16 v = load(x + i, n - i);
+            most = max(most, magnitude(v));
+            probe = fma(v, splat(0.0f), probe);
+        }
+        float largest_value = largest(most);
+        F16 inverse = splat(largest_value > 0.0f ? matrix.levels / largest_value : 0.0f);
+        for (int i = 0; i < n; i += kLanes) {
+            int16_t levels[kLanes];
+            store_int16(levels, mul(load(x + i, n - i), inverse));
+            for (int j = 0; j < kLanes && i + j < n; j += 2) {
+                int32_t pair;
+                std::memcpy(&pair, levels + j, sizeof pair);
+                target[size_t(i + j) / 2 * kTileRows] = pair;
+            }
+        }
+        return largest_value / matrix.levels + sum(probe);
+    }
+};
+
+// out[r][p] = the products of row r of a tile with panel p. `x` is the tile, `w` the first panel.
+template <class W, int R, int P>
+inline void multiply(const W* w, size_t panel_size, const float* x, int depth, F16 (&out)[R][P]) {
+    F16 sums[R][P];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) sums[r][p] = splat(0.0f);
+    }
+    for (int i = 0; i < depth; i++) {
+        F16 weights[P];
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) weights[p] = load(w + p * panel_size + size_t(i) * kLanes);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            F16 value = splat(x[size_t(i) * kTileRows + r]);
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) sums[r][p] = fma(value, weights[p], sums[r][p]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) out[r][p] = sums[r][p];
+    }
+}
+
+#if defined(__AVX512F__)
+
+template <int R, int P>
+inline void multiply(const int8_t* w, size_t panel_size, const int32_t* x, int depth, F16 (&out)[R][P]) {
+    __m512i sums[R][P];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) sums[r][p] = _mm512_setzero_si512();
+    }
+    for (int i = 0; i < depth / 2; i++) {
+        __m512i weights[P];
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            const int8_t* source = w + p * panel_size + size_t(i) * 2 * kLanes;
+            weights[p] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            __m512i pair = _mm512_set1_epi32(x[size_t(i) * kTileRows + r]);
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) {
+#if defined(__AVX512VNNI__)
+                sums[r][p] = _mm512_dpwssd_epi32(sums[r][p], weights[p], pair);
+#else
+                sums[r][p] = _mm512_add_epi32(sums[r][p], _mm512_madd_epi16(weights[p], pair));
+#endif
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) out[r][p].v = _mm512_cvtepi32_ps(sums[r][p]);
+    }
+}
+
+#else
+
+// sum += pairs of weights times one pair of activations. In assembly because g++ would add several steps together first
+// and so run out of registers.
+inline void add_products(__m256i& sum, __m256i weights, __m256i pair) {
+    __m256i product;
+    asm("vpmaddwd %[pair], %[weights], %[product]\n\tvpaddd %[product], %[sum], %[sum]"
+        : [sum] "+x"(sum), [product] "=&x"(product)
+        : [weights] "x"(weights), [pair] "x"(pair));
+}
+
+template <int R, int P>
+inline void multiply(const int8_t* w, size_t panel_size, const int32_t* x, int depth, F16 (&out)[R][P]) {
+    __m256i sums[R][P][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) sums[r][p][0] = sums[r][p][1] = _mm256_setzero_si256();
+    }
+    for (int i = 0; i < depth / 2; i++) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            const __m128i* source = reinterpret_cast<const __m128i*>(w + p * panel_size + size_t(i) * 2 * kLanes);
+            __m256i first = _mm256_cvtepi8_epi16(_mm_loadu_si128(source));
+            __m256i second = _mm256_cvtepi8_epi16(_mm_loadu_si128(source + 1));
+#pragma GCC unroll 6
+            for (int r = 0; r < R; r++) {
+                __m256i pair = _mm256_set1_epi32(x[size_t(i) * kTileRows + r]);
+                add_products(sums[r][p][0], first, pair);
+                add_products(sums[r][p][1], second, pair);
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            out[r][p] = {_mm256_cvtepi32_ps(sums[r][p][0]), _mm256_cvtepi32_ps(sums[r][p][1])};
+        }
+    }
+}
+
+#endif
+
+// Call `finish(row of the tile, panel, sums)` for R rows of one tile and panels [first, last).
+template <class W, class X, int R, class Finish>
+void multiply_tile(const Matrix& matrix, const X* x, int first, int last, const float* row_scales, Finish finish) {
+    constexpr int P = panels_at_once(R);
+    const size_t panel_size = matrix.panel_bytes / sizeof(W);
+    auto emit = [&](int r, int p, F16 value) {
+        if (matrix.kind == kInt8) {
+            value = mul(value, mul(splat(row_scales[r]), load(matrix.scales.data() + size_t(p) * kLanes)));
+        }
+        if (!matrix.bias.empty()) value = add(value, load(matrix.bias.data() + size_t(p) * kLanes));
+        finish(r, p, value);
+    };
+    int p = first;
+    for (; p + P <= last; p += P) {
+        F16 sums[R][P];
+        multiply(reinterpret_cast<const W*>(matrix.panel(p)), panel_size, x, matrix.depth, sums);
+        for (int r = 0; r < R; r++) {
+            for (int j = 0; j < P; j++) emit(r, p + j, sums[r][j]);
+        }
+    }
+    for (; p < last; p++) {
+        F16 sums[R][1];
+        multiply(reinterpret_cast<const W*>(matrix.panel(p)), panel_size, x, matrix.depth, sums);
+        for (int r = 0; r < R; r++) emit(r, p, sums[r][0]);
+    }
+}
+
+}  // namespace funitel

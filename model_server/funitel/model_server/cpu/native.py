@@ -1,0 +1,197 @@
+"""The C interface of `engine.cpp` in ctypes. ctypes releases the interpreter lock for the time of a call."""
+
+import ctypes
+from collections.abc import Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from funitel.model_server.cpu.tiers import Tier
+from funitel.proto.errors import NotEnoughMemory
+
+DONE, NO_MEMORY = -1, -2
+
+
+class Code(IntEnum):
+    """Operations of a program."""
+
+    EMBED = 0
+    POSITIONS = 1
+    NORM = 2
+    PREPARE = 3
+    LINEAR = 4
+    ROTATE = 5
+    ATTEND = 6
+    ADD = 7
+    REDUCE = 8
+    SELECT = 9
+
+
+class Buffer(IntEnum):
+    """What operations read and write, a row for each token."""
+
+    X = 0
+    QKV = 1
+    ATTENDED = 2
+    HIDDEN = 3
+    PARTIAL = 4
+    LOGITS = 5
+
+
+class Mode(IntEnum):
+    """What a linear operation does with its result."""
+
+    STORE = 0
+    ACCUMULATE = 1
+    ACTIVATE = 2
+    GATE = 3
+
+
+class Operation(ctypes.Structure):
+    """One operation; what a to d mean depends on the code."""
+
+    _fields_ = [(name, ctypes.c_int32) for name in ("code", "a", "b", "c", "d")]
+
+
+class Shape(ctypes.Structure):
+    """Sizes of this rank's share of a model."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_int32)
+            for name in (
+                "hidden_size",
+                "head_dim",
+                "num_heads",
+                "num_kv_heads",
+                "intermediate_size",
+                "num_layers",
+                "block_size",
+                "has_half_kv",
+                "has_layer_norm",
+                "num_threads",
+            )
+        ),
+        ("norm_eps", ctypes.c_float),
+    ]
+
+
+class Batch(ctypes.Structure):
+    """One step's rows and where its results go; whoever fills it keeps the memory alive."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_rows", "num_logits", "logits_stride")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "token_ids",
+                "logit_indices",
+                "starts",
+                "lengths",
+                "blocks",
+                "table_starts",
+                "pool",
+                "x",
+                "partial",
+                "logits",
+            )
+        ),
+    ]
+
+
+def load_library(path: Path) -> ctypes.CDLL:
+    """Load a built library and declare its functions."""
+    library = ctypes.CDLL(str(path))
+    number, size, address = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+    declared: dict[str, tuple[Any, list[Any]]] = {
+        "funitel_engine": (address, [address]),
+        "funitel_release": (None, [address]),
+        "funitel_num_threads": (number, [address]),
+        "funitel_matrix": (number, [address, *[number] * 4]),
+        "funitel_rows": (None, [address, *[number] * 4, address, size, size, address]),
+        "funitel_matrix_done": (size, [address, number]),
+        "funitel_vector": (number, [address, address, size]),
+        "funitel_frequencies": (None, [address, address, number]),
+        "funitel_program": (None, [address, address, number]),
+        "funitel_run": (number, [address, address, number]),
+    }
+    for name, (result, arguments) in declared.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class Engine:
+    """One engine with its threads and weights; released with the object."""
+
+    def __init__(self, library: ctypes.CDLL, shape: Shape) -> None:
+        self._library = library
+        self._handle = library.funitel_engine(ctypes.byref(shape))
+        if not self._handle:
+            raise NotEnoughMemory("there is no memory for the threads of the CPU engine")
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.funitel_release(self._handle)
+            self._handle = None
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that compute, the calling one included."""
+        return int(self._library.funitel_num_threads(self._handle))
+
+    def add_matrix(
+        self, tier: Tier, num_outputs: int, num_inputs: int, parts: Sequence[Sequence[tuple[torch.Tensor, Any]]]
+    ) -> tuple[int, int]:
+        """Pack a matrix and return its index and its bytes.
+
+        Args:
+            parts: one, or gate and up; each a list of (weight [outputs, num_inputs], bias or None), float32, which
+                together have `num_outputs` outputs.
+        """
+        index = _checked(
+            self._library.funitel_matrix(self._handle, tier.value, num_outputs, num_inputs, len(parts)), "weights"
+        )
+        for number, part in enumerate(parts):
+            first = 0
+            for weight, bias in part:
+                self._library.funitel_rows(
+                    self._handle,
+                    index,
+                    number,
+                    first,
+                    weight.shape[0],
+                    weight.data_ptr(),
+                    weight.stride(0),
+                    weight.stride(1),
+                    None if bias is None else bias.data_ptr(),
+                )
+                first += weight.shape[0]
+        return index, int(self._library.funitel_matrix_done(self._handle, index))
+
+    def add_vector(self, values: torch.Tensor) -> int:
+        """Copy a float32 tensor and return its index."""
+        values = values.contiguous()
+        return _checked(self._library.funitel_vector(self._handle, values.data_ptr(), values.numel()), "weights")
+
+    def set_frequencies(self, values: torch.Tensor) -> None:
+        """Rotary frequencies, [head_dim / 2] float32."""
+        values = values.contiguous()
+        self._library.funitel_frequencies(self._handle, values.data_ptr(), values.numel())
+
+    def set_program(self, operations: Sequence[tuple[int, ...]]) -> None:
+        """Say what a step does; missing operands are zero."""
+        program = (Operation * len(operations))(*(Operation(*operation) for operation in operations))
+        self._library.funitel_program(self._handle, program, len(operations))
+
+    def run(self, batch: Batch, at: int) -> int:
+        """Run the program from operation `at`; returns where to go on after a reduction, or DONE."""
+        return _checked(self._library.funitel_run(self._handle, ctypes.byref(batch), at), "this step")
+
+
+def _checked(result: int, what: str) -> int:
+    if result == NO_MEMORY:
+        raise NotEnoughMemory(f"there is no memory left for {what}")
+    return result

@@ -1,0 +1,210 @@
+"""A ModelSpec and its weights -> an engine loaded with matrices and a program: one flat list of operations.
+
+Says the same as `decoder.Decoder`, operation by operation; that one stays the oracle.
+"""
+
+import ctypes
+
+import torch
+
+from funitel.model_server.cpu.native import Buffer, Code, Engine, Mode, Shape
+from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.layers import Rotary, qkv_parts
+from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.spec import Activation, ModelSpec, Norm, Position
+from funitel.model_server.storage import Range
+from funitel.model_server.weights import Weights
+
+_ACTIVATIONS = (Activation.SILU, Activation.GELU, Activation.GELU_TANH, Activation.RELU)  # as numbered in C++
+_LANES = 16  # outputs of a panel
+
+Part = list[tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class Program:
+    """This rank's share of a model as an engine's program. Takes every tensor of `weights` and refuses leftovers.
+
+    `held_bytes`, `sharded_bytes` and `total_sharded_bytes` are those of `Weights`, of what the engine keeps.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        parallel: TensorParallel,
+        library: ctypes.CDLL,
+        *,
+        tier: Tier,
+        block_size: int,
+        num_threads: int,
+    ) -> None:
+        self.held_bytes = 0
+        self.sharded_bytes = 0
+        self.total_sharded_bytes = 0
+        self._spec = spec
+        self._weights = weights
+        self._parallel = parallel
+        self._tier = tier
+        self._heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+        self._units = parallel.split(spec.intermediate_size)
+        self._operations: list[tuple[int, ...]] = []
+        self.engine = Engine(library, self._shape(block_size, num_threads))
+        self._compile()
+        self.engine.set_program(self._operations)
+
+    def reduced_at(self, at: int) -> Buffer:
+        """The buffer to be summed over the ranks before the program goes on at operation `at`."""
+        return Buffer(self._operations[at - 1][1])
+
+    def _shape(self, block_size: int, num_threads: int) -> Shape:
+        spec = self._spec
+        return Shape(
+            hidden_size=spec.hidden_size,
+            head_dim=spec.head_dim,
+            num_heads=self._heads.num_heads,
+            num_kv_heads=self._heads.num_kv_heads,
+            intermediate_size=self._units[1] - self._units[0],
+            num_layers=spec.num_layers,
+            block_size=block_size,
+            has_half_kv=self._tier.has_half_kv,
+            has_layer_norm=spec.norm is Norm.LAYER,
+            num_threads=num_threads,
+            norm_eps=spec.norm_eps,
+        )
+
+    def _compile(self) -> None:
+        spec, weights, names = self._spec, self._weights, self._spec.names
+        embedding = self._embedding(weights.prefix + names.embedding)
+        if spec.position is Position.LEARNED:
+            shape = [spec.max_position_embeddings, spec.hidden_size]
+            table = self._vector(f"{weights.prefix}{names.positions}.weight", shape)
+            self._operations.append((Code.POSITIONS, table))
+        else:
+            rotary = Rotary(spec.head_dim, spec.rotary_base, spec.rotary_scaling, weights.device)
+            self.engine.set_frequencies(rotary.frequencies)
+        for index in range(spec.num_layers):
+            self._attention(index)
+            self._mlp(index)
+        final = self._norm(weights.prefix + names.final_norm)
+        head = embedding if spec.is_tied else self._vocabulary(names.head)
+        self._operations += [
+            (Code.SELECT,),
+            (Code.NORM, *final, head),
+            (Code.LINEAR, head, Mode.STORE, Buffer.LOGITS),
+        ]
+        tied = (rf"^{names.head}\.weight$",) if spec.is_tied else ()
+        weights.finish(names.ignored + tied)
+
+    def _embedding(self, name: str) -> int:
+        table = self._vocabulary(name)
+        self._operations.append((Code.EMBED, table, self._parallel.split(self._spec.vocab_size)[0]))
+        if self._parallel.size > 1:
+            self._operations.append((Code.REDUCE, Buffer.X))
+        return table
+
+    def _vocabulary(self, name: str) -> int:
+        spec = self._spec
+        rows = self._parallel.split(spec.vocab_size)
+        weight = self._weights.read(f"{name}.weight", [spec.vocab_size, spec.hidden_size], rows=rows)
+        return self._matrix([[(weight, None)]], spec.vocab_size, spec.hidden_size)
+
+    def _attention(self, index: int) -> None:
+        spec, heads, dim = self._spec, self._heads, self._spec.head_dim
+
+        def name(template: str) -> str:
+            return self._weights.prefix + template.format(i=index)
+
+        norm = self._norm(name(spec.names.attention_norm))
+        parts = qkv_parts(spec, heads, name)
+        read = [self._columns(*part, spec.hidden_size, has_bias=spec.has_qkv_bias) for part in parts]
+        qkv = self._matrix([read], (spec.num_heads + 2 * spec.num_kv_heads) * dim, spec.hidden_size)
+        norms = [-1, -1]
+        if spec.has_qk_norm:
+            norms = [self._norm(name(template), dim)[0] for template in (spec.names.q_norm, spec.names.k_norm)]
+        columns = heads.q_start * dim, heads.q_end * dim
+        out = self._rows(name(spec.names.out), spec.num_heads * dim, columns, has_bias=spec.has_out_bias)
+        self._operations += [
+            (Code.NORM, *norm, qkv),
+            (Code.LINEAR, qkv, Mode.STORE, Buffer.QKV),
+            (Code.ROTATE, index, *norms),
+            (Code.ATTEND, index, spec.window(index) or 0),
+        ]
+        self._add_product(Buffer.ATTENDED, out)
+
+    def _mlp(self, index: int) -> None:
+        spec = self._spec
+
+        def name(template: str) -> str:
+            return self._weights.prefix + template.format(i=index)
+
+        norm = self._norm(name(spec.names.mlp_norm))
+        inputs = (spec.names.gate, spec.names.up) if spec.is_gated else (spec.names.up,)
+        units = spec.intermediate_size
+        parts = [
+            [self._columns(name(template), units, self._units, spec.hidden_size, has_bias=spec.has_mlp_bias)]
+            for template in inputs
+        ]
+        up = self._matrix(parts, units, spec.hidden_size)
+        down = self._rows(name(spec.names.down), units, self._units, has_bias=spec.has_mlp_bias)
+        mode = Mode.GATE if spec.is_gated else Mode.ACTIVATE
+        self._operations += [
+            (Code.NORM, *norm, up),
+            (Code.LINEAR, up, mode, Buffer.HIDDEN, _ACTIVATIONS.index(spec.activation)),
+        ]
+        self._add_product(Buffer.HIDDEN, down)
+
+    def _add_product(self, source: Buffer, matrix: int) -> None:
+        """Add the product of a buffer and a matrix split by input to the residual, summed over the ranks."""
+        self._operations.append((Code.PREPARE, source, 0, matrix))
+        if self._parallel.size == 1:
+            self._operations.append((Code.LINEAR, matrix, Mode.ACCUMULATE, Buffer.X))
+            return
+        self._operations += [
+            (Code.LINEAR, matrix, Mode.STORE, Buffer.PARTIAL),
+            (Code.REDUCE, Buffer.PARTIAL),
+            (Code.ADD,),
+        ]
+
+    def _columns(
+        self, name: str, num_outputs: int, rows: Range, num_inputs: int, *, has_bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's outputs of a layer split by output."""
+        read, is_transposed = self._weights.read_linear, self._spec.names.is_transposed
+        weight = read(name, num_outputs, num_inputs, rows=rows, is_transposed=is_transposed)
+        return weight, self._weights.read(f"{name}.bias", [num_outputs], rows=rows) if has_bias else None
+
+    def _rows(self, name: str, num_inputs: int, columns: Range, *, has_bias: bool) -> int:
+        """This rank's inputs of a layer split by input, packed; rank 0 adds the bias."""
+        num_outputs, is_transposed = self._spec.hidden_size, self._spec.names.is_transposed
+        weight = self._weights.read_linear(name, num_outputs, num_inputs, columns=columns, is_transposed=is_transposed)
+        bias = self._weights.read(f"{name}.bias", [num_outputs]) if has_bias else None
+        return self._matrix([[(weight, bias if self._parallel.rank == 0 else None)]], num_outputs, num_inputs)
+
+    def _matrix(self, parts: list[Part], all_outputs: int, all_inputs: int) -> int:
+        """Pack a matrix that is split between ranks; `all_*` are the sizes of each part unsplit."""
+        num_outputs = sum(weight.shape[0] for weight, _ in parts[0])
+        num_inputs = parts[0][0][0].shape[1]
+        index, num_bytes = self.engine.add_matrix(self._tier, num_outputs, num_inputs, parts)
+        self.held_bytes += num_bytes
+        self.sharded_bytes += num_bytes
+        self.total_sharded_bytes += matrix_bytes(self._tier, all_outputs, all_inputs, len(parts))
+        return index
+
+    def _norm(self, name: str, size: int | None = None) -> tuple[int, int]:
+        """Indices of weight and bias, -1 for none."""
+        shape = [size or self._spec.hidden_size]
+        weight = self._vector(f"{name}.weight", shape)
+        return weight, self._vector(f"{name}.bias", shape) if self._spec.norm is Norm.LAYER else -1
+
+    def _vector(self, name: str, shape: list[int]) -> int:
+        values = self._weights.read(name, shape)
+        self.held_bytes += values.numel() * values.element_size()
+        return self.engine.add_vector(values)
+
+
+def matrix_bytes(tier: Tier, num_outputs: int, num_inputs: int, num_parts: int = 1) -> int:
+    """Bytes a matrix takes in the engine, biases left out."""
+    panels = -(-num_outputs // _LANES) * num_parts
+    depth = num_inputs + num_inputs % 2 if tier is Tier.INT8 else num_inputs
+    scales = 4 if tier is Tier.INT8 else 0
+    return panels * _LANES * (depth * tier.element_bytes + scales)

@@ -1,0 +1,175 @@
+// Threads that claim chunks. One thread leads and walks through the phases of a step; helpers join in. A phase is over
+// when its chunks are done, not when every thread has arrived: a helper that the system has put aside holds up at most
+// the chunk it claimed. Waiting is a short spin and then a futex, so an idle engine takes no processor time.
+#pragma once
+
+#include <immintrin.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+#include <vector>
+
+namespace funitel {
+
+class Threads {
+  public:
+    using Work = void (*)(void* job, int chunk, int thread);
+
+    explicit Threads(int num_threads) : owner_(getpid()) {
+        arguments_.resize(num_threads > 1 ? num_threads - 1 : 0);
+        for (size_t i = 0; i < arguments_.size(); i++) {
+            arguments_[i] = {this, static_cast<int>(i) + 1};
+            pthread_t helper;
+            if (start(&helper, &arguments_[i]) != 0) break;  // fewer helpers: slower, not wrong
+            helpers_.push_back(helper);
+        }
+    }
+
+    ~Threads() {
+        if (getpid() != owner_) return;  // a forked child has the object but none of the threads
+        is_over_.store(true);
+        serial_.fetch_add(1);
+        futex(&serial_, FUTEX_WAKE_PRIVATE, INT_MAX);
+        for (pthread_t helper : helpers_) pthread_join(helper, nullptr);
+    }
+
+    Threads(const Threads&) = delete;
+    Threads& operator=(const Threads&) = delete;
+
+    int count() const { return static_cast<int>(helpers_.size()) + 1; }
+
+    // Do chunks 0 .. num_chunks - 1 of a job, in any order and on any thread, and return when all are done.
+    void run(Work work, void* job, int num_chunks) {
+        bool is_alone = helpers_.empty() || num_chunks < 2 || getpid_cached() != owner_;
+        while (num_chunks > 0) {
+            int part = num_chunks < kMaxChunks ? num_chunks : kMaxChunks;
+            if (is_alone || part < 2) {
+                for (int i = 0; i < part; i++) work(job, base_ + i, 0);
+            } else {
+                share(work, job, part);
+            }
+            base_ += part;
+            num_chunks -= part;
+        }
+        base_ = 0;
+    }
+
+    // Call when a step begins, on the thread that leads it: notices that this process is a forked child.
+    void begin_step() { pid_ = getpid(); }
+
+  private:
+    struct Argument {
+        Threads* threads;
+        int index;
+    };
+
+    // A ticket is (serial of the phase: 32 bits, chunks: 16, next chunk: 16).
+    static constexpr int kMaxChunks = 0xffff;
+    // Long enough to bridge the phases of one row of a small model, short enough to leave the core to others.
+    static constexpr uint64_t kSpinCycles = 40000;
+
+    static int start(pthread_t* helper, Argument* argument) {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of the host program
+        int error = pthread_create(helper, nullptr, &Threads::help, argument);
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        return error;
+    }
+
+    static long futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
+        return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, nullptr, nullptr, 0);
+    }
+
+    pid_t getpid_cached() const { return pid_; }
+
+    void share(Work work, void* job, int num_chunks) {
+        work_ = work;
+        job_ = job;
+        done_.store(0, std::memory_order_relaxed);
+        uint32_t serial = serial_.load(std::memory_order_relaxed) + 1;
+        uint64_t ticket = uint64_t(serial) << 32 | uint64_t(num_chunks) << 16;
+        ticket_.store(ticket, std::memory_order_release);
+        serial_.store(serial, std::memory_order_seq_cst);
+        if (num_asleep_.load(std::memory_order_seq_cst) > 0) futex(&serial_, FUTEX_WAKE_PRIVATE, INT_MAX);
+        claim(serial, 0);
+        uint32_t total = static_cast<uint32_t>(num_chunks);
+        for (uint64_t begin = __rdtsc(); done_.load(std::memory_order_acquire) != total; _mm_pause()) {
+            if (__rdtsc() - begin > kSpinCycles) return sleep_until_done(total);
+        }
+    }
+
+    void sleep_until_done(uint32_t total) {
+        leader_sleeps_.store(true, std::memory_order_seq_cst);
+        for (uint32_t done; (done = done_.load(std::memory_order_seq_cst)) != total;) {
+            futex(&done_, FUTEX_WAIT_PRIVATE, done);
+        }
+        leader_sleeps_.store(false, std::memory_order_seq_cst);
+    }
+
+    // Claim and do chunks of phase `serial` until none is left or another phase has begun.
+    void claim(uint32_t serial, int thread) {
+        uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        while (static_cast<uint32_t>(ticket >> 32) == serial) {
+            int next = static_cast<int>(ticket & 0xffff), count = static_cast<int>(ticket >> 16 & 0xffff);
+            if (next >= count) return;
+            if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+            // The phase cannot end before this chunk does, so what describes it stays as it is.
+            work_(job_, base_ + next, thread);
+            done_.fetch_add(1, std::memory_order_seq_cst);
+            if (thread != 0 && leader_sleeps_.load(std::memory_order_seq_cst)) futex(&done_, FUTEX_WAKE_PRIVATE, 1);
+            ticket = ticket_.load(std::memory_order_acquire);
+        }
+    }
+
+    static void* help(void* argument) {
+        Argument* mine = static_cast<Argument*>(argument);
+        mine->threads->help_until_over(mine->index);
+        return nullptr;
+    }
+
+    void help_until_over(int thread) {
+        uint32_t seen = 0;
+        while (!is_over_.load(std::memory_order_acquire)) {
+            uint32_t serial = wait_for_change(seen);
+            claim(serial, thread);
+            seen = serial;
+        }
+    }
+
+    uint32_t wait_for_change(uint32_t seen) {
+        uint32_t serial;
+        for (uint64_t begin = __rdtsc(); (serial = serial_.load(std::memory_order_acquire)) == seen; _mm_pause()) {
+            if (__rdtsc() - begin <= kSpinCycles) continue;
+            num_asleep_.fetch_add(1, std::memory_order_seq_cst);
+            while ((serial = serial_.load(std::memory_order_seq_cst)) == seen) {
+                futex(&serial_, FUTEX_WAIT_PRIVATE, seen);
+            }
+            num_asleep_.fetch_sub(1, std::memory_order_seq_cst);
+            return serial;
+        }
+        return serial;
+    }
+
+    pid_t owner_;
+    pid_t pid_ = 0;
+    std::vector<Argument> arguments_;
+    std::vector<pthread_t> helpers_;
+    Work work_ = nullptr;
+    void* job_ = nullptr;
+    int base_ = 0;
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<uint32_t> serial_{0};
+    std::atomic<uint32_t> num_asleep_{0};
+    std::atomic<bool> is_over_{false};
+    alignas(64) std::atomic<uint32_t> done_{0};
+    std::atomic<bool> leader_sleeps_{false};
+};
+
+}  // namespace funitel

@@ -1,0 +1,173 @@
+// Sixteen floats at a time: one 512-bit register, or two of 256 bits. Both give the same bits: every sum below has one
+// order, and every product that is added is a fused multiply-add.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace funitel {
+
+constexpr int kLanes = 16;
+
+struct Half {
+    uint16_t bits;
+};
+
+#if defined(__AVX512F__)
+
+struct F16 {
+    __m512 v;
+};
+
+inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline F16 load(const Half* p) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline void store(float* p, F16 x) { _mm512_storeu_ps(p, x.v); }
+inline void store(Half* p, F16 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
+}
+inline F16 splat(float x) { return {_mm512_set1_ps(x)}; }
+inline F16 add(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F16 sub(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F16 mul(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F16 div(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// The second operand is returned where either is not a number: pass the value that may be one second.
+inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F16 magnitude(F16 a) { return {_mm512_abs_ps(a.v)}; }
+inline F16 nearest(F16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline F16 zero_below(F16 x, F16 limit, F16 y) {
+    return {_mm512_mask_mov_ps(y.v, _mm512_cmp_ps_mask(x.v, limit.v, _CMP_LT_OQ), _mm512_setzero_ps())};
+}
+inline F16 power_of_two(F16 n) {
+    __m512i bits = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23);
+    return {_mm512_castsi512_ps(bits)};
+}
+inline __m256 fold(F16 a) {
+    __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+    return _mm256_add_ps(_mm512_castps512_ps256(a.v), high);
+}
+inline __m256 fold_max(F16 a) {
+    __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+    return _mm256_max_ps(_mm512_castps512_ps256(a.v), high);
+}
+// Round to int16 with saturation.
+inline void store_int16(int16_t* p, F16 x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v)));
+}
+
+#else
+
+struct F16 {
+    __m256 a, b;
+};
+
+inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline F16 load(const Half* p) {
+    const __m128i* q = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+inline void store(float* p, F16 x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+}
+inline void store(Half* p, F16 x) {
+    __m128i* q = reinterpret_cast<__m128i*>(p);
+    _mm_storeu_si128(q, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(q + 1, _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
+inline F16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F16 add(F16 x, F16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F16 sub(F16 x, F16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F16 mul(F16 x, F16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F16 div(F16 x, F16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F16 fma(F16 x, F16 y, F16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+// The second operand is returned where either is not a number: pass the value that may be one second.
+inline F16 max(F16 x, F16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F16 min(F16 x, F16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F16 magnitude(F16 x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline F16 nearest(F16 x) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+inline F16 zero_below(F16 x, F16 limit, F16 y) {
+    return {_mm256_andnot_ps(_mm256_cmp_ps(x.a, limit.a, _CMP_LT_OQ), y.a),
+            _mm256_andnot_ps(_mm256_cmp_ps(x.b, limit.b, _CMP_LT_OQ), y.b)};
+}
+inline __m256 power_of_two(__m256 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline F16 power_of_two(F16 n) { return {power_of_two(n.a), power_of_two(n.b)}; }
+inline __m256 fold(F16 x) { return _mm256_add_ps(x.a, x.b); }
+inline __m256 fold_max(F16 x) { return _mm256_max_ps(x.a, x.b); }
+// Round to int16 with saturation.
+inline void store_int16(int16_t* p, F16 x) {
+    __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+#endif
+
+inline float sum(F16 x) {
+    __m256 v = fold(x);
+    __m128 w = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    w = _mm_add_ps(w, _mm_movehl_ps(w, w));
+    return _mm_cvtss_f32(_mm_add_ss(w, _mm_movehdup_ps(w)));
+}
+
+inline float largest(F16 x) {
+    __m256 v = fold_max(x);
+    __m128 w = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    w = _mm_max_ps(w, _mm_movehl_ps(w, w));
+    return _mm_cvtss_f32(_mm_max_ss(w, _mm_movehdup_ps(w)));
+}
+
+// The first n of sixteen values, the others zero; nothing past them is read.
+template <class T>
+inline F16 load(const T* p, int n) {
+    if (n >= kLanes) return load(p);
+    T some[kLanes] = {};
+    std::memcpy(some, p, n * sizeof(T));
+    return load(some);
+}
+
+template <class T>
+inline void store(T* p, F16 x, int n) {
+    if (n >= kLanes) return store(p, x);
+    T some[kLanes];
+    store(some, x);
+    std::memcpy(p, some, n * sizeof(T));
+}
+
+// e^x within 2 units in the last place; 0 below -87.3, clamped above 88, exactly 1 at 0, not a number stays so.
+inline F16 exp(F16 x) {
+    const F16 lowest = splat(-87.3f);
+    F16 t = min(splat(88.0f), max(lowest, x));
+    F16 n = nearest(mul(t, splat(1.44269504088896341f)));
+    F16 r = fma(n, splat(-0.693359375f), t);
+    r = fma(n, splat(2.12194440e-4f), r);
+    F16 p = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = add(fma(p, mul(r, r), r), splat(1.0f));
+    return zero_below(x, lowest, mul(p, power_of_two(n)));
+}
+
+inline float exp(float x) {
+    float all[kLanes];
+    store(all, exp(splat(x)));
+    return all[0];
+}
+
+}  // namespace funitel

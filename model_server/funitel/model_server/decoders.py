@@ -1,0 +1,90 @@
+"""A decoder loaded with its weights: the fused step where this CPU and the model have it, else torch."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from funitel.model_server.attention import TorchAttention
+from funitel.model_server.cpu import decoder as fused
+from funitel.model_server.cpu.build import CannotBuild, build
+from funitel.model_server.cpu.native import load_library
+from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.decoder import Decoder, Forward
+from funitel.model_server.hub import DEFAULT_CACHE_DIR
+from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.settings import ModelServerSettings
+from funitel.model_server.spec import ModelSpec
+from funitel.model_server.weights import Weights
+from funitel.proto.errors import SettingsError
+
+logger = logging.getLogger(__name__)
+
+
+class Footprint(Protocol):
+    """What weights take, as `Weights` counts it."""
+
+    held_bytes: int
+    sharded_bytes: int
+    total_sharded_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A decoder, and what the rest of the shard must know of it. `precision` is that of the weights."""
+
+    name: str
+    decoder: Forward
+    precision: str
+    kv_dtype: torch.dtype
+    footprint: Footprint
+
+
+def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> Loaded:
+    """The readable decoder: every device, every spec, in the precision of `weights`."""
+    attention = TorchAttention(settings.block_size, spec.head_dim, weights.device)
+    decoder = Decoder(spec, weights, parallel, attention)
+    return Loaded(
+        name="torch", decoder=decoder, precision=str(weights.dtype), kv_dtype=weights.dtype, footprint=weights
+    )
+
+
+def load_fused(
+    settings: ModelServerSettings, spec: ModelSpec, weights: Weights, parallel: TensorParallel, tier: Tier
+) -> Loaded | None:
+    """The fused step on this CPU; None, with the reason logged, where some rank does not have it.
+
+    Raises:
+        SettingsError: --quantize asks for a tier that only the fused step has.
+    """
+    library, reason = None, fused.missing(spec)
+    if reason is None:
+        try:
+            cache_dir = Path(settings.cache_dir) if settings.cache_dir else DEFAULT_CACHE_DIR
+            library = load_library(build(cache_dir.expanduser().absolute()))
+        except (CannotBuild, OSError) as error:
+            reason = str(error)
+    if not parallel.smallest(library is not None):
+        reason = reason or "another rank does not have it"
+    if library is None or reason is not None:
+        if settings.quantize == "int8" and tier is Tier.INT8:
+            raise SettingsError(f"--quantize int8 needs the fused CPU step: {reason}")
+        logger.warning("the model runs in torch, without the fused CPU step: %s", reason)
+        return None
+    weights.dtype = torch.float32  # what the engine takes; the tier says what becomes of it
+    decoder = fused.FusedDecoder(
+        spec,
+        weights,
+        parallel,
+        library,
+        tier=tier,
+        block_size=settings.block_size,
+        num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
+    )
+    precision = "int8" if tier is Tier.INT8 else f"torch.{tier.label}"
+    return Loaded(
+        name="fused", decoder=decoder, precision=precision, kv_dtype=decoder.kv_dtype, footprint=decoder.program
+    )
