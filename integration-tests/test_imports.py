@@ -33,7 +33,7 @@ PROTO_ARROWS = {
 }
 # What decides a step knows numbers and nouns: no loop, no clock, no socket, no gRPC.
 PURE = ("funitel.proto.step", *(f"funitel.router.{name}" for name in ("scheduler", "blocks", "chunking", "sequence")))
-PURE_STDLIB = {"collections", "collections.abc", "dataclasses", "enum", "typing"}
+PURE_STDLIB = {"array", "collections", "collections.abc", "dataclasses", "enum", "hashlib", "itertools", "typing"}
 
 GRPC_RIMS = {
     "funitel.proto.errors",  # each error names its status

@@ -283,6 +283,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "cuda_memory_fraction": st.floats(0, 1, exclude_min=True),
     "num_threads": st.none() | COUNT,
     "prefill_chunking": st.booleans(),
+    "prefix_caching": st.booleans(),
     "enable_prefill_logprobs": st.booleans(),
     "watermark_gamma": st.floats(0, 1, exclude_min=True, exclude_max=True),
     "watermark_delta": st.floats(-100, 100),

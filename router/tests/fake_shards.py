@@ -40,8 +40,18 @@ def next_token(tokens: list[int]) -> int:
 class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
     """One rank. `calls` are the methods called; `failures` are statuses to answer the next steps with."""
 
-    def __init__(self, rank: int, urls: list[str], *, is_plain: bool = False, is_chunked: bool = True) -> None:
+    def __init__(
+        self,
+        rank: int,
+        urls: list[str],
+        *,
+        is_plain: bool = False,
+        is_chunked: bool = True,
+        has_prefix_cache: bool = True,
+    ) -> None:
         self.rank, self.urls, self.is_plain, self.is_chunked = rank, urls, is_plain, is_chunked
+        self.has_prefix_cache = has_prefix_cache
+        self.num_computed = 0  # tokens
         self.calls: list[str] = []
         self.step_seqs: list[int] = []
         self.steps: list[list[int]] = []  # request ids that took part, step by step
@@ -60,6 +70,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             block_size=BLOCK_SIZE,
             capabilities=capabilities,
             support_chunking=self.is_chunked,
+            use_prefix_caching=self.has_prefix_cache,
             device_type="fake",
         )
         return wire.encode_info(info)
@@ -102,7 +113,8 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         rows = self.batches.pop(request.cached_batch.id) if request.HasField("cached_batch") else []
         for start in request.batch.requests:
             tokens = list(start.input_ids) or [ord(c) for c in start.inputs]
-            rows.append(Row(start, [*tokens, *start.output_ids], len(tokens), blocks=list(start.blocks)))
+            known = [*tokens, *start.output_ids]
+            rows.append(Row(start, known, len(tokens), start.cache_len, blocks=list(start.blocks)))
         target = request.cached_batch.id if request.HasField("cached_batch") else request.batch.id
         response = pb.PrefillResponse()
         await self._step(target, rows, request, response, context)
@@ -138,6 +150,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         pending = len(row.tokens) - row.cached
         count = pending if chunk is None else min(chunk, pending)
         row.cached += count
+        self.num_computed += count
         assert row.cached <= len(row.blocks) * BLOCK_SIZE, "a token has no slot"
         if row.is_finished or count < pending:
             return

@@ -32,6 +32,34 @@ def test_misuse_is_caught() -> None:
         allocator.free(blocks[:1])
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(0, 3)), max_size=80))
+def test_used_free_and_cached_blocks_are_all_blocks(actions: list[tuple[int, int, int]]) -> None:
+    """Allocate, publish, share and free in any order, beside a model that counts users."""
+    allocator = BlockAllocator(num_blocks=12, block_size=16)
+    holders: list[list[int]] = []
+    for action, count, which in actions:
+        if action == 0 and count <= allocator.num_free:
+            holders.append(list(allocator.allocate(count)))
+        elif action == 1 and holders:
+            allocator.free(holders.pop(which % len(holders)))
+        elif action == 2 and holders:
+            for i, block in enumerate(holders[which % len(holders)]):
+                allocator.publish(block, bytes([count, i]))
+        elif action == 3:
+            found = allocator.match(bytes([count, i]) for i in range(4))
+            allocator.share(found)
+            holders.append(list(found))
+        held = {block for blocks in holders for block in blocks}
+        assert allocator.num_used == len(held)
+        assert allocator.num_free + allocator.num_used == 12
+        assert 0 <= allocator.num_cached <= allocator.num_free
+        assert 0 not in held
+    for blocks in holders:
+        allocator.free(blocks)
+    taken = allocator.allocate(12)
+    assert sorted(taken) == list(range(1, 13))
+
+
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
 def test_blocks_for(tokens: int, blocks: int) -> None:
     assert BlockAllocator(1, 16).blocks_for(tokens) == blocks

@@ -293,3 +293,22 @@ async def test_why_a_sequence_joins_running_ones_is_counted(
             if name == "tgi_batch_concat_total"
         }
     assert counted == {reason: 1.0}
+
+
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+async def test_a_known_prefix_is_not_computed_again(tmp_path: Path, has_prefix_cache: bool) -> None:
+    async with running(tmp_path, shard={"has_prefix_cache": has_prefix_cache}) as (engine, (fake,), metrics):
+        asked = request(30, 3)
+        cached = []
+        for _ in range(2):
+            async with engine.submit(asked) as stream:
+                ids = [token_id async for generation in stream for token_id in generation.tokens.ids]
+                cached.append(stream.num_cached_tokens)
+            assert ids == expected(asked)
+        found = 28 if has_prefix_cache else 0
+        assert cached == [0, found]
+        assert fake.num_computed == 2 * (30 + 2) - found
+        text = metrics.exposition().decode()
+        assert "funitel_prefix_cache_queried_tokens_total 60.0" in text
+        assert f"funitel_prefix_cache_hit_tokens_total {found}.0" in text
+        assert 'funitel_blocks{state="used"} 0.0' in text

@@ -55,6 +55,8 @@ OURS = {
     "funitel_cancelled_total": "counter",
     "funitel_responses_total": "counter",
     "funitel_preempted_total": "counter",
+    "funitel_prefix_cache_queried_tokens_total": "counter",
+    "funitel_prefix_cache_hit_tokens_total": "counter",
 }
 
 
@@ -99,7 +101,7 @@ def test_a_step() -> None:
 def test_state() -> None:
     metrics = Metrics()
     metrics.set_sequences(waiting=2, running=3)
-    metrics.set_pool(used=4, free=5)
+    metrics.set_pool(used=4, free=5, cached=2)
     metrics.set_weights(1, 100, 60)
     metrics.set_kv(1, 7)
     text = lines(metrics)
@@ -107,6 +109,7 @@ def test_state() -> None:
     assert "tgi_batch_current_size 3.0" in text
     assert 'funitel_sequences{state="running"} 3.0' in text
     assert 'funitel_blocks{state="free"} 5.0' in text
+    assert 'funitel_blocks{state="cached"} 2.0' in text
     assert 'funitel_sharded_weight_bytes{rank="1"} 60.0' in text
     assert 'funitel_kv_bytes{rank="1"} 7.0' in text
 

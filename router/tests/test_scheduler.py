@@ -1,6 +1,7 @@
 """The scheduler replayed without a model: budgets hold, blocks are never shared, every request ends as it must."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,12 +24,10 @@ from funitel.router.sequence import Request, Sequence
 BLOCK = 4
 
 
-def make_sequence(sequence_id: int, prompt_len: int, max_new_tokens: int) -> Sequence:
-    request = Request(
-        input_ids=tuple(range(prompt_len)),
-        sampling=SamplingParams(),
-        stopping=StoppingParams(max_new_tokens=max_new_tokens),
-    )
+def make_sequence(sequence_id: int, prompt_len: int, max_new_tokens: int, **fields: Any) -> Sequence:
+    """Prompts are 0, 1, 2, ...: the shorter are beginnings of the longer."""
+    stopping = StoppingParams(max_new_tokens=max_new_tokens)
+    request = Request(input_ids=tuple(range(prompt_len)), sampling=SamplingParams(), stopping=stopping, **fields)
     return Sequence(sequence_id, request)
 
 
@@ -40,6 +39,8 @@ class FakeShard:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     blocks: dict[int, list[int]] = field(default_factory=dict)
+    memory: dict[int, dict[int, int]] = field(default_factory=dict)  # block -> offset -> token
+    num_computed: int = 0
     num_forward_tokens: list[int] = field(default_factory=list)
 
     def retain(self, keep: set[int]) -> None:
@@ -53,26 +54,41 @@ class FakeShard:
             assert start.request_id not in self.rows
             self.rows[start.request_id] = start
             self.tokens[start.request_id] = [*start.input_ids, *start.output_ids]
-            self.cached[start.request_id] = 0
+            self.cached[start.request_id] = start.cache_len
             self.blocks[start.request_id] = list(start.blocks)
         chunks = {start.request_id: start.chunk_len for start in plan.starts}
         for update in plan.rows:
             assert update.request_id in before
             self.blocks[update.request_id] += update.blocks
             chunks[update.request_id] = update.chunk_len
-        owned = [block for blocks in self.blocks.values() for block in blocks]
-        assert len(owned) == len(set(owned)), "a block has two owners"
+        self._check_owners()
         taking_part = {s.request_id for s in plan.starts} if plan.is_alone else set(self.rows)
         generations = [g for i in sorted(taking_part) if (g := self._compute(i, chunks.get(i))) is not None]
         return StepResult(tuple(generations), None)
+
+    def _slot(self, sequence_id: int, position: int) -> dict[int, int]:
+        return self.memory.setdefault(self.blocks[sequence_id][position // BLOCK], {})
+
+    def _check_owners(self) -> None:
+        """A block that is not full of computed tokens has one owner."""
+        owned = [(block, i) for i, blocks in self.blocks.items() for block in blocks[self.cached[i] // BLOCK :]]
+        everywhere = [block for blocks in self.blocks.values() for block in blocks]
+        for block, i in owned:
+            assert everywhere.count(block) == 1, f"block {block} of sequence {i} has two owners"
 
     def _compute(self, sequence_id: int, chunk: int | None) -> Generation | None:
         tokens = self.tokens[sequence_id]
         pending = len(tokens) - self.cached[sequence_id]
         count = pending if chunk is None else min(chunk, pending)
         assert chunk is not None or pending == 1, "a prefilling row must be told its chunk"
-        self.cached[sequence_id] += count
-        assert self.cached[sequence_id] <= len(self.blocks[sequence_id]) * BLOCK, "a token has no slot"
+        first, end = self.cached[sequence_id], self.cached[sequence_id] + count
+        assert end <= len(self.blocks[sequence_id]) * BLOCK, "a token has no slot"
+        for position in range(first, end):
+            self._slot(sequence_id, position)[position % BLOCK] = tokens[position]
+        for position in range(end):
+            assert self._slot(sequence_id, position)[position % BLOCK] == tokens[position], "another's content"
+        self.cached[sequence_id] = end
+        self.num_computed += count
         if count < pending or count == 0:
             return None
         token = sum(tokens) * 31 % 97
@@ -112,7 +128,9 @@ def replay(
                 outputs[sequence.id] = list(sequence.output_ids)
     assert not scheduler.waiting, "a request never ended"
     assert not scheduler.running
-    assert scheduler.blocks.num_used == 0
+    blocks = scheduler.blocks
+    assert blocks.num_used == 0
+    assert blocks.num_free == blocks.num_blocks
     return outputs
 
 
@@ -131,6 +149,7 @@ def expected_output(sequence: Sequence) -> list[int]:
     st.sampled_from([8, 16, 64]),
     st.sampled_from([None, 1, 3]),
     st.booleans(),
+    st.booleans(),
 )
 def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
     specs: list[tuple[int, int, int]],
@@ -139,10 +158,16 @@ def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
     budget: int,
     max_batch_size: int | None,
     is_chunked: bool,
+    has_prefix_cache: bool,
 ) -> None:
     if not is_chunked:
         budget = 64  # whole prompts must fit
-    policy = Policy(max_batch_prefill_tokens=budget, max_batch_size=max_batch_size, is_chunked=is_chunked)
+    policy = Policy(
+        max_batch_prefill_tokens=budget,
+        max_batch_size=max_batch_size,
+        is_chunked=is_chunked,
+        has_prefix_cache=has_prefix_cache,
+    )
     scheduler = Scheduler(policy, BlockAllocator(num_blocks, BLOCK))
     arrivals: dict[int, list[Sequence]] = {}
     for i, (when, prompt_len, max_new_tokens) in enumerate(specs):
@@ -245,3 +270,92 @@ def test_a_sequence_without_its_token_is_an_error() -> None:
     assert plan is not None
     with pytest.raises(KeyError):
         scheduler.commit(plan, StepResult((), None), 0.01)
+
+
+# The prefix cache
+
+
+def cached_scheduler(num_blocks: int = 100, **policy: Any) -> Scheduler:
+    policy = {"max_batch_prefill_tokens": 64, "has_prefix_cache": True} | policy
+    return Scheduler(Policy(**policy), BlockAllocator(num_blocks, BLOCK))
+
+
+def run_to_end(scheduler: Scheduler, shard: FakeShard) -> list[SequenceStart]:
+    """Run what waits; returns how each sequence entered."""
+    entered: list[SequenceStart] = []
+    while True:
+        scheduler.preempt()
+        shard.retain(set(scheduler.running))
+        plan = scheduler.schedule()
+        if plan is None:
+            return entered
+        entered += plan.starts
+        scheduler.commit(plan, shard.step(plan), 0.01)
+
+
+def test_a_prefix_is_computed_once_whoever_asks_and_its_last_token_always() -> None:
+    scheduler, shard = cached_scheduler(), FakeShard()
+    for i, prompt_len in enumerate((18, 18, 16, 17, 3)):
+        scheduler.add(make_sequence(i, prompt_len, 1))
+        entered = run_to_end(scheduler, shard)
+        assert entered[0].cache_len == [0, 16, 12, 16, 0][i]
+
+
+def test_the_next_turn_of_a_chat_begins_behind_the_answer() -> None:
+    scheduler, shard = cached_scheduler(), FakeShard()
+    first = make_sequence(0, 10, 9)
+    scheduler.add(first)
+    run_to_end(scheduler, shard)
+    request = Request(
+        input_ids=(*first.request.input_ids, *first.output_ids, 7, 7, 7),
+        sampling=SamplingParams(),
+        stopping=StoppingParams(max_new_tokens=2),
+    )
+    scheduler.add(Sequence(1, request))
+    (entered,) = run_to_end(scheduler, shard)
+    assert entered.cache_len == 16  # 18 tokens were computed: the answer's last one is not
+
+
+def test_salts_part_tenants_and_logprobs_of_the_prompt_need_computing() -> None:
+    scheduler, shard = cached_scheduler(), FakeShard()
+    lengths = []
+    for i, fields in enumerate(({}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"cache_salt": "b"}, {})):
+        scheduler.add(make_sequence(i, 18, 1, **fields))
+        lengths.append(run_to_end(scheduler, shard)[0].cache_len)
+    scheduler.add(make_sequence(9, 18, 1, prefill_logprobs=True))
+    lengths.append(run_to_end(scheduler, shard)[0].cache_len)
+    assert lengths == [0, 0, 16, 0, 16, 0]
+
+
+def test_siblings_wait_for_the_first_ones_prompt_and_others_pass_them() -> None:
+    scheduler, shard = cached_scheduler(max_batch_prefill_tokens=8), FakeShard()
+    for i in range(4):
+        scheduler.add(make_sequence(i, 30, 3))
+    stranger = make_sequence(4, 8, 3, cache_salt="stranger")
+    scheduler.add(stranger)
+    entered = run_to_end(scheduler, shard)
+    assert [start.cache_len for start in entered if start.request_id in (1, 2, 3)] == [28, 28, 28]
+    assert [start.request_id for start in entered][:2] == [0, 4]
+    assert shard.num_computed == 30 + 3 * 2 + 4 * 2 + 8 + 2
+
+
+def test_the_least_recently_used_content_goes_first_and_the_deepest_of_it() -> None:
+    scheduler, shard = cached_scheduler(num_blocks=10), FakeShard()
+    for i, (prompt_len, salt) in enumerate(((16, "old"), (16, "new"), (24, "big"))):
+        scheduler.add(make_sequence(i, prompt_len, 1, cache_salt=salt))
+        run_to_end(scheduler, shard)
+    assert scheduler.blocks.num_evicted == 4  # 8 were cached, 2 free, 6 needed
+    lengths = []
+    for i, salt in enumerate(("new", "old")):
+        scheduler.add(make_sequence(10 + i, 17, 1, cache_salt=salt))
+        lengths.append(run_to_end(scheduler, shard)[0].cache_len)
+    assert lengths == [16, 0]
+
+
+def test_a_preempted_sequence_finds_what_it_had_computed() -> None:
+    scheduler, shard = cached_scheduler(num_blocks=7), FakeShard()
+    for i, salt in enumerate("ab"):
+        scheduler.add(make_sequence(i, 8, 14, cache_salt=salt))
+    entered = run_to_end(scheduler, shard)
+    assert scheduler.num_preempted > 0
+    assert any(start.output_ids and start.cache_len for start in entered)

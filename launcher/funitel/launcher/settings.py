@@ -58,6 +58,11 @@ class LauncherSettings:
         "Compute long prompts in chunks that share steps with running sequences.",
         takes_value=True,
     )
+    prefix_caching: bool = _shard(
+        "prefix_caching",
+        "Let sequences that begin with the same tokens share what was computed for them.",
+        takes_value=True,
+    )
     enable_prefill_logprobs: bool = _shard("enable_prefill_logprobs", "Allow log-probabilities of prompt tokens.")
     watermark_gamma: float = _shard("watermark_gamma", "Share of the vocabulary that a watermark favours.")
     watermark_delta: float = _shard("watermark_delta", "What a watermark adds to the scores of the tokens it favours.")

@@ -91,6 +91,7 @@ def _info(settings: ModelServerSettings, options: ExecutorOptions, loaded: Loade
         dtype=loaded.precision,
         device_type=options.device.type,
         support_chunking=settings.prefill_chunking,
+        use_prefix_caching=settings.prefix_caching,
         attention_impl=TorchAttention.name,
         block_size=options.block_size,
         capabilities=frozenset(Capability),

@@ -66,6 +66,11 @@ class ModelServerSettings:
         "Compute long prompts in chunks that share steps with running sequences.",
         takes_value=True,
     )
+    prefix_caching: bool = setting(
+        True,
+        "Let sequences that begin with the same tokens share what was computed for them.",
+        takes_value=True,
+    )
     enable_prefill_logprobs: bool = setting(False, "Allow log-probabilities of prompt tokens.", env="REQUEST_LOGPROBS")
     watermark_gamma: float = setting(0.5, "Share of the vocabulary that a watermark favours.")
     watermark_delta: float = setting(2.0, "What a watermark adds to the scores of the tokens it favours.")

@@ -139,7 +139,6 @@ INERT: tuple[Inert, ...] = (
         why="PyTorch's own files are not converted; a checkpoint without safetensors is refused",
     ),
     Inert(name="attention", variable=_ON_SHARDS, why="the attention backend is chosen at start; all give one answer"),
-    Inert(name="prefix_caching", variable=_ON_SHARDS, why="there is no prefix cache yet"),
     Inert(
         name="tgi_wiggle_room",
         variable=_ON_SHARDS,

@@ -161,6 +161,7 @@ class Engine:
         for start in plan.starts:
             timings = self._streams[start.request_id].timings
             timings.started = timings.started or begin
+        self._note_prefixes(plan)
         if plan.starts:
             self._metrics.observe_new_batch(len(plan.starts), joined)
         self._metrics.count_step(method)
@@ -181,6 +182,14 @@ class Engine:
             raise ShardFailed(f"the shards gave no token for request {error}") from error
         for sequence, generation in delivered:
             self._deliver(sequence, generation)
+
+    def _note_prefixes(self, plan: StepPlan) -> None:
+        """Tell clients and metrics how much of each new prompt was found computed."""
+        for start in plan.starts:
+            if start.output_ids:
+                continue  # resumed: what it finds is its own
+            self._streams[start.request_id].num_cached_tokens = start.cache_len
+            self._metrics.count_prefix(len(start.input_ids), start.cache_len)
 
     def _deliver(self, sequence: Sequence, generation: Generation) -> None:
         stream = self._streams[sequence.id]
@@ -228,7 +237,7 @@ class Engine:
     def _report(self) -> None:
         scheduler, metrics = self._scheduler, self._metrics
         metrics.set_sequences(len(scheduler.waiting), len(scheduler.running))
-        metrics.set_pool(scheduler.blocks.num_used, scheduler.blocks.num_free)
+        metrics.set_pool(scheduler.blocks.num_used, scheduler.blocks.num_free, scheduler.blocks.num_cached)
         metrics.set_batch_tokens(scheduler.blocks.num_used * scheduler.blocks.block_size)
         metrics.set_cached_batches(self._replica.num_batches)
         while self._num_preempted < scheduler.num_preempted:
@@ -268,6 +277,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Eng
         max_batch_prefill_tokens=min(settings.max_batch_prefill_tokens, limits.pool_tokens),
         max_batch_size=settings.max_batch_size,
         is_chunked=is_chunked,
+        has_prefix_cache=replica.info.use_prefix_caching and not is_plain,
         is_plain=is_plain,
         waiting_served_ratio=settings.waiting_served_ratio,
         max_waiting_tokens=settings.max_waiting_tokens,

@@ -169,8 +169,9 @@ class Metrics:
         """Set how many tokens the running sequences may come to hold."""
         self._current_max_tokens.set(num_tokens)
 
-    def set_pool(self, used: int, free: int) -> None:
-        """Set how many KV blocks are used and free."""
+    def set_pool(self, used: int, free: int, cached: int) -> None:
+        """Set how many KV blocks are used and free; and how many of the free ones are kept for their content."""
+        self._blocks.labels("cached").set(cached)
         self._blocks.labels("used").set(used)
         self._blocks.labels("free").set(free)
 
@@ -194,6 +195,11 @@ class Metrics:
     def count_cancelled(self) -> None:
         """Note that a sequence was cancelled."""
         self._cancelled.inc()
+
+    def count_prefix(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Note how many tokens of a prompt were found computed by earlier requests."""
+        self._prefix_queried.inc(prompt_tokens)
+        self._prefix_hits.inc(cached_tokens)
 
     def count_preempted(self) -> None:
         """Note that a running sequence gave its blocks back and waits again."""
@@ -258,6 +264,10 @@ class Metrics:
         self._cached_batches = self._gauge("funitel_cached_batches", "Batches the shards keep.")
         self._cancelled = self._counter("funitel_cancelled", "Sequences cancelled.")
         self._preempted = self._counter("funitel_preempted", "Sequences preempted.")
+        self._prefix_queried = self._counter("funitel_prefix_cache_queried_tokens", "Prompt tokens of new sequences.")
+        self._prefix_hits = self._counter(
+            "funitel_prefix_cache_hit_tokens", "Those of them that were computed already."
+        )
 
     def _make_token_histograms(self, max_input: int, max_total: int) -> None:
         self._input_length = self._tokens("tgi_request_input_length", "Prompt tokens of a request.", max_input)

@@ -2,7 +2,8 @@
 
 `preempt`, then `schedule` give a plan, `commit` takes its result. Prompts longer than the budget are chunked and share
 the step with running sequences; blocks are granted as sequences grow; when none is left the newest sequence gives its
-blocks back and waits to be resumed.
+blocks back and waits to be resumed. Full blocks are published once computed, and a sequence that begins with the same
+tokens starts behind them.
 """
 
 from collections import deque
@@ -22,6 +23,7 @@ class Policy:
     max_batch_prefill_tokens: int
     max_batch_size: int | None = None
     is_chunked: bool = True  # prompts may be split and share steps; else blocks for whole requests at admission
+    has_prefix_cache: bool = False  # computed blocks are found again by their tokens
     is_plain: bool = False  # the peer speaks TGI v3 without funitel's additions; never chunked
     waiting_served_ratio: float = 0.3
     max_waiting_tokens: int = 20
@@ -165,29 +167,67 @@ class Scheduler:
         return [RowUpdate(sequence.id, granted)] if granted else []
 
     def _admit(self, budget: int, computed: dict[int, int]) -> list[SequenceStart]:
-        """Move waiting sequences into the step, in order, while budget, blocks and batch size allow."""
+        """Move waiting sequences into the step, in order, while budget, blocks and batch size allow.
+
+        One whose next block a running sequence is computing right now is passed over until that block is published.
+        """
         starts: list[SequenceStart] = []
-        while self.waiting and self._has_room(self.waiting[0], budget):
-            sequence = self.waiting.popleft()
-            count = min(sequence.num_known, budget)
+        passed_over: list[Sequence] = []
+        while self.waiting and budget > 0:
+            sequence = self.waiting[0]
+            prefix = self._prefix(sequence)
+            if self._is_being_computed(sequence, len(prefix)):
+                passed_over.append(self.waiting.popleft())
+                continue
+            if not self._has_room(sequence, prefix, budget):
+                break
+            self.waiting.popleft()
+            count = self._enter(sequence, prefix, budget)
             budget -= count
-            sequence.blocks.extend(self.blocks.allocate(self.blocks.blocks_for(self._admission_tokens(sequence))))
-            self.running[sequence.id] = sequence
             computed[sequence.id] = count
             starts.append(self._start(sequence, count))
+        self.waiting.extendleft(reversed(passed_over))
         return starts
 
-    def _has_room(self, sequence: Sequence, budget: int) -> bool:
-        policy = self.policy
+    def _prefix(self, sequence: Sequence) -> tuple[int, ...]:
+        """Published blocks a waiting sequence can begin behind; its last known token is always computed."""
+        if not self._may_share(sequence):
+            return ()
+        size = self.blocks.block_size
+        return self.blocks.match(sequence.block_key(i, size) for i in range((sequence.num_known - 1) // size))
+
+    def _may_share(self, sequence: Sequence) -> bool:
+        return self.policy.has_prefix_cache and not sequence.request.prefill_logprobs
+
+    def _is_being_computed(self, sequence: Sequence, index: int) -> bool:
+        size = self.blocks.block_size
+        if not self._may_share(sequence) or (index + 1) * size >= sequence.num_known:
+            return False
+        key = sequence.block_key(index, size)
+        return any(
+            other.num_pending > 1 and other.num_known >= (index + 1) * size and other.block_key(index, size) == key
+            for other in self.running.values()
+        )
+
+    def _has_room(self, sequence: Sequence, prefix: Seq[int], budget: int) -> bool:
+        policy, blocks = self.policy, self.blocks
         if policy.max_batch_size is not None and len(self.running) >= policy.max_batch_size:
             return False
-        if budget < (1 if policy.is_chunked else sequence.num_known):
+        if not policy.is_chunked and budget < sequence.num_known - len(prefix) * blocks.block_size:
             return False
         # One block for each running sequence is left free, else the newcomer would soon be preempted again.
-        needed = self.blocks.blocks_for(self._admission_tokens(sequence))
-        return needed + len(self.running) <= self.blocks.num_free or (
-            not self.running and needed <= self.blocks.num_free
-        )
+        needed = blocks.blocks_for(self._admission_tokens(sequence)) - len(prefix)
+        return needed + len(self.running) <= blocks.num_free - blocks.num_idle(prefix)
+
+    def _enter(self, sequence: Sequence, prefix: Seq[int], budget: int) -> int:
+        """Make a waiting sequence a running one, behind `prefix`; returns how many tokens it computes first."""
+        self.blocks.share(prefix)
+        sequence.blocks.extend(prefix)
+        missing = self.blocks.blocks_for(self._admission_tokens(sequence)) - len(prefix)
+        sequence.blocks.extend(self.blocks.allocate(missing))
+        sequence.num_computed = sequence.num_cached = len(prefix) * self.blocks.block_size
+        self.running[sequence.id] = sequence
+        return min(sequence.num_pending, budget)
 
     def _admission_tokens(self, sequence: Sequence) -> int:
         """Tokens a sequence gets blocks for on entry: what is known, or all it may ever need."""
@@ -207,6 +247,7 @@ class Scheduler:
             output_ids=tuple(sequence.output_ids),
             blocks=tuple(sequence.blocks),
             slots=tuple(sequence.blocks[i // size] * size + i % size for i in range(num_slots)),
+            cache_len=sequence.num_cached,
             chunk_len=None if is_plain else count,
             prefill_logprobs=request.prefill_logprobs,
             top_n_tokens=request.top_n_tokens,
@@ -230,7 +271,7 @@ class Scheduler:
             sequence = self.running.get(sequence_id)
             if sequence is None:
                 continue
-            sequence.num_computed += count
+            self._advance(sequence, count)
             if sequence.num_pending > 0:
                 continue
             generation = by_id[sequence_id]
@@ -239,3 +280,12 @@ class Scheduler:
                 self.remove(sequence)
             delivered.append((sequence, generation))
         return delivered
+
+    def _advance(self, sequence: Sequence, count: int) -> None:
+        """Note that `count` more tokens are computed, and publish the blocks they have filled."""
+        size = self.blocks.block_size
+        first = sequence.num_computed // size
+        sequence.num_computed += count
+        if self.policy.has_prefix_cache:
+            for i in range(first, sequence.num_computed // size):
+                self.blocks.publish(sequence.blocks[i], sequence.block_key(i, size))

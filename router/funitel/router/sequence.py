@@ -1,6 +1,9 @@
 """The router's nouns: what a client asked for, and the growing list of tokens that answers it. Pure."""
 
+import hashlib
+from array import array
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from funitel.proto.step import SamplingParams, StoppingParams
 
@@ -25,6 +28,7 @@ class Request:
     top_n_tokens: int = 0
     inputs: str = ""
     add_special_tokens: bool = True
+    cache_salt: str = ""  # only requests of the same salt share computed prefixes
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +40,8 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_cached: int = 0  # tokens found computed when it last entered a step
+    _block_keys: list[bytes] = field(default_factory=list)
 
     @property
     def num_known(self) -> int:
@@ -46,3 +52,20 @@ class Sequence:
     def num_pending(self) -> int:
         """Known tokens whose KV is still to be computed; one while decoding."""
         return self.num_known - self.num_computed
+
+    def block_key(self, index: int, block_size: int) -> bytes:
+        """Key of the content of block `index`, whose tokens are known: SHA-256 over the block before it and its tokens.
+
+        The first block's predecessor is the hash of the salt, so that tenants with different salts share nothing.
+        """
+        while len(self._block_keys) <= index:
+            count = len(self._block_keys)
+            parent = self._block_keys[-1] if count else hashlib.sha256(self.request.cache_salt.encode()).digest()
+            first = count * block_size
+            known = self.request.input_ids
+            if first + block_size > len(known):  # rare: only blocks of a completion come here
+                known = tuple(islice(chain(known, self.output_ids), first, first + block_size))
+                first = 0
+            tokens = array("I", known[first : first + block_size])
+            self._block_keys.append(hashlib.sha256(parent + tokens.tobytes()).digest())
+        return self._block_keys[index]

@@ -41,6 +41,7 @@ class TokenStream:
     def __init__(self, request: Request, cancel: Callable[[], None]) -> None:
         self.request = request
         self.timings = Timings()
+        self.num_cached_tokens = 0  # of the prompt, found computed by an earlier request
         self._cancel = cancel
         self._events: asyncio.Queue[Generation | FunitelError] = asyncio.Queue()
         self._done = False
