@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,18 @@ def test_impossible_values_are_refused_in_one_line(tmp_path: Path, changes: dict
     config = json.loads((folder / "config.json").read_text())
     with pytest.raises(UnsupportedModel, match=message):
         spec_of(config | changes)
+
+
+def test_a_stretched_spec_is_that_of_a_checkpoint_with_linear_scaling(tmp_path: Path) -> None:
+    plain, linear = (save_tiny(family, tmp_path / family) for family in ("llama", "linear_rope"))
+    found, expected = (spec_of(json.loads((folder / "config.json").read_text())) for folder in (plain, linear))
+    stretched = found.stretched(2.0)
+    assert (stretched.rotary_scaling.kind, stretched.rotary_scaling.factor) == ("linear", 2.0)
+    assert stretched.max_position_embeddings == 2 * expected.max_position_embeddings
+    assert (
+        replace(stretched, max_position_embeddings=256).rotary_scaling.kind == expected.rotary_scaling.kind == "linear"
+    )
+    assert replace(stretched, max_position_embeddings=256, rotary_scaling=expected.rotary_scaling) == expected
 
 
 def test_unknown_rope_is_refused(tmp_path: Path) -> None:

@@ -279,6 +279,8 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "device": st.sampled_from(DEVICES),
     "dtype": st.none() | st.sampled_from(DTYPES),
     "quantize": st.none() | st.sampled_from(QUANTIZATIONS),
+    "rope_scaling": st.sampled_from([None, "linear"]),
+    "rope_factor": st.none() | st.floats(0.01, 1024),
     "block_size": COUNT,
     "cuda_memory_fraction": st.floats(0, 1, exclude_min=True),
     "num_threads": st.none() | COUNT,

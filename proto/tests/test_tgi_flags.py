@@ -445,3 +445,71 @@ def test_a_variable_that_is_no_boolean_is_named_with_its_value(
 
 def test_an_empty_variable_is_as_good_as_none() -> None:
     assert run("launcher", [], dict.fromkeys(("JSON_OUTPUT", "MAX_BATCH_SIZE", "QUANTIZE"), "")).failure is None
+
+
+# What TGI's launcher tells its children. Source: contract reference 2.8.
+
+SHARD_ENVIRON = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+    "CUDA_MEMORY_FRACTION": "0.8",
+    "SAFETENSORS_FAST_GPU": "1",
+    "HF_HUB_ENABLE_HF_TRANSFER": "1",
+    "ROPE_SCALING": "linear",
+    "ROPE_FACTOR": "2.0",
+    "MAX_TOTAL_TOKENS": "2048",
+    "MAX_BATCH_SIZE": "4",
+    "REQUEST_LOGPROBS": "1",
+    "CUDA_GRAPHS": "1,2,4,8,16,32",
+    "DISABLE_CUSTOM_KERNELS": "True",
+    "WATERMARK_GAMMA": "0.25",
+    "ATTENTION": "flashinfer",
+    "PREFIX_CACHING": "true",
+}
+
+
+def test_a_shard_understands_tgis_launcher() -> None:
+    argv = (
+        "--uds-path /tmp/text-generation-server --logger-level INFO --json-output --trust-remote-code --sharded "
+        "--quantize gptq --speculate 0 --dtype float16 --revision main "
+        "--otlp-service-name text-generation-inference.router --max-input-tokens 1024"
+    ).split()
+    settings = run("shard", argv, SHARD_ENVIRON).settings
+    assert (settings.rank, settings.world_size, settings.sharded) == (1, 2, True)
+    assert (settings.uds_path, settings.logger_level) == ("/tmp/text-generation-server", "INFO")
+    assert (settings.quantize, settings.dtype, settings.revision) == ("gptq", "float16", "main")
+    assert (settings.rope_scaling, settings.rope_factor) == ("linear", 2.0)
+    assert (settings.cuda_memory_fraction, settings.watermark_gamma) == (0.8, 0.25)
+    assert settings.enable_prefill_logprobs
+    assert settings.json_output
+
+
+@pytest.mark.parametrize("more", [[], ["--merge-lora"], ["--revision", "main", "--trust-remote-code"]])
+def test_a_download_understands_tgis_launcher(more: list[str]) -> None:
+    argv = ["--extension", ".safetensors", "--logger-level", "INFO", "--json-output", *more]
+    settings = run("download", argv, {"HF_HUB_ENABLE_HF_TRANSFER": "1"}).settings
+    assert settings == DownloadSettings(
+        model_id="a-model", json_output=True, revision="main" if "--revision" in more else None
+    )
+
+
+def test_a_router_understands_tgis_launcher() -> None:
+    argv = (
+        "--max-client-batch-size 4 --max-concurrent-requests 128 --max-best-of 2 --max-stop-sequences 4 "
+        "--max-top-n-tokens 5 --hostname 0.0.0.0 --port 80 --prometheus-port 9000 "
+        "--master-shard-uds-path /tmp/text-generation-server-0 --tokenizer-name org/model --payload-limit 2000000 "
+        "--max-input-tokens 1024 --max-total-tokens 2048 --max-batch-prefill-tokens 1024 --waiting-served-ratio 0.3 "
+        "--max-waiting-tokens 20 --validation-workers 2 --max-batch-total-tokens 8192 --max-batch-size 8 "
+        "--revision main --trust-remote-code --json-output --otlp-service-name text-generation-inference.router "
+        "--cors-allow-origin https://a --cors-allow-origin https://b --usage-stats off --disable-grammar-support "
+        "--tokenizer-config-path /data/tokenizer_config.json --api-key sesame"
+    ).split()
+    settings = run("router", argv, {"HOSTNAME": "3f2a"}).settings
+    assert (settings.tokenizer_name, settings.revision) == ("org/model", "main")
+    assert (settings.port, settings.prometheus_port, settings.hostname) == (80, 9000, "0.0.0.0")
+    assert settings.cors_allow_origin == ("https://a", "https://b")
+    assert (settings.max_batch_size, settings.api_key, settings.waiting_served_ratio) == (8, "sesame", 0.3)
+    assert settings.disable_grammar_support

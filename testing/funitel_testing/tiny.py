@@ -40,6 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "linear_rope": ("Llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
     "smollm": ("Llama", {"tie_word_embeddings": True, "rope_theta": 100000.0}),
     "mistral": ("Mistral", {"sliding_window": 24, "head_dim": 8}),
     "qwen2": ("Qwen2", {}),

@@ -49,6 +49,15 @@ class LauncherSettings:
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
     )
+    rope_scaling: str | None = _shard(
+        "rope_scaling",
+        "How rotary positions are stretched, instead of as the checkpoint says; linear when only a factor is given.",
+        choices=("linear",),
+        refused=REFUSED_VALUES["rope_scaling"],
+    )
+    rope_factor: float | None = _shard(
+        "rope_factor", "How far rotary positions, and with them the model's context, are stretched; 1 when not given."
+    )
     block_size: int = _shard("block_size", "Tokens per KV block.")
     num_threads: int | None = _shard(
         "num_threads", "Compute threads of each shard; the cores shared out evenly when not given."

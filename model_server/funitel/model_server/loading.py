@@ -15,6 +15,7 @@ from funitel.model_server.families import spec_of
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.quantization import check_flag
 from funitel.model_server.settings import ModelServerSettings
+from funitel.model_server.spec import ModelSpec, Position
 from funitel.model_server.text import TextCodec
 from funitel.model_server.watermark import Watermark
 from funitel.model_server.weights import Weights, read_json
@@ -32,7 +33,7 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     """
     device = choose_device(settings.device, settings.rank)
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
-    spec = spec_of(read_json(folder / "config.json"))
+    spec = _stretched(spec_of(read_json(folder / "config.json")), settings)
     HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)  # refuses too many ranks
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
     tier = None
@@ -57,6 +58,16 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
         loaded.footprint.held_bytes,
     )
     return Executor(spec, loaded.decoder, codec, parallel, options), _info(settings, options, loaded)
+
+
+def _stretched(spec: ModelSpec, settings: ModelServerSettings) -> ModelSpec:
+    """The spec with the rotary positions that the settings ask for."""
+    if settings.rope_scaling is None and settings.rope_factor is None:
+        return spec
+    if spec.position is not Position.ROTARY:
+        logger.warning("--rope-scaling and --rope-factor change nothing: %s has no rotary positions", spec.architecture)
+        return spec
+    return spec.stretched(settings.rope_factor or 1.0)
 
 
 def _options(

@@ -8,6 +8,7 @@ from funitel.proto.settings import require, setting
 
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+MOST_STRETCH = 1024.0  # of rotary positions; no model makes sense far beyond its trained context
 QUANTIZATIONS = ("gptq", "compressed-tensors", "int8", "q4")
 """What `--quantize` may ask of a checkpoint: the first two as its config.json names them, int8 and q4 the two kinds of
 compressed-tensors that `funitel-server quantize` writes."""
@@ -58,6 +59,15 @@ class ModelServerSettings:
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
     )
+    rope_scaling: str | None = setting(
+        None,
+        "How rotary positions are stretched, instead of as the checkpoint says; linear when only a factor is given.",
+        choices=("linear",),
+        refused=REFUSED_VALUES["rope_scaling"],
+    )
+    rope_factor: float | None = setting(
+        None, "How far rotary positions, and with them the model's context, are stretched; 1 when not given."
+    )
     block_size: int = setting(16, "Tokens per KV block.")
     cuda_memory_fraction: float = setting(1.0, "Share of the free device memory that the KV pool may take.")
     num_threads: int | None = setting(None, "Compute threads; the cores this process may use when not given.")
@@ -89,6 +99,10 @@ class ModelServerSettings:
         require(
             self.sharded or self.world_size == 1,
             f"WORLD_SIZE is {self.world_size}: add --sharded to join the other ranks",
+        )
+        require(
+            self.rope_factor is None or 0.0 < self.rope_factor <= MOST_STRETCH,
+            f"--rope-factor must be within (0, {MOST_STRETCH:g}], given {self.rope_factor}",
         )
         require(self.block_size > 0, f"--block-size must be > 0, given {self.block_size}")
         require(

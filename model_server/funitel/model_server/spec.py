@@ -3,7 +3,7 @@
 `families` maps a Hugging Face `config.json` to a ModelSpec; `decoder` runs any of them. No torch here.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -93,6 +93,13 @@ class ModelSpec:
     is_tied: bool = False
     sliding_windows: tuple[int | None, ...] = ()  # per layer, in tokens; empty: none
     names: TensorNames = field(default_factory=TensorNames)
+
+    def stretched(self, factor: float) -> "ModelSpec":
+        """The spec with all rotary positions divided by `factor`, and a context that many times as long."""
+        context = int(self.max_position_embeddings * factor)
+        return replace(
+            self, rotary_scaling=RotaryScaling(kind="linear", factor=factor), max_position_embeddings=context
+        )
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full attention."""

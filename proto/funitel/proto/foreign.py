@@ -185,20 +185,6 @@ REFUSED: tuple[Refused, ...] = (
     ),
     Refused(name="otlp_endpoint", flag=("launcher", "router", "shard"), why="spans are not exported yet"),
     Refused(
-        name="rope_scaling",
-        flag=("launcher",),
-        variable=("shard",),
-        choices=("linear", "dynamic"),
-        why="rotations are as the checkpoint says",
-    ),
-    Refused(
-        name="rope_factor",
-        flag=("launcher",),
-        variable=("shard",),
-        kind=float,
-        why="rotations are as the checkpoint says",
-    ),
-    Refused(
         name="weights_cache_override",
         flag=("launcher",),
         variable=("shard", "download"),
@@ -228,6 +214,9 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
         ),
         "such weights can neither be read nor made; serve a checkpoint that is not quantised, or quantised by GPTQ",
     ),
+    "rope_scaling": {
+        "dynamic": "rotations would depend on what shares the batch; give linear, which stretches them for all",
+    },
 }
 
 
