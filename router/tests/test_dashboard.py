@@ -55,6 +55,7 @@ def test_what_operators_look_for_is_drawn() -> None:
         "funitel_inter_token_latency_seconds",
         "tgi_queue_size",
         "funitel_blocks",
+        "funitel_prefix_cache_hit_tokens_total",
         "tgi_request_failure",
     ):
         assert name in drawn

@@ -99,6 +99,14 @@ async def test_a_cancelled_sequence_is_in_no_later_step(tmp_path: Path) -> None:
         assert "funitel_cancelled_total 1.0" in metrics.exposition().decode()
 
 
+async def test_cancellations_are_counted(tmp_path: Path) -> None:
+    async with running(tmp_path) as (engine, _, metrics):
+        async with engine.submit(request(max_new_tokens=100)) as stream:
+            await anext(aiter(stream))
+        await run(engine, request(max_new_tokens=2))
+        assert metrics.registry.get_sample_value("funitel_cancelled_total") == 1.0
+
+
 async def test_the_last_one_to_leave_clears_the_cache(tmp_path: Path) -> None:
     async with running(tmp_path) as (engine, (fake,), metrics):
         async with engine.submit(request(5, 100)) as stream:

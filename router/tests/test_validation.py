@@ -227,3 +227,10 @@ def test_parameters_beyond_tgis_reach_the_shards() -> None:
     assert sampling.logit_bias == ((7, -100.0), (0, 2.5))
     assert sampling.watermark is True
     assert sampling.raw_logprobs is True
+
+
+@pytest.mark.parametrize("wanted", [1, 1024, 1025, 1500, 2990])
+def test_a_long_answer_is_as_long_as_asked(wanted: int) -> None:
+    """TGI goes on in slices of 1024 tokens and returns up to the next multiple (contract 5.4)."""
+    asked = build_request(GenerateParameters(max_new_tokens=wanted), "Hi", [1] * 10, LIMITS)
+    assert asked.stopping.max_new_tokens == wanted

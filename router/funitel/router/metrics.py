@@ -38,7 +38,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 def _linear(top: int) -> tuple[float, ...]:
     """TGI's hundred equal buckets up to `top`."""
-    return tuple(top / 100 * k for k in range(1, 101))
+    return tuple(top * k / 100 for k in range(1, 101))
 
 
 class Metrics:

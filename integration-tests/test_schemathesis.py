@@ -1,0 +1,56 @@
+"""Whatever our OpenAPI document allows, and much that it does not, is answered as it says: never with a 5xx."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from funitel_testing.servers import Server, serving
+
+CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
+# A short context: a request that names no limit generates to its end.
+FLAGS = (
+    "--dtype",
+    "float32",
+    "--max-batch-total-tokens",
+    "4096",
+    "--max-total-tokens",
+    "48",
+    "--max-input-tokens",
+    "32",
+)
+SHORT = ("--phases", "fuzzing", "--max-examples", "24", "--generation-deterministic")
+FULL = ("--phases", "coverage,fuzzing", "--max-examples", "60")
+LEAST_CASES, LEAST_CASES_FULL = 250, 5000
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A tiny server that shall outlive every case."""
+    with serving(tmp_path_factory.mktemp("server"), "--model-id", str(tiny_model), *FLAGS) as running:
+        yield running
+        assert "Traceback" not in running.log.read_text(), running.tail()
+        assert running.process.poll() is None
+
+
+def test_the_document_holds(server: Server, tmp_path: Path, is_full: bool, figures: dict[str, object]) -> None:
+    """Run schemathesis over every operation of the served document."""
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+    command += ["--checks", ",".join(CHECKS), "--continue-on-failure", "--no-color", "--no-shrink"]
+    command += ["--report", "json", "--report-json-path", str(report), *(FULL if is_full else SHORT)]
+    environ = os.environ | {"SCHEMATHESIS_HOOKS": "funitel_testing.schemathesis_hooks"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environ, cwd=tmp_path)
+    assert report.exists(), ended.stdout + ended.stderr
+    found: dict[str, Any] = json.loads(report.read_text())
+    assert found["failures"] == [], ended.stdout
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert found["operations"]["tested"] == found["operations"]["total"]
+    num_cases = found["test_cases"]["generated"]
+    assert num_cases >= (LEAST_CASES_FULL if is_full else LEAST_CASES), ended.stdout
+    figures["schemathesis cases without a failure"] = num_cases
