@@ -1,0 +1,60 @@
+"""The formats models write tool calls in: one row each. A new format is a row, and a parser if none fits."""
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+
+from funitel.router.chat.pieces import Parser
+from funitel.router.chat.tool_parsers import BareJsonParser, MarkedParser, MistralParser
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How calls are written.
+
+    `signature` is what a chat template of the family contains. `markers` must reach the parser even where they are
+    special tokens. `parser` makes a parser for one answer, given the names of the request's tools.
+    """
+
+    name: str
+    signature: str | None
+    markers: tuple[str, ...]
+    parser: Callable[[Set[str]], Parser]
+
+
+def _anything(name: str) -> bool:
+    """Where a marker says that this is a call, an unknown name is for the client to see."""
+    return True
+
+
+TOOL_FORMATS = (
+    ToolFormat(
+        "hermes",
+        "<tool_call>",
+        ("<tool_call>", "</tool_call>"),
+        lambda names: MarkedParser(_anything, "<tool_call>", "</tool_call>"),
+    ),
+    ToolFormat(
+        "mistral",
+        "[TOOL_CALLS]",
+        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+        lambda names: MistralParser(_anything),
+    ),
+    ToolFormat(
+        "llama3_json",
+        PYTHON_TAG,
+        (PYTHON_TAG,),
+        lambda names: BareJsonParser(names.__contains__, PYTHON_TAG),
+    ),
+    ToolFormat("json", None, (), lambda names: BareJsonParser(names.__contains__)),
+)
+BY_NAME = {format.name: format for format in TOOL_FORMATS}
+
+
+def detect_tool_format(template_source: str) -> ToolFormat:
+    """Return the format a chat template writes earlier calls in, or bare JSON."""
+    for format in TOOL_FORMATS:
+        if format.signature is not None and format.signature in template_source:
+            return format
+    return BY_NAME["json"]
