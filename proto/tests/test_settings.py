@@ -17,7 +17,7 @@ from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelS
 from funitel.proto.errors import SettingsError, WeightsError
 from funitel.proto.options import flag_of, variable_of
 from funitel.proto.settings import as_command, project, require, run_app, setting, to_argv
-from funitel.router.settings import RouterSettings
+from funitel.router.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, RouterSettings
 
 T = TypeVar("T")
 
@@ -253,6 +253,8 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "max_waiting_tokens": st.integers(0, 10**9),
     "max_client_batch_size": COUNT,
     "disable_grammar_support": st.booleans(),
+    "tool_call_parser": st.sampled_from(TOOL_CALL_PARSERS),
+    "reasoning_parser": st.sampled_from(REASONING_PARSERS),
     "validation_workers": COUNT,
     "payload_limit": COUNT,
     "api_key": st.none() | TEXT,

@@ -161,6 +161,8 @@ async def test_parameters_reach_the_engine(client: httpx.AsyncClient, engine: Fa
     assert not engine.requests[1].sampling.is_sampled
 
 
+# What a template that knows no tools is given of it.
+USED = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 USE = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": "Paris"}}
 
 
@@ -203,7 +205,7 @@ USE = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": 
                     },
                 ]
             },
-            "[user]a\n[assistant]\n[tool]sunny\n[user]and?\n[assistant]",
+            f"[user]a\n[assistant]{USED}\n[tool]sunny\n[user]and?\n[assistant]",
         ),
         (
             {
@@ -223,11 +225,12 @@ USE = {"type": "tool_use", "id": "t1", "name": "get_weather", "input": {"city": 
                     },
                 ]
             },
-            "[user]a\n[assistant]\n[tool]Error: no\ncity\n[assistant]",
+            f"[user]a\n[assistant]{USED}\n[tool]Error: no\ncity\n[assistant]",
         ),
     ],
 )
 async def test_prompts(client: httpx.AsyncClient, engine: FakeEngine, fields: Any, prompt: str) -> None:
+    engine.limits = Limits(max_input_tokens=200, max_total_tokens=300, pool_tokens=1000)
     await whole(client, **fields)
     assert engine.requests[0].inputs == prompt
     body = {"model": "m", "messages": ask()["messages"]} | fields

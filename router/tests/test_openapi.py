@@ -34,6 +34,9 @@ DELIBERATE = {
     "POST /generate_stream 500 text/event-stream": _REAL_STATUS,
     "ChatRequest.max_tokens": _REFUSED_TOO,
     "ChatRequest.messages": "a chat without messages has no prompt",
+    "ChatRequest.logit_bias": "OpenAI's map; TGI documents a list and ignores it (contract 6.1)",
+    "ChatRequest.n": "honoured, so bounded; TGI ignores it",
+    "FunctionDefinition.arguments": "a schema is an object; TGI takes anything and puts its text before the model",
 }
 LATER = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/invocations"}
 

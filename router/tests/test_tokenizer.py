@@ -16,7 +16,8 @@ USER = {"role": "user", "content": "Hi"}
 
 
 def render(source: str, *messages: dict[str, Any], **special_tokens: str) -> str:
-    return ChatTemplate(source, special_tokens).render(messages or (USER,))
+    turns = messages or (USER,)
+    return ChatTemplate(source, special_tokens).render(turns, continues=turns[-1]["role"] == "assistant")
 
 
 async def prompt(folder: Path, config_path: str | None = None) -> str:

@@ -155,9 +155,12 @@ def test_the_result_does_not_depend_on_the_portions(name: str, fragments: list[s
     assert parse(make(), list(text)) == whole
 
 
+TEXTS = st.text(max_size=6)
+
+
 @settings(max_examples=50, deadline=None)
 @given(
-    arguments=st.dictionaries(st.text(), st.recursive(st.text() | st.integers() | st.none(), st.lists), max_size=4),
+    arguments=st.dictionaries(TEXTS, TEXTS | st.integers() | st.lists(TEXTS, max_size=2), max_size=3),
     name=st.sampled_from(sorted(NAMES)),
     format=st.sampled_from(sorted(BY_NAME)),
     indent=st.sampled_from([None, 1]),

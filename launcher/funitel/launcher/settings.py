@@ -6,7 +6,13 @@ from typing import Any
 from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
 from funitel.proto.foreign import REFUSED_VALUES
 from funitel.proto.settings import require, setting
-from funitel.router.settings import RouterSettings, check_prometheus_port, check_token_limits
+from funitel.router.settings import (
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    RouterSettings,
+    check_prometheus_port,
+    check_token_limits,
+)
 
 _SHARD = {field.name: field.default for field in fields(ModelServerSettings) if field.default is not MISSING}
 _ROUTER = {field.name: field.default for field in fields(RouterSettings)}
@@ -127,6 +133,16 @@ class LauncherSettings:
     )
     max_client_batch_size: int = _router("max_client_batch_size", "Most prompts of one completions request.")
     disable_grammar_support: bool = _router("disable_grammar_support", "Refuse requests that ask for a grammar.")
+    tool_call_parser: str = _router(
+        "tool_call_parser",
+        "How the model writes tool calls; told from its chat template when auto.",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = _router(
+        "reasoning_parser",
+        "How the model marks what it thinks before it answers; told from its chat template when auto.",
+        choices=REASONING_PARSERS,
+    )
     payload_limit: int = _router("payload_limit", "Largest request body in bytes.")
     api_key: str | None = _router("api_key", "Bearer token that requests must carry.")
     cors_allow_origin: tuple[str, ...] = _router(

@@ -11,7 +11,8 @@ Handlers and the servicer map by attribute, never by `isinstance` ladders.
     │   ├── TemplateError         the chat template refused the messages
     │   ├── NoInstances           Vertex AI: nothing to predict
     │   ├── NotUtf8               KServe: bytes that are no text
-    │   └── LengthMismatch        KServe: another number of outputs than inputs
+    │   ├── LengthMismatch        KServe: another number of outputs than inputs
+    │   └── ToolError             tools and what is asked of them do not fit together
     ├── Unauthorized              missing or wrong API key
     ├── Overloaded                too many requests at once
     ├── NotReady                  starting or draining
@@ -112,6 +113,13 @@ class LengthMismatch(InvalidRequest):
     """A KServe request that wants another number of outputs than it has inputs."""
 
     error_type = "length mismatch"
+
+
+class ToolError(InvalidRequest):
+    """Tools, and what is asked of them, do not fit together."""
+
+    error_type = "tool_error"
+    prefix = "Tool error: "
 
 
 class Unauthorized(FunitelError):

@@ -74,32 +74,49 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raise TemplateError when `source` is not a valid template."""
+        self.source = source
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the model's chat template is not valid: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt that asks for the next message, or that goes on with one the assistant began.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
+        add_generation_prompt: bool | None = None,
+    ) -> str:
+        """Return the prompt that asks for the next message, or that goes on with the last one.
+
+        Args:
+            messages: what was said, as the template wants it.
+            tools: functions the model may call, as OpenAI describes them.
+            variables: what else the template may use.
+            continues: whether the last message is to be gone on with.
+            add_generation_prompt: whether the next message is begun; it is by default, unless the last one goes on.
 
         Raises:
             TemplateError: the template refused the messages.
         """
         *earlier, last = messages
-        if last["role"] != "assistant":
-            return self._render(messages, add_generation_prompt=True)
+        begins = not continues if add_generation_prompt is None else add_generation_prompt
+        more = {**self._special_tokens, **(variables or {}), "tools": tools}
+        if not continues:
+            return self._render(messages, more, begins)
         if not last["content"].strip():
-            return self._render(earlier, add_generation_prompt=True)
-        return _cut_after(self._render(messages, add_generation_prompt=False), last["content"])
+            return self._render(earlier, more, True)
+        return _cut_after(self._render(messages, more, begins), last["content"])
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], add_generation_prompt: bool
+    ) -> str:
         try:
             return self._template.render(
-                messages=list(messages),
-                tools=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                {**variables, "messages": list(messages), "add_generation_prompt": add_generation_prompt}
             )
         except _TEMPLATE_FAILURES as error:
             raise TemplateError(str(error) or type(error).__name__) from error

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's routes, in and out, as typed records.
+"""OpenAI's chat request, its errors and its list of models, as typed records.
 
 Every field of OpenAI's chat request is known here and falls in one of three groups: it is honoured; it only
 concerns OpenAI's service and is accepted; or it would change the answer and is refused by name, unless it
@@ -7,97 +7,45 @@ asks for nothing.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, Field
 
 from funitel.proto.errors import InvalidRequest
-from funitel.router.chat.call import ChatCall, ChatMessage
+from funitel.router.chat.call import ChatCall
 from funitel.router.chat.sampling import ChatSampling
-from funitel.router.schema_types import F32, U32, Body, StopList, is_none
+from funitel.router.schema_openai_messages import Message, OpenAIBody
+from funitel.router.schema_openai_tools import (
+    ResponseFormat,
+    ToolChoiceObject,
+    ToolDefinition,
+    tools_and_choice,
+)
+from funitel.router.schema_types import F32, U32, StopList
 
 U64_RANGE = 2**64
+MAX_CHOICES = 128  # OpenAI's
 
 # Fields that would change the answer, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "logit_bias": (None, {}, []),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, [], ["text"]),
     "audio": (None,),
-    "reasoning_effort": (None, "none"),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
     "moderation": (None,),
 }
 
 
-class OpenAIBody(Body):
-    """A body whose unknown fields are errors."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-# Requests
+def _no_list(value: Any) -> Any:
+    """TGI's document says `logit_bias` is a list; an empty one asks for nothing."""
+    return None if value == [] else value
 
 
-class TextPart(OpenAIBody):
-    """A part of a message's content; text is the only kind."""
-
-    type: str
-    text: str = ""
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
-    refusal: Any = None
-    cache_control: Any = None
-    prompt_cache_breakpoint: Any = None
-
-    @field_validator("type")
-    @classmethod
-    def _is_text(cls, value: str) -> str:
-        if value != "text":
-            raise ValueError(f"content of type `{value}` is not supported, only `text`")
-        return value
-
-
-def _as_parts(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-class Message(OpenAIBody):
-    """One message of a chat. Fields copied from answers are accepted where they ask for nothing."""
-
-    role: str
-    content: Annotated[
-        list[TextPart] | None, BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart] | None)
-    ] = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: Any = None
-    function_call: Any = None
-    audio: Any = None
-    refusal: str | None = None
-    annotations: Any = None
-
-    @field_validator("tool_calls", "function_call", "audio")
-    @classmethod
-    def _asks_for_nothing(cls, value: Any) -> Any:
-        if value not in (None, []):
-            raise ValueError("is not supported in messages")
-        return value
-
-    @property
-    def text(self) -> str:
-        """The content's parts, joined."""
-        return "".join(part.text for part in self.content or ())
-
-    @property
-    def message(self) -> ChatMessage:
-        """The message in the words of the chat core."""
-        return ChatMessage(role=self.role, text=self.text, name=self.name, tool_call_id=self.tool_call_id)
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+LogitBias = Annotated[
+    dict[TokenId, Annotated[F32, Field(ge=-100, le=100)]] | None,
+    BeforeValidator(_no_list, json_schema_input_type=dict[str, float] | None),
+]
 
 
 class StreamOptions(OpenAIBody):
@@ -107,37 +55,85 @@ class StreamOptions(OpenAIBody):
     include_obfuscation: bool | None = Field(default=None, description="Accepted; chunks are never padded.")
 
 
-class ChatRequest(OpenAIBody):
-    """A chat to answer."""
+class SamplingFields(OpenAIBody):
+    """What chats and completions say alike of how tokens are chosen."""
 
-    messages: list[Message] = Field(min_length=1)
     model: str | None = Field(default=None, description="Any name; echoed in the answer.")
-    max_tokens: Annotated[U32, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[U32, Field(ge=1)] | None = Field(
-        default=None, description="Wins over `max_tokens`."
-    )
+    max_tokens: U32 | None = None
     temperature: Annotated[F32, Field(ge=0)] | None = Field(default=None, description="0 takes the likeliest token.")
     top_p: Annotated[F32, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(default=None, description="-1 and 0 are off.")
+    min_p: Annotated[F32, Field(ge=0, le=1)] | None = Field(
+        default=None, description="Least probability of a token, as a share of the likeliest one's."
+    )
     frequency_penalty: Annotated[F32, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[F32, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[F32, Field(gt=0)] | None = Field(default=None, description="As on `/generate`.")
+    logit_bias: LogitBias = Field(default=None, description="Token ids to what is added to their scores.")
     stop: StopList = Field(default_factory=list)
+    ignore_eos: bool | None = Field(default=None, description="Whether to go on after the model's end token.")
     seed: Annotated[int, Field(ge=-(2**63), lt=U64_RANGE)] | None = None
+    n: Annotated[U32, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="Answers to generate.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    logprobs: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream shall end with a count of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check_stream_options(self) -> None:
+        """Raise InvalidRequest when they are given without a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("`stream_options` needs `stream` to be true", "stream_options")
+
+    def sampling(self, *, max_tokens: int | None, top_logprobs: int | None) -> ChatSampling:
+        """The same wishes in the words of the chat core."""
+        return ChatSampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k if (self.top_k or 0) > 0 else None,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=tuple((int(token_id), bias) for token_id, bias in (self.logit_bias or {}).items()),
+            seed=self.seed,
+            max_tokens=max_tokens,
+            stop=tuple(self.stop),
+            ignore_eos=bool(self.ignore_eos),
+            top_logprobs=top_logprobs,
+        )
+
+
+class ChatRequest(SamplingFields):
+    """A chat to answer."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: Annotated[U32, Field(ge=1)] | None = Field(
+        default=None, description="Wins over `max_tokens`."
+    )
+    max_tokens: Annotated[U32, Field(ge=1)] | None = None
+    logprobs: bool | None = Field(default=None, description="The model's own, before any processing.")
     top_logprobs: U32 | None = None
+    tools: list[ToolDefinition] | None = None
+    tool_choice: str | ToolChoiceObject | None = Field(
+        default=None, description="`auto`, `none`, `required`, or a function by its name."
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="Whether an answer may have several calls.")
+    tool_prompt: str | None = Field(default=None, description="TGI's: what the model is told of the tools.")
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = Field(default=None, description="Where the model's template knows it.")
+    continue_final_message: bool | None = Field(
+        default=None, description="Whether to go on with the last message; by default if it is the assistant's."
+    )
+    add_generation_prompt: bool | None = Field(default=None, description="Whether the prompt begins the answer.")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables for the template.")
     # Refused when they ask for something.
-    n: U32 | None = None
-    logit_bias: Any = None
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     modalities: Any = None
     audio: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None
     moderation: Any = None
@@ -146,13 +142,11 @@ class ChatRequest(OpenAIBody):
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
-    parallel_tool_calls: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     prediction: Any = None
-    tool_prompt: Any = Field(default=None, description="TGI's; concerns tools only.")
 
     def refuse_unsupported(self) -> None:
         """Raise InvalidRequest for the first field that asks for what is not there."""
@@ -161,117 +155,36 @@ class ChatRequest(OpenAIBody):
                 raise InvalidRequest(f"`{name}` is not supported", name)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`logprobs` must be true when `top_logprobs` is set", "top_logprobs")
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("`stream_options` needs `stream` to be true", "stream_options")
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream shall end with a count of tokens."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        self.check_stream_options()
 
     @property
     def call(self) -> ChatCall:
-        """The same wishes in the words of the chat core."""
+        """The same wishes in the words of the chat core.
+
+        Raises:
+            InvalidRequest: `tool_choice` or `response_format` make no sense.
+        """
+        tools, choice = tools_and_choice(self.tools, self.tool_choice)
         return ChatCall(
             messages=tuple(message.message for message in self.messages),
-            sampling=ChatSampling(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                repetition_penalty=self.repetition_penalty,
-                presence_penalty=self.presence_penalty or 0.0,
-                frequency_penalty=self.frequency_penalty or 0.0,
-                seed=self.seed,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            tool_prompt=self.tool_prompt,
+            grammar=None if self.response_format is None else self.response_format.grammar(),
+            sampling=self.sampling(
                 max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
-                stop=tuple(self.stop),
                 top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             ),
+            n=self.n or 1,
+            reasoning_effort=self.reasoning_effort,
+            continue_final_message=self.continue_final_message,
+            add_generation_prompt=self.add_generation_prompt,
+            template_variables=self.chat_template_kwargs or {},
         )
 
 
-# Answers
-
-
-class TokenLogprob(BaseModel):
-    """A token with its log-probability and its bytes."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ContentLogprob(TokenLogprob):
-    """A token of the answer, with the likeliest ones at its place."""
-
-    top_logprobs: list[TokenLogprob]
-
-
-class Logprobs(BaseModel):
-    """Log-probabilities of the answer's tokens."""
-
-    content: list[ContentLogprob]
-
-
-class AnswerMessage(BaseModel):
-    """The answer."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-
-
-class ChatChoice(BaseModel):
-    """The answer and why it ended."""
-
-    index: int = 0
-    message: AnswerMessage
-    logprobs: Logprobs | None
-    finish_reason: str = Field(description="`stop` or `length`.")
-
-
-class Usage(BaseModel):
-    """Tokens of the prompt and of the answer."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class _ChatHead(BaseModel):
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
-
-
-class ChatCompletion(_ChatHead):
-    """An answered chat."""
-
-    object: Literal["chat.completion"] = "chat.completion"
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class Delta(BaseModel):
-    """What a chunk adds to the answer."""
-
-    role: Literal["assistant"] | None = Field(default=None, exclude_if=is_none)
-    content: str | None = Field(default=None, exclude_if=is_none)
-
-
-class ChunkChoice(BaseModel):
-    """One step of the answer; the last says why it ended."""
-
-    index: int = 0
-    delta: Delta
-    logprobs: Logprobs | None = None
-    finish_reason: str | None = None
-
-
-class ChatCompletionChunk(_ChatHead):
-    """One event of a streamed answer."""
-
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[ChunkChoice]
-    usage: Usage | None = None
+# Models and errors
 
 
 class Model(BaseModel):

@@ -14,7 +14,8 @@ from funitel.router.schema import (
     GenerateResponse,
     StreamResponse,
 )
-from funitel.router.schema_openai import ChatCompletion, ChatCompletionChunk, ChatRequest
+from funitel.router.schema_openai import ChatRequest
+from funitel.router.schema_openai_answers import ChatCompletion, ChatCompletionChunk
 from funitel.router.schema_types import NativeBody
 
 # SageMaker: told apart by the field that only one of them has.

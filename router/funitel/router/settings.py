@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from funitel.proto.settings import require, setting
 
+TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
+REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
 MOST_TOKENS = 2**32 - 1  # the wire counts tokens in 32 bits
 
 
@@ -51,6 +53,16 @@ class RouterSettings:
     )
     max_client_batch_size: int = setting(4, "Most prompts of one completions request.")
     disable_grammar_support: bool = setting(False, "Refuse requests that ask for a grammar.")
+    tool_call_parser: str = setting(
+        "auto",
+        "How the model writes tool calls; told from its chat template when auto.",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "How the model marks what it thinks before it answers; told from its chat template when auto.",
+        choices=REASONING_PARSERS,
+    )
     validation_workers: int = setting(2, "Threads that tokenize prompts.")
     payload_limit: int = setting(2_000_000, "Largest request body in bytes.")
     api_key: str | None = setting(None, "Bearer token that requests must carry.")

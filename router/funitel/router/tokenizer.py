@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,13 @@ class Tokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, self._encode, text, add_special_tokens)
 
-    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Render a chat; encode the result without special tokens, for the template wrote them.
+    @property
+    def template_source(self) -> str:
+        """Text of the chat template; empty when there is none."""
+        return "" if isinstance(self._template, TemplateError) else self._template.source
+
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **wishes: Any) -> str:
+        """Render a chat with the wishes `ChatTemplate.render` takes; encode the result without special tokens.
 
         Raises:
             TemplateError: there is no template, or it refused the messages.
@@ -85,7 +91,7 @@ class Tokenizer:
         if isinstance(self._template, TemplateError):
             raise TemplateError(self._template.message)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, self._template.render, messages)
+        return await loop.run_in_executor(self._workers, partial(self._template.render, messages, **wishes))
 
     def close(self) -> None:
         """Let the threads end."""

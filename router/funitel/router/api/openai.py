@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.router.api.bodies import read_body
-from funitel.router.api.errors import openai_error
+from funitel.router.api.errors import openai_error, renaming
 from funitel.router.api.inference import generation_route, service_of
 from funitel.router.chat import (
     ChatAnswer,
@@ -17,29 +17,43 @@ from funitel.router.chat import (
     Finished,
     Part,
     PreparedChat,
+    ReasoningDelta,
     ScoredToken,
     Started,
     TextDelta,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallStart,
     prepare_chat,
 )
-from funitel.router.schema_openai import (
+from funitel.router.schema_openai import ChatRequest, Model, ModelList
+from funitel.router.schema_openai_answers import (
+    AnsweredToolCall,
     AnswerMessage,
+    CalledFunction,
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
-    ChatRequest,
     ChunkChoice,
+    CompletionTokensDetails,
     ContentLogprob,
     Delta,
+    FunctionDelta,
     Logprobs,
-    Model,
-    ModelList,
     TokenLogprob,
+    ToolCallDelta,
     Usage,
 )
 from funitel.router.service import Service
 from funitel.router.sse import EventStream, run_until_disconnect
 
+# Native names of what a chat calls otherwise.
+NATIVE_NAMES = {
+    "inputs": "messages",
+    "max_new_tokens": "max_tokens",
+    "top_n_tokens": "top_logprobs",
+    "grammar": "response_format",
+}
 LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
 
 
@@ -58,14 +72,19 @@ async def chat_completions(http: HttpRequest) -> Response:
     body = await read_body(http, ChatRequest, service.settings.payload_limit)
     body.refuse_unsupported()
     if body.stream:
-        chat = await prepare_chat(service, body.call, stream=True, arrived=arrived)
+        chat = await _prepare(service, body, arrived)
         return EventStream(_events(service, chat, body), openai_error, done=True, headers=chat.stream_headers)
     completion, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
     return Response(completion.model_dump_json(), headers=headers, media_type="application/json")
 
 
+async def _prepare(service: Service, body: ChatRequest, arrived: float) -> PreparedChat:
+    with renaming(NATIVE_NAMES):
+        return await prepare_chat(service, body.call, stream=bool(body.stream), arrived=arrived)
+
+
 async def _complete(service: Service, body: ChatRequest, arrived: float) -> tuple[ChatCompletion, dict[str, str]]:
-    chat = await prepare_chat(service, body.call, stream=False, arrived=arrived)
+    chat = await _prepare(service, body, arrived)
     answers, headers = await chat.run()
     choices = [_choice(index, answer, body) for index, answer in enumerate(answers)]
     completion = ChatCompletion(
@@ -75,12 +94,24 @@ async def _complete(service: Service, body: ChatRequest, arrived: float) -> tupl
 
 
 def _choice(index: int, answer: ChatAnswer, body: ChatRequest) -> ChatChoice:
+    calls = [_tool_call(call) for call in answer.tool_calls]
+    reasoning = answer.reasoning or None
+    message = AnswerMessage(
+        content=None if calls and not answer.text else answer.text,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+        tool_calls=calls or None,
+    )
     return ChatChoice(
         index=index,
-        message=AnswerMessage(content=answer.text),
+        message=message,
         logprobs=_logprobs(body, answer.tokens),
         finish_reason=_finish_reason(answer.finished),
     )
+
+
+def _tool_call(call: ToolCall) -> AnsweredToolCall:
+    return AnsweredToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
 
 
 async def _events(service: Service, chat: PreparedChat, body: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
@@ -98,10 +129,19 @@ async def _events(service: Service, chat: PreparedChat, body: ChatRequest) -> As
 
 def _chunk_choices(index: int, part: Part, body: ChatRequest) -> Iterator[ChunkChoice]:
     match part:
-        case Started():
-            yield ChunkChoice(index=index, delta=Delta(role="assistant", content=""))
+        case Started():  # what may become nothing but calls has no content yet
+            yield ChunkChoice(index=index, delta=Delta(role="assistant", content=None if body.tools else ""))
         case TextDelta():
             yield ChunkChoice(index=index, delta=Delta(content=part.text), logprobs=_logprobs(body, part.tokens))
+        case ReasoningDelta():
+            yield ChunkChoice(index=index, delta=Delta(reasoning_content=part.text, reasoning=part.text))
+        case ToolCallStart():
+            function = FunctionDelta(name=part.name, arguments="")
+            call = ToolCallDelta(index=part.index, id=part.id, type="function", function=function)
+            yield ChunkChoice(index=index, delta=Delta(tool_calls=[call]))
+        case ToolCallArguments():
+            call = ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.delta))
+            yield ChunkChoice(index=index, delta=Delta(tool_calls=[call]))
         case Finished():
             yield ChunkChoice(index=index, delta=Delta(), finish_reason=_finish_reason(part))
 
@@ -129,7 +169,13 @@ def _head(service: Service, body: ChatRequest) -> dict[str, Any]:
 def _usage(ends: Sequence[Finished]) -> Usage:
     prompt = ends[0].usage.prompt_tokens
     completion = sum(end.usage.completion_tokens for end in ends)
-    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    reasoning = sum(end.usage.reasoning_tokens for end in ends)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning),
+    )
 
 
 def _logprobs(body: ChatRequest, tokens: Sequence[ScoredToken]) -> Logprobs | None:

@@ -26,12 +26,11 @@ from funitel.router.schema_anthropic import (
     TokenCount,
 )
 from funitel.router.schema_openai import (
-    ChatCompletion,
-    ChatCompletionChunk,
     ChatRequest,
     ModelList,
     OpenAIErrorResponse,
 )
+from funitel.router.schema_openai_answers import ChatCompletion, ChatCompletionChunk
 from funitel.router.schema_platforms import (
     KserveLive,
     KserveMetadata,

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import Any
 
 from funitel.router.chat.sampling import ChatSampling
+from funitel.router.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +68,20 @@ class ToolChoice:
 class ChatCall:
     """One request for `n` answers to a conversation.
 
-    `template_variables` reach the chat template as they are.
+    An answer goes on with a last message of the assistant and follows any other, unless `continue_final_message` or
+    `add_generation_prompt` say otherwise. `template_variables` reach the chat template as they are. `tool_prompt`
+    takes the place of what a model is told of tools where its template does not tell it.
     """
 
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    tool_prompt: str | None = None
+    grammar: Grammar | None = None  # what the text must follow; not together with tools
     sampling: ChatSampling = field(default_factory=ChatSampling)
     n: int = 1
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)

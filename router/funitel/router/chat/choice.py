@@ -1,7 +1,23 @@
 """One choice of an answer: what a sequence generates, step by step, becomes parts."""
 
+import uuid
+from collections.abc import Iterable, Iterator
+
 from funitel.proto.step import FinishReason, GeneratedText, Generation
-from funitel.router.chat.parts import ChatUsage, EndReason, Finished, Part, ScoredToken, Started, TextDelta
+from funitel.router.chat.parts import (
+    ChatUsage,
+    EndReason,
+    Finished,
+    Part,
+    ReasoningDelta,
+    Started,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+)
+from funitel.router.chat.pieces import CallArguments, CallStart, Parser, Piece, Text, Thought
+from funitel.router.chat.prompt import ChatPrompt
+from funitel.router.chat.reasoning import ReasoningParser
 from funitel.router.chat.transcript import Transcript
 from funitel.router.sequence import Request
 
@@ -9,11 +25,16 @@ from funitel.router.sequence import Request
 class Choice:
     """Feed generations of one sequence; get parts."""
 
-    def __init__(self, request: Request, top_logprobs: int | None) -> None:
+    def __init__(self, request: Request, prompt: ChatPrompt, *, top_logprobs: int | None, parallel_calls: bool) -> None:
+        """`top_logprobs` None: no tokens with their log-probabilities are wanted."""
         self._request = request
         self._wants_tokens = top_logprobs is not None
-        self._transcript = Transcript(request.stopping.stop_sequences, top_logprobs or 0)
-        self._num_shown = 0  # characters of the transcript turned into parts
+        self._parallel_calls = parallel_calls
+        self._reasoning, self._tools = _parsers(prompt)
+        self._transcript = Transcript(request.stopping.stop_sequences, top_logprobs or 0, _markers(prompt))
+        self._length = 0  # characters of the transcript so far
+        self._num_calls = 0
+        self._reasoning_tokens = 0
         self._has_started = False
 
     def feed(self, generation: Generation) -> list[Part]:
@@ -23,20 +44,72 @@ class Choice:
             self._has_started = True
             parts.append(Started())
         text = self._transcript.feed(generation)
-        if text:
-            self._num_shown += len(text)
-            parts.append(TextDelta(text, self._tokens()))
+        start, self._length = self._length, self._length + len(text)
+        pieces = self._pieces(text, start, is_last=generation.finished is not None)
+        parts += (part for piece in pieces for part in self._part(piece))
         if generation.finished is not None:
             parts.append(self._finished(generation.finished))
         return parts
 
-    def _tokens(self) -> tuple[ScoredToken, ...]:
-        placed = self._transcript.tokens_before(self._num_shown)
-        return tuple(entry.token for entry in placed) if self._wants_tokens else ()
+    def _pieces(self, text: str, start: int, *, is_last: bool) -> Iterator[Piece]:
+        """The text parsed: thoughts first, then calls in the rest."""
+        outer = _parsed(self._reasoning, [Text(text, start)] if text else [], is_last)
+        return _parsed(self._tools, outer, is_last)
+
+    def _part(self, piece: Piece) -> Iterator[Part]:
+        match piece:
+            case Text():
+                skipped = self._transcript.tokens_before(piece.start)
+                tokens = self._transcript.tokens_before(piece.start + len(piece.text))
+                if self._reasoning_tokens:  # what closed the block was skipped
+                    self._reasoning_tokens += len(skipped)
+                yield TextDelta(piece.text, tuple(tokens) if self._wants_tokens else ())
+            case Thought():
+                self._reasoning_tokens += len(self._transcript.tokens_before(piece.start + len(piece.text)))
+                yield ReasoningDelta(piece.text)
+            case CallStart():
+                self._num_calls += 1
+                if self._is_wanted_call:
+                    yield ToolCallStart(self._num_calls - 1, f"call_{uuid.uuid4().hex}", piece.name)
+            case CallArguments():
+                if self._is_wanted_call:
+                    yield ToolCallArguments(self._num_calls - 1, piece.delta)
+
+    @property
+    def _is_wanted_call(self) -> bool:
+        return self._parallel_calls or self._num_calls == 1
 
     def _finished(self, finished: GeneratedText) -> Finished:
-        usage = ChatUsage(len(self._request.input_ids), finished.num_tokens)
-        return Finished(_end_reason(finished), usage, _stop_found(finished, self._request.stopping.stop_sequences))
+        usage = ChatUsage(len(self._request.input_ids), finished.num_tokens, self._reasoning_tokens)
+        reason = _end_reason(finished)
+        if self._num_calls and reason is not EndReason.LENGTH:
+            return Finished(EndReason.TOOL_CALLS, usage)
+        return Finished(reason, usage, _stop_found(finished, self._request.stopping.stop_sequences))
+
+
+def _parsers(prompt: ChatPrompt) -> tuple[Parser | None, Parser | None]:
+    names = {tool.name for tool in prompt.tools}
+    reasoning = ReasoningParser(prompt.reasoning, is_open=prompt.is_thinking) if prompt.reasoning else None
+    return reasoning, prompt.tool_format.parser(names) if prompt.tool_format else None
+
+
+def _markers(prompt: ChatPrompt) -> tuple[str, ...]:
+    reasoning = (prompt.reasoning.opening, prompt.reasoning.closing) if prompt.reasoning else ()
+    return (*reasoning, *(prompt.tool_format.markers if prompt.tool_format else ()))
+
+
+def _parsed(parser: Parser | None, pieces: Iterable[Piece], is_last: bool) -> Iterator[Piece]:
+    """What a parser makes of the text among some pieces; the others pass."""
+    if parser is None:
+        yield from pieces
+        return
+    for piece in pieces:
+        if isinstance(piece, Text):
+            yield from parser.feed(piece.text, piece.start)
+        else:
+            yield piece
+    if is_last:
+        yield from parser.finish()
 
 
 def _end_reason(finished: GeneratedText) -> EndReason:

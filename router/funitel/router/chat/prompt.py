@@ -1,23 +1,202 @@
-"""A conversation as the prompt a model's template makes of it."""
+"""A conversation as the prompt a model's template makes of it, and how the answer to it is to be read."""
 
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from funitel.router.chat.call import ChatCall, ChatMessage
+from funitel.proto.errors import InvalidRequest, ToolError
+from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolMode
+from funitel.router.chat.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
+from funitel.router.chat.tool_formats import BY_NAME, ToolFormat, detect_tool_format
+from funitel.router.chat.tool_grammar import forced_calls
+from funitel.router.grammar import Grammar
 from funitel.router.service import Service
+
+TOOL_PROMPT = (
+    "You may call the functions above. To call one, answer with nothing but a JSON object of its name and its "
+    'arguments: {"name": "...", "arguments": {...}}'
+)
+_RESERVED = ("messages", "tools", "add_generation_prompt", "documents", "bos_token", "eos_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A prompt, the grammar its answer must follow, and the formats to look for in it."""
+
+    text: str
+    tools: tuple[Tool, ...] = ()  # those the model may call
+    grammar: Grammar | None = None
+    tool_format: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    is_thinking: bool = False  # the prompt has opened a reasoning block
 
 
 async def render(service: Service, call: ChatCall) -> str:
-    """Return the prompt; encode it without special tokens, for the template wrote them.
+    """Return the text of the prompt; raises as `render_prompt` does."""
+    return (await render_prompt(service, call)).text
+
+
+async def render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
+    """Render a conversation. Encode the text without special tokens, for the template wrote them.
 
     Raises:
         NotReady: the tokenizer is not there yet.
+        ToolError: tools are asked for that are not there, or together with a response format.
+        InvalidRequest: the messages and what is asked of them do not fit together.
         TemplateError: there is no template, or it refused the messages.
     """
-    return await service.tokenizer.chat_prompt([_variables(message) for message in call.messages])
+    tools = _offered(call)
+    template = service.tokenizer.template_source
+    is_forced = call.tool_choice.mode is ToolMode.REQUIRED
+    grammar = forced_calls(tools, parallel=call.parallel_tool_calls) if is_forced else call.grammar
+    knows_tools = re.search(r"\btools\b", template) is not None
+    messages = list(call.messages)
+    if not knows_tools:
+        messages = [_with_calls_as_text(message) for message in messages]
+    if tools and (not knows_tools or call.tool_prompt is not None):
+        messages = _with_tool_prompt(messages, tools, call.tool_prompt, list_tools=not knows_tools)
+    text = await service.tokenizer.chat_prompt(
+        [_variables(message, template) for message in messages],
+        tools=[_tool_variables(tool) for tool in tools] if tools and knows_tools else None,
+        variables=_template_variables(call, template),
+        continues=_continues(call),
+        add_generation_prompt=call.add_generation_prompt,
+    )
+    reasoning = _reasoning_format(service, template)
+    is_thinking = reasoning is not None and _is_thinking(reasoning, call, text)
+    if reasoning is not None and is_thinking and grammar is not None:  # a grammar leaves no room for thoughts
+        text = f"{text.rstrip()}\n\n{reasoning.closing}\n\n"
+        is_thinking = False
+    tool_format = None
+    if tools:
+        tool_format = BY_NAME["json"] if is_forced else _tool_format(service, template, knows_tools)
+    return ChatPrompt(text, tools, grammar, tool_format, reasoning, is_thinking)
 
 
-def _variables(message: ChatMessage) -> dict[str, Any]:
-    """What a chat template sees of a message."""
-    optional = {"name": message.name, "tool_call_id": message.tool_call_id}
+def _offered(call: ChatCall) -> tuple[Tool, ...]:
+    """The tools the model may call; of a named one, that alone."""
+    choice = call.tool_choice
+    names = [tool.name for tool in call.tools]
+    repeated = next((name for name, count in Counter(names).items() if count > 1), None)
+    if repeated is not None:
+        raise ToolError(f"the name `{repeated}` is given to more than one tool", "tools")
+    if choice.mode is ToolMode.NONE:
+        return ()
+    if choice.mode is ToolMode.REQUIRED and not call.tools:
+        raise ToolError("`tool_choice` asks for a call, but there are no `tools`", "tool_choice")
+    if call.tools and call.grammar is not None:
+        raise ToolError("`tools` and a response format exclude each other", "response_format")
+    if choice.name is None:
+        return call.tools
+    if choice.name not in names:
+        raise ToolError(f"no tool is named `{choice.name}`. Given: {', '.join(names)}", "tool_choice")
+    return (call.tools[names.index(choice.name)],)
+
+
+def _continues(call: ChatCall) -> bool:
+    """Whether the answer goes on with the last message."""
+    is_begun = bool(call.messages) and call.messages[-1].role == "assistant" and not call.messages[-1].tool_calls
+    if call.continue_final_message and not is_begun:
+        raise InvalidRequest(
+            "`continue_final_message` needs a last message of the assistant without tool calls",
+            "continue_final_message",
+        )
+    if call.continue_final_message is None:
+        return is_begun and call.add_generation_prompt is None
+    return call.continue_final_message
+
+
+# What the template sees
+
+
+def _variables(message: ChatMessage, template: str) -> dict[str, Any]:
+    optional = {
+        "name": message.name,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning,
+        "tool_calls": [_call_variables(call) for call in message.tool_calls] or None,
+    }
     given = {name: value for name, value in optional.items() if value is not None}
-    return {"role": message.role, "content": message.text} | given
+    role = "system" if message.role == "developer" and "developer" not in template else message.role
+    return {"role": role, "content": message.text} | given
+
+
+def _call_variables(call: PastToolCall) -> dict[str, Any]:
+    """As transformers documents it: arguments are values."""
+    function = {"name": call.name, "arguments": dict(call.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _tool_variables(tool: Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description or ""}
+    function["parameters"] = dict(tool.parameters or {"type": "object", "properties": {}})
+    return {"type": "function", "function": function}
+
+
+def _template_variables(call: ChatCall, template: str) -> Mapping[str, Any]:
+    reserved = next((name for name in call.template_variables if name in _RESERVED), None)
+    if reserved is not None:
+        raise InvalidRequest(f"`chat_template_kwargs` must not set `{reserved}`", "chat_template_kwargs")
+    variables = dict(call.template_variables)
+    if call.reasoning_effort is None:
+        return variables
+    if "reasoning_effort" in template:
+        variables.setdefault("reasoning_effort", call.reasoning_effort)
+    elif "enable_thinking" in template:
+        variables.setdefault("enable_thinking", call.reasoning_effort != "none")
+    elif call.reasoning_effort != "none":
+        raise InvalidRequest("`reasoning_effort` is not supported: the model's template knows none", "reasoning_effort")
+    return variables
+
+
+# Templates that know no tools
+
+
+def _with_calls_as_text(message: ChatMessage) -> ChatMessage:
+    """Calls of the past as the text the model is told to write."""
+    calls = [
+        json.dumps({"name": c.name, "arguments": dict(c.arguments)}, ensure_ascii=False) for c in message.tool_calls
+    ]
+    if not calls:
+        return message
+    return replace(message, text="\n".join(filter(None, (message.text, *calls))), tool_calls=())
+
+
+def _with_tool_prompt(
+    messages: list[ChatMessage], tools: tuple[Tool, ...], prompt: str | None, *, list_tools: bool
+) -> list[ChatMessage]:
+    """Tell of the tools at the end of the last message of the user, or of the last of all."""
+    parts = ["---"]
+    if list_tools:
+        parts.append(json.dumps([_tool_variables(tool) for tool in tools], ensure_ascii=False))
+    parts.append(TOOL_PROMPT if prompt is None else prompt)
+    users = [place for place, message in enumerate(messages) if message.role == "user"]
+    place = users[-1] if users else len(messages) - 1
+    told = replace(messages[place], text="\n".join((messages[place].text, *parts)))
+    return [*messages[:place], told, *messages[place + 1 :]]
+
+
+# How the answer is read
+
+
+def _tool_format(service: Service, template: str, knows_tools: bool) -> ToolFormat:
+    name = service.settings.tool_call_parser
+    if name != "auto":
+        return BY_NAME[name]
+    return detect_tool_format(template) if knows_tools else BY_NAME["json"]
+
+
+def _reasoning_format(service: Service, template: str) -> ReasoningFormat | None:
+    name = service.settings.reasoning_parser
+    if name == "none":
+        return None
+    return detect_reasoning(template) if name == "auto" else REASONING_FORMATS[name]
+
+
+def _is_thinking(reasoning: ReasoningFormat, call: ChatCall, prompt: str) -> bool:
+    if _continues(call):
+        return reasoning.is_open_in(call.messages[-1].text)
+    return reasoning.is_opened_by(prompt)

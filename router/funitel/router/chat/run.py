@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from funitel.proto.errors import InvalidRequest
 from funitel.router.api.inference import (
     Answer,
     Job,
@@ -18,8 +19,8 @@ from funitel.router.chat.answer import ChatAnswer
 from funitel.router.chat.call import ChatCall
 from funitel.router.chat.choice import Choice
 from funitel.router.chat.parts import Part
-from funitel.router.chat.prompt import render
-from funitel.router.chat.sampling import parameters_of
+from funitel.router.chat.prompt import ChatPrompt, render, render_prompt
+from funitel.router.chat.sampling import parameters_of, with_grammar
 from funitel.router.service import Service
 
 
@@ -28,6 +29,7 @@ class PreparedChat:
     """A chat that was found sound and waits to run. Run it once, either way."""
 
     call: ChatCall
+    prompt: ChatPrompt
     jobs: list[Job]
 
     @property
@@ -55,7 +57,16 @@ class PreparedChat:
         return whole, summed_headers(self.jobs, answers)
 
     def _choices(self) -> list[Choice]:
-        return [Choice(job.request, self.call.sampling.top_logprobs) for job in self.jobs]
+        call = self.call
+        return [
+            Choice(
+                job.request,
+                self.prompt,
+                top_logprobs=call.sampling.top_logprobs,
+                parallel_calls=call.parallel_tool_calls,
+            )
+            for job in self.jobs
+        ]
 
 
 def _assembled(choice: Choice, answer: Answer) -> ChatAnswer:
@@ -74,19 +85,34 @@ async def prepare_chat(service: Service, call: ChatCall, *, stream: bool, arrive
     Raises:
         NotReady: the shards do not answer yet.
         InvalidRequest: a value breaks a rule; `param` is the native name of the field.
+        ToolError: tools are asked for that are not there, or together with a response format.
         TemplateError: the model has no template, or it refused the messages.
     """
-    prompt = await render(service, call)
+    check_count(call.n, service)
+    prompt = await render_prompt(service, call)
+    if prompt.grammar is not None and service.settings.disable_grammar_support:
+        raise InvalidRequest("grammar is not supported: --disable-grammar-support is set", "grammar")
+    parameters = parameters_of(call.sampling, service.recommended)
+    text = Prompt(prompt.text, add_special_tokens=False)
     job = await prepare(
         service,
-        parameters_of(call.sampling, service.recommended),
-        Prompt(prompt, add_special_tokens=False),
+        parameters,
+        text,
         stream=stream,
         arrived=arrived,
         presence_penalty=call.sampling.presence_penalty,
         count_penalty=call.sampling.frequency_penalty,
+        raw_logprobs=call.sampling.top_logprobs is not None,
     )
-    return PreparedChat(call, job.siblings(call.n))
+    job.request = with_grammar(job.request, prompt.grammar)
+    return PreparedChat(call, prompt, job.siblings(call.n))
+
+
+def check_count(n: int, service: Service) -> None:
+    """Raise InvalidRequest for more sequences than can ever run at once."""
+    most = service.settings.max_concurrent_requests
+    if not 0 < n <= most:
+        raise InvalidRequest(f"`n` must be > 0 and <= {most}. Given: {n}", "n")
 
 
 async def count_prompt_tokens(service: Service, call: ChatCall) -> int:

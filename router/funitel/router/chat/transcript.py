@@ -1,4 +1,7 @@
-"""From generated tokens to the text a client may see: no special tokens, no part of the stop that ends it."""
+"""From generated tokens to the text a client may see: no part of the stop that ends it, and no special tokens.
+
+Special tokens that mark tool calls or reasoning are kept, for parsers need them.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,19 +20,32 @@ class PlacedToken:
     token: ScoredToken
 
 
+@dataclass(frozen=True, slots=True)
+class _Marker:
+    """A special token to keep; `place` counts the characters before it without any such."""
+
+    place: int
+    text: str
+
+
 class Transcript:
     """The text of one answer before it is parsed. Whole and streamed answers are both made of what it returns."""
 
-    def __init__(self, stop_sequences: Sequence[str], num_top: int = 0) -> None:
+    def __init__(self, stop_sequences: Sequence[str], num_top: int = 0, markers: Sequence[str] = ()) -> None:
         self._holdback = StopHoldback(stop_sequences)
         self._num_top = num_top
-        self._length = 0  # characters of the tokens fed so far
-        self.pending: deque[PlacedToken] = deque()  # not yet taken by `tokens_before`
+        self._markers = tuple(markers)
+        self._kept: deque[_Marker] = deque()
+        self._num_plain = 0  # characters of the tokens fed so far, without markers
+        self._num_marked = 0  # characters of the markers among them
+        self._pending: deque[PlacedToken] = deque()  # not yet taken by `tokens_before`
 
     def feed(self, generation: Generation) -> str:
         """Take what one step generated; return the text that can be shown now."""
         text, finished = self._take(generation), generation.finished
-        return self._holdback.feed(text) if finished is None else self._holdback.finish(finished)
+        before = self._holdback.num_shown
+        shown = self._holdback.feed(text) if finished is None else self._holdback.finish(finished)
+        return self._with_markers(shown, before)
 
     def _take(self, generation: Generation) -> str:
         tokens = generation.tokens
@@ -37,22 +53,40 @@ class Transcript:
         pieces = []
         for place, (text, special) in enumerate(zip(tokens.texts, specials, strict=True)):
             if special:
-                continue
-            self.pending.append(PlacedToken(self._length, self._scored(generation, place)))
-            self._length += len(text)
+                marker = next((marker for marker in self._markers if text.endswith(marker)), None)
+                if marker is None:
+                    continue
+                text = text.removesuffix(marker)  # what was left of a character that never became whole
+                self._num_plain += len(text)
+                self._kept.append(_Marker(self._num_plain, marker))
+                self._num_marked += len(marker)
+            else:
+                start = self._num_plain + self._num_marked
+                self._pending.append(PlacedToken(start, self._scored(generation, place)))
+                self._num_plain += len(text)
             pieces.append(text)
         return "".join(pieces)
+
+    def _with_markers(self, text: str, place: int) -> str:
+        """Put back the markers that stand before the end of a text, which begins at `place`."""
+        pieces = []
+        end = place + len(text)
+        while self._kept and self._kept[0].place <= end:
+            marker = self._kept.popleft()
+            pieces += [text[: marker.place - place], marker.text]
+            text, place = text[marker.place - place :], marker.place
+        return "".join((*pieces, text))
 
     def _scored(self, generation: Generation, place: int) -> ScoredToken:
         tokens = generation.tokens
         top = _scored_tokens(generation.top_tokens[place])[: self._num_top] if generation.top_tokens else ()
         return ScoredToken(tokens.texts[place], tokens.logprobs[place], top)
 
-    def tokens_before(self, end: int) -> list[PlacedToken]:
+    def tokens_before(self, end: int) -> list[ScoredToken]:
         """Take the tokens that begin before a character and were not taken yet."""
         taken = []
-        while self.pending and self.pending[0].start < end:
-            taken.append(self.pending.popleft())
+        while self._pending and self._pending[0].start < end:
+            taken.append(self._pending.popleft().token)
         return taken
 
 
