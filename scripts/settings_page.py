@@ -9,6 +9,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
+from funitel.launcher.client.settings import ChatSettings, GenerateSettings
 from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import DownloadSettings, ModelServerSettings
 from funitel.proto.foreign import INERT, REFUSED, REFUSED_VALUES, Foreign, Program, Refused
@@ -38,6 +39,16 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
         "Launcher: `funitel`, `text-generation-launcher`",
         "Serves a model. It hands what concerns them on to the router and the shards, as flags.",
         LauncherSettings,
+    ),
+    (
+        "Chat: `funitel chat`",
+        "Talks to a model in the terminal, or line by line from a pipe.",
+        ChatSettings,
+    ),
+    (
+        "Generate: `funitel generate PROMPT`",
+        "Writes one completion to stdout; `-` as the prompt reads it from stdin.",
+        GenerateSettings,
     ),
     (
         "Router: `funitel-router`, `text-generation-router`",

@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from funitel.launcher.client.program import CLIENTS, run_client
 from funitel.launcher.commands import Commands
 from funitel.launcher.resolve import count_devices, decide_num_shard, resolve
 from funitel.launcher.runtime import describe_runtime
@@ -47,9 +48,11 @@ def configure_logs(settings: LauncherSettings) -> None:
 
 
 def main() -> None:
-    """Run the launcher; `funitel serve ...` is the same as `funitel ...`."""
+    """Run the launcher, `funitel serve ...` as `funitel ...`; or one of the clients that `funitel NAME ...` names."""
     if sys.argv[1:2] == ["serve"]:
         del sys.argv[1]
+    elif sys.argv[1:2] and sys.argv[1] in CLIENTS:
+        run_client()
     app = typer.Typer(add_completion=False)
     environ = dict(os.environ)
     command = as_command(

@@ -1,0 +1,48 @@
+"""The command lines of the clients, and what ends them besides an answer."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import typer
+
+from funitel.launcher.client.chat import chat
+from funitel.launcher.client.generate import generate
+from funitel.launcher.client.settings import ChatSettings, GenerateSettings
+from funitel.proto.settings import as_command, run_app
+
+T = TypeVar("T")
+
+PROMPT_HELP = "What to complete; - reads it from stdin."
+
+
+def run_client() -> NoReturn:
+    """Run the client that the first word of the command line names."""
+    app = typer.Typer(add_completion=False)
+    app.callback()(lambda: None)  # without it a single command would take no name
+    for name, command in CLIENTS.items():
+        app.command(name)(command)
+    run_app(app)
+
+
+def _until_told(run: Callable[[T], None]) -> Callable[[T], None]:
+    """Have signals that end a program unwind it, so that a server it started is stopped. A closed pipe is no error."""
+
+    def told(settings: T) -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+        try:
+            run(settings)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads what is still buffered
+            sys.exit(128 + signal.SIGPIPE)
+
+    return told
+
+
+CLIENTS: Mapping[str, Callable[..., Any]] = {
+    "chat": as_command(ChatSettings, _until_told(chat)),
+    "generate": as_command(GenerateSettings, _until_told(generate), {"prompt": PROMPT_HELP}),
+}

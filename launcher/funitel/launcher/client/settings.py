@@ -1,0 +1,58 @@
+"""Every setting of the two clients."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from funitel.proto.settings import require, setting
+
+
+def _given(help: str, **more: Any) -> Any:
+    """A flag without a variable that is left to the server unless given."""
+    return setting(None, help, env=None, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientSettings:
+    """What both clients can be told."""
+
+    url: str | None = _given(
+        "Server to ask; the one on port 3000 of this machine, or one started for the occasion, when not given."
+    )
+    model_id: str | None = _given("Model to ask: a server that runs is asked only if it serves it.")
+    api_key: str | None = setting(None, "Bearer token that the server wants.")
+    max_tokens: int = setting(1024, "Most tokens of an answer.", env=None)
+    temperature: float | None = _given("How freely tokens are drawn; 0 takes the likeliest.")
+    top_p: float | None = _given("Draw among the likeliest tokens that have this probability together.")
+    seed: int | None = _given("The same seed gives the same answer.")
+
+    def __post_init__(self) -> None:
+        require(self.max_tokens >= 1, f"--max-tokens must be >= 1, given {self.max_tokens}")
+        require(
+            self.temperature is None or 0 <= self.temperature <= 100,
+            f"--temperature must be within 0..100, given {self.temperature}",
+        )
+        require(self.top_p is None or 0 < self.top_p <= 1, f"--top-p must be within (0, 1], given {self.top_p}")
+        require(self.seed is None or 0 <= self.seed < 2**64, f"--seed must be within 0..{2**64 - 1}, given {self.seed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSettings(ClientSettings):
+    """Chat with a model in the terminal, or line by line from a pipe."""
+
+    system: str | None = _given("System prompt.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(ClientSettings):
+    """Write one completion of a prompt to stdout, as it comes."""
+
+    prompt: str
+    max_tokens: int = setting(256, "Most tokens of the completion.", env=None)
+    top_k: int | None = _given("Draw among so many of the likeliest tokens.")
+    stop: tuple[str, ...] = setting((), "Text that ends the completion, repeatable.", env=None)
+    json: bool = setting(False, "Write one JSON object at the end instead of text as it comes.", env=None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.top_k is None or self.top_k >= 1, f"--top-k must be >= 1, given {self.top_k}")
+        require(all(self.stop), "--stop must not be empty")
