@@ -1,5 +1,6 @@
 """The server a client asks: the one named, the one on the usual port, or one started for as long as it is needed."""
 
+import os
 import re
 import subprocess
 import sys
@@ -100,7 +101,7 @@ class _Launcher:
         words = ["--hostname", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
         words += [] if settings.model_id is None else ["--model-id", settings.model_id]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "funitel.launcher.client.hosted", *words],
+            [sys.executable, "-m", "funitel.launcher.client.hosted", str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
