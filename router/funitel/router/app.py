@@ -16,8 +16,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError, Unauthorized
-from funitel.router.api.counting import ResponseCount, RouteName
 from funitel.router.api.errors import ErrorBoundary, answer_error, answer_http_exception
+from funitel.router.api.route_notes import ResponseCount, RouteNote
 from funitel.router.api.routes import document, operations
 from funitel.router.openapi import Operation
 from funitel.router.service import Connect, Service
@@ -73,7 +73,7 @@ def build_app(
 
 
 def _route(operation: Operation, api_key: str | None) -> Route:
-    middleware = [Middleware(RouteName, name=operation.path)]
+    middleware = [Middleware(RouteNote, operation=operation)]
     if api_key is not None and operation.is_protected:
         middleware.append(Middleware(KeyCheck, key=api_key))
     return Route(operation.path, operation.handler, methods=[operation.method], middleware=middleware)

@@ -50,7 +50,8 @@ class NativeBody(Body):
     @property
     def unknown_fields(self) -> list[str]:
         """Names of the fields nobody reads, here and in the parts."""
-        parts = [part for part in self.__dict__.values() if isinstance(part, NativeBody)]
+        values = [item for value in self.__dict__.values() for item in (value if isinstance(value, list) else [value])]
+        parts = [value for value in values if isinstance(value, NativeBody)]
         return [*(self.model_extra or {}), *(name for part in parts for name in part.unknown_fields)]
 
 

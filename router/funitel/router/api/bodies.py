@@ -1,5 +1,6 @@
 """Read a JSON body into a record, refusing what is not one with the status and the words that say why."""
 
+import copy
 import json
 import logging
 import re
@@ -11,6 +12,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from funitel.proto.errors import InvalidRequest, MalformedBody, PayloadTooLarge, UnsupportedMediaType
+from funitel.router.api.route_notes import is_native
 from funitel.router.schema_parts import unsupported_type
 from funitel.router.schema_types import Body, NativeBody
 
@@ -28,6 +30,8 @@ _warned_fields: set[str] = set()
 async def read_body(request: Request, model: type[B], limit: int) -> B:
     """Read and check a request's body of at most `limit` bytes.
 
+    On native routes fields that nobody knows are ignored, with one warning for each name.
+
     Raises:
         UnsupportedMediaType: it is not declared as JSON.
         PayloadTooLarge: it is too long.
@@ -36,11 +40,30 @@ async def read_body(request: Request, model: type[B], limit: int) -> B:
     """
     content = await read_json(request, limit)
     try:
-        body = model.model_validate(content)
+        body = _validated(content, model, is_lenient=is_native(request.scope))
     except ValidationError as error:
         raise shape_error(error, content) from None
     if isinstance(body, NativeBody):
         _warn_of_unknown(body.unknown_fields)
+    return body
+
+
+def _validated(content: Any, model: type[B], *, is_lenient: bool) -> B:
+    """Check a body; a lenient route drops the unknown fields of records that are strict elsewhere."""
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        unknown = [_path(detail, content) for detail in error.errors() if detail["type"] == "extra_forbidden"]
+        if not is_lenient or not unknown:
+            raise
+    reduced = copy.deepcopy(content)
+    for *steps, name in unknown:
+        holder = reduced
+        for step in steps:
+            holder = holder[step]
+        holder.pop(name, None)
+    body = model.model_validate(reduced)
+    _warn_of_unknown([str(name) for *_, name in unknown])
     return body
 
 
@@ -112,19 +135,20 @@ def _refuse_constant(name: str) -> NoReturn:
 def shape_error(error: ValidationError, content: Any) -> InvalidRequest:
     """Say in one line what is wrong with the first field of `content` at fault."""
     first = error.errors(include_url=False)[0]
-    param = ".".join(_path(first, content))
+    param = ".".join(map(str, _path(first, content)))
     return InvalidRequest(f"{param}: {_explain(first)}" if param else _explain(first), param or None)
 
 
-def _path(detail: ErrorDetails, content: Any) -> list[str]:
+def _path(detail: ErrorDetails, content: Any) -> list[int | str]:
     """The steps from the body to the field; pydantic adds the names of a union's branches, which no client knows."""
-    path, value = [], content
+    path: list[int | str] = []
+    value = content
     for step in detail["loc"]:
         if isinstance(value, dict) and step in value or isinstance(value, list) and isinstance(step, int):
-            path.append(str(step))
+            path.append(step)
             value = value[step]  # type: ignore[index]
     if detail["type"] == "missing":
-        path.append(str(detail["loc"][-1]))
+        path.append(detail["loc"][-1])
     return path
 
 

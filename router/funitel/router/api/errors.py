@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError, InvalidRequest
+from funitel.router.api.route_notes import is_native
 from funitel.router.schema import ErrorResponse
 from funitel.router.schema_anthropic import AnthropicErrorDetail, AnthropicErrorResponse
 from funitel.router.schema_openai import OpenAIError, OpenAIErrorResponse
@@ -89,16 +90,15 @@ def answer_error(request: Request, error: Exception) -> Response:
     """Answer a FunitelError; registered with the application."""
     assert isinstance(error, FunitelError)
     headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if error.retry_after else {}
-    is_native = not _is_openai(request.scope)
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-        if is_native:  # TGI's answer has no body
+        if is_native(request.scope):  # TGI's answer has no body
             return Response(status_code=401, headers=headers)
     if _is_anthropic(request):
         request_id = new_request_id()
         status, _ = _anthropic_kind(error.http_status)
         return _json(anthropic_error(error, request_id), status, headers | {"request-id": request_id})
-    return _json(native_error(error) if is_native else openai_error(error), error.http_status, headers)
+    return _json(native_error(error) if is_native(request.scope) else openai_error(error), error.http_status, headers)
 
 
 def answer_http_exception(request: Request, error: Exception) -> Response:
@@ -112,20 +112,15 @@ def answer_http_exception(request: Request, error: Exception) -> Response:
         headers["request-id"] = new_request_id()
         detail = AnthropicErrorDetail(type=_anthropic_kind(error.status_code)[1], message=message)
         body = AnthropicErrorResponse(error=detail, request_id=headers["request-id"])
-    elif _is_openai(request.scope):
+    elif not is_native(request.scope):
         body = _openai_error(message, error.status_code, error_type)
     return _json(body, error.status_code, headers)
-
-
-def _is_openai(scope: Scope) -> bool:
-    path: str = scope["path"]
-    return path.startswith("/v1/")
 
 
 def _is_anthropic(request: Request) -> bool:
     path: str = request.scope["path"]
     is_own = path == "/v1/messages" or path.startswith("/v1/messages/")
-    return is_own or (_is_openai(request.scope) and "anthropic-version" in request.headers)
+    return is_own or (not is_native(request.scope) and "anthropic-version" in request.headers)
 
 
 def _json(body: BaseModel, status: int, headers: dict[str, str]) -> Response:
