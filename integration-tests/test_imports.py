@@ -28,6 +28,7 @@ PROTO_ARROWS = {
     ("generate_pb2_grpc", "generate_pb2"),
     ("settings", "errors"),
     ("settings", "foreign"),
+    ("tracing", "errors"),
     ("settings", "options"),
     ("options", "foreign"),
 }
@@ -40,6 +41,7 @@ GRPC_RIMS = {
     "funitel.proto.generate_pb2_grpc",
     "funitel.router.shards",
     "funitel.model_server.server",
+    "funitel.model_server.tracing",
     "funitel.launcher.health",
 }
 # The launcher copies its environment once and hands it down; typer reads the variables of settings.

@@ -265,6 +265,8 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "docker_label": st.none() | TEXT,
     "json_output": st.booleans(),
     "log_level": TEXT,
+    "otlp_endpoint": st.none() | TEXT,
+    "otlp_service_name": TEXT,
     "exit_with_parent": st.none() | st.integers(1, 2**22),
 }
 SHARD: dict[str, st.SearchStrategy[Any]] = {
@@ -293,6 +295,8 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "watermark_delta": st.floats(-100, 100),
     "json_output": st.booleans(),
     "logger_level": TEXT,
+    "otlp_endpoint": st.none() | TEXT,
+    "otlp_service_name": TEXT,
     "exit_with_parent": st.none() | st.integers(1, 2**22),
 }
 

@@ -57,6 +57,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.steps: list[list[int]] = []  # request ids that took part, step by step
         self.batches: dict[int, list[Row]] = {}
         self.failures: list[grpc.StatusCode] = []
+        self.metadata: list[dict[str, str]] = []  # of each step
         self.pause = asyncio.Event()
         self.pause.set()
         self.pool_tokens = 400
@@ -107,6 +108,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
         self.calls.append("Prefill")
+        self.metadata.append(dict(context.invocation_metadata()))
         if any(max(start.input_ids, default=0) >= self.refuses_prompts_from for start in request.batch.requests):
             self._number(request)
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
@@ -122,6 +124,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.DecodeResponse:
         self.calls.append("Decode")
+        self.metadata.append(dict(context.invocation_metadata()))
         rows = [row for batch in request.batches for row in self.batches.pop(batch.id)]
         response = pb.DecodeResponse()
         await self._step(request.batches[0].id, rows, request, response, context)

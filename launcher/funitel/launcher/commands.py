@@ -47,7 +47,10 @@ class Commands:
             logger_level=settings.log_level,
             exit_with_parent=os.getpid(),
         )
-        return [*self.model_server, "serve", flags.model_id, *to_argv(flags, skip=["model_id"])]
+        skip = ["model_id"]
+        if settings.otlp_service_name == RouterSettings.otlp_service_name:
+            skip.append("otlp_service_name")  # the shards' own default tells them from the router
+        return [*self.model_server, "serve", flags.model_id, *to_argv(flags, skip=skip)]
 
     def route(self, settings: ResolvedSettings, folder: Path) -> list[str]:
         """Answer HTTP for the shards; the API key is in its environment."""

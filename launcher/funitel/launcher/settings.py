@@ -148,6 +148,13 @@ class LauncherSettings:
     cors_allow_origin: tuple[str, ...] = _router(
         "cors_allow_origin", "Allowed CORS origin, repeatable; any when not given."
     )
+    otlp_endpoint: str | None = _router(
+        "otlp_endpoint",
+        "Where spans are sent by OTLP over gRPC, such as http://localhost:4317; nowhere when not given.",
+    )
+    otlp_service_name: str = _router(
+        "otlp_service_name", "What the spans say they are from; those of the shards end in .server when not given."
+    )
     env: bool = setting(False, "Log what this program runs on, then go on.", short="-e", env=None)
     json_output: bool = _router("json_output", "Log JSON lines.")
     log_level: str = _router("log_level", "Least severe log level: debug, info, warning, error.")

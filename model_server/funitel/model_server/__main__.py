@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ import typer
 
 from funitel.model_server import hub
 from funitel.model_server.settings import DownloadSettings, ModelServerSettings
-from funitel.proto import logs
+from funitel.proto import logs, tracing
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.locks import lock_of, remove_if_free
 from funitel.proto.parent import has_lost, stop_with_parent
@@ -45,7 +46,10 @@ def serve(settings: ModelServerSettings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _abandon(settings))
     stop_with_parent(settings.exit_with_parent)
-    failure = asyncio.run(_serve(settings))
+    with ExitStack() as stack:
+        if settings.otlp_endpoint is not None:
+            stack.callback(tracing.export(settings.otlp_endpoint, settings.otlp_service_name))
+        failure = asyncio.run(_serve(settings))
     if failure is not None:
         raise failure
 
@@ -68,7 +72,8 @@ async def _serve(settings: ModelServerSettings) -> FunitelError | None:
         failures.append(error)
         stop.set()
 
-    server = make_server(Servicer(executor, info, urls, compute, fail), address)
+    is_traced = settings.otlp_endpoint is not None
+    server = make_server(Servicer(executor, info, urls, compute, fail), address, is_traced=is_traced)
     try:
         await server.start()
         for number in (signal.SIGTERM, signal.SIGINT):

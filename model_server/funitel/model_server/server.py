@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import grpc
 
 from funitel.model_server.executor import Executor
+from funitel.model_server.tracing import Traced
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed, StartupError, StepFailed
@@ -191,18 +192,19 @@ async def _abort(context: Context, error: FunitelError) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def make_server(servicer: Servicer, address: str) -> grpc.aio.Server:
+def make_server(servicer: Servicer, address: str, *, is_traced: bool = False) -> grpc.aio.Server:
     """A server of `servicer` bound to "unix:/path" or "host:port", not yet started.
 
     Raises:
         StartupError: the address is taken or not ours.
     """
     server = grpc.aio.server(
+        interceptors=[Traced()] if is_traced else [],
         options=[
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ("grpc.so_reuseport", 0),
-        ]
+        ],
     )
     generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     try:

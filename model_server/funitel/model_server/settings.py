@@ -84,6 +84,10 @@ class ModelServerSettings:
     enable_prefill_logprobs: bool = setting(False, "Allow log-probabilities of prompt tokens.", env="REQUEST_LOGPROBS")
     watermark_gamma: float = setting(0.5, "Share of the vocabulary that a watermark favours.")
     watermark_delta: float = setting(2.0, "What a watermark adds to the scores of the tokens it favours.")
+    otlp_endpoint: str | None = setting(
+        None, "Where spans are sent by OTLP over gRPC, such as http://localhost:4317; nowhere when not given."
+    )
+    otlp_service_name: str = setting("text-generation-inference.server", "What the spans say they are from.")
     json_output: bool = setting(False, "Log JSON lines.")
     logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
     exit_with_parent: int | None = setting(

@@ -91,11 +91,6 @@ INERT: tuple[Inert, ...] = (
         why="decoding does not use CUDA graphs",
     ),
     Inert(
-        name="otlp_service_name",
-        flag=("launcher", "router", "shard"),
-        why="it belongs to --otlp-endpoint, which is refused",
-    ),
-    Inert(
         name="disable_custom_kernels",
         flag=("launcher",),
         variable=("shard",),
@@ -183,7 +178,6 @@ REFUSED: tuple[Refused, ...] = (
         kind=bool,
         why="no tunnel is opened; run ngrok beside this server and point it at --port",
     ),
-    Refused(name="otlp_endpoint", flag=("launcher", "router", "shard"), why="spans are not exported yet"),
     Refused(
         name="weights_cache_override",
         flag=("launcher",),

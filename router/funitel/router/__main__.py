@@ -17,7 +17,7 @@ import typer
 import uvicorn
 from starlette.applications import Starlette
 
-from funitel.proto import logs
+from funitel.proto import logs, tracing
 from funitel.proto.errors import FunitelError, StartupError
 from funitel.proto.parent import has_lost, stop_with_parent
 from funitel.proto.settings import as_command, run_app
@@ -101,6 +101,8 @@ def bind(hostname: str, port: int) -> socket.socket:
 def serve(settings: RouterSettings) -> None:
     """Run until a signal; raise StartupError when the router cannot start."""
     with ExitStack() as stack:
+        if settings.otlp_endpoint is not None:
+            stack.callback(tracing.export(settings.otlp_endpoint, settings.otlp_service_name))
         ports = [settings.port, *([settings.prometheus_port] if settings.prometheus_port is not None else [])]
         listeners = [stack.enter_context(bind(settings.hostname, port)) for port in ports]
         server = Server(settings)

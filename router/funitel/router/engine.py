@@ -9,6 +9,7 @@ import logging
 import time
 from functools import partial
 
+from funitel.proto import tracing
 from funitel.proto.errors import (
     FunitelError,
     InvalidRequest,
@@ -166,7 +167,8 @@ class Engine:
             self._metrics.observe_new_batch(len(plan.starts), joined)
         self._metrics.count_step(method)
         try:
-            answer = await self._replica.step(plan)
+            with tracing.span("batch", tracing.ROOT), tracing.span(method, attributes={"size": len(plan.computed)}):
+                answer = await self._replica.step(plan)
         except InvalidRequest as error:
             self._metrics.count_step_failure(method)
             await self._refuse(plan, error)

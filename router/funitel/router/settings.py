@@ -71,6 +71,10 @@ class RouterSettings:
     aip_health_route: str | None = setting(None, "A further path of /health; Vertex AI names it in this variable.")
     git_sha: str | None = setting(None, "Commit the server was built from, for /info.")
     docker_label: str | None = setting(None, "Label of the container image, for /info.")
+    otlp_endpoint: str | None = setting(
+        None, "Where spans are sent by OTLP over gRPC, such as http://localhost:4317; nowhere when not given."
+    )
+    otlp_service_name: str = setting("text-generation-inference.router", "What the spans say they are from.")
     json_output: bool = setting(False, "Log JSON lines.")
     log_level: str = setting("info", "Least severe log level: debug, info, warning, error.")
     exit_with_parent: int | None = setting(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import grpc
 
 from funitel.proto import generate_pb2 as pb
-from funitel.proto import wire
+from funitel.proto import tracing, wire
 from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed, StartupError, StepFailed
 from funitel.proto.step import (
     CachedBatch,
@@ -62,7 +62,7 @@ class ShardClient:
             request_serializer=None,
             response_deserializer=response.FromString,  # type: ignore[attr-defined]
         )
-        return function(payload, timeout=timeout)
+        return function(payload, timeout=timeout, metadata=tuple(tracing.inject().items()) or None)
 
     def translate(self, error: grpc.aio.AioRpcError) -> FunitelError:
         """Say what a gRPC status of this rank means to us."""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from funitel.proto import tracing
 from funitel.proto.errors import FunitelError, Incomplete
 from funitel.proto.step import Generation
 from funitel.router.sequence import Request
@@ -43,6 +44,7 @@ class TokenStream:
         self.timings = Timings()
         self.num_cached_tokens = 0  # of the prompt, found computed by an earlier request
         self._cancel = cancel
+        self._place = tracing.current()
         self._events: asyncio.Queue[Generation | FunitelError] = asyncio.Queue()
         self._done = False
 
@@ -50,14 +52,24 @@ class TokenStream:
         """Hand over the next event; called by the engine on the event loop."""
         now = time.monotonic()
         if isinstance(event, FunitelError):
-            self._done = True
-            self.timings.finished = now
+            self._end(now)
         else:
             self.timings.first_token = self.timings.first_token or now
             if event.finished is not None:
-                self._done = True
-                self.timings.finished = now
+                self._end(now)
         self._events.put_nowait(event)
+
+    def _end(self, now: float) -> None:
+        self._done = True
+        self.timings.finished = now
+        self._trace(now)
+
+    def _trace(self, now: float) -> None:
+        """Record what this request waited for, and how long it was computed."""
+        submitted, started = self.timings.submitted, self.timings.started
+        tracing.record("queued", self._place, submitted, started or now)
+        if started is not None:
+            tracing.record("infer", self._place, started, now)
 
     async def __aenter__(self) -> "TokenStream":
         return self
@@ -67,6 +79,7 @@ class TokenStream:
     ) -> None:
         if not self._done:
             self._done = True
+            self._trace(time.monotonic())
             self._cancel()
 
     async def __aiter__(self) -> AsyncIterator[Generation]:

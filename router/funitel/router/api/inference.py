@@ -12,6 +12,7 @@ from typing import cast
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from funitel.proto import tracing
 from funitel.proto.errors import Incomplete
 from funitel.proto.step import GeneratedText, Generation
 from funitel.router.schema import GenerateParameters
@@ -88,6 +89,15 @@ class Job:
     def succeeded(self, timings: Timings, num_tokens: int) -> None:
         """Note that the whole answer was computed."""
         self.service.metrics.observe_success(self.validation_seconds, timings, num_tokens)
+        queue, inference = timings.queue_seconds, timings.inference_seconds
+        tracing.annotate(
+            total_time=self.validation_seconds + queue + inference,
+            validation_time=self.validation_seconds,
+            queue_time=queue,
+            inference_time=inference,
+            time_per_token=inference / max(num_tokens, 1),
+            seed=str(self.request.sampling.seed),
+        )
 
     def siblings(self, count: int) -> list["Job"]:
         """This job and others like it, `count` in all; the i-th samples with the seed plus i, modulo 2**64."""
