@@ -417,12 +417,16 @@ async def test_keys(serve: Serve, path: str) -> None:
 
 async def test_versions(client: httpx.AsyncClient) -> None:
     for path, body in ((MESSAGES, ask()), (COUNT, {"model": "m", "messages": ask()["messages"]})):
-        good = await client.post(path, json=body, headers={"anthropic-version": "2023-06-01", "anthropic-beta": "x"})
-        assert good.status_code == 200
-        assert re.fullmatch(r"req_[0-9a-f]{32}", good.headers["request-id"])
+        for version in ("2023-06-01", "2026-10-21"):
+            good = await client.post(path, json=body, headers={"anthropic-version": version, "anthropic-beta": "x"})
+            assert good.status_code == 200
+            assert re.fullmatch(r"req_[0-9a-f]{32}", good.headers["request-id"])
         refused = await client.post(path, json=body, headers={"anthropic-version": "2023-01-01"})
         assert refused.status_code == 400
-        assert "anthropic-version: must be 2023-06-01" in refused.json()["error"]["message"]
+        assert (
+            "anthropic-version: must be 2023-06-01 or 2026-10-21. Given: '2023-01-01'"
+            in refused.json()["error"]["message"]
+        )
 
 
 async def test_count_tokens_takes_no_more_than_the_prompt(client: httpx.AsyncClient) -> None:

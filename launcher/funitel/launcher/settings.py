@@ -144,6 +144,12 @@ class LauncherSettings:
         choices=REASONING_PARSERS,
     )
     payload_limit: int = _router("payload_limit", "Largest request body in bytes.")
+    max_stored_responses: int = _router(
+        "max_stored_responses", "Most answers of /v1/responses kept in memory; 0 keeps none."
+    )
+    max_stored_response_bytes: int = _router(
+        "max_stored_response_bytes", "Most bytes of JSON that those answers may take."
+    )
     api_key: str | None = _router("api_key", "Bearer token that requests must carry.")
     cors_allow_origin: tuple[str, ...] = _router(
         "cors_allow_origin", "Allowed CORS origin, repeatable; any when not given."

@@ -14,6 +14,7 @@ Handlers and the servicer map by attribute, never by `isinstance` ladders.
     │   ├── LengthMismatch        KServe: another number of outputs than inputs
     │   └── ToolError             tools and what is asked of them do not fit together
     ├── Unauthorized              missing or wrong API key
+    ├── NotFound                  what a path names is not there
     ├── Overloaded                too many requests at once
     ├── NotReady                  starting or draining
     ├── Cancelled                 the client left
@@ -128,6 +129,15 @@ class Unauthorized(FunitelError):
     http_status = 401
     error_type = "unauthorized"
     grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    metric = "validation"
+
+
+class NotFound(FunitelError):
+    """What a path names is not there."""
+
+    http_status = 404
+    error_type = "not_found"
+    grpc_status = grpc.StatusCode.NOT_FOUND
     metric = "validation"
 
 

@@ -1,14 +1,18 @@
 """An Anthropic request in the words of the chat core."""
 
+import json
 from collections.abc import Iterator
 
 from funitel.proto.errors import InvalidRequest
+from funitel.proto.step import GrammarType
 from funitel.router.chat import ChatCall, ChatMessage, ChatSampling, PastToolCall, Tool, ToolChoice, ToolMode
+from funitel.router.grammar import Grammar
 from funitel.router.schema_anthropic import (
     CountTokensRequest,
     Message,
     MessagesRequest,
     TextBlock,
+    ThinkingAdaptive,
     ThinkingBlock,
     ThinkingEnabled,
     ToolChoiceAny,
@@ -30,23 +34,15 @@ def chat_call(body: CountTokensRequest, sampling: ChatSampling | None = None) ->
     tools = tuple(_tool(tool) for tool in body.tools or ())
     if body.tool_choice is not None and not tools:
         raise InvalidRequest("`tool_choice` needs `tools`", "tool_choice")
-    _refuse_unsupported(body)
     return ChatCall(
         messages=tuple(_merged(_conversation(body))),
         tools=tools,
         tool_choice=_tool_choice(body),
+        parallel_tool_calls=not getattr(body.tool_choice, "disable_parallel_tool_use", False),
+        grammar=_grammar(body),
         sampling=sampling or ChatSampling(),
+        template_variables={"enable_thinking": isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive)},
     )
-
-
-def _refuse_unsupported(body: CountTokensRequest) -> None:
-    """Until the chat core has them."""
-    if body.tools:
-        raise InvalidRequest("`tools` is not supported", "tools")
-    if isinstance(body.thinking, ThinkingEnabled):
-        raise InvalidRequest("`thinking` is not supported", "thinking")
-    if body.output_config is not None and body.output_config.format is not None:
-        raise InvalidRequest("`output_config.format` is not supported", "output_config.format")
 
 
 def chat_sampling(body: MessagesRequest) -> ChatSampling:
@@ -68,6 +64,12 @@ def chat_sampling(body: MessagesRequest) -> ChatSampling:
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
     )
+
+
+def _grammar(body: CountTokensRequest) -> Grammar | None:
+    if body.output_config is None or body.output_config.format is None:
+        return None
+    return Grammar(GrammarType.JSON, json.dumps(body.output_config.format.schema_, ensure_ascii=False))
 
 
 def _tool(tool: BodyTool) -> Tool:

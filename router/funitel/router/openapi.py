@@ -21,6 +21,7 @@ _PARAMETER = re.compile(r"{(\w+)}")
 MEANINGS = {
     400: "The body is not JSON; on Anthropic's routes, also: a field breaks a rule, the message names it",
     401: "The API key is missing or wrong",
+    404: "What the path names is not there",
     413: "The body is larger than --payload-limit",
     415: "The body is not declared as JSON",
     422: "A field breaks a rule; the message names it",
@@ -41,6 +42,7 @@ class Operation:
 
     Attributes:
         body: record of the request's JSON body, if it has one.
+        query: record of the query's parameters, if it has any.
         answer: record of the JSON answer; None for text.
         event: record of each Server-Sent Event, when the route can stream.
         text: media type of an answer that is text; None for an empty one.
@@ -58,6 +60,7 @@ class Operation:
     error: type[BaseModel]
     failures: tuple[int, ...] = ()
     body: type[BaseModel] | None = None
+    query: type[BaseModel] | None = None
     answer: type[BaseModel] | None = None
     event: type[BaseModel] | None = None
     text: str | None = None
@@ -128,14 +131,24 @@ def _operation(operation: Operation, taken: _Schemas, given: _Schemas) -> dict[s
     }
     if operation.body is not None:
         described["requestBody"] = {"required": True, "content": _json_content(taken[operation.body])}
-    names = _PARAMETER.findall(operation.path)
-    if names:
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
-        ]
+    parameters = _parameters(operation)
+    if parameters:
+        described["parameters"] = parameters
     if operation.is_protected:
         described["security"] = [{"key": []}, {"key_header": []}]
     return described
+
+
+def _parameters(operation: Operation) -> list[dict[str, Any]]:
+    """Those of the path and those of the query."""
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in _PARAMETER.findall(operation.path)
+    ]
+    if operation.query is not None:
+        described = operation.query.model_json_schema()["properties"]
+        parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in described.items()]
+    return parameters
 
 
 def _operation_id(operation: Operation) -> str:

@@ -6,31 +6,25 @@ fields that would change the answer and are not supported are refused by name un
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, RootModel, Tag
+from pydantic import BaseModel, BeforeValidator, Field, RootModel, Tag
 
-from funitel.router.schema_parts import Refused, by_type
-from funitel.router.schema_types import F32, U32, Body, is_none
+from funitel.router.schema_parts import ClosedBody, Refused, by_type
+from funitel.router.schema_types import F32, U32, is_none
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
-
-
-class AnthropicBody(Body):
-    """A body whose unknown fields are errors."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 # Content of messages
 
 
-class CacheControl(AnthropicBody):
+class CacheControl(ClosedBody):
     """Accepted: every prefix is cached anyway."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class TextBlock(AnthropicBody):
+class TextBlock(ClosedBody):
     """Text of a message, of the system prompt or of a tool's result."""
 
     type: Literal["text"]
@@ -39,7 +33,7 @@ class TextBlock(AnthropicBody):
     citations: Refused = None
 
 
-class ToolUseBlock(AnthropicBody):
+class ToolUseBlock(ClosedBody):
     """A call the assistant made."""
 
     type: Literal["tool_use"]
@@ -60,7 +54,7 @@ TextBlocks = Annotated[
 ]
 
 
-class ToolResultBlock(AnthropicBody):
+class ToolResultBlock(ClosedBody):
     """What a call the assistant made has brought."""
 
     type: Literal["tool_result"]
@@ -76,7 +70,7 @@ class ToolResultBlock(AnthropicBody):
         return f"Error: {text}" if self.is_error else text
 
 
-class ThinkingBlock(AnthropicBody):
+class ThinkingBlock(ClosedBody):
     """What the assistant thought; its signature is not looked at."""
 
     type: Literal["thinking"]
@@ -99,7 +93,7 @@ Blocks = Annotated[
 ]
 
 
-class Message(AnthropicBody):
+class Message(ClosedBody):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -114,7 +108,7 @@ def joined(blocks: list[TextBlock]) -> str:
 # Requests
 
 
-class Tool(AnthropicBody):
+class Tool(ClosedBody):
     """A tool of the client's that the model may call."""
 
     type: Literal["custom"] | None = None
@@ -129,7 +123,7 @@ class Tool(AnthropicBody):
     input_examples: Refused = None
 
 
-class _ParallelChoice(AnthropicBody):
+class _ParallelChoice(ClosedBody):
     disable_parallel_tool_use: bool = False
 
 
@@ -152,7 +146,7 @@ class ToolChoiceTool(_ParallelChoice):
     name: str
 
 
-class ToolChoiceNone(AnthropicBody):
+class ToolChoiceNone(ClosedBody):
     """The model must not call a tool."""
 
     type: Literal["none"]
@@ -167,7 +161,7 @@ ToolChoice = Annotated[
 ]
 
 
-class _Display(AnthropicBody):
+class _Display(ClosedBody):
     display: Literal["summarized", "omitted"] | None = Field(
         default=None, description="`omitted` leaves the text of thinking blocks out; it is never summarized."
     )
@@ -186,7 +180,7 @@ class ThinkingAdaptive(_Display):
     type: Literal["adaptive"]
 
 
-class ThinkingDisabled(AnthropicBody):
+class ThinkingDisabled(ClosedBody):
     """The model answers at once, if its template can say so."""
 
     type: Literal["disabled"]
@@ -200,27 +194,27 @@ Thinking = Annotated[
 ]
 
 
-class OutputFormat(AnthropicBody):
+class OutputFormat(ClosedBody):
     """The answer's text shall be JSON of this schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(AnthropicBody):
+class OutputConfig(ClosedBody):
     """What the answer shall be like."""
 
     effort: Literal["high"] | None = Field(default=None, description="No other effort is supported.")
     format: OutputFormat | None = None
 
 
-class Metadata(AnthropicBody):
+class Metadata(ClosedBody):
     """Accepted; nothing is made of it."""
 
     user_id: str | None = None
 
 
-class CountTokensRequest(AnthropicBody):
+class CountTokensRequest(ClosedBody):
     """A conversation whose tokens are to be counted, and the part of a request that makes the prompt."""
 
     model: str = Field(description="Any name; echoed in the answer.")

@@ -2,7 +2,15 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Discriminator
+from pydantic import BeforeValidator, ConfigDict, Discriminator
+
+from funitel.router.schema_types import Body
+
+
+class ClosedBody(Body):
+    """A body, or a part of one, whose unknown fields are errors; fields are named as clients name them."""
+
+    model_config = ConfigDict(extra="forbid", serialize_by_alias=True)
 
 
 def by_type(*supported: str, default: str | None = None) -> Discriminator:

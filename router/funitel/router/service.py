@@ -14,6 +14,7 @@ from funitel.router.metrics import Metrics
 from funitel.router.model_facts import ModelFacts
 from funitel.router.model_folder import find_model_folder
 from funitel.router.recommended import RecommendedSampling, read_recommended
+from funitel.router.responses_store import ResponseStore
 from funitel.router.sequence import Limits, Request
 from funitel.router.settings import RouterSettings
 from funitel.router.stream import TokenStream
@@ -70,6 +71,7 @@ class Service:
         self.metrics = Metrics()
         self.version = version()
         self.recommended = RecommendedSampling()
+        self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
         self.facts = ModelFacts()
         self._stage = "starting: reading the tokenizer"
         self._tokenizer: Tokenizer | None = None

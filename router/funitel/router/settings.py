@@ -65,6 +65,8 @@ class RouterSettings:
     )
     validation_workers: int = setting(2, "Threads that tokenize prompts.")
     payload_limit: int = setting(2_000_000, "Largest request body in bytes.")
+    max_stored_responses: int = setting(1000, "Most answers of /v1/responses kept in memory; 0 keeps none.")
+    max_stored_response_bytes: int = setting(64_000_000, "Most bytes of JSON that those answers may take.")
     api_key: str | None = setting(None, "Bearer token that requests must carry.")
     cors_allow_origin: tuple[str, ...] = setting((), "Allowed CORS origin, repeatable; any when not given.")
     aip_predict_route: str | None = setting(None, "A further path of /vertex; Vertex AI names it in this variable.")
@@ -88,6 +90,7 @@ class RouterSettings:
             "max_client_batch_size",
             "validation_workers",
             "payload_limit",
+            "max_stored_response_bytes",
         ):
             value = getattr(self, name)
             require(value > 0, f"--{name.replace('_', '-')} must be > 0, given {value}")
@@ -106,6 +109,7 @@ class RouterSettings:
         for name in (
             "shard_connect_timeout",
             "max_stop_sequences",
+            "max_stored_responses",
             "max_top_n_tokens",
             "max_waiting_tokens",
             "waiting_served_ratio",

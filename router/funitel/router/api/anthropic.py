@@ -29,8 +29,14 @@ from funitel.router.schema_anthropic import (
 from funitel.router.service import Service
 from funitel.router.sse import EventStream, named_frame, run_until_disconnect
 
-VERSION = "2023-06-01"  # the only one whose events have names
-FIELDS = {"inputs": "messages", "max_new_tokens": "max_tokens", "stop": "stop_sequences"}
+VERSIONS = ("2023-06-01", "2026-10-21")  # their events are the same; the sampling the later one drops is taken in both
+FIELDS = {
+    "inputs": "messages",
+    "max_new_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "grammar": "output_config.format",
+    "response_format": "output_config.format",
+}
 
 
 @generation_route
@@ -65,9 +71,10 @@ async def count_tokens(http: HttpRequest) -> Response:
 
 
 def _check_version(http: HttpRequest) -> None:
-    version = http.headers.get("anthropic-version", VERSION)
-    if version != VERSION:
-        raise InvalidRequest(f"header anthropic-version: must be {VERSION}. Given: {version!r}", "anthropic-version")
+    version = http.headers.get("anthropic-version", VERSIONS[0])
+    if version not in VERSIONS:
+        allowed = " or ".join(VERSIONS)
+        raise InvalidRequest(f"header anthropic-version: must be {allowed}. Given: {version!r}", "anthropic-version")
 
 
 def _json(body: BaseModel, headers: dict[str, str]) -> Response:
@@ -76,7 +83,11 @@ def _json(body: BaseModel, headers: dict[str, str]) -> Response:
 
 async def _prepare(service: Service, body: MessagesRequest, arrived: float) -> PreparedChat:
     with renaming(FIELDS):
-        return await prepare_chat(service, chat_call(body, chat_sampling(body)), stream=body.stream, arrived=arrived)
+        call = chat_call(body, chat_sampling(body))
+        chat = await prepare_chat(service, call, stream=body.stream, arrived=arrived)
+    if isinstance(body.thinking, ThinkingEnabled) and chat.prompt.reasoning is None:
+        raise InvalidRequest("`thinking` is not supported: the model's template marks no reasoning", "thinking")
+    return chat
 
 
 async def _complete(service: Service, body: MessagesRequest, arrived: float) -> tuple[MessageAnswer, dict[str, str]]:

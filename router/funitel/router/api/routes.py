@@ -4,7 +4,7 @@ from functools import cache, partial
 from typing import Any
 
 from funitel.router import openapi
-from funitel.router.api import anthropic, generate, kserve, openai, ops, platforms, tokenize
+from funitel.router.api import anthropic, generate, kserve, openai, ops, platforms, responses, tokenize
 from funitel.router.openapi import ANTHROPIC_FAILURES, GENERATION_FAILURES, READ_FAILURES, Operation
 from funitel.router.schema import (
     AnyObject,
@@ -42,6 +42,14 @@ from funitel.router.schema_platforms import (
     VertexRequest,
     VertexResponse,
 )
+from funitel.router.schema_responses import InputItemsQuery, InputTokensRequest, ResponsesRequest, RetrieveQuery
+from funitel.router.schema_responses_answers import (
+    DeletedResponse,
+    InputTokenCount,
+    ItemList,
+    ModelResponse,
+    ResponseStreamEvent,
+)
 from funitel.router.service import version
 from funitel.router.settings import RouterSettings
 
@@ -54,6 +62,7 @@ _openai = partial(Operation, error=OpenAIErrorResponse)
 _native_read = partial(_native, method="POST", failures=READ_FAILURES, is_protected=True)
 _native_work = partial(_native, method="POST", failures=GENERATION_FAILURES, is_protected=True)
 _openai_work = partial(_openai, method="POST", failures=GENERATION_FAILURES, is_protected=True)
+_openai_stored = partial(_openai, failures=(404, 422), is_protected=True)
 _anthropic_work = partial(
     Operation,
     error=AnthropicErrorResponse,
@@ -146,6 +155,57 @@ _ANTHROPIC = (
     ),
 )
 
+_RESPONSES = (
+    _openai_work(
+        path="/v1/responses",
+        handler=responses.create,
+        summary="Answer a conversation and keep the answer; streamed if `stream` is true",
+        body=ResponsesRequest,
+        answer=ModelResponse,
+        event=ResponseStreamEvent,
+    ),
+    _openai(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        handler=responses.count_input_tokens,
+        summary="Count the tokens of a conversation",
+        body=InputTokensRequest,
+        answer=InputTokenCount,
+        failures=READ_FAILURES,
+        is_protected=True,
+    ),
+    _openai_stored(
+        method="GET",
+        path="/v1/responses/{response_id}",
+        handler=responses.retrieve,
+        summary="An answer that was kept",
+        query=RetrieveQuery,
+        answer=ModelResponse,
+    ),
+    _openai_stored(
+        method="DELETE",
+        path="/v1/responses/{response_id}",
+        handler=responses.delete,
+        summary="Keep an answer no more",
+        answer=DeletedResponse,
+    ),
+    _openai_stored(
+        method="POST",
+        path="/v1/responses/{response_id}/cancel",
+        handler=responses.cancel,
+        summary="Refused: what is kept has ended",
+        answer=ModelResponse,
+    ),
+    _openai_stored(
+        method="GET",
+        path="/v1/responses/{response_id}/input_items",
+        handler=responses.input_items,
+        summary="The conversation that a kept answer goes on from",
+        query=InputItemsQuery,
+        answer=ItemList,
+    ),
+)
+
 _PLATFORMS = (
     _native_work(
         path="/invocations",
@@ -192,7 +252,7 @@ _OPERATORS = (
     _native_fact(path="/api-doc/openapi.json", handler=ops.openapi_json, summary="The same", answer=AnyObject),
 )
 
-OPERATIONS = _NATIVE + _OPENAI + _ANTHROPIC + _PLATFORMS + _OPERATORS
+OPERATIONS = _NATIVE + _OPENAI + _RESPONSES + _ANTHROPIC + _PLATFORMS + _OPERATORS
 
 
 def operations(settings: RouterSettings) -> tuple[Operation, ...]:
