@@ -218,6 +218,12 @@ def test_an_answer_begun_is_continued(llm: LLM) -> None:
     assert output.prompt == "[user] Hi\n[assistant] Hello"
 
 
+def test_developers_are_the_system_where_a_template_does_not_know_them(llm: LLM) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
+    assert output.prompt == "[system] Be brief.\n[user] Hi\n[assistant]"
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

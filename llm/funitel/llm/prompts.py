@@ -88,8 +88,12 @@ class PromptEncoder:
     def _render(self, place: int, messages: Any) -> str:
         if isinstance(self._template, TemplateError):
             raise TemplateError(self._template.message)
+        knows_developers = "developer" in self._template.source
         try:
-            return self._template.render(_checked(messages))
+            checked = [_message(number, message, knows_developers) for number, message in enumerate(_listed(messages))]
+            last = checked[-1]
+            is_begun = last["role"] == "assistant" and not last.get("tool_calls")
+            return self._template.render(checked, continues=is_begun)
         except FunitelError as error:
             raise numbered("conversation", place, error) from error
 
@@ -138,17 +142,18 @@ def _is_id(value: Any) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
-def _checked(messages: Any) -> list[dict[str, Any]]:
-    """The messages as a template sees them: a role and a text each."""
+def _listed(messages: Any) -> Sequence[Any]:
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequest(f"a conversation must be a list of messages, given {messages!r}", "messages")
-    return [_checked_message(number, message) for number, message in enumerate(messages)]
+    return messages
 
 
-def _checked_message(number: int, message: Any) -> dict[str, Any]:
+def _message(number: int, message: Any, knows_developers: bool) -> dict[str, Any]:
+    """A message as a template sees it: a role, a text, and whatever else it was given."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"message {number} must have a role, given {message!r}", "messages")
-    return {**message, "content": _text(number, message.get("content"))}
+    role = "system" if message["role"] == "developer" and not knows_developers else message["role"]
+    return {**message, "role": role, "content": _text(number, message.get("content"))}
 
 
 def _text(number: int, content: Any) -> str:
