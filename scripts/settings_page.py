@@ -11,7 +11,7 @@ from typing import Any
 
 from funitel.launcher.client.settings import ChatSettings, GenerateSettings
 from funitel.launcher.settings import LauncherSettings
-from funitel.model_server.settings import DownloadSettings, ModelServerSettings
+from funitel.model_server.settings import DownloadSettings, ModelServerSettings, QuantizeSettings
 from funitel.proto.foreign import INERT, REFUSED, REFUSED_VALUES, Foreign, Program, Refused
 from funitel.proto.options import flag_of, variable_of
 from funitel.router.settings import RouterSettings
@@ -30,7 +30,7 @@ exit code 1; both say why in one line. "-" as a default means that the setting i
 then happens.
 
 Every flag and variable of text-generation-inference is taken, and is of one of three classes: *honoured* ones are the
-tables of the four programs; those [accepted without effect](#accepted-without-effect) change no answer here and are
+tables of the five programs; those [accepted without effect](#accepted-without-effect) change no answer here and are
 one line of the log when given; those [refused](#refused) would change the answer and end the program with exit code 1.
 """
 
@@ -65,9 +65,14 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
         "Makes a model present; the last line on stdout is its folder.",
         DownloadSettings,
     ),
+    (
+        "Quantiser: `funitel-server quantize MODEL_ID OUTPUT_DIR`, also of `text-generation-server`",
+        "Writes a model with smaller weights to a folder, which it prints. See [quantization](quantization.md).",
+        QuantizeSettings,
+    ),
 )
 
-PROGRAMS: tuple[Program, ...] = ("launcher", "router", "shard", "download")
+PROGRAMS: tuple[Program, ...] = ("launcher", "router", "shard", "download", "quantize")
 
 
 def page() -> str:

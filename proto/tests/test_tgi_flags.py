@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from funitel.launcher.settings import LauncherSettings
-from funitel.model_server.settings import DownloadSettings, ModelServerSettings
+from funitel.model_server.settings import DownloadSettings, ModelServerSettings, QuantizeSettings
 from funitel.proto.errors import SettingsError
 from funitel.proto.foreign import INERT, REFUSED, REFUSED_VALUES, Foreign, Program, rows_of
 from funitel.proto.settings import as_command
@@ -22,10 +22,11 @@ PROGRAMS: dict[Program, type[Any]] = {
     "router": RouterSettings,
     "shard": ModelServerSettings,
     "download": DownloadSettings,
+    "quantize": QuantizeSettings,
 }
 
 # Flag, variable, default; "-" as a variable: there is none; None as a default: left open.
-# Source: contract reference 2.1, 3, 4.1, 4.2. Ours differ where DIFFERENT says so.
+# Source: contract reference 2.1, 3, 4.1 to 4.3. Ours differ where DIFFERENT says so.
 Row = tuple[str, str, Any]
 
 LAUNCHER: tuple[Row, ...] = (
@@ -152,11 +153,23 @@ DOWNLOAD: tuple[Row, ...] = (
     ("--merge-lora", "-", False),
     ("--no-merge-lora", "-", False),
 )
+QUANTIZE: tuple[Row, ...] = (
+    ("--revision", "-", None),
+    ("--logger-level", "-", "INFO"),
+    ("--json-output", "-", False),
+    ("--trust-remote-code", "-", False),
+    ("--upload-to-model-id", "-", None),
+    ("--percdamp", "-", 0.01),
+    ("--act-order", "-", False),
+    ("--no-act-order", "-", False),
+    ("--groupsize", "-", 128),
+)
 TABLES: dict[Program, tuple[Row, ...]] = {
     "launcher": LAUNCHER,
     "router": ROUTER,
     "shard": SHARD,
     "download": DOWNLOAD,
+    "quantize": QUANTIZE,
 }
 # Variables with no flag of their own. Source: contract reference 2.2, 4.4.
 VARIABLES: dict[Program, tuple[str, ...]] = {
@@ -219,7 +232,11 @@ DIFFERENT: dict[tuple[Program, str], tuple[Any, str]] = {
     ("launcher", "--prometheus-port"): (None, "TGI opens 9000 and answers nothing there"),
     ("router", "--prometheus-port"): (None, "TGI opens 9000 and answers nothing there"),
 }
-POSITIONAL = {"model_id": ""}
+POSITIONAL: dict[Program, tuple[str, ...]] = {
+    "shard": ("model_id",),
+    "download": ("model_id",),
+    "quantize": ("model_id", "output_dir"),
+}
 
 
 @dataclass
@@ -232,7 +249,7 @@ class Ran:
 
 def command_of(program: Program, ran: Ran | None = None) -> typer.Typer:
     app = typer.Typer(add_completion=False)
-    positional = POSITIONAL if program in ("shard", "download") else None
+    positional = dict.fromkeys(POSITIONAL.get(program, ()), "")
     seen = ran or Ran()
     app.command()(as_command(PROGRAMS[program], lambda s: setattr(seen, "settings", s), positional, program=program))
     return app
@@ -241,7 +258,7 @@ def command_of(program: Program, ran: Ran | None = None) -> typer.Typer:
 def run(program: Program, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Ran:
     """Parse as the program does, with nothing in the environment but `environ`."""
     ran = Ran()
-    words = [*(["a-model"] if program in ("shard", "download") else []), *argv]
+    words = [*("a-model", "a-folder")[: len(POSITIONAL.get(program, ()))], *argv]
     environment: dict[str, str | None] = dict.fromkeys(os.environ) | dict(environ or {})
     result = CliRunner().invoke(command_of(program, ran), words, env=environment)
     if isinstance(result.exception, SettingsError):

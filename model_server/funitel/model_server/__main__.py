@@ -1,4 +1,4 @@
-"""Entry point `funitel-server`: `serve` one rank of a model, `download-weights` into the cache."""
+"""Entry point `funitel-server`: `serve` one rank of a model, `download-weights`, `quantize` to a folder."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from typing import NoReturn
 import typer
 
 from funitel.model_server import hub
-from funitel.model_server.settings import DownloadSettings, ModelServerSettings
+from funitel.model_server.settings import DownloadSettings, ModelServerSettings, QuantizeSettings
 from funitel.proto import logs, tracing
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.locks import lock_of, remove_if_free
@@ -39,6 +39,14 @@ def download(settings: DownloadSettings) -> None:
     stop_with_parent(settings.exit_with_parent)
     cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
     print(hub.download_weights(settings.model_id, revision=settings.revision, cache_dir=cache_dir))
+
+
+def quantize(settings: QuantizeSettings) -> None:
+    """Write a model with smaller weights to a folder; print the folder as the last line of stdout."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as an exception, which cleans up
+    from funitel.model_server.quantizer.command import run  # torch: seconds to import, not wanted for --help
+
+    print(run(settings))
 
 
 def serve(settings: ModelServerSettings) -> None:
@@ -141,11 +149,24 @@ def _log_as_download(settings: DownloadSettings) -> None:
     logs.configure("download", json_output=settings.json_output, level=settings.logger_level)
 
 
+def _log_as_quantizer(settings: QuantizeSettings) -> None:
+    logs.configure("quantize", json_output=settings.json_output, level=settings.logger_level)
+
+
 app.command("serve")(
     as_command(ModelServerSettings, serve, {"model_id": "Model to serve."}, program="shard", set_up=_log_as_shard)
 )
 app.command("download-weights")(
     as_command(DownloadSettings, download, {"model_id": "Model to fetch."}, program="download", set_up=_log_as_download)
+)
+app.command("quantize")(
+    as_command(
+        QuantizeSettings,
+        quantize,
+        {"model_id": "Model to quantise.", "output_dir": "Folder to write, new or empty."},
+        program="quantize",
+        set_up=_log_as_quantizer,
+    )
 )
 
 

@@ -32,7 +32,7 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
         StartupError: the checkpoint, the settings and the machine do not fit together.
     """
     device = choose_device(settings.device, settings.rank)
-    torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
+    set_threads(settings.num_threads)
     spec = _stretched(spec_of(read_json(folder / "config.json")), settings)
     HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)  # refuses too many ranks
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
@@ -112,6 +112,11 @@ def _info(settings: ModelServerSettings, options: ExecutorOptions, loaded: Loade
         sharded_weight_bytes=loaded.footprint.sharded_bytes,
         total_sharded_weight_bytes=loaded.footprint.total_sharded_bytes,
     )
+
+
+def set_threads(asked: int | None) -> None:
+    """Compute with so many threads, or as many as there are cores for this process."""
+    torch.set_num_threads(asked or len(os.sched_getaffinity(0)))
 
 
 def choose_device(asked: str, rank: int) -> torch.device:

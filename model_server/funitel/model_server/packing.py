@@ -39,6 +39,10 @@ class Codes:
     zeros: torch.Tensor  # [rows, num_groups] uint8
     groups: torch.Tensor  # [columns] int64: the group of a column
 
+    def rows(self, start: int, end: int) -> "Codes":
+        """Some of the rows."""
+        return Codes(self.codes[start:end], self.scales[start:end], self.zeros[start:end], self.groups)
+
     def to(self, device: torch.device) -> "Codes":
         """The same on another device."""
         return Codes(*(part.to(device) for part in (self.codes, self.scales, self.zeros, self.groups)))

@@ -28,12 +28,15 @@ class Weights:
 
     `held_bytes` counts what this rank holds, `sharded_bytes` the part of it that is split between ranks, and
     `total_sharded_bytes` the same tensors unsplit. `quantization` is None for a checkpoint that is not quantised.
+    Progress goes to stderr where `is_shown`.
 
     Raises:
         StartupError: no weights, a file that is not whole, or quantised in a way that cannot be read.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, prefix: str = "", *, is_shown: bool = True
+    ) -> None:
         self.dtype = dtype
         self.device = device
         self.held_bytes = 0
@@ -49,7 +52,7 @@ class Weights:
         self.quantization = find_quantization(folder) or gptq_tensors(self._files)
         self._storages = open_storages(self._files, self.quantization)
         num_elements = sum(prod(storage.shape) for storage in self._storages.values())
-        self._progress = Progress("loading weights", num_elements * dtype.itemsize)
+        self._progress = Progress("loading weights", num_elements * dtype.itemsize) if is_shown else None
 
     def _open(self, path: Path) -> None:
         try:
@@ -129,14 +132,16 @@ class Weights:
         self._used.update(storage.names)
         num_bytes = prod(storage.shape) * self.dtype.itemsize
         self.total_sharded_bytes += num_bytes if is_sharded else 0
-        self._progress.advance(num_bytes)
+        if self._progress is not None:
+            self._progress.advance(num_bytes)
 
     def finish(self, ignored: Sequence[str]) -> None:
         """Refuse tensors nobody asked for, except those matching a pattern of `ignored`, and close the files."""
         patterns = [re.compile(pattern) for pattern in ignored]
         extra = [n for n in self._files if n not in self._used and not any(p.search(n) for p in patterns)]
         extra = [name for name in extra if name not in TGI_TENSORS and not self._is_empty_bias(name)]
-        self._progress.finish()
+        if self._progress is not None:
+            self._progress.finish()
         self._storages.clear()
         self._files.clear()
         if extra:

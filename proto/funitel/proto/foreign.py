@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Program = Literal["launcher", "router", "shard", "download"]
+Program = Literal["launcher", "router", "shard", "download", "quantize"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ _ON_SHARDS: tuple[Program, ...] = ("launcher", "shard")
 INERT: tuple[Inert, ...] = (
     Inert(
         name="trust_remote_code",
-        flag=_CHILDREN,
+        flag=(*_CHILDREN, "quantize"),
         kind=bool,
         why="code of a repository is never run; a model that needs its own code is refused",
     ),
