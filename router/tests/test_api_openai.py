@@ -289,6 +289,15 @@ async def test_what_is_not_supported_is_refused_by_name(client: httpx.AsyncClien
     assert name in body["error"]["message"]
 
 
+async def test_a_chat_that_does_not_fit(client: httpx.AsyncClient) -> None:
+    for stream in (False, True):
+        response = await client.post(CHAT, json=ask(max_tokens=500, stream=stream))
+        assert response.status_code == 422
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+        assert "`messages` tokens + `max_tokens` must be <= 200" in error["message"]
+
+
 async def test_more_logprobs_than_allowed(client: httpx.AsyncClient) -> None:
     response = await client.post(CHAT, json=ask(logprobs=True, top_logprobs=6))
     assert response.status_code == 422

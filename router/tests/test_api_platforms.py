@@ -35,6 +35,12 @@ async def test_invocations_with_messages_answer_a_chat(client: httpx.AsyncClient
     assert streamed.text.endswith("data: [DONE]\n\n")
 
 
+async def test_invocations_with_a_prompt_answer_a_completion(client: httpx.AsyncClient) -> None:
+    answer = (await client.post("/invocations", json={"prompt": "Hi"})).json()
+    assert answer["object"] == "text_completion"
+    assert answer["choices"][0]["text"] == TEXT
+
+
 async def test_invocations_prefer_inputs(client: httpx.AsyncClient) -> None:
     assert (await client.post("/invocations", json={"inputs": "Hi"} | CHAT)).json() == [{"generated_text": "Hi" + TEXT}]
 

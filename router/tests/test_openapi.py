@@ -16,6 +16,7 @@ TGI: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "tgi-openapi.
 _REFUSED_TOO = "TGI refuses these values when it checks the request; its document does not say so"
 _NO_404 = "documented by TGI and never sent (contract 5.12, 5.13): a failure is 422 or 503"
 _REAL_STATUS = "errors before the first token have their status and a JSON body; later ones are events (contract 5.8)"
+_LIST = "TGI's document gives one model, TGI and we answer a list (contract 5.12)"
 _32_BITS = "numbers beyond 32 bits are refused when the body is read, far above every limit"
 
 # Where a client of TGI's document may stumble on purpose, and why.
@@ -34,11 +35,22 @@ DELIBERATE = {
     "POST /generate_stream 500 text/event-stream": _REAL_STATUS,
     "ChatRequest.max_tokens": _REFUSED_TOO,
     "ChatRequest.messages": "a chat without messages has no prompt",
+    "TextMessage.content": "null beside tool calls, as OpenAI's",
+    "TextMessage.role": "always sent; its default is documented",
+    "TextMessage.tool_call_id": "of messages sent; TGI's answers never carry it",
+    "ErrorResponse.error": "OpenAI's object on its routes (contract 6.8), its text within",
+    "ModelInfo.created": _LIST,
+    "ModelInfo.id": _LIST,
+    "ModelInfo.owned_by": _LIST,
+    "GET /v1/models": _NO_404,
+    "Prompt": "an empty list has no prompt; TGI refuses it too (contract 6.2)",
+    "CompletionComplete.finish_reason": "null until a stream's text ends, as OpenAI's (contract 6.8)",
+    "CompletionComplete.logprobs": "OpenAI's object; TGI's are always null (contract 6.2)",
     "ChatRequest.logit_bias": "OpenAI's map; TGI documents a list and ignores it (contract 6.1)",
     "ChatRequest.n": "honoured, so bounded; TGI ignores it",
     "FunctionDefinition.arguments": "a schema is an object; TGI takes anything and puts its text before the model",
 }
-LATER = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/invocations"}
+LATER = {"/invocations"}
 
 
 def test_the_document_is_a_superset_of_tgis() -> None:

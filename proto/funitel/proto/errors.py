@@ -12,7 +12,9 @@ Handlers and the servicer map by attribute, never by `isinstance` ladders.
     │   ├── NoInstances           Vertex AI: nothing to predict
     │   ├── NotUtf8               KServe: bytes that are no text
     │   ├── LengthMismatch        KServe: another number of outputs than inputs
-    │   └── ToolError             tools and what is asked of them do not fit together
+    │   ├── ToolError             tools and what is asked of them do not fit together
+    │   ├── SuffixNotSupported    a completion that shall end in a given text
+    │   └── BatchSizeExceeded     more prompts than `--max-client-batch-size`
     ├── Unauthorized              missing or wrong API key
     ├── NotFound                  what a path names is not there
     ├── Overloaded                too many requests at once
@@ -39,6 +41,7 @@ class FunitelError(Exception):
 
     http_status: ClassVar[int] = 500
     error_type: ClassVar[str] = "internal"
+    openai_code: ClassVar[str] = ""  # OpenAI's word for it, where it has one
     prefix: ClassVar[str] = ""
     grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     metric: ClassVar[str] = "generation"
@@ -70,6 +73,8 @@ class InvalidRequest(FunitelError):
 
 class ContextTooLong(InvalidRequest):
     """Prompt, or prompt plus completion, exceeds the limits in tokens."""
+
+    openai_code = "context_length_exceeded"
 
 
 class MalformedBody(InvalidRequest):
@@ -123,10 +128,23 @@ class ToolError(InvalidRequest):
     prefix = "Tool error: "
 
 
+class SuffixNotSupported(InvalidRequest):
+    """A completion shall end in a given text."""
+
+    error_type = "suffix not supported"
+
+
+class BatchSizeExceeded(InvalidRequest):
+    """A completion has more prompts than `--max-client-batch-size`."""
+
+    error_type = "batch size exceeded"
+
+
 class Unauthorized(FunitelError):
     """Missing or wrong bearer token."""
 
     http_status = 401
+    openai_code = "invalid_api_key"
     error_type = "unauthorized"
     grpc_status = grpc.StatusCode.UNAUTHENTICATED
     metric = "validation"

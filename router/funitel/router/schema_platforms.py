@@ -14,6 +14,7 @@ from funitel.router.schema import (
     GenerateResponse,
     StreamResponse,
 )
+from funitel.router.schema_completions import Completion, CompletionChunk, CompletionRequest
 from funitel.router.schema_openai import ChatRequest
 from funitel.router.schema_openai_answers import ChatCompletion, ChatCompletionChunk
 from funitel.router.schema_types import NativeBody
@@ -21,15 +22,15 @@ from funitel.router.schema_types import NativeBody
 # SageMaker: told apart by the field that only one of them has.
 
 
-class SagemakerRequest(RootModel[CompatGenerateRequest | ChatRequest]):
-    """A body of `/` or `/v1/chat/completions`."""
+class SagemakerRequest(RootModel[CompatGenerateRequest | ChatRequest | CompletionRequest]):
+    """A body of `/`, `/v1/chat/completions` or `/v1/completions`."""
 
 
-class SagemakerResponse(RootModel[list[GenerateResponse] | ChatCompletion]):
+class SagemakerResponse(RootModel[list[GenerateResponse] | ChatCompletion | Completion]):
     """What that route answers."""
 
 
-class SagemakerStreamResponse(RootModel[StreamResponse | ChatCompletionChunk]):
+class SagemakerStreamResponse(RootModel[StreamResponse | ChatCompletionChunk | CompletionChunk]):
     """An event of what that route streams."""
 
 

@@ -77,6 +77,12 @@ class Tokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, self._encode, text, add_special_tokens)
 
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of some tokens, special ones included; of no token that is not there."""
+        loop = asyncio.get_running_loop()
+        decode = partial(self._tokenizer.decode, list(ids), skip_special_tokens=False)
+        return await loop.run_in_executor(self._workers, decode)
+
     @property
     def template_source(self) -> str:
         """Text of the chat template; empty when there is none."""

@@ -59,13 +59,15 @@ def native_error(error: FunitelError) -> ErrorResponse:
 def openai_error(error: FunitelError) -> OpenAIErrorResponse:
     """The shape of OpenAI's routes."""
     param = error.param if isinstance(error, InvalidRequest) else None
-    return _openai_error(error.public_message, error.http_status, error.error_type, param)
+    return _openai_error(error.public_message, error.http_status, error.error_type, param, error.openai_code)
 
 
-def _openai_error(message: str, status: int, error_type: str, param: str | None = None) -> OpenAIErrorResponse:
+def _openai_error(
+    message: str, status: int, error_type: str, param: str | None = None, code: str = ""
+) -> OpenAIErrorResponse:
     is_ours = status >= 500 or status == 424
     kind = _OPENAI_TYPES.get(status, "server_error" if is_ours else "invalid_request_error")
-    error = OpenAIError(message=message, type=kind, param=param, code=error_type)
+    error = OpenAIError(message=message, type=kind, param=param, code=code or error_type)
     return OpenAIErrorResponse(error=error, error_type=error_type)
 
 

@@ -52,10 +52,11 @@ def generation_route(handler: Handler) -> Handler:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to go on from, and how it enters the model."""
+    """What to go on from, and how it enters the model: its tokens if they are given, else those of its text."""
 
     text: str
     add_special_tokens: bool = True
+    ids: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -128,11 +129,13 @@ async def prepare(
     limits = service.engine.limits
     check_parameters(parameters, prompt.text, limits, service.settings, stream=stream)
     check_token_ids(parameters, service.tokenizer.num_tokens)
-    encoding = await service.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)
+    input_ids = prompt.ids
+    if input_ids is None:
+        input_ids = (await service.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)).ids
     request = build_request(
         parameters,
         prompt.text,
-        encoding.ids,
+        input_ids,
         limits,
         add_special_tokens=prompt.add_special_tokens,
         presence_penalty=presence_penalty,

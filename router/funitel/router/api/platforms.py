@@ -7,7 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, NoInstances
-from funitel.router.api import generate, openai
+from funitel.router.api import completions, generate, openai
 from funitel.router.api.bodies import read_body, read_json
 from funitel.router.api.inference import (
     Handler,
@@ -30,6 +30,7 @@ from funitel.router.sse import run_until_disconnect
 _HANDLERS: tuple[tuple[str, Handler], ...] = (
     ("inputs", generate.compat_generate),
     ("messages", openai.chat_completions),
+    ("prompt", completions.completions),
 )
 
 

@@ -4,7 +4,7 @@ from functools import cache, partial
 from typing import Any
 
 from funitel.router import openapi
-from funitel.router.api import anthropic, generate, kserve, openai, ops, platforms, responses, tokenize
+from funitel.router.api import anthropic, completions, generate, kserve, openai, ops, platforms, responses, tokenize
 from funitel.router.openapi import ANTHROPIC_FAILURES, GENERATION_FAILURES, READ_FAILURES, Operation
 from funitel.router.schema import (
     AnyObject,
@@ -25,6 +25,7 @@ from funitel.router.schema_anthropic import (
     MessagesRequest,
     TokenCount,
 )
+from funitel.router.schema_completions import Completion, CompletionChunk, CompletionRequest
 from funitel.router.schema_openai import (
     ChatRequest,
     ModelList,
@@ -133,6 +134,14 @@ _OPENAI = (
         body=ChatRequest,
         answer=ChatCompletion,
         event=ChatCompletionChunk,
+    ),
+    _openai_work(
+        path="/v1/completions",
+        handler=completions.completions,
+        summary="Go on from one prompt or several; streamed if `stream` is true",
+        body=CompletionRequest,
+        answer=Completion,
+        event=CompletionChunk,
     ),
     _openai(method="GET", path="/v1/models", handler=openai.models, summary="The model", answer=ModelList),
 )

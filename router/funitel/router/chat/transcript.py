@@ -38,7 +38,7 @@ class Transcript:
         self._kept: deque[_Marker] = deque()
         self._num_plain = 0  # characters of the tokens fed so far, without markers
         self._num_marked = 0  # characters of the markers among them
-        self._pending: deque[PlacedToken] = deque()  # not yet taken by `tokens_before`
+        self._pending: deque[PlacedToken] = deque()  # not yet taken
 
     def feed(self, generation: Generation) -> str:
         """Take what one step generated; return the text that can be shown now."""
@@ -82,12 +82,16 @@ class Transcript:
         top = _scored_tokens(generation.top_tokens[place])[: self._num_top] if generation.top_tokens else ()
         return ScoredToken(tokens.texts[place], tokens.logprobs[place], top)
 
-    def tokens_before(self, end: int) -> list[ScoredToken]:
+    def placed_before(self, end: int) -> list[PlacedToken]:
         """Take the tokens that begin before a character and were not taken yet."""
         taken = []
         while self._pending and self._pending[0].start < end:
-            taken.append(self._pending.popleft().token)
+            taken.append(self._pending.popleft())
         return taken
+
+    def tokens_before(self, end: int) -> list[ScoredToken]:
+        """The same without their places."""
+        return [placed.token for placed in self.placed_before(end)]
 
 
 def _scored_tokens(tokens: Tokens) -> tuple[ScoredToken, ...]:

@@ -1,0 +1,202 @@
+"""OpenAI's completions, over a scripted engine."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fakes import FakeEngine, Serve
+
+from funitel.proto.errors import ShardFailed
+
+ROUTE = "/v1/completions"
+TEXT = "Hello world!"
+
+
+async def whole(client: httpx.AsyncClient, **fields: Any) -> Any:
+    response = await client.post(ROUTE, json={"prompt": "Hi"} | fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def chunks(client: httpx.AsyncClient, **fields: Any) -> list[Any]:
+    response = await client.post(ROUTE, json={"prompt": "Hi", "stream": True} | fields)
+    assert response.status_code == 200, response.text
+    *frames, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
+
+
+async def refused(client: httpx.AsyncClient, **fields: Any) -> Any:
+    response = await client.post(ROUTE, json={"prompt": "Hi"} | fields)
+    assert response.status_code == 422, response.text
+    return response.json()
+
+
+async def test_a_completion(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    answer = await whole(client)
+    assert answer.pop("id").startswith("cmpl-")
+    assert answer.pop("created") > 1_700_000_000
+    assert answer.pop("system_fingerprint").endswith("-native")
+    assert answer.pop("model").startswith("/")
+    usage = answer.pop("usage")
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 5, 8)
+    assert answer == {
+        "object": "text_completion",
+        "choices": [{"index": 0, "text": TEXT, "logprobs": None, "finish_reason": "stop"}],
+    }
+    assert engine.requests[0].inputs == "Hi"
+    assert engine.requests[0].add_special_tokens
+
+
+async def test_a_stream(client: httpx.AsyncClient) -> None:
+    received = await chunks(client)
+    choices = [chunk["choices"][0] for chunk in received]
+    assert [choice["text"] for choice in choices] == ["Hello", " wor", "ld", "!", ""]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 4 + ["stop"]
+    assert len({chunk["id"] for chunk in received}) == 1
+    assert [chunk["usage"] is None for chunk in received] == [True] * 4 + [False], "TGI's last chunk counts"
+
+
+async def test_usage_comes_last_when_asked(client: httpx.AsyncClient) -> None:
+    *received, usage = await chunks(client, stream_options={"include_usage": True})
+    assert usage["choices"] == []
+    assert usage["usage"]["total_tokens"] == 8
+    assert all(chunk["usage"] is None for chunk in received)
+    assert all(chunk["usage"] is None for chunk in await chunks(client, stream_options={"include_usage": False}))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "inputs", "ids"),
+    [
+        ("Hi", ["Hi"], None),
+        (["Hi", "Ho"], ["Hi", "Ho"], None),
+        ([39, 72], ["Hi"], [(39, 72)]),
+        ([[39, 72], [39]], ["Hi", "H"], [(39, 72), (39,)]),
+    ],
+)
+async def test_prompts(client: httpx.AsyncClient, engine: FakeEngine, prompt: Any, inputs: Any, ids: Any) -> None:
+    answer = await whole(client, prompt=prompt, echo=True)
+    assert [request.inputs for request in engine.requests] == inputs
+    assert [choice["text"] for choice in answer["choices"]] == [text + TEXT for text in inputs]
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(inputs)))
+    if ids is not None:
+        assert [request.input_ids for request in engine.requests] == ids
+
+
+async def test_several_prompts_with_several_completions(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    answer = await whole(client, prompt=["Hi", "Hoho"], n=2, seed=2**64 - 1, max_tokens=1)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [request.inputs for request in engine.requests] == ["Hi", "Hi", "Hoho", "Hoho"]
+    assert [request.sampling.seed for request in engine.requests] == [2**64 - 1, 0, 1, 2]
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3 + 5, 4)
+    received = await chunks(client, prompt=["Hi", "Hoho"], n=2, echo=True)
+    texts = [""] * 4
+    for chunk in received:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == ["Hi" + TEXT, "Hi" + TEXT, "Hoho" + TEXT, "Hoho" + TEXT]
+    assert [chunk["usage"] is not None for chunk in received] == [False] * (len(received) - 1) + [True]
+
+
+async def test_the_best_of_several(serve: Serve) -> None:
+    engine = FakeEngine(logprobs=[-3.0, -1.0, -2.0])
+    async with serve(engine, max_best_of=3) as client:
+        answer = await whole(client, best_of=3, n=2, logprobs=0, max_tokens=1)
+    assert [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]] == [[-1.0], [-2.0]]
+    assert answer["usage"]["completion_tokens"] == 3
+    assert all(request.sampling.raw_logprobs for request in engine.requests)
+
+
+async def test_logprobs(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    (choice,) = (await whole(client, logprobs=2))["choices"]
+    assert choice["logprobs"] == {
+        "tokens": ["Hello", " wor", "ld", "!"],
+        "token_logprobs": [-0.5] * 4,
+        "top_logprobs": [{text: -0.5, "x": -9999.0} for text in ("Hello", " wor", "ld", "!")],
+        "text_offset": [0, 5, 9, 11],
+    }
+    (choice,) = (await whole(client, logprobs=0))["choices"]
+    assert choice["logprobs"]["top_logprobs"] is None
+    assert engine.requests[0].sampling.raw_logprobs
+
+
+async def test_logprobs_of_the_prompt(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    (choice,) = (await whole(client, echo=True, logprobs=1, max_tokens=1))["choices"]
+    assert engine.requests[0].prefill_logprobs
+    assert choice["text"] == "HiHello"
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"] == [None, -1.0, -1.0, -0.5]
+    assert logprobs["top_logprobs"] == [None, None, None, {"Hello": -0.5}]
+    assert logprobs["text_offset"][-1] == 2
+
+
+async def test_only_the_prompt(client: httpx.AsyncClient) -> None:
+    answer = await whole(client, echo=True, max_tokens=0, logprobs=0)
+    assert answer["choices"][0]["text"] == "Hi"
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("stop", [None, "o w", ["rld", "!"], "H"])
+@pytest.mark.parametrize("stride", [1, 5])
+@pytest.mark.parametrize("max_tokens", [2, 50])
+@pytest.mark.parametrize("echo", [False, True])
+async def test_streamed_and_whole_are_equal(serve: Serve, stop: Any, stride: int, max_tokens: int, echo: bool) -> None:
+    fields = {"stop": stop, "max_tokens": max_tokens, "logprobs": 1, "echo": echo}
+    async with serve(FakeEngine(stride=stride)) as client:
+        (answer,) = (await whole(client, **fields))["choices"]
+        choices = [chunk["choices"][0] for chunk in await chunks(client, **fields)]
+    assert "".join(choice["text"] for choice in choices) == answer["text"]
+    assert choices[-1]["finish_reason"] == answer["finish_reason"]
+    for name, values in answer["logprobs"].items():
+        assert [value for choice in choices for value in choice["logprobs"][name]] == values
+
+
+async def test_parameters_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await whole(client, temperature=0.5, presence_penalty=1, frequency_penalty=-1, min_p=0.1, logit_bias={"3": 4})
+    sampling = engine.requests[0].sampling
+    assert (sampling.temperature, sampling.min_p, sampling.logit_bias) == (0.5, 0.1, ((3, 4.0),))
+    assert (sampling.presence_penalty, sampling.count_penalty, sampling.frequency_penalty) == (1.0, -1.0, 0.0)
+    await whole(client, temperature=0)
+    assert not engine.requests[1].sampling.is_sampled
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "error_type"),
+    [
+        ({"suffix": ""}, "suffix", "suffix not supported"),
+        ({"prompt": ["a"] * 5}, "prompt", "batch size exceeded"),
+        ({"prompt": []}, "prompt", "validation"),
+        ({"prompt": ""}, "prompt", "validation"),
+        ({"prompt": [[]]}, "prompt", "validation"),
+        ({"prompt": [1, "a"]}, "prompt", "validation"),
+        ({"prompt": [100000]}, "prompt", "validation"),
+        ({"prompt": None}, "prompt", "validation"),
+        ({"best_of": 3}, "best_of", "validation"),
+        ({"best_of": 1, "n": 2}, "best_of", "validation"),
+        ({"best_of": 2, "stream": True}, "best_of", "validation"),
+        ({"n": 129}, "n", "validation"),
+        ({"n": 100, "prompt": ["a", "b"]}, "n", "validation"),
+        ({"logprobs": 6}, "logprobs", "validation"),
+        ({"max_tokens": 0}, "max_tokens", "validation"),
+        ({"max_tokens": 200}, "max_tokens", "validation"),
+        ({"stream_options": {}}, "stream_options", "validation"),
+        ({"messages": []}, "messages", "validation"),
+        ({"top_p": 1.5}, "top_p", "validation"),
+    ],
+)
+async def test_what_is_refused(client: httpx.AsyncClient, fields: Any, param: str, error_type: str) -> None:
+    body = await refused(client, **fields)
+    assert body["error_type"] == error_type
+    assert body["error"]["type"] == "invalid_request_error"
+    assert body["error"]["param"].split(".")[0] == param
+    assert param in body["error"]["message"]
+
+
+async def test_errors_before_the_first_token_have_a_status(serve: Serve) -> None:
+    async with serve(FakeEngine(error=ShardFailed("rank 1 died"))) as client:
+        response = await client.post(ROUTE, json={"prompt": "Hi", "stream": True})
+    assert response.status_code == 424
+    assert response.json()["error"]["type"] == "server_error"
