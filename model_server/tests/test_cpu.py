@@ -5,10 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from funitel.model_server.batch import ForwardBatch, RowSpan
 from funitel.model_server.cpu import build as building
@@ -18,7 +20,10 @@ from funitel.model_server.cpu.program import matrix_bytes
 from funitel.model_server.cpu.tiers import Tier, choose_tier
 from funitel.model_server.families import spec_of
 from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.loading import load
 from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.quantization import Quantization
+from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.weights import read_json
 from funitel.proto.errors import SettingsError
 from funitel_testing.executors import ids_of, load_executor, run_alone, start
@@ -146,8 +151,6 @@ def test_what_one_row_holds_does_not_reach_another(poison: float, tier: Tier, tm
 def test_int8_sums_stay_within_32_bits_however_wide_the_layer(tmp_path: Path) -> None:
     """Equal weights and activations make the largest sums there can be; a sum that wraps would be far off."""
     folder = save_tiny("llama", tmp_path, hidden_size=48, intermediate_size=20_000, num_hidden_layers=1)
-    from safetensors.torch import load_file, save_file
-
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name in ("gate_proj", "up_proj", "down_proj"):
@@ -268,26 +271,51 @@ def test_what_cannot_be_built_says_why(small_source: Path, tmp_path: Path, monke
 # Choosing -------------------------------------------------------------------------------------------------------------
 
 
+GPTQ = Quantization(method="gptq", bits=4, group_size=32)
+INT8 = Quantization(method="compressed-tensors", bits=8, group_size=-1)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "quantize", "is_quantized", "tier"),
+    ("dtype", "quantize", "quantization", "tier"),
     [
-        ("float32", None, False, Tier.FLOAT32),
-        ("float16", None, False, Tier.FLOAT16),
-        ("bfloat16", None, False, None),
-        (None, "int8", False, Tier.INT8),
-        ("float16", "int8", False, Tier.INT8),
-        ("float32", "int8", True, Tier.FLOAT32),
+        (None, None, None, Tier.INT8),
+        (None, None, INT8, Tier.INT8),
+        (None, None, GPTQ, Tier.FLOAT16),
+        ("float32", None, None, Tier.FLOAT32),
+        ("float16", None, None, Tier.FLOAT16),
+        ("bfloat16", None, None, None),
+        (None, "int8", None, Tier.INT8),
+        ("float16", "int8", None, Tier.INT8),
+        ("float32", "int8", INT8, Tier.FLOAT32),
+        ("float32", "gptq", GPTQ, Tier.FLOAT32),
     ],
 )
-def test_settings_choose_the_tier(
-    dtype: str | None, quantize: str | None, is_quantized: bool, tier: Tier | None
+def test_settings_and_checkpoint_choose_the_tier(
+    dtype: str | None, quantize: str | None, quantization: Quantization | None, tier: Tier | None
 ) -> None:
-    assert choose_tier(dtype, quantize, is_quantized=is_quantized) is tier
+    assert choose_tier(dtype, quantize, quantization) is tier
 
 
 def test_exact_and_quantised_weights_are_not_both_given() -> None:
     with pytest.raises(SettingsError, match="--quantize int8 makes int8 of the weights, --dtype float32 keeps them"):
-        choose_tier("float32", "int8", is_quantized=False)
+        choose_tier("float32", "int8", None)
+
+
+def test_the_default_tier_is_reported_with_the_way_to_exact_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    caplog.set_level(logging.INFO)
+    settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1)
+    executor, info = load(settings, folder)
+    assert (info.dtype, executor.options.dtype) == ("int8", torch.float16)
+    assert "weights are kept as int8, the default on a CPU; --dtype float32 keeps them exact" in caplog.messages
+    assert info.weight_bytes < 48 * 1024 * 4
+    _, exact = load(replace(settings, dtype="float32"), folder)
+    assert exact.dtype == "torch.float32"
+    assert exact.weight_bytes > 3 * info.weight_bytes
+    with pytest.raises(SettingsError, match="--quantize gptq: the weights of this checkpoint are not quantised"):
+        load(replace(settings, quantize="gptq"), folder)
 
 
 def test_without_a_compiler_torch_computes_and_the_log_says_so(
@@ -306,7 +334,7 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so(
     sequence = start(3, [5, 6, 7, 8], max_new_tokens=12)
     assert ids_of(run_alone(fused, sequence)) == ids_of(run_alone(plain, sequence))
     with pytest.raises(SettingsError, match=r"--quantize int8 needs the fused CPU step: there is no C\+\+ compiler"):
-        load_executor(folder, quantize="int8")
+        load_executor(folder, dtype=None, quantize="int8")
 
 
 def test_every_source_file_is_in_the_build() -> None:

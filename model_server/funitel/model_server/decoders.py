@@ -70,7 +70,7 @@ def load_fused(
     if not parallel.smallest(library is not None):
         reason = reason or "another rank does not have it"
     if library is None or reason is not None:
-        if settings.quantize == "int8" and tier is Tier.INT8:
+        if settings.quantize == "int8" and weights.quantization is None:
             raise SettingsError(f"--quantize int8 needs the fused CPU step: {reason}")
         logger.warning("the model runs in torch, without the fused CPU step: %s", reason)
         return None
@@ -84,6 +84,8 @@ def load_fused(
         block_size=settings.block_size,
         num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
     )
+    if settings.dtype is None and settings.quantize is None:
+        logger.info("weights are kept as %s, the default on a CPU; --dtype float32 keeps them exact", tier.label)
     precision = "int8" if tier is Tier.INT8 else f"torch.{tier.label}"
     return Loaded(
         name="fused", decoder=decoder, precision=precision, kv_dtype=decoder.kv_dtype, footprint=decoder.program

@@ -38,8 +38,9 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
     tier = None
     if device.type == "cpu":
-        tier = choose_tier(settings.dtype, settings.quantize, is_quantized=weights.quantization is not None)
-    if tier is not Tier.INT8:
+        tier = choose_tier(settings.dtype, settings.quantize, weights.quantization)
+    is_made_int8 = settings.quantize == "int8" and weights.quantization is None and tier is Tier.INT8
+    if not is_made_int8:
         check_flag(settings.quantize, weights.quantization)
     codec = TextCodec(folder)
     eos_token_ids = find_eos(folder, codec)

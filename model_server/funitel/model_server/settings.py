@@ -108,7 +108,8 @@ class ModelServerSettings:
     device: str = setting("auto", "Where the model runs.", choices=DEVICES)
     dtype: str | None = setting(
         None,
-        "Precision of weights and KV; float32 on a CPU, bfloat16 on a GPU when not given.",
+        "Precision of weights and KV. When not given, bfloat16 on a GPU; on a CPU floating-point weights become int8 "
+        "and KV float16, or both float32 where the fused CPU step cannot be built.",
         choices=DTYPES,
     )
     quantize: str | None = setting(

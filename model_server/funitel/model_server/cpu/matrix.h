@@ -1,6 +1,6 @@
 // Weights in panels of sixteen outputs, and their product with a few rows of activations.
 //
-// Every output is one sum over the inputs in their order (float kinds), or one exact integer sum (int8), whatever the
+// Every output is a sum over the inputs in a fixed order (float kinds), or one exact integer sum (int8), whatever the
 // number of rows and threads: a row's result does not depend on what shares the batch.
 #pragma once
 
@@ -176,34 +176,69 @@ struct Operand {
     }
 };
 
+// With few rows the weights come from memory, and the processor's own prefetching stops at every page: ask for what is
+// needed 1 KiB later.
+constexpr int kFewRows = 6;
+inline void fetch(const void* source) {
+    _mm_prefetch(static_cast<const char*>(source) + 1024, _MM_HINT_T0);
+}
+
+// Inputs summed in one go by the float kinds; the sums of such runs are then added in order. Rounding errors grow with
+// the length of a sum, so two short levels lose less than one long one.
+constexpr int kRun = 128;
+
 // out[r][p] = the products of row r of a tile with panel p. `x` is the tile, `w` the first panel.
 template <class W, int R, int P>
 inline void multiply(const W* w, size_t panel_size, const float* x, int depth, F16 (&out)[R][P]) {
-    F16 sums[R][P];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
-        for (int p = 0; p < P; p++) sums[r][p] = splat(0.0f);
+        for (int p = 0; p < P; p++) out[r][p] = splat(0.0f);
     }
-    for (int i = 0; i < depth; i++) {
-        F16 weights[P];
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++) weights[p] = load(w + p * panel_size + size_t(i) * kLanes);
+    for (int begin = 0; begin < depth; begin += kRun) {
+        const int end = std::min(depth, begin + kRun);
+        F16 sums[R][P];
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-            F16 value = splat(x[size_t(i) * kTileRows + r]);
 #pragma GCC unroll 4
-            for (int p = 0; p < P; p++) sums[r][p] = fma(value, weights[p], sums[r][p]);
+            for (int p = 0; p < P; p++) sums[r][p] = splat(0.0f);
         }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
+        for (int i = begin; i < end; i++) {
+            F16 weights[P];
 #pragma GCC unroll 4
-        for (int p = 0; p < P; p++) out[r][p] = sums[r][p];
+            for (int p = 0; p < P; p++) {
+                const W* source = w + p * panel_size + size_t(i) * kLanes;
+                if (R <= kFewRows) fetch(source);
+                weights[p] = load(source);
+            }
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                F16 value = splat(x[size_t(i) * kTileRows + r]);
+#pragma GCC unroll 4
+                for (int p = 0; p < P; p++) sums[r][p] = fma(value, weights[p], sums[r][p]);
+            }
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) out[r][p] = add(out[r][p], sums[r][p]);
+        }
     }
 }
 
 #if defined(__AVX512F__)
+
+// sum += pairs of weights times one pair of activations. In assembly because g++ would keep the sums in memory.
+inline void add_products(__m512i& sum, __m512i weights, __m512i pair) {
+#if defined(__AVX512VNNI__)
+    asm("vpdpwssd %[pair], %[weights], %[sum]" : [sum] "+v"(sum) : [weights] "v"(weights), [pair] "v"(pair));
+#else
+    __m512i product;
+    asm("vpmaddwd %[pair], %[weights], %[product]\n\tvpaddd %[product], %[sum], %[sum]"
+        : [sum] "+v"(sum), [product] "=&v"(product)
+        : [weights] "v"(weights), [pair] "v"(pair));
+#endif
+}
 
 template <int R, int P>
 inline void multiply(const int8_t* w, size_t panel_size, const int32_t* x, int depth, F16 (&out)[R][P]) {
@@ -218,19 +253,14 @@ inline void multiply(const int8_t* w, size_t panel_size, const int32_t* x, int d
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
             const int8_t* source = w + p * panel_size + size_t(i) * 2 * kLanes;
+            if (R <= kFewRows) fetch(source);
             weights[p] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             __m512i pair = _mm512_set1_epi32(x[size_t(i) * kTileRows + r]);
 #pragma GCC unroll 4
-            for (int p = 0; p < P; p++) {
-#if defined(__AVX512VNNI__)
-                sums[r][p] = _mm512_dpwssd_epi32(sums[r][p], weights[p], pair);
-#else
-                sums[r][p] = _mm512_add_epi32(sums[r][p], _mm512_madd_epi16(weights[p], pair));
-#endif
-            }
+            for (int p = 0; p < P; p++) add_products(sums[r][p], weights[p], pair);
         }
     }
 #pragma GCC unroll 12
@@ -263,6 +293,7 @@ inline void multiply(const int8_t* w, size_t panel_size, const int32_t* x, int d
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
             const __m128i* source = reinterpret_cast<const __m128i*>(w + p * panel_size + size_t(i) * 2 * kLanes);
+            if (R <= kFewRows) fetch(source);
             __m256i first = _mm256_cvtepi8_epi16(_mm_loadu_si128(source));
             __m256i second = _mm256_cvtepi8_epi16(_mm_loadu_si128(source + 1));
 #pragma GCC unroll 6

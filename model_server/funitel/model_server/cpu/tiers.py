@@ -2,6 +2,7 @@
 
 from enum import Enum
 
+from funitel.model_server.quantization import Quantization
 from funitel.proto.errors import SettingsError
 
 
@@ -28,18 +29,23 @@ class Tier(Enum):
         return self is not Tier.FLOAT32
 
 
-def choose_tier(dtype: str | None, quantize: str | None, *, is_quantized: bool) -> Tier | None:
+def choose_tier(dtype: str | None, quantize: str | None, quantization: Quantization | None) -> Tier | None:
     """The tier for a CPU; None leaves the model to torch.
+
+    Where nothing is asked for, floating-point weights become int8, weights that are int8 already stay so, and other
+    quantised ones, which int8 would round a second time, become float16.
 
     Args:
         dtype, quantize: the settings of these names.
-        is_quantized: the checkpoint is, and `quantize` then only says how.
+        quantization: what the checkpoint says of its own; `quantize` then only confirms it.
 
     Raises:
         SettingsError: exact weights and int8 weights are both asked for.
     """
-    if quantize == "int8" and not is_quantized:
-        if dtype not in (None, "float16"):
-            raise SettingsError(f"--quantize int8 makes int8 of the weights, --dtype {dtype} keeps them: give one")
+    if quantize == "int8" and quantization is None and dtype not in (None, "float16"):
+        raise SettingsError(f"--quantize int8 makes int8 of the weights, --dtype {dtype} keeps them: give one")
+    if quantize == "int8" and quantization is None:
         return Tier.INT8
-    return {None: Tier.FLOAT32, "float32": Tier.FLOAT32, "float16": Tier.FLOAT16}.get(dtype)
+    if dtype is None:
+        return Tier.INT8 if quantization is None or "int8" in quantization.flags else Tier.FLOAT16
+    return {"float32": Tier.FLOAT32, "float16": Tier.FLOAT16}.get(dtype)
