@@ -357,7 +357,8 @@ WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
     "seed negative": (generation(seed=-1), ("seed",)),
     "seed over 64 bits": (generation(seed=2**64), ("seed",)),
     "details a string": (generation(details="yes"), ("details",)),
-    "grammar": (generation(grammar={"type": "regex", "value": "a"}), ("`grammar` is not supported",)),
+    "grammar not a regex": (generation(grammar={"type": "regex", "value": "("}), ("grammar is not valid", "unclosed")),
+    "grammar not a schema": (generation(grammar={"type": "json", "value": {"type": 5}}), ("grammar is not valid",)),
 }
 
 

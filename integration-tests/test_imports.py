@@ -27,6 +27,8 @@ PROTO_ARROWS = {
     ("wire", "generate_pb2"),
     ("generate_pb2_grpc", "generate_pb2"),
     ("settings", "errors"),
+    ("grammar", "errors"),
+    ("grammar", "step"),
     ("settings", "foreign"),
     ("tracing", "errors"),
     ("settings", "options"),

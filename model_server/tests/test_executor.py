@@ -189,7 +189,6 @@ def test_clear(executor: Executor) -> None:
     ("fields", "message"),
     [
         ({"logit_bias": ((288, 1.0),)}, "logit_bias needs token ids within 0..287, given 288"),
-        ({"grammar": "a+"}, "grammar is not supported"),
         ({"adapter_id": "x"}, "adapter_id is not supported"),
         ({"input_ids": (1, 288)}, "token ids within 0..287, given 288"),
         ({"input_ids": ()}, "needs token ids"),

@@ -14,7 +14,7 @@ from funitel.model_server.server import Servicer, StepOrder, make_server
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed
-from funitel.proto.step import Capability, ShardInfo
+from funitel.proto.step import Capability, GrammarType, ShardInfo
 from funitel_testing.executors import load_executor, start
 from funitel_testing.tiny import save_tiny
 
@@ -162,3 +162,17 @@ async def test_clearing_all_refuses_calls_that_still_wait(shard: Shard) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match="step_seq 7 belongs to a numbering that was given up"):
         await waiting
     await shard.stub.Prefill(shard.prefill(2, 2, step_seq=1))
+
+
+async def test_grammars_are_compiled_beside_a_long_step(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard.executor, "clear", lambda batch_id=None: time.sleep(1.0))
+    step = asyncio.ensure_future(shard.stub.ClearCache(pb.ClearCacheRequest(id=1)))
+    await asyncio.sleep(0.05)
+    await shard.stub.CompileGrammar(wire.encode_grammar(GrammarType.REGEX, "[ab]+"))
+    await shard.stub.CompileGrammar(wire.encode_grammar(GrammarType.JSON, '{"type": "object"}'))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await shard.stub.CompileGrammar(wire.encode_grammar(GrammarType.REGEX, "[ab"))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (refused.value.details() or "").startswith("grammar is not valid: unclosed character class")
+    assert not step.done()
+    await step

@@ -150,7 +150,7 @@ TGI_ENUMS = {
 
 TGI_METHODS = ("Info", "ServiceDiscovery", "ClearCache", "FilterBatch", "Warmup", "Prefill", "Decode", "Health")
 
-OUR_MESSAGES = {"LogitBias", "RowUpdate"}
+OUR_MESSAGES = {"CompileGrammarRequest", "CompileGrammarResponse", "LogitBias", "RowUpdate"}
 
 Fields = dict[int, str]
 

@@ -291,6 +291,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "prefill_chunking": st.booleans(),
     "prefix_caching": st.booleans(),
     "enable_prefill_logprobs": st.booleans(),
+    "disable_forced_spans": st.booleans(),
     "watermark_gamma": st.floats(0, 1, exclude_min=True, exclude_max=True),
     "watermark_delta": st.floats(-100, 100),
     "json_output": st.booleans(),

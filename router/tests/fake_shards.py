@@ -58,6 +58,8 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.batches: dict[int, list[Row]] = {}
         self.failures: list[grpc.StatusCode] = []
         self.metadata: list[dict[str, str]] = []  # of each step
+        self.stride = 1  # tokens of a generation; all but the first are forced
+        self.grammars: list[str] = []
         self.pause = asyncio.Event()
         self.pause.set()
         self.pool_tokens = 400
@@ -87,6 +89,13 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         return pb.WarmupResponse(
             max_supported_total_tokens=self.pool_tokens, max_input_tokens=199, max_total_tokens=200
         )
+
+    async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Any) -> pb.CompileGrammarResponse:
+        await self.pause.wait()
+        self.grammars.append(request.grammar)
+        if request.grammar == "bad":
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "grammar is not valid: bad")
+        return pb.CompileGrammarResponse()
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:
         self.calls.append("ClearCache")
@@ -157,13 +166,16 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         assert row.cached <= len(row.blocks) * BLOCK_SIZE, "a token has no slot"
         if row.is_finished or count < pending:
             return
-        token = next_token(row.tokens)
-        row.tokens.append(token)
-        row.is_finished = row.num_generated >= row.request.stopping_parameters.max_new_tokens
+        new: list[int] = []
+        while len(new) < self.stride and not row.is_finished:
+            new.append(next_token(row.tokens))
+            row.tokens.append(new[-1])
+            row.is_finished = row.num_generated >= row.request.stopping_parameters.max_new_tokens
         if row.request.id % len(self.urls) != self.rank:
             return
         generation = response.generations.add(request_id=row.request.id)
-        generation.tokens.CopyFrom(pb.Tokens(ids=[token], logprobs=[-1.0], texts=[f"<{token}>"], is_special=[False]))
+        many, texts = len(new), [f"<{token}>" for token in new]
+        generation.tokens.CopyFrom(pb.Tokens(ids=new, logprobs=[-1.0] * many, texts=texts, is_special=[False] * many))
         if row.is_finished:
             generation.generated_text.text = "done"
             generation.generated_text.generated_tokens = row.num_generated

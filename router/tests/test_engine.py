@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from funitel.proto.errors import (
     StartupError,
     StepFailed,
 )
-from funitel.proto.step import SamplingParams, StoppingParams
+from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
 from funitel.router.engine import Engine, connect
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Request
@@ -320,3 +321,58 @@ async def test_a_known_prefix_is_not_computed_again(tmp_path: Path, has_prefix_c
         assert "funitel_prefix_cache_queried_tokens_total 60.0" in text
         assert f"funitel_prefix_cache_hit_tokens_total {found}.0" in text
         assert 'funitel_blocks{state="used"} 0.0' in text
+
+
+def with_grammar(asked: Request, grammar: str = "a+") -> Request:
+    sampling = SamplingParams(grammar=grammar, grammar_type=GrammarType.REGEX)
+    return replace(asked, sampling=sampling)
+
+
+async def test_a_grammar_is_compiled_on_every_rank_before_its_sequence_is_scheduled(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as (engine, shards, _):
+        for shard in shards:
+            shard.pause.clear()
+        waiting = asyncio.create_task(run(engine, with_grammar(request())))
+        await asyncio.sleep(0.05)
+        assert [shard.steps for shard in shards] == [[], []]
+        for shard in shards:
+            shard.pause.set()
+        assert await waiting == expected(request())
+        assert [shard.grammars for shard in shards] == [["a+"], ["a+"]]
+
+
+async def test_a_grammar_the_shards_refuse_is_the_senders_error_alone(tmp_path: Path) -> None:
+    async with running(tmp_path) as (engine, shards, _):
+        other = asyncio.create_task(run(engine, request(max_new_tokens=20)))
+        with pytest.raises(InvalidRequest, match="grammar is not valid: bad"):
+            await run(engine, with_grammar(request(), "bad"))
+        assert await other == expected(request(max_new_tokens=20))
+        assert len({sequence_id for step in shards[0].steps for sequence_id in step}) == 1
+
+
+async def test_leaving_while_a_grammar_is_compiled_is_leaving(tmp_path: Path) -> None:
+    async with running(tmp_path) as (engine, shards, _):
+        shards[0].pause.clear()
+        leaver = asyncio.create_task(run(engine, with_grammar(request())))
+        await asyncio.sleep(0.05)
+        leaver.cancel()
+        await asyncio.gather(leaver, return_exceptions=True)
+        shards[0].pause.set()
+        assert await run(engine, request()) == expected(request())
+        assert all(0 not in step for step in shards[0].steps)
+
+
+async def test_plain_shards_get_regular_expressions_with_the_step(tmp_path: Path) -> None:
+    async with running(tmp_path, 1, {"is_plain": True}) as (engine, shards, _):
+        assert await run(engine, with_grammar(request())) == expected(request())
+        assert shards[0].grammars == []
+
+
+@pytest.mark.parametrize("shard", [{}, {"is_chunked": False}], ids=["chunked", "unchunked"])
+async def test_generations_of_several_tokens_reach_their_streams(tmp_path: Path, shard: dict[str, Any]) -> None:
+    async with running(tmp_path, 2, shard) as (engine, shards, _):
+        for fake in shards:
+            fake.stride = 3
+        asked = [request(1 + 3 * i % 30, 1 + i % 9, first=i) for i in range(40)]
+        answers = await asyncio.gather(*(run(engine, one) for one in asked))
+        assert answers == [expected(one) for one in asked]

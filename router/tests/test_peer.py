@@ -3,7 +3,7 @@
 import pytest
 
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.step import Capability, SamplingParams
+from funitel.proto.step import Capability, GrammarType, SamplingParams
 from funitel.router.peer import check_capabilities
 
 EVERYTHING = frozenset[str](Capability)
@@ -17,6 +17,7 @@ EVERYTHING = frozenset[str](Capability)
         ({"min_p": 0.1}, "min_p", Capability.MORE_SAMPLERS),
         ({"logit_bias": ((1, 2.0),)}, "logit_bias", Capability.MORE_SAMPLERS),
         ({"raw_logprobs": True}, "logprobs", Capability.MORE_SAMPLERS),
+        ({"grammar": "{}", "grammar_type": GrammarType.JSON}, "grammar", Capability.GRAMMARS),
     ],
 )
 def test_a_field_the_shards_do_not_know_is_refused(asked: dict[str, object], param: str, missing: Capability) -> None:

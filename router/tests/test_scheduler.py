@@ -42,6 +42,7 @@ class FakeShard:
     memory: dict[int, dict[int, int]] = field(default_factory=dict)  # block -> offset -> token
     num_computed: int = 0
     num_forward_tokens: list[int] = field(default_factory=list)
+    forces_spans: bool = False
 
     def retain(self, keep: set[int]) -> None:
         for sequence_id in set(self.rows) - keep:
@@ -91,21 +92,35 @@ class FakeShard:
         self.num_computed += count
         if count < pending or count == 0:
             return None
-        token = sum(tokens) * 31 % 97
-        tokens.append(token)
         start = self.rows[sequence_id]
-        generated = len(tokens) - len(start.input_ids)
+        new: list[int] = []
         done = None
-        if generated >= start.stopping.max_new_tokens:
-            done = GeneratedText("", generated, FinishReason.LENGTH)
-        return Generation(sequence_id, Tokens((token,), (0.0,), ("",), (False,)), finished=done)
+        while done is None:
+            new.append(next_token(tokens))
+            tokens.append(new[-1])
+            generated = len(tokens) - len(start.input_ids)
+            if generated >= start.stopping.max_new_tokens:
+                done = GeneratedText("", generated, FinishReason.LENGTH)
+            if not self.forces_spans or new[-1] % 3 == 0:  # what follows any other token is forced
+                break
+        many = len(new)
+        return Generation(sequence_id, Tokens(tuple(new), (0.0,) * many, ("",) * many, (False,) * many), finished=done)
+
+
+def next_token(tokens: list[int]) -> int:
+    return sum(tokens) * 31 % 97
 
 
 def replay(
-    scheduler: Scheduler, arrivals: dict[int, list[Sequence]], leaving: dict[int, int], steps: int = 3000
+    scheduler: Scheduler,
+    arrivals: dict[int, list[Sequence]],
+    leaving: dict[int, int],
+    steps: int = 3000,
+    forces_spans: bool = False,
 ) -> dict[int, list[int]]:
     """Run until nothing is left. `arrivals` by step; `leaving` maps a sequence to the step it is cancelled in."""
-    shard, outputs, everyone = FakeShard(), {}, {s.id: s for batch in arrivals.values() for s in batch}
+    shard = FakeShard(forces_spans=forces_spans)
+    outputs, everyone = {}, {s.id: s for batch in arrivals.values() for s in batch}
     for step in range(steps):
         for sequence in arrivals.get(step, []):
             scheduler.add(sequence)
@@ -119,8 +134,10 @@ def replay(
             if step > max(arrivals, default=0) and not scheduler.waiting:
                 break
             continue
-        prompt_tokens = plan.num_prompt_tokens
-        assert prompt_tokens <= scheduler.policy.max_batch_prefill_tokens
+        assert plan.num_prompt_tokens <= scheduler.policy.max_batch_prefill_tokens
+        assert sum(plan.computed.values()) <= scheduler.policy.max_batch_prefill_tokens + len(scheduler.running)
+        for sequence_id, count in plan.computed.items():
+            assert count > 0 or not scheduler.running[sequence_id].is_decoding, "a running stream was left out"
         if scheduler.policy.max_batch_size is not None:
             assert len(scheduler.running) <= scheduler.policy.max_batch_size
         for sequence, generation in scheduler.commit(plan, shard.step(plan), 0.01):
@@ -137,7 +154,7 @@ def replay(
 def expected_output(sequence: Sequence) -> list[int]:
     tokens = list(sequence.request.input_ids)
     for _ in range(sequence.request.stopping.max_new_tokens):
-        tokens.append(sum(tokens) * 31 % 97)
+        tokens.append(next_token(tokens))
     return tokens[len(sequence.request.input_ids) :]
 
 
@@ -150,6 +167,7 @@ def expected_output(sequence: Sequence) -> list[int]:
     st.sampled_from([None, 1, 3]),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
     specs: list[tuple[int, int, int]],
@@ -159,6 +177,7 @@ def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
     max_batch_size: int | None,
     is_chunked: bool,
     has_prefix_cache: bool,
+    forces_spans: bool,
 ) -> None:
     if not is_chunked:
         budget = 64  # whole prompts must fit
@@ -174,7 +193,7 @@ def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
         arrivals.setdefault(when, []).append(make_sequence(i, prompt_len, max_new_tokens))
     sequences = {s.id: s for batch in arrivals.values() for s in batch}
     leaving = {i: step for i, step in leaving.items() if i in sequences}
-    outputs = replay(scheduler, arrivals, leaving)
+    outputs = replay(scheduler, arrivals, leaving, forces_spans=forces_spans)
     for sequence_id, sequence in sequences.items():
         if sequence_id in leaving:
             continue
@@ -359,3 +378,34 @@ def test_a_preempted_sequence_finds_what_it_had_computed() -> None:
     entered = run_to_end(scheduler, shard)
     assert scheduler.num_preempted > 0
     assert any(start.output_ids and start.cache_len for start in entered)
+
+
+def test_forced_tokens_are_a_chunk_that_takes_its_share_of_the_budget() -> None:
+    scheduler = Scheduler(Policy(max_batch_prefill_tokens=8), BlockAllocator(100, BLOCK))
+    for i in range(2):
+        scheduler.add(make_sequence(i, 2, 60))
+    plan = scheduler.schedule()
+    assert plan is not None
+    spans = tuple(Generation(i, Tokens((7,) * 11, (0.0,) * 11, ("",) * 11)) for i in range(2))
+    scheduler.commit(plan, StepResult(spans, None), 0.01)
+    for counts in ((9, 1), (2, 8), (1, 2), (1, 1)):
+        scheduler.preempt()
+        plan = scheduler.schedule()
+        assert plan is not None
+        assert tuple(plan.computed.values()) == counts
+        done = [i for i in (0, 1) if scheduler.running[i].num_pending == counts[i]]
+        answers = tuple(Generation(i, Tokens((9,), (0.0,), ("",))) for i in done)
+        scheduler.commit(plan, StepResult(answers, None), 0.01)
+
+
+def test_several_tokens_of_a_plain_peer_were_speculated_and_are_computed() -> None:
+    policy = Policy(max_batch_prefill_tokens=64, is_chunked=False, is_plain=True)
+    scheduler = Scheduler(policy, BlockAllocator(100, BLOCK))
+    sequence = make_sequence(0, 6, 9)
+    scheduler.add(sequence)
+    for _ in range(2):
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, StepResult((Generation(0, Tokens((5, 6, 7), (0.0,) * 3, ("",) * 3)),), None), 0.01)
+        assert sequence.num_pending == 1
+    assert sequence.output_ids == [5, 6, 7, 5, 6, 7]

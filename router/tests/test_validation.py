@@ -57,7 +57,6 @@ def check(inputs: str = "Hi", stream: bool = False, settings: RouterSettings = S
             "truncate",
             "`truncate` must be strictly positive and less than 1000. Given: 1001",
         ),
-        ({"grammar": {"type": "json", "value": {}}}, "grammar", "`grammar` is not supported"),
         ({"adapter_id": "mine"}, "adapter_id", "`adapter_id` is not supported: no adapter is loaded. Given: mine"),
         ({"min_p": 1.5}, "min_p", "`min_p` must be >= 0.0 and <= 1.0. Given: 1.5"),
         ({"min_p": -0.1}, "min_p", "`min_p` must be >= 0.0 and <= 1.0. Given: -0.1"),

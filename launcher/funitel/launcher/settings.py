@@ -79,6 +79,9 @@ class LauncherSettings:
         takes_value=True,
     )
     enable_prefill_logprobs: bool = _shard("enable_prefill_logprobs", "Allow log-probabilities of prompt tokens.")
+    disable_forced_spans: bool = _shard(
+        "disable_forced_spans", "Compute every token by itself, those that alone can follow in a grammar too."
+    )
     watermark_gamma: float = _shard("watermark_gamma", "Share of the vocabulary that a watermark favours.")
     watermark_delta: float = _shard("watermark_delta", "What a watermark adds to the scores of the tokens it favours.")
     cuda_memory_fraction: float = _shard(

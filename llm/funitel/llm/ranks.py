@@ -10,6 +10,7 @@ from funitel.model_server.executor import Executor
 from funitel.proto.errors import FunitelError, StepFailed
 from funitel.proto.step import (
     CachedBatch,
+    GrammarType,
     RowUpdate,
     SequenceStart,
     ShardInfo,
@@ -58,6 +59,10 @@ class LocalRanks:
     async def filter(self, batch_id: int, request_ids: Sequence[int], step_seq: int | None) -> CachedBatch:
         """Keep some rows of a cached batch."""
         return await self._run(lambda: self._executor.filter(batch_id, request_ids))
+
+    async def compile_grammar(self, kind: GrammarType, text: str) -> None:
+        """Compile a grammar beside the steps."""
+        await asyncio.to_thread(self._executor.compile_grammar, kind, text)
 
     async def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> None:
         """Drop one cached batch, or all."""

@@ -10,12 +10,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from funitel.model_server.batch import ForwardBatch, RowSpan
 from funitel.model_server.decoder import Forward
+from funitel.model_server.grammar import GrammarCompiler, GrammarState, TokenMasks
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.memory import pool_bytes
 from funitel.model_server.parallel import HeadSplit, TensorParallel
@@ -28,6 +29,7 @@ from funitel.model_server.watermark import Watermark
 from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError, UnknownBatch
 from funitel.proto.step import (
     CachedBatch,
+    GrammarType,
     RowUpdate,
     SequenceStart,
     StepResult,
@@ -52,6 +54,7 @@ class ExecutorOptions:
     allow_prefill_logprobs: bool
     eos_token_ids: frozenset[int]
     watermark: Watermark = Watermark()
+    forces_spans: bool = True  # tokens that alone can follow in a grammar are taken without a forward each
 
 
 class Executor:
@@ -76,6 +79,7 @@ class Executor:
         self._batches: dict[int, list[Row]] = {}
         self._table = SequenceTable(max_blocks=1)
         self._settler = Settler(codec, parallel, options.eos_token_ids)
+        self._grammars = GrammarCompiler(codec.path, spec.vocab_size, options.eos_token_ids)
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
@@ -156,6 +160,14 @@ class Executor:
         for known in dropped:
             self._table.release(self._batches.pop(known, []))
 
+    def compile_grammar(self, kind: GrammarType, text: str) -> None:
+        """Compile a grammar, so that a step that brings it need not. May be called from any thread.
+
+        Raises:
+            InvalidRequest: it is malformed, or cannot be kept over this model's tokens.
+        """
+        self._grammars.compile(kind, text)
+
     @property
     def num_sequences(self) -> int:
         """Rows held, finished ones included."""
@@ -196,6 +208,7 @@ class Executor:
         return row
 
     def _row(self, start: SequenceStart, prompt: list[int], tokens: list[int]) -> Row:
+        grammar = self._grammar(start)
         detokenizer = Detokenizer(self.codec, prompt)
         stops = StopMatcher(start.stopping.stop_sequences)
         for token_id in start.output_ids:
@@ -215,7 +228,14 @@ class Executor:
             wants_prompt_logprobs=(
                 start.prefill_logprobs and self.options.allow_prefill_logprobs and not start.output_ids
             ),
+            grammar=grammar if self.parallel.rank == 0 else None,
         )
+
+    def _grammar(self, start: SequenceStart) -> GrammarState | None:
+        """The state of its grammar, if it has one; made on every rank, so that all refuse a bad one."""
+        if not start.sampling.grammar:
+            return None
+        return self._grammars.start(start.sampling, start.output_ids, ignores_eos=start.stopping.ignore_eos)
 
     def _encode(self, start: SequenceStart) -> list[int]:
         ids = self.codec.encode(start.inputs, add_special_tokens=start.add_special_tokens)
@@ -223,7 +243,6 @@ class Executor:
 
     def _check_supported(self, start: SequenceStart) -> None:
         asked = {
-            "grammar": bool(start.sampling.grammar),
             "adapter_id": start.adapter_id is not None,
         }
         for name, is_asked in asked.items():
@@ -318,12 +337,12 @@ class Executor:
         active = [(row, count) for row, count in zip(rows, counts, strict=True) if count]
         forward_begin = time.perf_counter_ns()
         try:
-            due, tokens = self._forward(active)
+            due, spans = self._forward(active)
         except Exception:
             self.clear(batch_id)
             raise
         settle_begin = time.perf_counter_ns()
-        generations = [self._settler.settle(row, token) for row, token in zip(due, tokens, strict=True)]
+        generations = [self._settler.settle(row, span) for row, span in zip(due, spans, strict=True)]
         if all(row.finish_reason is not None for row in rows):
             self.clear(batch_id)
         end = time.perf_counter_ns()
@@ -340,26 +359,49 @@ class Executor:
         )
 
     @torch.inference_mode()
-    def _forward(self, active: Sequence[tuple[Row, int]]) -> tuple[list[Row], list[SampledToken]]:
-        """Compute the tokens of all active rows in one forward; sample for rows whose known tokens are done."""
+    def _forward(self, active: Sequence[tuple[Row, int]]) -> tuple[list[Row], list[list[SampledToken]]]:
+        """Compute the tokens of all active rows in one forward; sample for rows whose known tokens are done.
+
+        Returns those rows, and what follows in each: the token sampled, and those its grammar forces after it.
+        """
         if not active:
             return [], []
         spans = [self._span(row, count) for row, count in active]
         batch = ForwardBatch.build(spans, self.options.block_size, self.options.device)
         logits = self.decoder(batch, self._pool)
         due = [row for row, count in active if row.num_pending == count]
-        sampled: list[SampledToken] = []
+        following: list[list[SampledToken]] = []
         if logits is not None:
             logits = self._take_prompt_logprobs(active, spans, logits)
             if due:
-                sampled = sample(logits, [row.sampling for row in due], [len(row.tokens) for row in due])
-        sampled = self._agree(due, sampled)
+                following = self._sample(due, logits)
+        following = self._agree(due, following)
         for row, count in active:
             row.num_cached += count
-        for row, token in zip(due, sampled, strict=True):
-            row.tokens.append(token.id)
-            row.sampling.push(token.id)
-        return due, sampled
+        return due, following
+
+    def _sample(self, due: Sequence[Row], logits: torch.Tensor) -> list[list[SampledToken]]:
+        masks = TokenMasks.of([row.grammar for row in due], logits.shape[1])
+        sampled = sample(logits, [row.sampling for row in due], [len(row.tokens) for row in due], masks)
+        return [self._with_forced(row, token) for row, token in zip(due, sampled, strict=True)]
+
+    def _with_forced(self, row: Row, token: SampledToken) -> list[SampledToken]:
+        """A token and those that alone can follow it, which need no forward to be chosen.
+
+        Rows that want the model's own log-probabilities get none: those do need the forward.
+        """
+        grammar, params = row.grammar, row.start.sampling
+        if grammar is None:
+            return [token]
+        if grammar.is_stuck:
+            logger.warning("request %d ends early: its grammar allows nothing more", row.request_id)
+            return [replace(token, is_cut=True)]
+        grammar.push(token.id)
+        if not self.options.forces_spans or params.raw_logprobs or token.id in self.options.eos_token_ids:
+            return [token]
+        most = row.start.stopping.max_new_tokens - row.num_generated - 1
+        with_top = row.sampling.top_n > 0
+        return [token, *(SampledToken.forced(token_id, with_top=with_top) for token_id in grammar.forced(most))]
 
     def _span(self, row: Row, count: int) -> RowSpan:
         end = row.num_cached + count
@@ -368,21 +410,23 @@ class Executor:
             wanted = "all"
         return RowSpan(row.tokens[row.num_cached : end], row.num_cached, self._table.block_table(row), wanted)
 
-    def _agree(self, due: Sequence[Row], sampled: list[SampledToken]) -> list[SampledToken]:
-        """Give every rank what rank 0 sampled, and the log-probabilities of prompts that are complete."""
+    def _agree(self, due: Sequence[Row], following: list[list[SampledToken]]) -> list[list[SampledToken]]:
+        """Give every rank what rank 0 chose, and the log-probabilities of prompts that are complete."""
         if self.parallel.size == 1 or not due:
-            return sampled
-        if any(row.sampling.top_n or row.owes_prompt_logprobs for row in due):
-            notes = [[*astuple(token), row.prompt_logprobs] for row, token in zip(due, sampled, strict=False)]
+            return following
+        if any(row.sampling.top_n or row.owes_prompt_logprobs or row.start.sampling.grammar for row in due):
+            notes = [
+                (list(map(astuple, tokens)), row.prompt_logprobs) for row, tokens in zip(due, following, strict=False)
+            ]
             shared = json.loads(self.parallel.share(json.dumps(notes)))
-            for row, note in zip(due, shared, strict=True):
-                row.prompt_logprobs = note.pop()
-            return [SampledToken(*note) for note in shared]
+            for row, (_, prompt_logprobs) in zip(due, shared, strict=True):
+                row.prompt_logprobs = prompt_logprobs
+            return [[SampledToken(*fields) for fields in tokens] for tokens, _ in shared]
         pairs = torch.zeros(len(due), 2, dtype=torch.float64)
-        if sampled:
-            pairs = torch.tensor([(token.id, token.logprob) for token in sampled], dtype=torch.float64)
+        if following:
+            pairs = torch.tensor([(token.id, token.logprob) for (token,) in following], dtype=torch.float64)
         pairs = self.parallel.broadcast(pairs.to(self.options.device))
-        return [SampledToken(int(token_id), logprob) for token_id, logprob in pairs.tolist()]
+        return [[SampledToken(int(token_id), logprob)] for token_id, logprob in pairs.tolist()]
 
     def _take_prompt_logprobs(
         self, active: Sequence[tuple[Row, int]], spans: Sequence[RowSpan], logits: torch.Tensor

@@ -82,6 +82,7 @@ def _options(
         allow_prefill_logprobs=settings.enable_prefill_logprobs,
         eos_token_ids=eos_token_ids,
         watermark=Watermark(settings.watermark_gamma, settings.watermark_delta),
+        forces_spans=not settings.disable_forced_spans,
     )
 
 

@@ -1,7 +1,7 @@
 """Logits -> tokens and log-probabilities, batched, in TGI's order of processing.
 
-The order: watermark, logit bias, penalties, temperature, top-k, top-p, min-p, typical-p. Log-probabilities are those
-after all of it, or of the model's own scores where `raw_logprobs` asks for them.
+The order: watermark, logit bias, penalties, grammar, temperature, top-k, top-p, min-p, typical-p. Log-probabilities
+are those after all of it, or of the model's own scores where `raw_logprobs` asks for them.
 
 Noise is a function of (seed, position, token id) alone, so a seeded sequence draws the same tokens whatever shares its
 batch, and after being resumed elsewhere. Runs on rank 0 only.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from funitel.model_server.grammar import TokenMasks
 from funitel.model_server.noise import gumbel
 from funitel.model_server.watermark import Watermark
 from funitel.proto.step import SamplingParams
@@ -90,27 +91,44 @@ def _as_tensors(counter: Counter[int], device: torch.device) -> tuple[torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A chosen token, its log-probability, and the most likely alternatives."""
+    """A chosen token, its log-probability, and the most likely alternatives.
+
+    `is_cut`: the sequence ends here although its grammar is not satisfied, for nothing can follow.
+    """
 
     id: int
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    is_cut: bool = False
+
+    @classmethod
+    def forced(cls, token_id: int, *, with_top: bool) -> "SampledToken":
+        """A token that alone could follow: it is certain."""
+        return cls(token_id, 0.0, (token_id,), (0.0,)) if with_top else cls(token_id, 0.0)
 
 
-def sample(logits: torch.Tensor, states: Sequence[SamplingState], positions: Sequence[int]) -> list[SampledToken]:
+def sample(
+    logits: torch.Tensor,
+    states: Sequence[SamplingState],
+    positions: Sequence[int],
+    masks: TokenMasks | None = None,
+) -> list[SampledToken]:
     """Choose the next token of every row.
 
     Args:
         logits: [rows, vocab_size] float32; changed in place.
         states: sampling state per row.
         positions: index in its sequence of the token each row is about to get.
+        masks: tokens that grammars allow, of rows that have one.
     """
     raw = {row: logits[row].clone() for row, state in enumerate(states) if _needs_raw(state.params)}
     for row, state in enumerate(states):
         state.process(logits[row])
     # Half-precision overflow or an extreme penalty must spoil its own row only, and must not raise.
     logits.nan_to_num_(nan=-torch.inf)
+    if masks is not None:
+        masks.apply(logits)
     sampled = [row for row, state in enumerate(states) if state.params.is_sampled]
     if sampled:
         logits[sampled] = _warp(logits[sampled], [states[row].params for row in sampled])

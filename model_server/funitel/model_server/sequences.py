@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from funitel.model_server.grammar import GrammarState
 from funitel.model_server.sampler import SamplingState
 from funitel.model_server.text import Detokenizer, StopMatcher
 from funitel.proto.errors import InvalidRequest
@@ -30,15 +31,24 @@ class Row:
     num_blocks: int = 0
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[float] = field(default_factory=list)
+    grammar: GrammarState | None = None  # on the rank that samples
 
     @property
     def request_id(self) -> int:
         """Id the router knows the sequence by."""
         return self.start.request_id
 
+    def take(self, token_id: int) -> None:
+        """Append the next completion token."""
+        self.tokens.append(token_id)
+        self.sampling.push(token_id)
+
     @property
     def num_pending(self) -> int:
-        """Known tokens whose KV is still to be computed; one for a decoding row, none for a finished one."""
+        """Known tokens whose KV is still to be computed: one for a decoding row, none for a finished one.
+
+        More in a prompt, and after tokens that were forced.
+        """
         return 0 if self.finish_reason is not None else len(self.tokens) - self.num_cached
 
     @property

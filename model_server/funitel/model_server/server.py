@@ -134,6 +134,15 @@ class Servicer(generate_pb2_grpc.TextGenerationServiceServicer):
         result = await self._run(context, None, lambda: self._executor.warmup(starts, limits))
         return wire.encode_warmup_result(result)
 
+    async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Context) -> pb.CompileGrammarResponse:
+        """Compile a grammar on a thread of its own; steps go on meanwhile."""
+        kind = wire.decode_grammar_type(request.grammar_type)
+        try:
+            await asyncio.to_thread(self._executor.compile_grammar, kind, request.grammar)
+        except FunitelError as error:
+            await _abort(context, error)
+        return pb.CompileGrammarResponse()
+
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         """Take a batch in and run one step."""
         starts = [wire.decode_sequence(message) for message in request.batch.requests]

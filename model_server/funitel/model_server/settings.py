@@ -142,6 +142,9 @@ class ModelServerSettings:
         takes_value=True,
     )
     enable_prefill_logprobs: bool = setting(False, "Allow log-probabilities of prompt tokens.", env="REQUEST_LOGPROBS")
+    disable_forced_spans: bool = setting(
+        False, "Compute every token by itself, those that alone can follow in a grammar too."
+    )
     watermark_gamma: float = setting(0.5, "Share of the vocabulary that a watermark favours.")
     watermark_delta: float = setting(2.0, "What a watermark adds to the scores of the tokens it favours.")
     otlp_endpoint: str | None = setting(

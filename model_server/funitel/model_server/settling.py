@@ -22,38 +22,56 @@ class Settler:
         self.parallel = parallel
         self.eos_token_ids = eos_token_ids
 
-    def settle(self, row: Row, token: SampledToken) -> Generation | None:
-        """Turn the token a row just took into text and decide whether the row is finished; describe it if it is ours.
+    def settle(self, row: Row, tokens: Sequence[SampledToken]) -> Generation | None:
+        """Give a row its next tokens, up to the one that finishes it, as text; describe them if the row is ours.
 
         A rank that neither describes the row nor has stops to look for needs no text.
         """
         is_ours = row.request_id % self.parallel.size == self.parallel.rank
-        row.finish_reason = self._finish_reason(row, token.id)
-        if not is_ours and not row.start.stopping.stop_sequences:
-            return None
-        special = self.codec.special_text(token.id)
-        piece = row.detokenizer.push(token.id)
-        match = row.stops.search(row.detokenizer.text, special)
-        if row.finish_reason is None and match is not None:
-            row.finish_reason = FinishReason.STOP_SEQUENCE
-        if row.finish_reason is not None:
-            piece += row.detokenizer.flush()
+        needs_text = is_ours or bool(row.start.stopping.stop_sequences)
+        is_first = row.num_generated == 0
+        pieces: list[str] = []
+        match: StopMatch | None = None
+        for token in tokens:
+            row.take(token.id)
+            row.finish_reason = self._finish_reason(row, token)
+            if needs_text:
+                piece = row.detokenizer.push(token.id)
+                match = row.stops.search(row.detokenizer.text, self.codec.special_text(token.id))
+                if row.finish_reason is None and match is not None:
+                    row.finish_reason = FinishReason.STOP_SEQUENCE
+                if row.finish_reason is not None:
+                    piece += row.detokenizer.flush()
+                pieces.append(piece)
+            if row.finish_reason is not None:
+                break
         if not is_ours:
             return None
+        taken = tokens[: len(pieces)]
         return Generation(
             request_id=row.request_id,
-            tokens=Tokens((token.id,), (token.logprob,), (piece,), (special is not None,)),
-            top_tokens=(self._describe(token.top_ids, token.top_logprobs),) if row.sampling.top_n else (),
-            prefill_tokens=self._prompt_tokens(row) if row.wants_prompt_logprobs and row.num_generated == 1 else None,
+            tokens=Tokens(
+                tuple(token.id for token in taken),
+                tuple(token.logprob for token in taken),
+                tuple(pieces),
+                tuple(self.codec.special_text(token.id) is not None for token in taken),
+            ),
+            top_tokens=(
+                tuple(self._describe(token.top_ids, token.top_logprobs) for token in taken)
+                if row.sampling.top_n
+                else ()
+            ),
+            prefill_tokens=self._prompt_tokens(row) if row.wants_prompt_logprobs and is_first else None,
             finished=_ending(row, match),
         )
 
-    def _finish_reason(self, row: Row, token_id: int) -> FinishReason | None:
-        """Length first, then end of sequence: TGI's order."""
+    def _finish_reason(self, row: Row, token: SampledToken) -> FinishReason | None:
+        """Length first, then end of sequence: TGI's order. The end of a grammar is one that cannot be ignored."""
         stopping = row.start.stopping
-        if row.num_generated >= stopping.max_new_tokens:
+        if row.num_generated >= stopping.max_new_tokens or token.is_cut:
             return FinishReason.LENGTH
-        if not stopping.ignore_eos and token_id in self.eos_token_ids:
+        ignores_eos = stopping.ignore_eos and not row.start.sampling.grammar
+        if not ignores_eos and token.id in self.eos_token_ids:
             return FinishReason.EOS_TOKEN
         return None
 

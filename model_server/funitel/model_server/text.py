@@ -19,7 +19,7 @@ class TextCodec:
     """The tokenizer of a checkpoint folder: encode prompts of peers that send text, decode completions."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
+        self.path = path = folder / "tokenizer.json"
         if not path.is_file():
             raise WeightsError(f"{folder} holds no tokenizer.json")
         try:

@@ -159,6 +159,18 @@ class NextTokenChooserParameters(_message.Message):
     raw_logprobs: bool
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: _Optional[bool] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., presence_penalty: _Optional[float] = ..., count_penalty: _Optional[float] = ..., min_p: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., raw_logprobs: _Optional[bool] = ...) -> None: ...
 
+class CompileGrammarRequest(_message.Message):
+    __slots__ = ("grammar", "grammar_type")
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_TYPE_FIELD_NUMBER: _ClassVar[int]
+    grammar: str
+    grammar_type: GrammarType
+    def __init__(self, grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ...) -> None: ...
+
+class CompileGrammarResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class StoppingCriteriaParameters(_message.Message):
     __slots__ = ("max_new_tokens", "stop_sequences", "ignore_eos_token")
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]

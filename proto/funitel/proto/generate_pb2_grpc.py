@@ -69,6 +69,11 @@ class TextGenerationServiceStub:
                 request_serializer=funitel_dot_proto_dot_generate__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=funitel_dot_proto_dot_generate__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.CompileGrammar = channel.unary_unary(
+                '/generate.v3.TextGenerationService/CompileGrammar',
+                request_serializer=funitel_dot_proto_dot_generate__pb2.CompileGrammarRequest.SerializeToString,
+                response_deserializer=funitel_dot_proto_dot_generate__pb2.CompileGrammarResponse.FromString,
+                _registered_method=True)
         self.Health = channel.unary_unary(
                 '/generate.v3.TextGenerationService/Health',
                 request_serializer=funitel_dot_proto_dot_generate__pb2.HealthRequest.SerializeToString,
@@ -128,6 +133,13 @@ class TextGenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CompileGrammar(self, request, context):
+        """Compile a grammar aside from the steps, so that the Prefill which brings it need not.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Health(self, request, context):
         """Answer that the process lives, whatever the model is doing.
         """
@@ -172,6 +184,11 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=funitel_dot_proto_dot_generate__pb2.DecodeRequest.FromString,
                     response_serializer=funitel_dot_proto_dot_generate__pb2.DecodeResponse.SerializeToString,
+            ),
+            'CompileGrammar': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompileGrammar,
+                    request_deserializer=funitel_dot_proto_dot_generate__pb2.CompileGrammarRequest.FromString,
+                    response_serializer=funitel_dot_proto_dot_generate__pb2.CompileGrammarResponse.SerializeToString,
             ),
             'Health': grpc.unary_unary_rpc_method_handler(
                     servicer.Health,
@@ -368,6 +385,33 @@ class TextGenerationService:
             '/generate.v3.TextGenerationService/Decode',
             funitel_dot_proto_dot_generate__pb2.DecodeRequest.SerializeToString,
             funitel_dot_proto_dot_generate__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompileGrammar(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/CompileGrammar',
+            funitel_dot_proto_dot_generate__pb2.CompileGrammarRequest.SerializeToString,
+            funitel_dot_proto_dot_generate__pb2.CompileGrammarResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -14,6 +14,8 @@ class Capability(StrEnum):
     ROW_UPDATES = "row_updates"  # block grants and chunk lengths per step
     TOKEN_IDS = "token_ids"  # prompts as input_ids, resumption through output_ids
     COUNT_PENALTIES = "count_penalties"  # presence_penalty and count_penalty
+    GRAMMARS = "grammars"  # JSON schemas beside regular expressions, and CompileGrammar
+    FORCED_SPANS = "forced_spans"  # generations of several tokens whose KV a later step computes as a chunk
     MORE_SAMPLERS = "more_samplers"  # min_p, logit_bias and raw_logprobs
 
 

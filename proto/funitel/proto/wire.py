@@ -96,7 +96,7 @@ def decode_sequence(message: pb.Request) -> SequenceStart:
             frequency_penalty=sampling.frequency_penalty,
             watermark=sampling.watermark,
             grammar=sampling.grammar,
-            grammar_type=_grammar_type(sampling),
+            grammar_type=decode_grammar_type(sampling.grammar_type),
             presence_penalty=sampling.presence_penalty,
             count_penalty=sampling.count_penalty,
             min_p=sampling.min_p,
@@ -121,9 +121,13 @@ def decode_sequence(message: pb.Request) -> SequenceStart:
     )
 
 
-def _grammar_type(sampling: pb.NextTokenChooserParameters) -> GrammarType:
+def encode_grammar(kind: GrammarType, text: str) -> pb.CompileGrammarRequest:
+    """Build the CompileGrammar call."""
+    return pb.CompileGrammarRequest(grammar=text, grammar_type=f"GRAMMAR_TYPE_{kind.name}")
+
+
+def decode_grammar_type(number: int) -> GrammarType:
     """Read the type of a grammar; one that is not known reads as NONE, which no grammar has."""
-    number = int(sampling.grammar_type)
     return GrammarType(number) if number in set(GrammarType) else GrammarType.NONE
 
 

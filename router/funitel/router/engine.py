@@ -62,6 +62,7 @@ class Engine:
         self._streams: dict[int, TokenStream] = {}
         self._next_id = 0
         self._wake = asyncio.Event()
+        self._compiling: set[asyncio.Task[None]] = set()
         self._left = asyncio.Event()  # set whenever a request ends
         self._is_draining = False
         self._num_preempted = 0
@@ -89,9 +90,30 @@ class Engine:
         self._next_id += 1
         stream = TokenStream(request, cancel=partial(self._cancel, sequence))
         self._streams[sequence.id] = stream
+        if request.sampling.grammar:
+            task = asyncio.create_task(self._compile_and_queue(sequence))
+            self._compiling.add(task)
+            task.add_done_callback(self._compiling.discard)
+        else:
+            self._queue(sequence)
+        return stream
+
+    def _queue(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
         self._wake.set()
-        return stream
+
+    async def _compile_and_queue(self, sequence: Sequence) -> None:
+        """Queue a sequence once the shards have compiled its grammar, unless the client has left by then."""
+        sampling = sequence.request.sampling
+        try:
+            await self._replica.compile_grammar(sampling.grammar_type, sampling.grammar)
+            if self._loop.done():
+                raise ShardFailed("the engine has stopped")
+        except FunitelError as error:
+            self._fail(sequence, error)
+            return
+        if sequence.id in self._streams:
+            self._queue(sequence)
 
     def _cancel(self, sequence: Sequence) -> None:
         """Take a sequence out of every later step."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.step import Capability, SamplingParams
+from funitel.proto.step import Capability, GrammarType, SamplingParams
 
 # Each field of a request that not every shard knows, what a shard must announce, and whether a request uses it.
 _NEEDS: tuple[tuple[str, Capability, Callable[[SamplingParams], bool]], ...] = (
@@ -12,6 +12,8 @@ _NEEDS: tuple[tuple[str, Capability, Callable[[SamplingParams], bool]], ...] = (
     ("min_p", Capability.MORE_SAMPLERS, lambda p: p.min_p != 0.0),
     ("logit_bias", Capability.MORE_SAMPLERS, lambda p: bool(p.logit_bias)),
     ("logprobs", Capability.MORE_SAMPLERS, lambda p: p.raw_logprobs),
+    # A plain TGI shard keeps to regular expressions, and lets everything pass where a schema is meant.
+    ("grammar", Capability.GRAMMARS, lambda p: p.grammar_type is GrammarType.JSON),
 )
 
 

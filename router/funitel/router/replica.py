@@ -13,6 +13,7 @@ from funitel.proto.errors import ShardFailed
 from funitel.proto.step import (
     CachedBatch,
     Capability,
+    GrammarType,
     RowUpdate,
     SequenceStart,
     ShardInfo,
@@ -59,6 +60,10 @@ class Ranks(Protocol):
 
     async def filter(self, batch_id: int, request_ids: Seq[int], step_seq: int | None) -> CachedBatch:
         """Keep some rows of a cached batch."""
+        ...
+
+    async def compile_grammar(self, kind: GrammarType, text: str) -> None:
+        """Compile a grammar beside the steps; a failure leaves steps sound. Raises InvalidRequest for a bad one."""
         ...
 
     async def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> None:
@@ -111,6 +116,11 @@ class Replica:
     async def health(self) -> None:
         """Raise ShardFailed unless every rank answers."""
         await self.ranks.health()
+
+    async def compile_grammar(self, kind: GrammarType, text: str) -> None:
+        """Compile a grammar on every rank, so that the step it comes with does not wait; may run beside steps."""
+        if Capability.GRAMMARS in self.capabilities:
+            await self.ranks.compile_grammar(kind, text)
 
     async def clear(self) -> None:
         """Drop every cached batch on every rank; numbering starts again."""

@@ -39,7 +39,7 @@ class StepPlan:
     starts: tuple[SequenceStart, ...]
     rows: tuple[RowUpdate, ...]
     computed: dict[int, int]
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # all but one for each sequence that is decoding
     has_decodes: bool  # whether sequences that were already decoding take part
     is_alone: bool = False
 
@@ -75,7 +75,7 @@ class Scheduler:
     # Planning -------------------------------------------------------------------------------------------------------
 
     def preempt(self) -> None:
-        """Take blocks back from the newest sequences until every other one can take its next token.
+        """Take blocks back from the newest sequences until every other one can compute what it holds.
 
         To be called, and the rows of preempted sequences dropped on the shard, before `schedule`.
         """
@@ -96,7 +96,7 @@ class Scheduler:
         self.num_preempted += 1
 
     def _missing_blocks(self) -> int:
-        return sum(self._growth(sequence, 1) for sequence in self.running.values())
+        return sum(self._growth(sequence, sequence.num_pending) for sequence in self.running.values())
 
     def _growth(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks to be granted before `num_tokens` more are computed."""
@@ -108,27 +108,35 @@ class Scheduler:
             return self._schedule_unchunked()
         computed: dict[int, int] = {}
         rows: list[RowUpdate] = []
-        budget = self._chunk_budget()
-        for sequence in self.running.values():
-            count = min(sequence.num_pending, max(budget, 0)) if sequence.num_pending > 1 else 1
-            if sequence.num_pending > 1:
-                budget -= count
-            rows += self._row_update(sequence, count)
-            computed[sequence.id] = count
+        budget = self._continue(self._chunk_budget(), rows, computed)
         starts = self._admit(budget, computed)
         return self._plan(starts, rows, computed)
 
+    def _continue(self, budget: int, rows: list[RowUpdate], computed: dict[int, int]) -> int:
+        """Let every running sequence go on; returns the budget left.
+
+        A decoding one always computes a token; the rest of a prompt, or of a forced span, comes out of the budget.
+        """
+        for sequence in self.running.values():
+            free = 1 if sequence.is_decoding else 0
+            count = min(sequence.num_pending, free + max(budget, 0))
+            budget -= count - free
+            rows += self._row_update(sequence, count)
+            computed[sequence.id] = count
+        return budget
+
     def _schedule_unchunked(self) -> StepPlan | None:
         """Either a prefill of whole prompts by themselves, or a decode of everything that runs."""
+        computed: dict[int, int] = {}
         if self._should_join():
-            computed: dict[int, int] = {}
             starts = self._admit(self.policy.max_batch_prefill_tokens, computed)
             if starts:
                 self._steps_since_join = 0
                 return self._plan(starts, [], computed, is_alone=True)
         self._steps_since_join += 1
-        rows = [update for s in self.running.values() for update in self._row_update(s, 1)]
-        return self._plan([], rows, {sequence_id: 1 for sequence_id in self.running})
+        rows: list[RowUpdate] = []
+        self._continue(self.policy.max_batch_prefill_tokens, rows, computed)
+        return self._plan([], rows, computed)
 
     @property
     def has_waited_long(self) -> bool:
@@ -149,12 +157,12 @@ class Scheduler:
     ) -> StepPlan | None:
         if not computed:
             return None
-        is_prompt = {sequence_id: self.running[sequence_id].num_pending > 1 for sequence_id in computed}
-        num_prompt_tokens = sum(count for sequence_id, count in computed.items() if is_prompt[sequence_id])
-        return StepPlan(tuple(starts), tuple(rows), computed, num_prompt_tokens, not all(is_prompt.values()), is_alone)
+        num_decoding = sum(self.running[sequence_id].is_decoding for sequence_id in computed)
+        num_prompt_tokens = sum(computed.values()) - num_decoding
+        return StepPlan(tuple(starts), tuple(rows), computed, num_prompt_tokens, num_decoding > 0, is_alone)
 
     def _chunk_budget(self) -> int:
-        has_running = any(sequence.num_pending == 1 for sequence in self.running.values())
+        has_running = any(sequence.is_decoding for sequence in self.running.values())
         most = self.policy.max_batch_prefill_tokens
         return self.step_time.chunk_budget(most, has_running=has_running)
 
@@ -276,6 +284,8 @@ class Scheduler:
                 continue
             generation = by_id[sequence_id]
             sequence.output_ids.extend(generation.tokens.ids)
+            if self.policy.is_plain:  # of several tokens, which were speculated, such a shard has computed all but one
+                sequence.num_computed = sequence.num_known - 1
             if generation.finished is not None:
                 self.remove(sequence)
             delivered.append((sequence, generation))

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from funitel.router.grammar import Grammar
 from funitel.router.schema_types import NativeBody
 
 
@@ -35,4 +36,24 @@ class JsonSchemaGrammar(NativeBody):
     value: NamedSchema
 
 
-GrammarType = Annotated[JsonGrammar | RegexGrammar | JsonSchemaGrammar, Field(discriminator="type")]
+class ChoiceGrammar(NativeBody):
+    """One of a few texts."""
+
+    type: Literal["choice"]
+    value: list[str] = Field(min_length=1)
+
+
+GrammarType = Annotated[JsonGrammar | RegexGrammar | JsonSchemaGrammar | ChoiceGrammar, Field(discriminator="type")]
+
+
+def grammar_of(body: JsonGrammar | RegexGrammar | JsonSchemaGrammar | ChoiceGrammar) -> Grammar:
+    """The grammar a native body asks for."""
+    match body:
+        case JsonGrammar():
+            return Grammar.json(body.value, is_native=True)
+        case JsonSchemaGrammar():
+            return Grammar.json(body.value.schema_, is_native=True)
+        case RegexGrammar():
+            return Grammar.regex(body.value)
+        case ChoiceGrammar():
+            return Grammar.choice(body.value)

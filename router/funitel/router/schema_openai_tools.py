@@ -132,7 +132,7 @@ class ResponseFormat(OpenAIBody):
             case "regex":
                 if not isinstance(self.value, str):
                     raise _wrong("`value` must be a regular expression", "value")
-                return Grammar(GrammarType.REGEX, self.value)
+                return Grammar.regex(self.value)
             case "json_schema":
                 return Grammar(GrammarType.JSON, _schema_text(self._named_schema()))
             case _:

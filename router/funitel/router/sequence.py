@@ -50,8 +50,13 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Known tokens whose KV is still to be computed; one while decoding."""
+        """Known tokens whose KV is still to be computed; one while decoding, more after a forced span."""
         return self.num_known - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether its next token is awaited: its prompt is computed, or one token is missing."""
+        return self.num_pending == 1 or self.num_computed >= len(self.request.input_ids)
 
     def block_key(self, index: int, block_size: int) -> bytes:
         """Key of the content of block `index`, whose tokens are known: SHA-256 over the block before it and its tokens.

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Protocol
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError
+from funitel.router.grammar import GrammarChecker
 from funitel.router.metrics import Metrics
 from funitel.router.model_facts import ModelFacts
 from funitel.router.model_folder import find_model_folder
@@ -75,6 +76,7 @@ class Service:
         self.facts = ModelFacts()
         self._stage = "starting: reading the tokenizer"
         self._tokenizer: Tokenizer | None = None
+        self._grammars: GrammarChecker | None = None
         self._engine: Inference | None = None
 
     @property
@@ -99,6 +101,13 @@ class Service:
         if self._tokenizer is None or self._engine is None:
             raise NotReady(self._stage)
         return self._tokenizer
+
+    @property
+    def grammars(self) -> GrammarChecker:
+        """What finds out whether a grammar can be kept; raises NotReady until the engine is connected too."""
+        if self._grammars is None or self._engine is None:
+            raise NotReady(self._stage)
+        return self._grammars
 
     async def check_ready(self) -> None:
         """Raise NotReady, with the reason, unless requests can be answered: every shard says so."""
@@ -125,6 +134,7 @@ class Service:
         self._tokenizer = await asyncio.to_thread(
             Tokenizer.load, str(folder), settings.tokenizer_config_path, settings.validation_workers
         )
+        self._grammars = GrammarChecker(folder / "tokenizer.json")
         self.recommended = read_recommended(folder)
         self.facts = ModelFacts.of(folder)
         self._stage = "starting: waiting for the model shards"
@@ -146,5 +156,7 @@ class Service:
         """Let running requests finish and give everything back."""
         if self._engine is not None:
             await self._engine.close()
+        if self._grammars is not None:
+            await self._grammars.close()
         if self._tokenizer is not None:
             self._tokenizer.close()

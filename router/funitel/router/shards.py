@@ -16,6 +16,7 @@ from funitel.proto import tracing, wire
 from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed, StartupError, StepFailed
 from funitel.proto.step import (
     CachedBatch,
+    GrammarType,
     RowUpdate,
     SequenceStart,
     ShardInfo,
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "/generate.v3.TextGenerationService/"
 HEALTH_TIMEOUT_SECONDS = 5.0
+GRAMMAR_TIMEOUT_SECONDS = 30.0
 # No step takes this long; a shard that does not answer by then hangs.
 STEP_TIMEOUT_SECONDS = 300.0
 # Ranks answer together: once one has failed, the others have this long before they are given up.
@@ -173,6 +175,11 @@ class Shards:
         request = pb.FilterBatchRequest(batch_id=batch_id, request_ids=request_ids, step_seq=step_seq)
         responses = await self._fan_out("FilterBatch", request, pb.FilterBatchResponse, STEP_TIMEOUT_SECONDS)
         return wire.decode_cached(responses[-1].batch)
+
+    async def compile_grammar(self, kind: GrammarType, text: str) -> None:
+        """Compile a grammar on every rank, beside the steps."""
+        request = wire.encode_grammar(kind, text)
+        await self._fan_out("CompileGrammar", request, pb.CompileGrammarResponse, GRAMMAR_TIMEOUT_SECONDS)
 
     async def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> None:
         """Drop one cached batch, or all."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from funitel.proto.errors import ContextTooLong, InvalidRequest
-from funitel.proto.step import SamplingParams, StoppingParams
+from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
+from funitel.router.grammar import Grammar
 from funitel.router.schema import GenerateParameters
 from funitel.router.sequence import Limits, Request
 from funitel.router.settings import RouterSettings
@@ -55,7 +56,6 @@ def check_parameters(
 
 def _check_supported(parameters: GenerateParameters) -> None:
     """What TGI would ignore, or has no word for."""
-    _require(parameters.grammar is None, "grammar", "`grammar` is not supported")
     adapter_id = parameters.adapter_id
     _require(not adapter_id, "adapter_id", "`adapter_id` is not supported: no adapter is loaded", adapter_id)
     min_p = parameters.min_p
@@ -177,6 +177,7 @@ def build_request(
     presence_penalty: float = 0.0,
     count_penalty: float = 0.0,
     raw_logprobs: bool = False,
+    grammar: Grammar | None = None,
 ) -> Request:
     """Make the request of checked parameters and a tokenized prompt; without a seed it gets a random one.
 
@@ -204,6 +205,8 @@ def build_request(
             min_p=parameters.min_p or 0.0,
             logit_bias=tuple((int(token_id), bias) for token_id, bias in (parameters.logit_bias or {}).items()),
             raw_logprobs=raw_logprobs,
+            grammar=grammar.text if grammar else "",
+            grammar_type=grammar.kind if grammar else GrammarType.NONE,
         ),
         stopping=StoppingParams(
             max_new_tokens=max_new_tokens,

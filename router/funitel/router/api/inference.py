@@ -13,9 +13,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto import tracing
-from funitel.proto.errors import Incomplete
+from funitel.proto.errors import Incomplete, InvalidRequest
 from funitel.proto.step import GeneratedText, Generation
+from funitel.router.grammar import Grammar
 from funitel.router.schema import GenerateParameters
+from funitel.router.schema_grammar import grammar_of
 from funitel.router.sequence import Request
 from funitel.router.service import Service
 from funitel.router.stream import Timings, TokenStream
@@ -117,10 +119,12 @@ async def prepare(
     presence_penalty: float = 0.0,
     count_penalty: float = 0.0,
     raw_logprobs: bool = False,
+    grammar: Grammar | None = None,
 ) -> Job:
     """Check a request, tokenize its prompt and check its lengths.
 
-    The penalties are OpenAI's; `raw_logprobs` are log-probabilities of the scores before any sampling parameter.
+    The penalties are OpenAI's; `raw_logprobs` are log-probabilities of the scores before any sampling parameter;
+    `grammar` is for callers whose parameters hold none.
 
     Raises:
         NotReady: the shards do not answer yet.
@@ -129,6 +133,10 @@ async def prepare(
     limits = service.engine.limits
     check_parameters(parameters, prompt.text, limits, service.settings, stream=stream)
     check_token_ids(parameters, service.tokenizer.num_tokens)
+    if parameters.grammar is not None:
+        grammar = grammar_of(parameters.grammar)
+    if grammar is not None:
+        await _check_grammar(service, grammar)
     input_ids = prompt.ids
     if input_ids is None:
         input_ids = (await service.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)).ids
@@ -141,9 +149,16 @@ async def prepare(
         presence_penalty=presence_penalty,
         count_penalty=count_penalty,
         raw_logprobs=raw_logprobs,
+        grammar=grammar,
     )
     service.metrics.observe_prompt(len(request.input_ids), request.stopping.max_new_tokens)
     return Job(service, request, arrived)
+
+
+async def _check_grammar(service: Service, grammar: Grammar) -> None:
+    if service.settings.disable_grammar_support:
+        raise InvalidRequest("grammar is not supported: --disable-grammar-support is set", "grammar")
+    await service.grammars.check(grammar)
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from funitel.router.chat.call import ChatCall
 from funitel.router.chat.choice import Choice
 from funitel.router.chat.parts import Part
 from funitel.router.chat.prompt import ChatPrompt, render, render_prompt
-from funitel.router.chat.sampling import parameters_of, with_grammar
+from funitel.router.chat.sampling import parameters_of
 from funitel.router.service import Service
 
 
@@ -90,8 +90,6 @@ async def prepare_chat(service: Service, call: ChatCall, *, stream: bool, arrive
     """
     check_count(call.n, service)
     prompt = await render_prompt(service, call)
-    if prompt.grammar is not None and service.settings.disable_grammar_support:
-        raise InvalidRequest("grammar is not supported: --disable-grammar-support is set", "grammar")
     parameters = parameters_of(call.sampling, service.recommended)
     text = Prompt(prompt.text, add_special_tokens=False)
     job = await prepare(
@@ -103,8 +101,8 @@ async def prepare_chat(service: Service, call: ChatCall, *, stream: bool, arrive
         presence_penalty=call.sampling.presence_penalty,
         count_penalty=call.sampling.frequency_penalty,
         raw_logprobs=call.sampling.top_logprobs is not None,
+        grammar=prompt.grammar,
     )
-    job.request = with_grammar(job.request, prompt.grammar)
     return PreparedChat(call, prompt, job.siblings(call.n))
 
 

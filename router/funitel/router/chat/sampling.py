@@ -1,11 +1,9 @@
 """How the tokens of an answer are chosen, in the words of the APIs under `/v1`, and the same in the router's."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from funitel.router.grammar import Grammar
 from funitel.router.recommended import RecommendedSampling
 from funitel.router.schema import GenerateParameters
-from funitel.router.sequence import Request
 
 U64_RANGE = 2**64
 
@@ -53,11 +51,3 @@ def parameters_of(sampling: ChatSampling, recommended: RecommendedSampling) -> G
         seed=None if sampling.seed is None else sampling.seed % U64_RANGE,
         top_n_tokens=sampling.top_logprobs,
     )
-
-
-def with_grammar(request: Request, grammar: Grammar | None) -> Request:
-    """The same request, its text kept to a grammar."""
-    if grammar is None:
-        return request
-    sampling = replace(request.sampling, grammar=grammar.text, grammar_type=grammar.kind)
-    return replace(request, sampling=sampling)

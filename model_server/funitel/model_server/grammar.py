@@ -1,0 +1,162 @@
+"""Grammars on a shard: compiled once for many sequences, then one state per sequence that says what may follow.
+
+Compiling may happen on any thread, all else on the compute thread. The engine is llguidance (ADR 6).
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLTokenizer
+
+from funitel.proto.errors import InvalidRequest
+from funitel.proto.grammar import compile_grammar
+from funitel.proto.step import GrammarType, SamplingParams
+
+CAPACITY = 128  # grammars kept; a sequence under way keeps its own
+
+
+class GrammarState:
+    """Where one sequence stands in its grammar. Special tokens are never allowed, save an end token at an end."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], *, ignores_eos: bool) -> None:
+        self._matcher = matcher
+        self._eos = list(eos_token_ids)
+        self._ignores_eos = ignores_eos
+        self.is_stuck = False  # nothing can follow, and the text is not complete either
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token; False if the grammar does not allow it here."""
+        return token_id in self._eos or self._matcher.consume_token(token_id)
+
+    def forced(self, most: int) -> list[int]:
+        """Take the tokens that alone can follow, at most so many, an end token included, and return them."""
+        found: list[int] = []
+        while len(found) < most and not self._matcher.is_stopped():
+            following = self._matcher.compute_ff_tokens()[: most - len(found)]
+            if not following or not self._matcher.consume_tokens(following):
+                return found
+            found += following
+        if len(found) < most and self._is_complete:
+            found.append(self._eos[0])
+        return found
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether the text is whole and nothing may be added to it."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Write which tokens may follow into one row of bits [vocab_size / 32] int32; where none may, an end token."""
+        if not self._matcher.is_stopped():
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if not self._matcher.is_error() and mask.any():
+                self._leave_out_eos(mask)
+                return
+        self.is_stuck = not self._is_complete
+        mask[:] = 0
+        _set_bit(mask, self._eos[0])
+
+    def _leave_out_eos(self, mask: np.ndarray) -> None:
+        """Where end tokens are ignored, take them out as long as anything else may follow."""
+        if self._ignores_eos:
+            without = mask.copy()
+            for token_id in self._eos:
+                _clear_bit(without, token_id)
+            mask[:] = without if without.any() else mask
+
+
+def _set_bit(mask: np.ndarray, token_id: int) -> None:
+    mask.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
+def _clear_bit(mask: np.ndarray, token_id: int) -> None:
+    mask.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """What may follow in some rows of a batch, as bits."""
+
+    rows: list[int]
+    bits: np.ndarray  # [len(rows), vocab_size / 32] int32, lowest bit first
+
+    @classmethod
+    def of(cls, states: Sequence[GrammarState | None], vocab_size: int) -> "TokenMasks | None":
+        """The masks of a batch, one state per row; None when no row has a grammar."""
+        rows = [row for row, state in enumerate(states) if state is not None]
+        if not rows:
+            return None
+        bits = np.zeros((len(rows), -(-vocab_size // 32)), dtype=np.int32)
+        for place, row in enumerate(rows):
+            state = states[row]
+            assert state is not None
+            state.fill(bits[place])
+        return cls(rows, bits)
+
+    def apply(self, scores: torch.Tensor) -> None:
+        """Set the scores [rows, vocab_size] of tokens that may not follow to -inf, in place."""
+        bits = torch.from_numpy(self.bits).to(scores.device, non_blocking=True)
+        places = torch.arange(32, dtype=torch.int32, device=scores.device)
+        allowed = ((bits[:, :, None] >> places) & 1).bool().flatten(1)[:, : scores.shape[1]]
+        scores[self.rows] = scores[self.rows].masked_fill(~allowed, -torch.inf)
+
+
+class GrammarCompiler:
+    """Compiles grammars over the tokenizer of a checkpoint, and keeps the latest."""
+
+    def __init__(self, tokenizer_path: Path, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer_path = tokenizer_path
+        self._vocab_size = vocab_size
+        self._eos = sorted(eos_token_ids)
+        self._lock = Lock()
+        self._loading = Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[tuple[GrammarType, str], LLMatcher] = OrderedDict()
+
+    def compile(self, kind: GrammarType, text: str) -> LLMatcher:
+        """The compiled grammar, to be copied before use.
+
+        Raises:
+            InvalidRequest: the grammar, or any grammar over this tokenizer, cannot be compiled.
+        """
+        key = kind, text
+        with self._lock:
+            if key in self._compiled:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
+        matcher = compile_grammar(kind, text, self._vocabulary())
+        with self._lock:
+            self._compiled[key] = matcher
+            if len(self._compiled) > CAPACITY:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def start(self, params: SamplingParams, output_ids: Sequence[int], *, ignores_eos: bool) -> GrammarState:
+        """The state of a sequence that has these completion tokens already.
+
+        Raises:
+            InvalidRequest: the grammar cannot be compiled, or does not allow these tokens.
+        """
+        matcher = self.compile(params.grammar_type, params.grammar).deep_copy()
+        state = GrammarState(matcher, self._eos, ignores_eos=ignores_eos)
+        for token_id in output_ids:
+            if not state.push(token_id):
+                raise InvalidRequest("output_ids are not a text that the grammar allows", "grammar")
+        return state
+
+    def _vocabulary(self) -> LLTokenizer:
+        """The engine's view of the tokenizer, made when first needed: it takes half a second."""
+        with self._loading:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = LLTokenizer(
+                        str(self._tokenizer_path), n_vocab=self._vocab_size, eos_token=self._eos
+                    )
+                except ValueError as error:
+                    raise InvalidRequest(f"grammars are not supported with this model's tokenizer: {error}") from error
+            return self._tokenizer

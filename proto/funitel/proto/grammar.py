@@ -1,0 +1,137 @@
+"""Grammars as clients write them -> as the engine, llguidance, reads them. The router checks what shards then compile.
+
+JSON is written as TGI's shards write it: on one line, with at most one space where JSON allows any. Keywords of JSON
+Schema that cannot be kept token by token (`uniqueItems`, `not`, `if` and the like) are refused by name, never ignored.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+
+from funitel.proto.errors import InvalidRequest
+from funitel.proto.step import GrammarType
+
+MAX_GRAMMAR_BYTES = 256 * 1024
+# Work per step is bounded by the engine's own limits; a lexer's memory is about 2 kB a state, too much by default.
+LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+WHITESPACE = "[ ]?"
+# The engine's own; a format it does not know says nothing about the value, as JSON Schema has it.
+FORMATS = frozenset(
+    ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+)
+
+_SCHEMA_KEYWORDS = (
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "contains",
+    "not",
+    "if",
+    "then",
+    "else",
+    "propertyNames",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+)
+_LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def compile_grammar(kind: GrammarType, text: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """Compile a grammar over a tokenizer; its first mask is computed, so that hidden costs show here.
+
+    Raises:
+        InvalidRequest: the grammar is malformed, cannot be kept, allows nothing, or exceeds a limit.
+    """
+    matcher = LLMatcher(tokenizer, engine_grammar(kind, text), log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise InvalidRequest(f"grammar is not valid: {_reason(matcher.get_error())}", "grammar")
+    trial = matcher.deep_copy()
+    allowed = trial.compute_bitmask()
+    if trial.is_error():
+        raise InvalidRequest(f"grammar is not valid: {_reason(trial.get_error())}", "grammar")
+    if not any(allowed):
+        raise InvalidRequest("grammar is not valid: no token can begin what it allows", "grammar")
+    return matcher
+
+
+def engine_grammar(kind: GrammarType, text: str) -> str:
+    """Write a grammar as the engine reads it.
+
+    Raises:
+        InvalidRequest: it is of no known kind, too long, or no JSON where a schema is meant.
+    """
+    size = len(text.encode(errors="replace"))
+    if size > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"grammar must have at most {MAX_GRAMMAR_BYTES} bytes, given {size}", "grammar")
+    try:
+        return _engine_grammar(kind, text)
+    except ValueError as error:  # of the engine: text that is no Unicode, say
+        raise InvalidRequest(f"grammar is not valid: {_reason(str(error))}", "grammar") from error
+
+
+def _engine_grammar(kind: GrammarType, text: str) -> str:
+    if kind is GrammarType.REGEX:
+        # As ECMAScript and TGI's shards have it, \d, \w and \s mean ASCII.
+        return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'dws')}/")
+    if kind is GrammarType.JSON:
+        options: Any = {"whitespace_pattern": WHITESPACE}
+        return LLMatcher.grammar_from_json_schema(json.dumps(_schema(text)), overrides=options)
+    raise InvalidRequest("grammar needs a type: a JSON schema or a regular expression", "grammar")
+
+
+def _schema(text: str) -> dict[str, Any]:
+    try:
+        schema = _without_annotations(json.loads(text))
+    except ValueError as error:
+        raise InvalidRequest(f"grammar is not valid: the schema is no JSON: {error}", "grammar") from error
+    except RecursionError:
+        raise InvalidRequest("grammar is not valid: the schema is nested too deeply", "grammar") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest("grammar is not valid: the schema must be an object", "grammar")
+    return schema
+
+
+def _without_annotations(schema: Any) -> Any:
+    """A schema without what does not restrict its values but would be refused or obeyed by the engine."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if not _is_annotation(key, value)}
+    for key in _SCHEMA_KEYWORDS:
+        if isinstance(kept.get(key), dict):
+            kept[key] = _without_annotations(kept[key])
+    for key in _LIST_KEYWORDS:
+        if isinstance(kept.get(key), list):
+            kept[key] = [_without_annotations(part) for part in kept[key]]
+    for key in _MAP_KEYWORDS:
+        if isinstance(kept.get(key), dict):
+            kept[key] = {name: _without_annotations(part) for name, part in kept[key].items()}
+    return kept
+
+
+_IS_TRIVIAL: dict[str, Callable[[Any], bool]] = {
+    "x-guidance": lambda value: True,  # options of the engine are not for clients
+    "format": lambda value: isinstance(value, str) and value not in FORMATS,
+    "uniqueItems": lambda value: value is False,
+    "minProperties": lambda value: value == 0 and value is not False,
+}
+
+
+def _is_annotation(key: str, value: Any) -> bool:
+    return key in _IS_TRIVIAL and _IS_TRIVIAL[key](value)
+
+
+def _reason(error: str) -> str:
+    """The engine's reason in one line, without those that point at places in its own notation."""
+    if unkept := re.match(r"Unimplemented keys: \[(.*)\]$", error):
+        return f"the schema has keywords that cannot be kept: {unkept[1]}"
+    if error.startswith("oneOf constraints are not supported"):
+        return "the schema has `oneOf` with cases that overlap: use `anyOf`"
+    lines = [line.strip() for line in error.splitlines()]
+    reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (reasons[-1] if reasons else next(filter(None, lines), "unknown"))[:200]
