@@ -21,7 +21,7 @@ test: check ## everything CI runs; ARGS="-m slow" runs the slow tests instead
 check: setup ## format, lint, types, generated code and pages, version
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES)
-	PYTHON=$(BIN)/python scripts/proto.sh --check && $(BIN)/python scripts/check_version.py && $(BIN)/python scripts/settings_page.py --check
+	PYTHON=$(BIN)/python scripts/proto.sh --check && $(BIN)/python scripts/check_version.py && $(BIN)/python scripts/settings_page.py --check && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page --check
 
 fmt: setup ## format and sort imports
 	$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .
@@ -29,8 +29,8 @@ fmt: setup ## format and sort imports
 proto: setup ## regenerate code from the .proto files
 	PYTHON=$(BIN)/python scripts/proto.sh
 
-docs: setup ## regenerate docs/settings.md
-	$(BIN)/python scripts/settings_page.py
+docs: setup ## regenerate docs/settings.md and docs/differences.md
+	$(BIN)/python scripts/settings_page.py && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page
 
 itest: setup ## tests of the whole system only
 	$(BIN)/pytest integration-tests $(ARGS)

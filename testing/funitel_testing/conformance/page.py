@@ -1,0 +1,36 @@
+"""Write docs/differences.md from the rows of the conformance test, or with --check say whether it is up to date."""
+
+import sys
+from pathlib import Path
+
+from funitel_testing.conformance import ROWS
+
+PAGE = Path(__file__).parents[3] / "docs" / "differences.md"
+HEAD = """# Where funitel answers otherwise than TGI
+
+Written by `make docs` from the rows of the conformance test; change those, not this page. Every other row of the
+contract is answered as TGI answers it. The section is that of the contract the row was taken from; "-" is ours.
+
+| section | route | what | why |
+| --- | --- | --- | --- |
+"""
+
+
+def render() -> str:
+    """The page."""
+    rows = [f"| {row.section} | `{row.path}` | {row.claim} | {row.differs} |\n" for row in ROWS if row.differs]
+    return HEAD + "".join(rows)
+
+
+def main() -> int:
+    """Write or check the page."""
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(render(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != render():
+        print(f"{PAGE} is not up to date: run make docs", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
