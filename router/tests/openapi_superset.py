@@ -114,11 +114,12 @@ class _Comparison:
         return _joined(judged)
 
     def _best(self, direction: Direction, pairs: list[tuple[Schema, Schema]], where: str, depth: int) -> Found:
-        """What is wrong with the pair that fits best."""
+        """What is wrong with the pair that fits best: one of the same name, if any, with the fewest problems."""
         fitting = [(old, new) for old, new in pairs if _is_kind(direction, old, new)]
         if not fitting:
             return {where: [f"{_kinds(new for _, new in pairs)} instead of {_kinds(old for old, _ in pairs)}"]}
-        judged = [self._pair(direction, old, new, where, depth) for old, new in fitting]
+        named = [(old, new) for old, new in fitting if "x-name" in old and old["x-name"] == new.get("x-name")]
+        judged = [self._pair(direction, old, new, where, depth) for old, new in named or fitting]
         return min(judged, key=lambda found: sum(map(len, found.values())))
 
     def _pair(self, direction: Direction, old: Schema, new: Schema, where: str, depth: int) -> Found:
