@@ -3,7 +3,7 @@
 #   docker build -t funitel:cuda --build-arg BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04 \
 #     --build-arg TORCH=cuda .                                                      CUDA
 ARG BASE=ubuntu:24.04
-FROM ${BASE}
+FROM ${BASE} AS base
 ARG TORCH=cpu
 
 RUN apt-get update \
@@ -16,10 +16,16 @@ RUN PIP_NO_CACHE_DIR=1 scripts/install.sh --torch ${TORCH} --extras server --no-
 
 ENV PATH=/opt/funitel/bin:${PATH} \
     HF_HOME=/data \
-    HUGGINGFACE_HUB_CACHE=/data \
     FUNITEL_CACHE=/data/funitel \
     PORT=80
 VOLUME /data
 EXPOSE 80
 STOPSIGNAL SIGTERM
+
+# Amazon SageMaker: docker build --target sagemaker
+FROM base AS sagemaker
+EXPOSE 8080
+ENTRYPOINT ["/usr/src/funitel/scripts/sagemaker-entrypoint.sh"]
+
+FROM base
 ENTRYPOINT ["text-generation-launcher"]

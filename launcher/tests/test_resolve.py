@@ -171,10 +171,21 @@ def test_the_legacy_input_limit_is_folded_in() -> None:
 
 @pytest.mark.parametrize(
     ("hostname", "address"),
-    [("0.0.0.0", "0.0.0.0"), ("my-pod-7", "0.0.0.0"), ("localhost", "localhost"), ("10.0.0.1", "10.0.0.1")],
+    [
+        ("0.0.0.0", "0.0.0.0"),
+        ("my-pod-7", "0.0.0.0"),
+        ("another-pod", "0.0.0.0"),
+        ("localhost", "localhost"),
+        ("10.0.0.1", "10.0.0.1"),
+        ("::1", "::1"),
+    ],
 )
-def test_a_containers_own_name_is_no_address_to_listen_on(hostname: str, address: str) -> None:
-    assert listen_address(hostname, own_name="my-pod-7") == address
+def test_a_name_is_no_address_to_listen_on(
+    hostname: str, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "my-pod-7")
+    assert listen_address(hostname) == address
+    assert bool(caplog.messages) == (hostname == "another-pod")
 
 
 def test_the_description_tells_everything_but_secrets() -> None:

@@ -6,6 +6,7 @@ Pure but for the two questions asked of the machine: which ports are free, which
 import dataclasses
 import ipaddress
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -21,6 +22,8 @@ from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError
 from funitel.proto.settings import project, require
 from funitel.router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 4096
 # What families call the same thing in config.json.
@@ -55,7 +58,7 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str) -> Resolv
         num_threads=threads,
         max_input_tokens=max_input,
         max_input_length=None,
-        hostname=listen_address(settings.hostname, socket.gethostname()),
+        hostname=listen_address(settings.hostname),
         port=settings.port or free_port(),
         master_port=settings.master_port or free_port(),
         shard_uds_path=uds_path,
@@ -163,13 +166,16 @@ def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
-def listen_address(hostname: str, own_name: str) -> str:
-    """Turn `hostname` into what the router listens on.
+def listen_address(hostname: str) -> str:
+    """Turn `hostname` into what the router listens on: what is no address becomes every address, as in TGI.
 
-    Containers export HOSTNAME with their own name, which nobody means as an address to listen on: it becomes
-    every address.
+    Containers export HOSTNAME with their own name, which nobody means as an address to listen on.
     """
-    return "0.0.0.0" if hostname == own_name and not _is_address(hostname) else hostname
+    if hostname == "localhost" or _is_address(hostname):
+        return hostname
+    if hostname != socket.gethostname():
+        logger.warning("--hostname %s is not an address: listening on 0.0.0.0", hostname)
+    return "0.0.0.0"
 
 
 def _is_address(text: str) -> bool:
