@@ -4,9 +4,11 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
+from funitel.launcher.download import Download
 from funitel.launcher.process import LONGEST_LINE, Child, relay
 
 
@@ -77,6 +79,26 @@ async def test_stopping_what_never_started_is_nothing() -> None:
 def test_relay_prefixes_lines(capsys: pytest.CaptureFixture[str]) -> None:
     relay("shard 0", json_output=False)("hello")
     assert capsys.readouterr().err == "shard 0 | hello\n"
+
+
+def test_relay_in_json_rewrites_what_shards_log_as_the_launchers_own(capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"level": {"name": "WARNING"}, "message": "warm", "name": "a.b", "time": {"timestamp": 1.5}}
+    relay("shard 1", json_output=True)(json.dumps({"text": "any", "record": record}))
+    assert json.loads(capsys.readouterr().err) == {
+        "timestamp": "1970-01-01T00:00:01.500000Z",
+        "level": "WARN",
+        "message": "warm",
+        "target": "a.b",
+        "process": "shard-1",
+    }
+
+
+async def test_what_a_download_logs_is_handed_on_and_is_no_folder(capfd: pytest.CaptureFixture[str]) -> None:
+    record = {"level": {"name": "INFO"}, "message": "fetching", "name": "hub", "time": {"timestamp": 1.5}}
+    line = json.dumps({"text": "any", "record": record})
+    code = f"print('/the/folder'); print({line!r})"
+    assert await Download([sys.executable, "-c", code], dict(os.environ)).folder() == Path("/the/folder")
+    assert json.loads(capfd.readouterr().err)["message"] == "fetching"
 
 
 def test_relay_in_json_wraps_only_what_is_not_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""One line an event, for people or for machines, always on stderr."""
+"""One line an event, for people or for machines."""
 
 import json
 import logging
@@ -43,13 +43,38 @@ def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("router", json_output=True)
     logging.getLogger("funitel.router").warning("two\nlines and ünïcode")
     (event,) = events(capsys)
-    assert isinstance(event.pop("timestamp"), float)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z", str(event.pop("timestamp")))
+    assert isinstance(event.pop("line_number"), int)
     assert event == {
-        "level": "WARNING",
+        "level": "WARN",
+        "filename": "test_logs.py",
         "process": "router",
         "target": "funitel.router",
         "message": "two\nlines and ünïcode",
     }
+
+
+def test_the_launchers_json_has_its_message_where_tgis_has_it(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("launcher", json_output=True)
+    logging.getLogger("funitel.launcher").info("on its way")
+    (event,) = events(capsys)
+    assert event["fields"] == {"message": "on its way"}
+    assert event["message"] == "on its way"
+
+
+@pytest.mark.parametrize("process", ["shard-0", "download"])
+def test_the_json_of_shards_is_what_tgis_launcher_reads_from_their_stdout(
+    process: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.configure(process, json_output=True)
+    logging.getLogger("funitel.model_server").warning("warm")
+    output = capsys.readouterr()
+    assert output.err == ""
+    event = json.loads(output.out)
+    assert event["text"].endswith(f"WARNING {process} funitel.model_server: warm\n")
+    assert event["record"]["level"]["name"] == "WARNING"
+    assert event["record"]["message"] == "warm"
+    assert event["record"]["time"]["timestamp"] > 1.7e9
 
 
 def test_json_carries_the_exception(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +134,19 @@ def test_configuring_again_does_not_double_lines(capsys: pytest.CaptureFixture[s
 )
 def test_levels_as_tgi_spells_them(text: str, level: int) -> None:
     assert logs.parse_level(text) == level
+
+
+@pytest.mark.parametrize(
+    ("text", "router", "launcher"),
+    [
+        ("warn,text_generation_router=debug", logging.DEBUG, logging.WARNING),
+        ("text_generation_router=debug,text_generation_launcher=error", logging.DEBUG, logging.ERROR),
+        ("text_generation_router::server=debug,info", logging.DEBUG, logging.INFO),
+        ("tower=debug,warn", logging.WARNING, logging.WARNING),
+    ],
+)
+def test_a_filter_may_name_one_program(text: str, router: int, launcher: int) -> None:
+    assert (logs.parse_level(text, "router"), logs.parse_level(text, "launcher")) == (router, launcher)
 
 
 @pytest.mark.parametrize("level", logs.LEVELS)

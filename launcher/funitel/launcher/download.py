@@ -5,7 +5,7 @@ from pathlib import Path
 
 import typer
 
-from funitel.launcher.process import Child
+from funitel.launcher.process import Child, parse_record, relay
 from funitel.proto.errors import StartupError
 
 
@@ -14,7 +14,15 @@ class Download:
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
         self._lines: list[str] = []
-        self.child = Child("download", argv, environ, self._lines.append, stderr_through=True)
+        self._log = relay("download", json_output=True)
+        self.child = Child("download", argv, environ, self._on_line, stderr_through=True)
+
+    def _on_line(self, line: str) -> None:
+        """Hand on what it logs; the rest ends with the folder."""
+        if parse_record(line) is not None:
+            self._log(line)
+        else:
+            self._lines.append(line)
 
     async def folder(self) -> Path:
         """Run it and return the model's folder.

@@ -5,12 +5,16 @@ Knows nothing of shards or routers; the supervisor and the download are its call
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
+
+from funitel.proto.logs import json_event
 
 LONGEST_LINE = 1 << 20  # bytes; a child that never ends its line is cut here
 OUTPUT_SECONDS = 1.0  # for the last output of a child that has exited
@@ -158,30 +162,39 @@ def relay(process: str, *, json_output: bool) -> Callable[[str], None]:
 
     Args:
         process: what the child is called there, such as "shard 0".
-        json_output: pass JSON lines as they are and wrap any other in an event.
+        json_output: rewrite the events of shards as our own, pass those of the router as they are, and wrap any
+            other line in one.
     """
     if json_output:
-        return lambda line: _write(line if _is_event(line) else _event(process, line))
+        return lambda line: _write(_event(process.replace(" ", "-"), line))
     return lambda line: _write(f"{process} | {line}")
 
 
-def _is_event(line: str) -> bool:
+def parse_record(line: str) -> dict[str, Any] | None:
+    """The record of a line that a shard or download logged as JSON, in loguru's form; None for any other line."""
+    event = _parse(line)
+    record = event.get("record") if event else None
+    return record if isinstance(record, dict) and {"level", "message", "time", "name"} <= record.keys() else None
+
+
+def _parse(line: str) -> dict[str, Any] | None:
     try:
-        return isinstance(json.loads(line), dict)
+        event = json.loads(line)
     except ValueError:
-        return False
+        return None
+    return event if isinstance(event, dict) else None
 
 
 def _event(process: str, line: str) -> str:
-    level = "ERROR" if line.startswith("error: ") else "INFO"
-    event = {
-        "timestamp": round(time.time(), 3),
-        "level": level,
-        "process": process.replace(" ", "-"),
-        "target": "output",
-        "message": line,
-    }
-    return json.dumps(event, ensure_ascii=False)
+    record = parse_record(line)
+    if record is not None:
+        level, seconds = logging.getLevelName(record["level"]["name"]), record["time"]["timestamp"]
+        more = {"exception": record["exception"]} if record.get("exception") else {}
+        return json_event(seconds, level, process, record["name"], record["message"], **more)
+    if _parse(line) is not None:
+        return line
+    level = logging.ERROR if line.startswith("error: ") else logging.INFO
+    return json_event(time.time(), level, process, "output", line)
 
 
 def _write(line: str) -> None:

@@ -1,9 +1,14 @@
-"""One logging setup for every process: text lines for people, JSON lines for machines, always on stderr."""
+"""One logging setup for every process: text lines for people, JSON lines for machines.
+
+Everything goes to stderr, but the JSON of shards and downloads: a launcher reads that from their stdout.
+"""
 
 import json
 import logging
 import sys
 import time
+from datetime import UTC, datetime
+from typing import Any
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -16,43 +21,92 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
+    """One object a line with the keys of TGI's router; the launcher's have TGI's nested message besides."""
+
     def __init__(self, process: str) -> None:
         super().__init__()
-        self.process = process
+        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        event = {
-            "timestamp": round(record.created, 3),
-            "level": record.levelname,
-            "process": self.process,
-            "target": record.name,
-            "message": record.getMessage(),
-        }
+        more: dict[str, Any] = {"filename": record.filename, "line_number": record.lineno}
         if record.exc_info:
-            event["exception"] = self.formatException(record.exc_info)
-        return json.dumps(event, ensure_ascii=False)
+            more["exception"] = self.formatException(record.exc_info)
+        return json_event(record.created, record.levelno, self._process, record.name, record.getMessage(), **more)
 
 
-def parse_level(text: str) -> int:
-    """Turn `info`, `WARN`, or a TGI filter such as `info,text_generation_router=debug` into a logging level."""
-    word = text.split(",")[0].strip().upper()
+class _LoguruFormatter(logging.Formatter):
+    """One object a line as loguru serializes it, which is what TGI's launcher reads from shards and downloads."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._text = _TextFormatter(process)
+
+    def format(self, record: logging.LogRecord) -> str:
+        instant = datetime.fromtimestamp(record.created, UTC)
+        described = {
+            "elapsed": {"seconds": record.relativeCreated / 1000},
+            "exception": self.formatException(record.exc_info) if record.exc_info else None,
+            "extra": {},
+            "file": {"name": record.filename, "path": record.pathname},
+            "function": record.funcName,
+            "level": {"name": record.levelname, "no": record.levelno},
+            "line": record.lineno,
+            "message": record.getMessage(),
+            "module": record.module,
+            "name": record.name,
+            "process": {"id": record.process, "name": record.processName},
+            "thread": {"id": record.thread, "name": record.threadName},
+            "time": {"repr": instant.isoformat(sep=" "), "timestamp": record.created},
+        }
+        return json.dumps({"text": self._text.format(record) + "\n", "record": described}, ensure_ascii=False)
+
+
+def json_event(seconds: float, level: int, process: str, target: str, message: str, **more: Any) -> str:
+    """Write one event as a JSON object; `seconds` are those of the epoch, `level` is logging's."""
+    instant = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    nested = {"fields": {"message": message}} if process == "launcher" else {}
+    event = {"timestamp": instant, "level": _TRACING_NAMES.get(level, "INFO"), "message": message, **nested}
+    return json.dumps(event | {"target": target, "process": process} | more, ensure_ascii=False)
+
+
+_TRACING_NAMES = {logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARN", logging.ERROR: "ERROR"}
+_TRACING_NAMES[logging.CRITICAL] = "ERROR"
+
+
+def parse_level(text: str, process: str = "") -> int:
+    """Turn a level, or a filter as TGI takes it, into a logging level.
+
+    Args:
+        text: `info`, `WARN`, or `warn,text_generation_router=debug`: a level for all, and for one program.
+        process: the program that asks, such as "router"; what names another is passed over.
+    """
+    general, own = "", ""
+    for part in text.split(","):
+        name, separator, word = part.strip().partition("=")
+        if not separator:
+            general = general or name
+        elif process and name.split("::")[0] in (f"text_generation_{process}", f"funitel.{process}"):
+            own = word
+    word = (own or general).strip().upper()
     word = {"WARN": "WARNING", "TRACE": "DEBUG", "OFF": "CRITICAL", "SUCCESS": "INFO"}.get(word, word)
     level = logging.getLevelName(word)
     return level if isinstance(level, int) else logging.INFO
 
 
 def configure(process: str, *, json_output: bool = False, level: str = "info") -> None:
-    """Send the `funitel` loggers, and warnings of everything else, to stderr.
+    """Send the `funitel` loggers, and warnings of everything else, to where they belong.
 
     Args:
         process: shown on every line, such as "router" or "shard-1".
         json_output: one JSON object a line instead of text.
         level: least severe level shown for funitel's own loggers.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(process) if json_output else _TextFormatter(process))
+    is_read_by_launcher = json_output and process.startswith(("shard-", "download"))
+    handler = logging.StreamHandler(sys.stdout if is_read_by_launcher else sys.stderr)
+    as_json = _LoguruFormatter(process) if is_read_by_launcher else _JsonFormatter(process)
+    handler.setFormatter(as_json if json_output else _TextFormatter(process))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("funitel").setLevel(parse_level(level))
+    logging.getLogger("funitel").setLevel(parse_level(level, process))
     logging.captureWarnings(True)
