@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from funitel.model_server import packing
 from funitel.model_server.packing import pack, unpack
 from funitel.model_server.weights import Weights
 from funitel.proto.errors import UnsupportedModel, WeightsError
@@ -78,6 +79,14 @@ def test_gptq(tmp_path: Path, bits: int, group_size: int, is_reordered: bool, is
     weights = write(tmp_path, gptq_tensors(layer, "a", is_exact=is_exact), config)
     assert_cuts(weights, layer)
     weights.finish(())
+
+
+def test_a_large_layer_is_turned_to_floating_point_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = random_layer(INPUTS, OUTPUTS, is_reordered=True)
+    monkeypatch.setattr(packing, "_CHUNK_ELEMENTS", 7 * OUTPUTS)
+    assert_cuts(write(tmp_path, gptq_tensors(layer, "a"), gptq_config()), layer)
 
 
 def test_gptq_without_an_order_of_groups(tmp_path: Path) -> None:
