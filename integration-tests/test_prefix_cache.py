@@ -52,11 +52,11 @@ async def test_the_third_turn_of_a_chat_computes_what_is_new(launch: Any, figure
         messages = [{"role": "user", "content": "Tell me something long about rivers and " + "lakes and " * 40}]
         prompt_tokens, computed = [], []
         for _ in range(3):
-            before = hits(server)
             body = {"messages": messages, "max_tokens": 60, "temperature": 0}
             answer = (await client.post("/v1/chat/completions", json=body)).json()
-            prompt_tokens.append(answer["usage"]["prompt_tokens"])
-            computed.append(prompt_tokens[-1] - (hits(server) - before))
+            usage = answer["usage"]
+            prompt_tokens.append(usage["prompt_tokens"])
+            computed.append(prompt_tokens[-1] - usage["prompt_tokens_details"]["cached_tokens"])
             messages += [answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]
     figures["4.2 prompt tokens of three turns, and those computed"] = [prompt_tokens, computed]
     # What is new: the end of the answer, which shared no full block, the closing of the turn and the next question.

@@ -41,6 +41,7 @@ class FakeEngine:
     error: FunitelError | None = None  # instead of the step numbered `fails_at`
     fails_at: int = 0
     max_requests: int = 8
+    num_cached_tokens: int = 0  # of every prompt
     logprobs: Sequence[float] = ()  # of the sequences, in order of submission
     requests: list[Request] = field(default_factory=list)
     cancelled: list[Request] = field(default_factory=list)
@@ -60,6 +61,7 @@ class FakeEngine:
         logprob = self.logprobs[len(self.requests)] if len(self.requests) < len(self.logprobs) else -0.5
         self.requests.append(request)
         stream = TokenStream(request, lambda: self._cancel(request, task))
+        stream.num_cached_tokens = self.num_cached_tokens
         task = asyncio.create_task(self._generate(request, stream, logprob))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

@@ -22,6 +22,7 @@ from funitel.router.schema_responses_answers import (
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
     IncompleteDetails,
+    InputTokensDetails,
     ItemEvent,
     Logprob,
     ModelResponse,
@@ -165,6 +166,7 @@ class ResponseBuilder:
         self.response.usage = ResponseUsage(
             input_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
             output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )

@@ -64,6 +64,9 @@ class GenerateParameters(NativeBody):
     grammar: GrammarType | None = Field(default=None, description="What the text shall look like.")
     adapter_id: str | None = Field(default=None, description="Refused: no adapter is loaded.")
     # Beyond TGI's.
+    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="Only requests of the same salt share computed prefixes."
+    )
     min_p: Annotated[F32, Documented(minimum=0, maximum=1)] | None = Field(
         default=None, description="Within 0..1; drop tokens less likely than this share of the likeliest."
     )

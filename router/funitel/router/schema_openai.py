@@ -72,6 +72,9 @@ class SamplingFields(OpenAIBody):
     logit_bias: LogitBias = Field(default=None, description="Token ids to what is added to their scores.")
     stop: StopList = Field(default_factory=list)
     ignore_eos: bool | None = Field(default=None, description="Whether to go on after the model's end token.")
+    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="Only requests of the same salt share computed prefixes."
+    )
     seed: Annotated[int, Field(ge=-(2**63), lt=U64_RANGE)] | None = None
     n: Annotated[U32, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="Answers to generate.")
     stream: bool | None = False
@@ -102,6 +105,7 @@ class SamplingFields(OpenAIBody):
             max_tokens=max_tokens,
             stop=tuple(self.stop),
             ignore_eos=bool(self.ignore_eos),
+            cache_salt=self.cache_salt or "",
             top_logprobs=top_logprobs,
         )
 

@@ -217,6 +217,7 @@ def build_request(
         top_n_tokens=parameters.top_n_tokens or 0,
         inputs=inputs,
         add_special_tokens=add_special_tokens,
+        cache_salt=parameters.cache_salt or "",
     )
 
 

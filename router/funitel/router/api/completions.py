@@ -33,7 +33,7 @@ from funitel.router.schema_completions import (
     CompletionRequest,
     GivenPrompt,
 )
-from funitel.router.schema_openai_answers import Usage
+from funitel.router.schema_openai_answers import PromptTokensDetails, Usage
 from funitel.router.service import Service
 from funitel.router.sse import EventStream, run_until_disconnect
 
@@ -85,9 +85,15 @@ class _Batch:
 
     def usage(self, num_tokens: int) -> Usage:
         """Tokens of all prompts, each counted once, and of all completions."""
-        prompt = sum(len(job.request.input_ids) for job in self.jobs[:: self.body.num_sequences])
+        firsts = self.jobs[:: self.body.num_sequences]
+        prompt = sum(len(job.request.input_ids) for job in firsts)
         completion = 0 if self.body.max_tokens == 0 else num_tokens
-        return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(job.num_cached_tokens for job in firsts)),
+        )
 
 
 async def _prepare(service: Service, body: CompletionRequest, arrived: float) -> _Batch:

@@ -69,6 +69,7 @@ class Job:
     request: Request
     arrived: float
     validated: float = field(default_factory=time.monotonic)
+    num_cached_tokens: int = 0  # of the prompt, known once its first token is there
 
     @property
     def validation_seconds(self) -> float:
@@ -87,6 +88,7 @@ class Job:
                 metrics.observe_next_token(now - previous)
             previous = now
             metrics.observe_generation(generation)
+            self.num_cached_tokens = stream.num_cached_tokens
             yield generation
 
     def succeeded(self, timings: Timings, num_tokens: int) -> None:

@@ -40,6 +40,7 @@ from funitel.router.schema_openai_answers import (
     Delta,
     FunctionDelta,
     Logprobs,
+    PromptTokensDetails,
     TokenLogprob,
     ToolCallDelta,
     Usage,
@@ -174,6 +175,7 @@ def _usage(ends: Sequence[Finished]) -> Usage:
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=min(end.usage.cached_tokens for end in ends)),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning),
     )
 

@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 
 from funitel.proto.step import FinishReason, GeneratedText, Generation
+from funitel.router.api.inference import Job
 from funitel.router.chat.parts import (
     ChatUsage,
     EndReason,
@@ -19,19 +20,18 @@ from funitel.router.chat.pieces import CallArguments, CallStart, Parser, Piece, 
 from funitel.router.chat.prompt import ChatPrompt
 from funitel.router.chat.reasoning import ReasoningParser
 from funitel.router.chat.transcript import Transcript
-from funitel.router.sequence import Request
 
 
 class Choice:
     """Feed generations of one sequence; get parts."""
 
-    def __init__(self, request: Request, prompt: ChatPrompt, *, top_logprobs: int | None, parallel_calls: bool) -> None:
+    def __init__(self, job: Job, prompt: ChatPrompt, *, top_logprobs: int | None, parallel_calls: bool) -> None:
         """`top_logprobs` None: no tokens with their log-probabilities are wanted."""
-        self._request = request
+        self._job = job
         self._wants_tokens = top_logprobs is not None
         self._parallel_calls = parallel_calls
         self._reasoning, self._tools = _parsers(prompt)
-        self._transcript = Transcript(request.stopping.stop_sequences, top_logprobs or 0, _markers(prompt))
+        self._transcript = Transcript(job.request.stopping.stop_sequences, top_logprobs or 0, _markers(prompt))
         self._length = 0  # characters of the transcript so far
         self._num_calls = 0
         self._reasoning_tokens = 0
@@ -80,11 +80,14 @@ class Choice:
         return self._parallel_calls or self._num_calls == 1
 
     def _finished(self, finished: GeneratedText) -> Finished:
-        usage = ChatUsage(len(self._request.input_ids), finished.num_tokens, self._reasoning_tokens)
+        job = self._job
+        usage = ChatUsage(
+            len(job.request.input_ids), finished.num_tokens, self._reasoning_tokens, job.num_cached_tokens
+        )
         reason = _end_reason(finished)
         if self._num_calls and reason is not EndReason.LENGTH:
             return Finished(EndReason.TOOL_CALLS, usage)
-        return Finished(reason, usage, _stop_found(finished, self._request.stopping.stop_sequences))
+        return Finished(reason, usage, _stop_found(finished, job.request.stopping.stop_sequences))
 
 
 def _parsers(prompt: ChatPrompt) -> tuple[Parser | None, Parser | None]:

@@ -20,6 +20,7 @@ class ChatUsage:
     prompt_tokens: int
     completion_tokens: int
     reasoning_tokens: int = 0  # of the completion
+    cached_tokens: int = 0  # of the prompt, computed for an earlier request
 
 
 @dataclass(frozen=True, slots=True)

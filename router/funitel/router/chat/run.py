@@ -60,7 +60,7 @@ class PreparedChat:
         call = self.call
         return [
             Choice(
-                job.request,
+                job,
                 self.prompt,
                 top_logprobs=call.sampling.top_logprobs,
                 parallel_calls=call.parallel_tool_calls,

@@ -28,6 +28,7 @@ class ChatSampling:
     max_tokens: int | None = None  # None: up to the context's end
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    cache_salt: str = ""
     top_logprobs: int | None = None  # None: log-probabilities are not wanted; 0: those of the tokens themselves only
 
 
@@ -48,6 +49,7 @@ def parameters_of(sampling: ChatSampling, recommended: RecommendedSampling) -> G
         max_new_tokens=sampling.max_tokens,
         stop=list(sampling.stop),
         ignore_eos=sampling.ignore_eos,
+        cache_salt=sampling.cache_salt,
         seed=None if sampling.seed is None else sampling.seed % U64_RANGE,
         top_n_tokens=sampling.top_logprobs,
     )
