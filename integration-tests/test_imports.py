@@ -47,7 +47,9 @@ GRPC_RIMS = {
     "funitel.launcher.health",
 }
 # The launcher copies its environment once and hands it down; typer reads the variables of settings.
+# A library has no main module: what its callers do not say it reads where they call it.
 ENVIRONMENT_READERS = {f"funitel.{portion}.__main__" for portion in ("router", "model_server", "launcher")}
+ENVIRONMENT_READERS |= {"funitel.llm.llm"}
 
 
 def module_name(path: Path, portion: str) -> str:

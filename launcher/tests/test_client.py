@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from funitel.launcher.client.chat import Conversation
+from funitel.launcher.client.chat import Conversation, Piece
 from funitel.launcher.client.generate import generate
 from funitel.launcher.client.http import Api
 from funitel.launcher.client.server import connected
@@ -38,7 +38,7 @@ def conversation(fake: FakeApi, **settings: Any) -> Conversation:
 def test_a_conversation_remembers_what_was_said(start: Start) -> None:
     fake = start()
     talk = conversation(fake, system="Be brief.", temperature=0.5, max_tokens=7)
-    assert list(talk.answer("Hi")) == ["Hello", " there"]
+    assert list(talk.answer("Hi")) == [Piece("Hello"), Piece(" there")]
     list(talk.answer("Again"))
     first, second = fake.bodies
     system = {"role": "system", "content": "Be brief."}
@@ -66,9 +66,21 @@ def test_an_answer_left_early_is_kept_as_far_as_it_came(start: Start) -> None:
     fake = start(words=("One", " two", " three"))
     talk = conversation(fake)
     with closing(talk.answer("Count")) as pieces:
-        assert next(pieces) == "One"
+        assert next(pieces) == Piece("One")
     list(talk.answer("Go on"))
     assert fake.bodies[1]["messages"][1] == {"role": "assistant", "content": "One"}
+
+
+def test_thoughts_are_told_apart_and_not_kept(start: Start) -> None:
+    fake = start(thoughts=("Hm", "."))
+    talk = conversation(fake)
+    with closing(talk.answer("Lost")) as pieces:
+        assert next(pieces) == Piece("Hm", is_thought=True)
+    thoughts = [Piece("Hm", is_thought=True), Piece(".", is_thought=True)]
+    assert list(talk.answer("Hi")) == [*thoughts, Piece("Hello"), Piece(" there")]
+    list(talk.answer("Again"))
+    assert [message["content"] for message in fake.bodies[1]["messages"]] == ["Hi"]
+    assert [message["content"] for message in fake.bodies[2]["messages"]] == ["Hi", "Hello there", "Again"]
 
 
 @pytest.mark.parametrize(

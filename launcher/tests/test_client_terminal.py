@@ -95,7 +95,9 @@ def test_a_chat_at_a_terminal() -> None:
         tty.type("\x1b[200~first line\nsecond line\x1b[201~\n")  # as terminals mark what is pasted
         tty.wait_for("One two three")
         tty.wait_for(">>> ")
-        tty.type("half a mess\x03")
+        tty.type("half a mess")
+        tty.wait_for("half a mess")
+        tty.type("\x03")
         tty.wait_for("(/exit or Ctrl-D leaves)")
         tty.type('"""\nthird\nfourth"""\n')
         tty.wait_for("One two three")
@@ -133,7 +135,7 @@ def test_a_failed_answer_does_not_end_a_chat_at_a_terminal() -> None:
 
 
 def test_a_chat_through_pipes_prints_answers_alone() -> None:
-    with serving(FakeApi()) as fake:
+    with serving(FakeApi(thoughts=("Hm",))) as fake:
         done = run("chat", "--url", fake.url, text=b"Hi\n\nAgain\n/reset\nAnew\n/exit\nNever\n")
         assert (done.returncode, done.stdout, done.stderr) == (0, b"Hello there\n" * 3, b"")
         assert [len(body["messages"]) for body in fake.bodies] == [1, 3, 1]

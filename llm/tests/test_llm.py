@@ -2,7 +2,9 @@
 
 import asyncio
 import gc
+import json
 import random
+import re
 import signal
 import threading
 import time
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from funitel.llm import LLM, InvalidRequest, SamplingParams, StartupError
+from funitel.llm import LLM, Grammar, InvalidRequest, SamplingParams, StartupError
 from funitel.proto.errors import NotReady, TemplateError
 from funitel.proto.step import StepResult
 
@@ -184,6 +186,47 @@ def test_the_end_of_text_ends_unless_ignored(llm: LLM) -> None:
     (output,) = llm.generate("a", params, use_tqdm=False)
     assert output.outputs[0].token_ids == (256,) * 5
     assert output.outputs[0].finish_reason == "length"
+
+
+def test_grammars_keep_completions_to_what_they_describe(llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"size": {"enum": ["small", "large"]}, "is_new": {"type": "boolean"}},
+        "required": ["size", "is_new"],
+        "additionalProperties": False,
+    }
+    grammars = [Grammar.json(schema), Grammar.regex("[0-9]{3}-[a-f]{2}"), Grammar.choice(["yes", "no", "per(haps)"])]
+    each = [SamplingParams(seed=seed, max_tokens=60, grammar=grammar, n=3) for seed, grammar in enumerate(grammars)]
+    free = SamplingParams(seed=4, max_tokens=20, ignore_eos=True)
+    *kept, beside = llm.generate(["x"] * 4, [*each, free], use_tqdm=False)
+    texts = [[completion.text for completion in output.outputs] for output in kept]
+    for text in texts[0]:
+        assert set(json.loads(text)) == {"size", "is_new"}
+    assert all(re.fullmatch("[0-9]{3}-[a-f]{2}", text) for text in texts[1])
+    assert set(texts[2]) <= {"yes", "no", "per(haps)"}
+    assert all(completion.finish_reason == "stop" for output in kept for completion in output.outputs)
+    assert [beside.outputs[0].token_ids] == ids(llm, "x", free)[0]
+
+
+def test_logprobs_are_there_for_every_token_of_a_grammar(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=40, grammar=Grammar.choice(["a long word", "another"]), logprobs=1
+    )
+    (output,) = llm.generate("x", params, use_tqdm=False)
+    (completion,) = output.outputs
+    assert completion.text in ("a long word", "another")
+    assert completion.logprobs is not None
+    assert [token_id in found for token_id, found in zip(completion.token_ids, completion.logprobs, strict=True)] == [
+        True
+    ] * len(completion.token_ids)
+
+
+@pytest.mark.parametrize("grammar", [Grammar.regex("(a"), Grammar.json({"type": "nothing"}), Grammar.json("{")])
+def test_a_grammar_that_cannot_be_kept_is_refused_and_named(llm: LLM, grammar: Grammar) -> None:
+    params = [GREEDY, SamplingParams(grammar=grammar)]
+    with pytest.raises(InvalidRequest, match=r"^prompt 1: .*grammar"):
+        llm.generate(["a", "b"], params, use_tqdm=False)
+    assert len(ids(llm, "a", GREEDY)) == 1
 
 
 def test_a_small_pool_holds_many_prompts_one_after_another(model: Path, llm: LLM) -> None:
@@ -381,6 +424,24 @@ def test_wrong_arguments_are_refused_in_the_words_of_python(
         LLM(model, **arguments)
     assert caught.value.message == message
     assert set(threading.enumerate()) == before
+
+
+def test_models_are_kept_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path | None] = []
+
+    def resolve(model: str, *, revision: str | None, cache_dir: Path | None) -> None:
+        asked.append(cache_dir)
+        raise StartupError("that is all")
+
+    monkeypatch.setattr("funitel.model_server.hub.resolve", resolve)
+    monkeypatch.setenv("FUNITEL_CACHE", str(tmp_path))
+    for given in ({}, {"cache_dir": "/elsewhere"}):
+        with pytest.raises(StartupError, match="that is all"):
+            LLM(**given)
+    monkeypatch.delenv("FUNITEL_CACHE")
+    with pytest.raises(StartupError, match="that is all"):
+        LLM()
+    assert asked == [tmp_path, Path("/elsewhere"), None]
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from funitel.llm.sampling import params_for
         ({"stop": ""}, "stop must be a text or a list of texts, none of them empty, given ''"),
         ({"stop": [3]}, "stop must be a text or a list of texts, none of them empty, given [3]"),
         ({"stop": 3}, "stop must be a text or a list of texts, none of them empty, given 3"),
+        ({"grammar": "[a-z]+"}, "grammar must be a Grammar, given '[a-z]+'"),
         ({"logit_bias": [1]}, "logit_bias must be a mapping from token ids to numbers, given [1]"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias: a token id must be an integer >= 0, given 'a'"),
         ({"logit_bias": {7: 101}}, "logit_bias[7] must be a number >= -100 and <= 100, given 101"),

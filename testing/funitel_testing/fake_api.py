@@ -14,6 +14,7 @@ class FakeApi:
     """What it says: `words` to chats and prompts; `status` and `refusal` instead, if given."""
 
     words: tuple[str, ...] = ("Hello", " there")
+    thoughts: tuple[str, ...] = ()  # before the words of a chat
     finish_reason: str = "stop"
     status: int = 200
     refusal: Any = None
@@ -30,6 +31,8 @@ class FakeApi:
 
     def events(self, path: str) -> Iterator[Any]:
         """The events of one answer."""
+        for thought in self.thoughts:
+            yield {"choices": [{"delta": {"reasoning_content": thought}, "finish_reason": None}]}
         for word in self.words:
             if path == "/generate_stream":
                 yield {"token": {"text": word, "special": False}, "generated_text": None}

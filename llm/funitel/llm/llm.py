@@ -1,5 +1,6 @@
 """A model in this process: loaded once, then asked for completions and chat answers from any thread."""
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
@@ -52,7 +53,7 @@ class LLM:
         Args:
             model: catalogue name, hub repository, local folder, or path of a .gguf file.
             revision: of a hub repository.
-            cache_dir: folder for models fetched and converted; ~/.cache/funitel when not given.
+            cache_dir: folder for models fetched and converted; FUNITEL_CACHE or ~/.cache/funitel when not given.
             device: auto, cpu or cuda.
             dtype: precision of weights and KV: float32, float16 or bfloat16.
             quantize: how the checkpoint's weights must be quantised.
@@ -82,7 +83,7 @@ class LLM:
             max_batch_size=max_batch_size,
         )
         try:
-            folder = hub.resolve(str(model), revision=revision, cache_dir=_path(cache_dir)).folder
+            folder = hub.resolve(str(model), revision=revision, cache_dir=_cache_dir(cache_dir)).folder
             self._model = LoadedModel(
                 folder,
                 ModelServerSettings(
@@ -181,8 +182,10 @@ def _recommended(folder: Path) -> SamplingParams:
     )
 
 
-def _path(folder: str | Path | None) -> Path | None:
-    return None if folder is None else Path(folder)
+def _cache_dir(given: str | Path | None) -> Path | None:
+    """The folder given, or as for every other program of ours the one the environment names."""
+    folder = given or os.environ.get("FUNITEL_CACHE")
+    return Path(folder) if folder else None
 
 
 def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:

@@ -61,8 +61,8 @@ class LocalRanks:
         return await self._run(lambda: self._executor.filter(batch_id, request_ids))
 
     async def compile_grammar(self, kind: GrammarType, text: str) -> None:
-        """Compile a grammar beside the steps."""
-        await asyncio.to_thread(self._executor.compile_grammar, kind, text)
+        """Compile a grammar between two steps."""
+        await self._run(lambda: self._executor.compile_grammar(kind, text))
 
     async def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> None:
         """Drop one cached batch, or all."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from funitel.proto import step
 from funitel.proto.errors import InvalidRequest
+from funitel.router.grammar import Grammar
 
 DEFAULT_MAX_TOKENS = 256  # an answer's length, and an end to a sample that would not stop
 LEAST_TEMPERATURE = 1e-5  # what is below differs from greedy in rounding only
@@ -33,6 +34,7 @@ class SamplingParams:
         logprobs: how many of the likeliest tokens to report at each place besides the one taken; None: nothing.
         ignore_eos: go on after the model's end of text.
         logit_bias: added to the scores of tokens, by id.
+        grammar: what the completion must look like: `Grammar.json(schema)`, `.regex(pattern)` or `.choice(texts)`.
     """
 
     n: int = 1
@@ -51,6 +53,7 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     logit_bias: Mapping[int, float] | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1)
@@ -73,6 +76,8 @@ class SamplingParams:
                 raise _wrong(name, "True or False", getattr(self, name))
         self._check_stop()
         self._check_logit_bias()
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise _wrong("grammar", "a Grammar", self.grammar)
 
     def _check_stop(self) -> None:
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -109,6 +114,8 @@ class SamplingParams:
             presence_penalty=self.presence_penalty,
             count_penalty=self.frequency_penalty,
             logit_bias=tuple((self.logit_bias or {}).items()),
+            grammar="" if self.grammar is None else self.grammar.text,
+            grammar_type=step.GrammarType.NONE if self.grammar is None else self.grammar.kind,
             raw_logprobs=True,
         )
         return [replace(first, seed=(first.seed + index) % NUM_SEEDS) for index in range(self.n)]

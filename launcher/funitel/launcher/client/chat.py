@@ -2,8 +2,9 @@
 
 import re
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 from funitel.launcher.client.http import Api
@@ -18,6 +19,17 @@ HELP = '''/reset          forget the conversation
 Ctrl-C stops an answer. Lines between """ and """ are one message, and so are lines pasted together.'''
 
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+
+
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text of an answer, or of what the model thinks before it."""
+
+    text: str
+    is_thought: bool = False
 
 
 class Conversation:
@@ -46,38 +58,43 @@ class Conversation:
         self._system = text
         self.reset()
 
-    def answer(self, message: str) -> Generator[str, None, None]:
+    def answer(self, message: str) -> Generator[Piece, None, None]:
         """Yield an answer in pieces. One that is left early is kept as far as it came, one that fails is forgotten."""
         head = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = [*self._messages, {"role": "user", "content": message}]
-        pieces: list[str] = []
+        said: list[str] = []
         self._finish_reason = None
         try:
             with closing(self._api.stream("/v1/chat/completions", self._body(head + asked))) as events:
                 for event in events:
-                    if piece := self._piece(event):
-                        pieces.append(piece)
+                    for piece in self._pieces(event):
+                        if not piece.is_thought:
+                            said.append(piece.text)
                         yield piece
             if self._finish_reason is None:
                 raise Incomplete("the server ended the answer without saying why")
         except FunitelError:
             raise
         except BaseException:
-            self._keep(asked, pieces)
+            if said:
+                self._keep(asked, said)
             raise
-        self._keep(asked, pieces)
+        self._keep(asked, said)
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         return {"messages": messages, "stream": True, **self._wishes}
 
-    def _piece(self, event: Any) -> str:
+    def _pieces(self, event: Any) -> Iterator[Piece]:
         for choice in event.get("choices", ()):
             self._finish_reason = choice.get("finish_reason")
-            return choice.get("delta", {}).get("content") or ""
-        return ""
+            delta = choice.get("delta", {})
+            if delta.get("reasoning_content"):
+                yield Piece(delta["reasoning_content"], is_thought=True)
+            if delta.get("content"):
+                yield Piece(delta["content"])
 
-    def _keep(self, asked: list[dict[str, str]], pieces: list[str]) -> None:
-        self._messages = [*asked, {"role": "assistant", "content": "".join(pieces)}]
+    def _keep(self, asked: list[dict[str, str]], said: list[str]) -> None:
+        self._messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
 
 def chat(settings: ChatSettings) -> None:
@@ -126,7 +143,10 @@ def _show_answer(conversation: Conversation, message: str, *, is_typed: bool) ->
     try:
         with closing(conversation.answer(message)) as pieces:
             for piece in pieces:
-                print(piece, end="", flush=True)
+                if not piece.is_thought:
+                    print(piece.text, end="", flush=True)
+                elif is_typed:
+                    print(f"{DIM}{piece.text}{PLAIN}", end="", flush=True)
         print(flush=True)
     except KeyboardInterrupt:
         if not is_typed:
