@@ -206,6 +206,15 @@ async def test_a_grammar_of_another_shape(client: httpx.AsyncClient, grammar: ob
     assert word in response.json()["error"]
 
 
+async def test_lengths_are_checked_before_the_grammar(client: httpx.AsyncClient) -> None:
+    grammar = {"type": "regex", "value": "("}
+    for max_new_tokens, word in ((1000, "`max_new_tokens` must be <="), (5, "grammar")):
+        parameters = {"grammar": grammar, "max_new_tokens": max_new_tokens}
+        response = await client.post("/generate", json={"inputs": "Hi", "parameters": parameters})
+        assert response.status_code == 422
+        assert word in response.json()["error"]
+
+
 async def test_unknown_fields_are_ignored_with_one_warning(
     client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -137,8 +137,6 @@ async def prepare(
     check_token_ids(parameters, service.tokenizer.num_tokens)
     if parameters.grammar is not None:
         grammar = grammar_of(parameters.grammar)
-    if grammar is not None:
-        await _check_grammar(service, grammar)
     input_ids = prompt.ids
     if input_ids is None:
         input_ids = (await service.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)).ids
@@ -153,6 +151,8 @@ async def prepare(
         raw_logprobs=raw_logprobs,
         grammar=grammar,
     )
+    if grammar is not None:  # last, as TGI does, and the dearest
+        await _check_grammar(service, grammar)
     service.metrics.observe_prompt(len(request.input_ids), request.stopping.max_new_tokens)
     return Job(service, request, arrived)
 
