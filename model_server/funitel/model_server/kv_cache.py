@@ -15,6 +15,9 @@ class KVCache:
     A block keeps all its layers together, so a step touches new memory for the blocks it is granted and no more: the
     first touch of a page costs 2.5 ms a MiB on some hosts. Block 0 is never a sequence's. The pool is zeroed: padding
     reads blocks that were never written, and 0 x NaN would poison the attention sum.
+
+    The fused CPU step uses the pool of the same size in its own way: the keys of a head lie [head_dim, block_size] and
+    its values [block_size, head_dim], heads one after the other.
     """
 
     def __init__(
