@@ -1,0 +1,1 @@
+"""Public clients, as they are."""
