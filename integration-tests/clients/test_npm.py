@@ -64,9 +64,9 @@ def test_anthropic(packages: Path, server: Server) -> None:
     got = run(packages, "anthropic.mjs", server.url)
     assert "Paris" in got["text"]
     assert got["streamed"] == got["text"] == got["final"]["content"][0]["text"]
-    assert got["final"]["usage"] == got["usage"]
+    assert got["final"]["usage"]["output_tokens"] == got["usage"]["output_tokens"]
     assert got["stop"] == ["stop_sequence", "Paris"]
-    assert got["count"] == got["usage"]["input_tokens"]
+    assert got["count"] == got["usage"]["input_tokens"] + got["usage"]["cache_read_input_tokens"]
     assert got["error"] == [400, "invalid_request_error"]
 
 

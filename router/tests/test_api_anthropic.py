@@ -146,6 +146,14 @@ async def test_a_context_that_is_full(serve: Serve) -> None:
         assert (await whole(client, max_tokens=1080))["stop_reason"] == "max_tokens"
 
 
+async def test_cached_tokens_are_counted_apart(serve: Serve) -> None:
+    async with serve(FakeEngine(num_cached_tokens=16)) as client:
+        usage = (await whole(client))["usage"]
+        streamed = (await events(client))[-2]["usage"]
+    assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (4, 16)
+    assert streamed == usage
+
+
 async def test_an_answer_without_text_has_no_blocks(serve: Serve) -> None:
     async with serve(FakeEngine(pieces=[])) as client:
         assert (await whole(client))["content"] == []

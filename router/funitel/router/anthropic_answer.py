@@ -151,5 +151,8 @@ def _usage(finished: Finished) -> MessageUsage:
     usage = finished.usage
     details = OutputTokensDetails(thinking_tokens=usage.reasoning_tokens) if usage.reasoning_tokens else None
     return MessageUsage(
-        input_tokens=usage.prompt_tokens, output_tokens=usage.completion_tokens, output_tokens_details=details
+        input_tokens=usage.prompt_tokens - usage.cached_tokens,
+        cache_read_input_tokens=usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=details,
     )

@@ -289,10 +289,10 @@ class OutputTokensDetails(BaseModel):
 class MessageUsage(BaseModel):
     """Tokens of the prompt and of the answer."""
 
-    input_tokens: int
+    input_tokens: int = Field(description="Of the prompt, those that were computed.")
     output_tokens: int
-    cache_creation_input_tokens: int = 0
-    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = Field(default=0, description="Always 0: every prefix is kept.")
+    cache_read_input_tokens: int = Field(default=0, description="Of the prompt, computed for an earlier request.")
     output_tokens_details: OutputTokensDetails | None = Field(default=None, exclude_if=is_none)
 
 
