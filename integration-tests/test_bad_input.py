@@ -400,7 +400,10 @@ WRONG_CHATS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "top_logprobs 6": (chat(logprobs=True, top_logprobs=6), ("5",)),
     "n 0": (chat(n=0), ("n: must be greater than or equal to 1", "0")),
     "n 129": (chat(n=129), ("n: must be less than or equal to 128", "129")),
-    "a tool without a name": (chat(tools=[{"type": "function", "function": {}}]), ("tools.0.function.name", "required")),
+    "a tool without a name": (
+        chat(tools=[{"type": "function", "function": {}}]),
+        ("tools.0.function.name", "required"),
+    ),
     "tools a string": (chat(tools="f"), ("tools",)),
     "response_format of no kind": (chat(response_format={"type": "yaml"}), ("response_format", "yaml")),
     "logit_bias of an unknown token": (chat(logit_bias={"288": 1}), ("`logit_bias`", "288")),

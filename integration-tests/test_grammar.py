@@ -1,4 +1,4 @@
-"""Structured output from outside: whatever a random model writes follows its schema, streamed or not, on two shards too."""
+"""Structured output from outside: whatever a random model writes follows its schema, streamed or not."""
 
 import asyncio
 import json
