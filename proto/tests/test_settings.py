@@ -267,6 +267,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "log_level": TEXT,
     "otlp_endpoint": st.none() | TEXT,
     "otlp_service_name": TEXT,
+    "compute_type": st.none() | TEXT,
     "exit_with_parent": st.none() | st.integers(1, 2**22),
 }
 SHARD: dict[str, st.SearchStrategy[Any]] = {

@@ -192,7 +192,7 @@ VARIABLES: dict[Program, tuple[str, ...]] = {
         "LOG_COLORIZE",
         "LOG_FORMAT",
     ),
-    "router": ("LOG_LEVEL", "LOG_COLORIZE", "LOG_FORMAT"),
+    "router": ("LOG_LEVEL", "LOG_COLORIZE", "LOG_FORMAT", "COMPUTE_TYPE"),
     "shard": (
         "ATTENTION",
         "PREFIX_CACHING",

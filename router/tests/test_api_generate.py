@@ -155,6 +155,12 @@ async def test_best_of_fails_when_one_sequence_does(serve: Serve) -> None:
         assert (await client.post("/generate", json=body)).status_code == 424
 
 
+async def test_the_compute_type_is_as_told(serve: Serve, engine: FakeEngine) -> None:
+    async with serve(engine, compute_type="2-nvidia-l4") as client:
+        answer = await client.post("/generate", json={"inputs": "Hi"})
+    assert answer.headers["x-compute-type"] == "2-nvidia-l4"
+
+
 async def test_response_headers(client: httpx.AsyncClient) -> None:
     headers = (await client.post("/generate", json={"inputs": "Hé"})).headers
     assert headers["x-compute-type"] == "1-fake"

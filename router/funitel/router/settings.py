@@ -71,6 +71,7 @@ class RouterSettings:
     cors_allow_origin: tuple[str, ...] = setting((), "Allowed CORS origin, repeatable; any when not given.")
     aip_predict_route: str | None = setting(None, "A further path of /vertex; Vertex AI names it in this variable.")
     aip_health_route: str | None = setting(None, "A further path of /health; Vertex AI names it in this variable.")
+    compute_type: str | None = setting(None, "What `x-compute-type` says; shards and device when not given.")
     git_sha: str | None = setting(None, "Commit the server was built from, for /info.")
     docker_label: str | None = setting(None, "Label of the container image, for /info.")
     otlp_endpoint: str | None = setting(

@@ -301,8 +301,9 @@ def spanning(timings: Sequence[Timings]) -> Timings:
 
 def stream_headers(*jobs: Job) -> dict[str, str]:
     """Response headers of a streamed answer made by one job or several."""
+    service = jobs[0].service
     return {
-        "x-compute-type": jobs[0].service.engine.compute_type,
+        "x-compute-type": service.settings.compute_type or service.engine.compute_type,
         "x-compute-characters": str(sum(len(request.inputs) for request in _distinct(jobs))),
     }
 
