@@ -185,6 +185,25 @@ def _past(arguments: object) -> dict[str, Any]:
     return {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
 
 
+async def test_mistrals_templates_get_ids_they_take(serve: Serve, model: Path) -> None:
+    (model / "chat_template.jinja").write_text(
+        "{{ tools and '[TOOL_CALLS]' }}{% for m in messages %}{{ m.tool_call_id }},{{ (m.tool_calls or [{}])[0].id }};"
+        "{% endfor %}"
+    )
+    engine = writes("Fine.")
+    messages = [
+        {"role": "assistant", "tool_calls": [_past("{}")]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
+        {"role": "tool", "tool_call_id": "abcDEF123", "content": "Sunny."},
+    ]
+    async with serve(engine) as client:
+        await whole(client, messages=messages)
+    made, answered, kept = engine.requests[0].inputs.removeprefix("None").rstrip(";").split(";")
+    assert made.removeprefix(",") == answered.removesuffix(",")
+    assert len(made.removeprefix(",")) == 9
+    assert kept == "abcDEF123,"
+
+
 async def test_a_template_that_knows_no_tools(serve: Serve) -> None:
     engine = writes(f"{CALL}")
     messages = [

@@ -153,6 +153,21 @@ async def test_of_named_templates_the_default_is_taken(tmp_path: Path) -> None:
     assert await prompt(write_model(tmp_path, chat_template=named)) == "plain"
 
 
+@pytest.mark.parametrize("is_file", [False, True])
+async def test_a_chat_with_tools_takes_the_template_for_it(tmp_path: Path, is_file: bool) -> None:
+    named = [{"name": "tool_use", "template": "with {{ tools[0] }}"}, {"name": "default", "template": "plain"}]
+    write_model(tmp_path, chat_template="plain" if is_file else named)
+    if is_file:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named[0]["template"])
+    tokenizer = Tokenizer.load(str(tmp_path), None, 1)
+    assert await tokenizer.chat_prompt([USER], tools=["it"]) == "with it"
+    assert await tokenizer.chat_prompt([USER]) == "plain"
+    assert tokenizer.template_source(with_tools=True).startswith("with")
+    assert tokenizer.template_source(with_tools=False) == "plain"
+    tokenizer.close()
+
+
 async def test_special_tokens_of_ids(tmp_path: Path) -> None:
     write_model(tmp_path, bos_token=None, eos_token=None, chat_template="{{ bos_token }}|{{ eos_token }}")
     ids = {name: byte_tokenizer().token_to_id(name) for name in ("<s>", "</s>")}

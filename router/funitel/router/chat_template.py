@@ -72,9 +72,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
 class ChatTemplate:
     """One compiled template with the special tokens it may use."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Raise TemplateError when `source` is not a valid template."""
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """Compile a template, and the one for chats with tools where it has a text of its own.
+
+        Raises:
+            TemplateError: a text is not a valid template.
+        """
         self.source = source
+        self.for_tools = self if tool_source is None else ChatTemplate(tool_source, special_tokens)
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
@@ -102,6 +107,14 @@ class ChatTemplate:
         Raises:
             TemplateError: the template refused the messages.
         """
+        if tools and self.for_tools is not self:
+            return self.for_tools.render(
+                messages,
+                tools=tools,
+                variables=variables,
+                continues=continues,
+                add_generation_prompt=add_generation_prompt,
+            )
         *earlier, last = messages
         begins = not continues if add_generation_prompt is None else add_generation_prompt
         more = {**self._special_tokens, **(variables or {}), "tools": tools}

@@ -18,6 +18,8 @@ from funitel.router.chat_template import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
+TOOL_USE = "tool_use"  # the name of a template of its own for chats with tools
+
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
@@ -83,10 +85,11 @@ class Tokenizer:
         decode = partial(self._tokenizer.decode, list(ids), skip_special_tokens=False)
         return await loop.run_in_executor(self._workers, decode)
 
-    @property
-    def template_source(self) -> str:
-        """Text of the chat template; empty when there is none."""
-        return "" if isinstance(self._template, TemplateError) else self._template.source
+    def template_source(self, *, with_tools: bool) -> str:
+        """Text of the chat template, of the one for chats with tools if there is such; empty when there is none."""
+        if isinstance(self._template, TemplateError):
+            return ""
+        return (self._template.for_tools if with_tools else self._template).source
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **wishes: Any) -> str:
         """Render a chat with the wishes `ChatTemplate.render` takes; encode the result without special tokens.
@@ -134,24 +137,26 @@ class ModelFiles:
 
     def template(self, tokenizer: tokenizers.Tokenizer) -> ChatTemplate | TemplateError:
         """Compile the chat template, or say why there is none."""
-        source = self._template_source()
+        source = self._template_source("default")
         if source is None:
             return TemplateError("template not found: the model has no chat template")
         try:
-            return ChatTemplate(source, self._special_tokens(tokenizer))
+            return ChatTemplate(source, self._special_tokens(tokenizer), self._template_source(TOOL_USE))
         except TemplateError as error:
             logger.warning("chat is off: %s", error.message)
             return error
 
-    def _template_source(self) -> str | None:
-        """A config given by the user comes first; then chat_template.jinja, .json, tokenizer_config.json."""
-        own = _pick_template(self._config.get("chat_template"))
+    def _template_source(self, name: str) -> str | None:
+        """A config the user gave comes first; then files of their own, chat_template.json, tokenizer_config.json."""
+        own = _pick_template(self._config.get("chat_template"), name)
         if own is not None and self._is_own_config:
             return own
-        jinja_file = self._folder / "chat_template.jinja"
+        is_default = name == "default"
+        path = "chat_template.jinja" if is_default else f"additional_chat_templates/{name}.jinja"
+        jinja_file = self._folder / path
         if jinja_file.is_file():
             return jinja_file.read_text(encoding="utf-8")
-        return _pick_template(self._json(self._folder / "chat_template.json").get("chat_template")) or own
+        return _pick_template(self._json(self._folder / "chat_template.json").get("chat_template"), name) or own
 
     def _special_tokens(self, tokenizer: tokenizers.Tokenizer) -> dict[str, str]:
         """`bos_token`, `eos_token` and the like; the ids of config.json help where no text is given."""
@@ -177,11 +182,13 @@ class ModelFiles:
         return content
 
 
-def _pick_template(value: Any) -> str | None:
-    """The template, or of several named ones the default."""
+def _pick_template(value: Any, name: str) -> str | None:
+    """The template of a name; one that has none is the default."""
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get("default")
+        value = named.get(name)
+    elif name != "default":
+        value = None
     return value if isinstance(value, str) else None
 
 

@@ -1,5 +1,6 @@
 """A conversation as the prompt a model's template makes of it, and how the answer to it is to be read."""
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -49,7 +50,7 @@ async def render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
         TemplateError: there is no template, or it refused the messages.
     """
     tools = _offered(call)
-    template = service.tokenizer.template_source
+    template = service.tokenizer.template_source(with_tools=bool(tools))
     is_forced = call.tool_choice.mode is ToolMode.REQUIRED
     grammar = forced_calls(tools, parallel=call.parallel_tool_calls) if is_forced else call.grammar
     knows_tools = re.search(r"\btools\b", template) is not None
@@ -113,21 +114,27 @@ def _continues(call: ChatCall) -> bool:
 
 
 def _variables(message: ChatMessage, template: str) -> dict[str, Any]:
+    name_call = _mistral_id if "[TOOL_CALLS]" in template else str
     optional = {
         "name": message.name,
-        "tool_call_id": message.tool_call_id,
+        "tool_call_id": None if message.tool_call_id is None else name_call(message.tool_call_id),
         "reasoning_content": message.reasoning,
-        "tool_calls": [_call_variables(call) for call in message.tool_calls] or None,
+        "tool_calls": [_call_variables(call, name_call(call.id)) for call in message.tool_calls] or None,
     }
     given = {name: value for name, value in optional.items() if value is not None}
     role = "system" if message.role == "developer" and "developer" not in template else message.role
     return {"role": role, "content": message.text} | given
 
 
-def _call_variables(call: PastToolCall) -> dict[str, Any]:
+def _call_variables(call: PastToolCall, id: str) -> dict[str, Any]:
     """As transformers documents it: arguments are values."""
     function = {"name": call.name, "arguments": dict(call.arguments)}
-    return {"id": call.id, "type": "function", "function": function}
+    return {"id": id, "type": "function", "function": function}
+
+
+def _mistral_id(id: str) -> str:
+    """Mistral's templates take ids of nine letters and digits only; any other always becomes the same one."""
+    return id if len(id) == 9 and id.isalnum() else hashlib.sha256(id.encode()).hexdigest()[:9]
 
 
 def _tool_variables(tool: Tool) -> dict[str, Any]:
