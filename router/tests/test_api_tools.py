@@ -12,6 +12,7 @@ from funitel.proto.step import GrammarType
 from funitel.router.sequence import Limits
 
 WIDE = Limits(max_input_tokens=4000, max_total_tokens=5000, pool_tokens=9000)
+VAST = Limits(max_input_tokens=10**6, max_total_tokens=10**6 + 100, pool_tokens=10**7)
 CHAT = "/v1/chat/completions"
 WEATHER = {
     "type": "function",
@@ -298,6 +299,28 @@ async def test_tools_that_make_no_sense(
         assert body["error_type"] == "tool_error"
         assert body["error"]["param"] == param
         assert says in body["error"]["message"]
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize("depth", [100, 150, 250, 400])
+async def test_schemas_nested_deeply_are_refused_if_not_taken(serve: Serve, depth: int) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": nested(depth)}}
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": nested(depth)}}
+    fields: tuple[dict[str, Any], ...] = (
+        {"tools": [tool]},
+        {"tools": [tool], "tool_choice": "required"},
+        {"response_format": format},
+    )
+    async with serve(FakeEngine(limits=VAST)) as client:
+        for wishes in fields:
+            response = await client.post(CHAT, json=ask(max_tokens=5, **wishes))
+            assert response.status_code in (200, 400, 422), response.text
 
 
 # Response formats

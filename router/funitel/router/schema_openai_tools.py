@@ -160,7 +160,10 @@ def _schema_text(schema: Any) -> str:
             values = None
     if not isinstance(values, dict):
         raise _wrong("the schema must be an object", "value")
-    return json.dumps(values, ensure_ascii=False)
+    try:
+        return json.dumps(values, ensure_ascii=False)
+    except RecursionError:
+        raise _wrong("the schema is nested too deeply", "value") from None
 
 
 def _wrong(message: str, param: str) -> InvalidRequest:

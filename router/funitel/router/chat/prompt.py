@@ -1,5 +1,6 @@
 """A conversation as the prompt a model's template makes of it, and how the answer to it is to be read."""
 
+import asyncio
 import hashlib
 import json
 import re
@@ -49,10 +50,19 @@ async def render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
         InvalidRequest: the messages and what is asked of them do not fit together.
         TemplateError: there is no template, or it refused the messages.
     """
+    try:
+        return await _render_prompt(service, call)
+    except RecursionError:
+        raise InvalidRequest("`tools` or the arguments of calls are nested too deeply", "tools") from None
+
+
+async def _render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
     tools = _offered(call)
     template = service.tokenizer.template_source(with_tools=bool(tools))
     is_forced = call.tool_choice.mode is ToolMode.REQUIRED
-    grammar = forced_calls(tools, parallel=call.parallel_tool_calls) if is_forced else call.grammar
+    grammar = call.grammar
+    if is_forced:  # in a thread: clients choose how large a schema is
+        grammar = await asyncio.to_thread(forced_calls, tools, parallel=call.parallel_tool_calls)
     knows_tools = re.search(r"\btools\b", template) is not None
     messages = list(call.messages)
     if not knows_tools:
