@@ -301,6 +301,16 @@ async def test_tools_that_make_no_sense(
         assert says in body["error"]["message"]
 
 
+async def test_schemas_of_tools_that_no_grammar_keeps(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.limits = WIDE
+    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/Missing"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    body = await refused(client, tools=[tool], tool_choice="required", max_tokens=5)
+    assert body["error_type"] == "tool_error"
+    assert body["error"]["param"] == "tools"
+    assert "'/$defs/Missing'" in body["error"]["message"]
+
+
 def nested(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):

@@ -1,18 +1,21 @@
 """One choice: tokens become parts, special tokens that mark calls included, whatever the steps."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funitel.proto.step import FinishReason, GeneratedText, Generation, SamplingParams, StoppingParams, Tokens
+from funitel.router.api.inference import Job
 from funitel.router.chat import ChatAnswer, EndReason, Tool
 from funitel.router.chat.choice import Choice
 from funitel.router.chat.prompt import ChatPrompt
 from funitel.router.chat.reasoning import REASONING_FORMATS
 from funitel.router.chat.tool_formats import BY_NAME
 from funitel.router.sequence import Request
+from funitel.router.service import Service
 
 SPECIAL = {"[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "</s>", "<tool_call>"}
 
@@ -29,7 +32,8 @@ def answer(
     request = Request(
         input_ids=(1, 2), sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=99, stop_sequences=stops)
     )
-    choice = Choice(request, prompt, top_logprobs=0, parallel_calls=parallel_calls)
+    job = Job(cast(Service, None), request, arrived=0.0)
+    choice = Choice(job, prompt, top_logprobs=0, parallel_calls=parallel_calls)
     parts = []
     for generation in generations(pieces, stops, strides):
         parts += choice.feed(generation)

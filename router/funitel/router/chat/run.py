@@ -1,9 +1,11 @@
 """Run a chat: check it, render it, generate its choices, hand out their parts."""
 
-from collections.abc import AsyncGenerator
+import re
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from funitel.proto.errors import InvalidRequest
+from funitel.proto.errors import InvalidRequest, ToolError
 from funitel.router.api.inference import (
     Answer,
     Job,
@@ -92,18 +94,31 @@ async def prepare_chat(service: Service, call: ChatCall, *, stream: bool, arrive
     prompt = await render_prompt(service, call)
     parameters = parameters_of(call.sampling, service.recommended)
     text = Prompt(prompt.text, add_special_tokens=False)
-    job = await prepare(
-        service,
-        parameters,
-        text,
-        stream=stream,
-        arrived=arrived,
-        presence_penalty=call.sampling.presence_penalty,
-        count_penalty=call.sampling.frequency_penalty,
-        raw_logprobs=call.sampling.top_logprobs is not None,
-        grammar=prompt.grammar,
-    )
+    with _blaming_tools(prompt):
+        job = await prepare(
+            service,
+            parameters,
+            text,
+            stream=stream,
+            arrived=arrived,
+            presence_penalty=call.sampling.presence_penalty,
+            count_penalty=call.sampling.frequency_penalty,
+            raw_logprobs=call.sampling.top_logprobs is not None,
+            grammar=prompt.grammar,
+        )
     return PreparedChat(call, prompt, job.siblings(call.n))
+
+
+@contextmanager
+def _blaming_tools(prompt: ChatPrompt) -> Iterator[None]:
+    """A grammar made of tools' schemas that cannot be kept is the fault of the tools."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if not prompt.tools or error.param != "grammar":
+            raise
+        message = re.sub(r"/\$defs/tool\d+", "", error.message)  # references as the client wrote them
+        raise ToolError(f"the `parameters` of `tools`: {message}", "tools") from error
 
 
 def check_count(n: int, service: Service) -> None:

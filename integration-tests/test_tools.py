@@ -1,0 +1,150 @@
+"""Tool calls of a real model through OpenAI's client: forced ones always parse and validate, streamed or not."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from funitel_testing.servers import Server, serving
+
+jsonschema = pytest.importorskip("jsonschema", reason="install the extra `dev`")
+openai = pytest.importorskip("openai", reason="install the extra `clients`")
+
+MODEL = "smollm2-135m-instruct"
+NUM_CALLS, NUM_CALLS_FULL = 6, 100
+PARAMETERS: dict[str, Any] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "place": {"$ref": "#/$defs/Place"},
+            "unit": {"enum": ["°C", "°F"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        },
+        "required": ["place", "unit"],
+        "additionalProperties": False,
+        "$defs": {
+            "Place": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 20}, "within": {"$ref": "#/$defs/Region"}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+            "Region": {"enum": ["north", "south"]},
+        },
+    },
+    "add": {
+        "type": "object",
+        "properties": {
+            "numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3},
+        },
+        "required": ["numbers"],
+        "additionalProperties": False,
+    },
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "description": f"The {name}.", "parameters": parameters}}
+    for name, parameters in PARAMETERS.items()
+]
+QUESTIONS = ("What is the weather in Paris?", "Add 3 and 4.", "Will it rain in the north of Oslo?")
+
+
+@pytest.fixture(scope="module")
+def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo model, one shard."""
+    flags = ("--model-id", MODEL, "--max-batch-total-tokens", "8192")
+    with serving(tmp_path_factory.mktemp("server"), *flags) as running:
+        yield running
+        assert "Traceback" not in running.log.read_text(), running.tail()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client: Any, place: int, **fields: Any) -> Any:
+    messages = [{"role": "user", "content": QUESTIONS[place % len(QUESTIONS)]}]
+    wishes = {"temperature": 0.8, "seed": place, "max_tokens": 300}
+    return client.chat.completions.create(model="tgi", messages=messages, tools=TOOLS, **wishes, **fields)
+
+
+def streamed_calls(stream: Any) -> tuple[list[tuple[str, str]], str]:
+    """Calls put together from the deltas of a stream, and why it ended."""
+    calls: list[tuple[str, str]] = []
+    reason = ""
+    for chunk in stream:
+        (choice,) = chunk.choices
+        for delta in choice.delta.tool_calls or ():
+            if delta.id is not None:
+                calls.append((delta.function.name, ""))
+            calls[delta.index] = (calls[delta.index][0], calls[delta.index][1] + delta.function.arguments)
+        reason = choice.finish_reason or reason
+    return calls, reason
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", set(PARAMETERS)),
+        ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
+    ],
+)
+def test_forced_calls_parse_and_validate(
+    client: Any, choice: Any, names: set[str], is_full: bool, figures: dict[str, object]
+) -> None:
+    num_calls = NUM_CALLS_FULL if is_full else NUM_CALLS
+    valid = 0
+    ask_forced = partial(ask, client, tool_choice=choice, parallel_tool_calls=False)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [completion.choices[0] for completion in pool.map(ask_forced, range(num_calls))]
+    for answer in answers:
+        assert answer.finish_reason == "tool_calls", answer
+        assert answer.message.content is None
+        (call,) = answer.message.tool_calls
+        assert call.function.name in names
+        jsonschema.validate(json.loads(call.function.arguments), PARAMETERS[call.function.name])
+        valid += 1
+    figures[f"tool calls, {'required' if len(names) > 1 else 'named'}: valid of {num_calls}"] = valid
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_streamed_and_whole_calls_are_the_same(client: Any, parallel: bool) -> None:
+    for place in range(2):
+        fields = {"tool_choice": "required", "parallel_tool_calls": parallel}
+        whole = ask(client, place, **fields).choices[0]
+        calls, reason = streamed_calls(ask(client, place, stream=True, **fields))
+        assert calls == [(call.function.name, call.function.arguments) for call in whole.message.tool_calls]
+        assert reason == whole.finish_reason
+
+
+def test_a_conversation_with_results_goes_on(client: Any) -> None:
+    first = ask(client, 0, tool_choice="required", parallel_tool_calls=False).choices[0].message
+    messages = [
+        {"role": "user", "content": QUESTIONS[0]},
+        first.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "21 °C and sunny."},
+    ]
+    answer = client.chat.completions.create(
+        model="tgi", messages=messages, tools=TOOLS, tool_choice="none", temperature=0, max_tokens=30
+    )
+    assert answer.choices[0].message.content
+    assert answer.choices[0].message.tool_calls is None
+
+
+def test_n_and_completions_sample_what_the_seeds_sample_singly(client: Any) -> None:
+    wishes = {"model": "tgi", "max_tokens": 12, "temperature": 0.9}
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    several = client.chat.completions.create(messages=messages, n=3, seed=5, **wishes)
+    single = [client.chat.completions.create(messages=messages, seed=5 + place, **wishes) for place in range(3)]
+    assert [c.message.content for c in several.choices] == [answer.choices[0].message.content for answer in single]
+    texts = client.completions.create(prompt=["One, two", "Once upon"], n=2, seed=8, **wishes).choices
+    alone = [
+        client.completions.create(prompt=prompt, seed=8 + place, **wishes).choices[0].text
+        for place, prompt in enumerate(["One, two", "One, two", "Once upon", "Once upon"])
+    ]
+    assert [choice.text for choice in texts] == alone
