@@ -35,11 +35,11 @@ def _assert_one_line(ended: Ended, code: int, *words: str) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[Path]:
-    """An empty cache; after the test it holds what it held before, and no more than locks besides."""
+    """An empty cache; after the test it holds what it held before, and no more than locks and the built CPU engine."""
     folder = tmp_path / "cache"
     folder.mkdir()
     yield folder
-    known = {".locks", *(path.name for path in folder.glob("*.gguf"))}
+    known = {".locks", "cpu", *(path.name for path in folder.glob("*.gguf"))}
     assert {path.name for path in folder.iterdir()} <= known
 
 
