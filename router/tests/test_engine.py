@@ -145,6 +145,33 @@ async def test_too_many_requests_are_refused_and_room_comes_back(tmp_path: Path)
         assert await run(engine, request()) == expected(request())
 
 
+@pytest.mark.parametrize(
+    "status",
+    [grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT],
+    ids=["failed", "out of memory", "refused"],
+)
+async def test_a_failed_decode_fails_what_ran_and_nothing_later(tmp_path: Path, status: grpc.StatusCode) -> None:
+    async with running(tmp_path, 2) as (engine, shards, _):
+        async with engine.submit(request()) as stream:
+            await anext(aiter(stream))
+            for fake in shards:
+                fake.failures.append(status)
+            with pytest.raises(StepFailed, match="told to fail"):
+                await asyncio.wait_for(stream.last(), 5)
+        assert await asyncio.wait_for(run(engine, request()), 5) == expected(request())
+
+
+async def test_a_stopped_engine_answers_those_who_come_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("a bug")
+
+    async with running(tmp_path) as (engine, _, _):
+        monkeypatch.setattr(engine._scheduler, "schedule", broken)
+        for _ in range(2):
+            with pytest.raises(ShardFailed, match="the engine has stopped"):
+                await asyncio.wait_for(run(engine, request()), 5)
+
+
 async def test_a_failed_step_fails_what_ran_and_nothing_later(tmp_path: Path) -> None:
     async with running(tmp_path, 2) as (engine, shards, _):
         for fake in shards:

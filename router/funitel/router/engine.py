@@ -80,10 +80,13 @@ class Engine:
             InvalidRequest: the shards would ignore a part of it.
             Overloaded: `max_concurrent_requests` are in flight.
             NotReady: the router is draining.
+            ShardFailed: the engine has stopped.
         """
         check_capabilities(request.sampling, self._replica.capabilities)
         if self._is_draining:
             raise NotReady("the server is shutting down")
+        if self._loop.done():
+            raise ShardFailed("the engine has stopped")
         if len(self._streams) >= self._max_concurrent_requests:
             raise Overloaded(f": {len(self._streams)} requests in flight, at most {self._max_concurrent_requests}")
         sequence = Sequence(self._next_id, request)
@@ -145,8 +148,11 @@ class Engine:
             self._wake.clear()
             try:
                 has_worked = await self._turn()
-            except (StepFailed, ShardFailed) as error:
+            except ShardFailed as error:
                 await self._fail_running(error)
+                continue
+            except FunitelError as error:  # whatever a shard calls it, such as too little memory for a step
+                await self._fail_running(StepFailed(error.message))
                 continue
             except Exception:
                 logger.exception("the engine stops")

@@ -221,7 +221,9 @@ class Scheduler:
         policy, blocks = self.policy, self.blocks
         if policy.max_batch_size is not None and len(self.running) >= policy.max_batch_size:
             return False
-        if not policy.is_chunked and budget < sequence.num_known - len(prefix) * blocks.block_size:
+        # A resumed sequence may have outgrown the budget: it enters first, and takes the rest in its next step.
+        whole = min(sequence.num_known - len(prefix) * blocks.block_size, policy.max_batch_prefill_tokens)
+        if not policy.is_chunked and budget < whole:
             return False
         # One block for each running sequence is left free, else the newcomer would soon be preempted again.
         needed = blocks.blocks_for(self._admission_tokens(sequence)) - len(prefix)
@@ -270,10 +272,14 @@ class Scheduler:
         """Take a step's result into account; finished sequences leave. Returns what to deliver, in plan order.
 
         Sequences removed while the step ran are skipped. A sequence that should have got a token and did not raises
-        KeyError: the shards have diverged from the plan.
+        KeyError, and nothing is taken into account: the shards have diverged from the plan.
         """
-        self.step_time.observe(plan.num_prompt_tokens, seconds, has_running=plan.has_decodes)
         by_id = {generation.request_id: generation for generation in result.generations}
+        for sequence_id, count in plan.computed.items():
+            sequence = self.running.get(sequence_id)
+            if sequence is not None and sequence.num_pending == count and sequence_id not in by_id:
+                raise KeyError(sequence_id)
+        self.step_time.observe(plan.num_prompt_tokens, seconds, has_running=plan.has_decodes)
         delivered = []
         for sequence_id, count in plan.computed.items():
             sequence = self.running.get(sequence_id)
