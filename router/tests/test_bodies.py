@@ -52,6 +52,16 @@ async def test_what_is_not_json(client: httpx.AsyncClient, path: str, content: b
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("ignored", ["unknown", "metadata"])
+async def test_an_unknown_field_beside_deep_ones(client: httpx.AsyncClient, ignored: str) -> None:
+    """What a lenient route ignores may be nested as deeply as JSON is read."""
+    deep = "[" * 900 + "]" * 900
+    content = f'{{"messages": [{{"role": "user", "content": "Hi"}}], "strange": 1, "{ignored}": {deep}}}'
+    response = await client.post("/chat_tokenize", content=content, headers=JSON)
+    assert response.status_code == 200, response.text
+    assert response.json()["templated_text"] == "[user]Hi\n[assistant]"
+
+
 @pytest.mark.parametrize("path", [*NATIVE, CHAT])
 @pytest.mark.parametrize("content", [b"[]", b'"a"', b"5", b"null", b"{}"])
 async def test_json_of_another_shape(client: httpx.AsyncClient, path: str, content: bytes) -> None:
