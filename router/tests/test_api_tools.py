@@ -442,3 +442,17 @@ async def test_how_the_prompt_ends(
         client, messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}], **fields
     )
     assert engine.requests[0].inputs == end
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_arguments_written_as_text_with_half_a_character(serve: Serve, stream: bool) -> None:
+    """JSON can spell lone surrogates, answers cannot."""
+    text = r'{"name": "weather", "arguments": "{\"city\": \"\ud83dParis\ud83d\ude00\"}"}'
+    tool = {"type": "function"} | WEATHER["function"]
+    async with serve(writes(text)) as client:
+        chat = await client.post(CHAT, json=ask(tools=[WEATHER], stream=stream))
+        response = await client.post("/v1/responses", json={"input": "Hi", "tools": [tool], "stream": stream})
+    for answer in (chat, response):
+        assert answer.status_code == 200, answer.text
+        assert r"{\"city\": \"" + "\N{REPLACEMENT CHARACTER}Paris\N{GRINNING FACE}" in answer.text
+        assert "internal error" not in answer.text

@@ -4,6 +4,7 @@ Only the structure is followed, not every rule of JSON: what a model wrote as ar
 """
 
 import json
+import re
 from collections.abc import Callable
 from typing import Protocol
 
@@ -14,6 +15,8 @@ NAME_KEYS = ("name", "function")
 ARGUMENT_KEYS = ("arguments", "parameters")
 WRAPPER_KEY = "function"  # `{"type": "function", "function": {"name": ...}}`
 NO_ARGUMENTS = "{}"
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Accepts = Callable[[str], bool]
 
@@ -278,9 +281,9 @@ class NamedCallReader:
 
 
 def _decoded(text: str) -> str | None:
-    """The value of a JSON string, or None when it is not valid."""
+    """The value of a JSON string without the halves of characters that JSON can spell, or None when it is not valid."""
     try:
         value = json.loads(text, strict=False)
     except ValueError:
         return None
-    return value if isinstance(value, str) else None
+    return _SURROGATE.sub("\N{REPLACEMENT CHARACTER}", value) if isinstance(value, str) else None
