@@ -1,7 +1,18 @@
-"""Settings of every test."""
+"""Settings of every test, and of every process a test starts."""
+
+import os
+import signal
+from pathlib import Path
 
 import hypothesis
 
 # A busy machine makes single examples slow; what takes too long shows in the suite's time instead.
 hypothesis.settings.register_profile("funitel", deadline=None)
 hypothesis.settings.load_profile("funitel")
+
+# Processes of tests import the tests' own helpers, as pytest's `pythonpath` lets the tests.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent / "testing"), os.environ.get("PYTHONPATH")])
+)
+# Run in the background by a shell, we and all we start would ignore SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)

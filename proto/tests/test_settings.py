@@ -242,6 +242,8 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "prometheus_port": st.none() | st.integers(40001, 65535),
     "max_concurrent_requests": COUNT,
     "max_best_of": COUNT,
+    "max_stored_responses": st.integers(0, 10**6),
+    "max_stored_response_bytes": COUNT,
     "max_stop_sequences": st.integers(0, 100),
     "max_top_n_tokens": st.integers(0, 100),
     "max_input_tokens": st.none() | st.integers(1, 1000),

@@ -1,6 +1,8 @@
 """Every bad body is refused with its status and the canonical error shape, on every route that reads one."""
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -195,3 +197,44 @@ async def test_a_body_of_ten_megabytes_over_a_socket(listening: httpx.AsyncClien
     response = await listening.post("/generate", json={"inputs": "x" * 10_000_000})
     assert response.status_code == 413
     assert (await listening.post("/generate", json={"inputs": "Hi"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "template"),
+    [
+        ("/v1/completions", '{"prompt": [%s]}'),
+        ("/v1/chat/completions", '{"messages": [%s]}'),
+        ("/v1/chat/completions", '{"messages": [{"role": "user", "content": [%s]}]}'),
+        ("/v1/responses", '{"input": [%s]}'),
+        ("/v1/messages", '{"model": "m", "max_tokens": 1, "messages": [%s]}'),
+        ("/vertex", '{"instances": [%s]}'),
+        ("/generate", '{"inputs": "a", "parameters": {"stop": [%s]}}'),
+    ],
+)
+async def test_a_body_of_nothing_but_errors_holds_up_nobody(
+    client: httpx.AsyncClient, path: str, template: str
+) -> None:
+    """Errors are found one at a time: 100,000 of them take no longer to describe than one."""
+    longest, done = 0.0, asyncio.Event()
+
+    async def watch() -> None:
+        nonlocal longest
+        while not done.is_set():
+            begin = time.monotonic()
+            await asyncio.sleep(0.005)
+            longest = max(longest, time.monotonic() - begin)
+
+    watching = asyncio.create_task(watch())
+    body = template % ",".join(["-1"] * 100_000)
+    response = await client.post(path, content=body, headers={"content-type": "application/json"})
+    done.set()
+    await watching
+    assert response.status_code in (400, 422)
+    assert len(response.text) < 1000
+    assert longest < 0.4
+
+
+async def test_every_message_may_have_its_own_unknown_fields_on_native_routes(client: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": "a", f"unknown_{i}": 1} for i in range(60)]
+    response = await client.post("/chat_tokenize", json={"messages": messages})
+    assert response.status_code == 200, response.text

@@ -43,10 +43,22 @@ def download(settings: DownloadSettings) -> None:
 
 def quantize(settings: QuantizeSettings) -> None:
     """Write a model with smaller weights to a folder; print the folder as the last line of stdout."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # as an exception, which cleans up
+    received: list[int] = []
+
+    def stop(number: int, _frame: object) -> None:
+        received.append(number)
+        sys.exit(128 + number)  # an exception, which cleans up
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
     from funitel.model_server.quantizer.command import run  # torch: seconds to import, not wanted for --help
 
-    print(run(settings))
+    try:
+        print(run(settings))
+    except Exception:
+        if received:  # native code makes errors of its own of an exception that a signal raised inside it
+            sys.exit(128 + received[0])
+        raise
 
 
 def serve(settings: ModelServerSettings) -> None:

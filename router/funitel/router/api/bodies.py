@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import reprlib
+import time
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
@@ -21,6 +22,8 @@ B = TypeVar("B", bound=Body)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 _PARSED = "funitel.body"  # a route may look at a body before it hands the request on
+
+LENIENT_SECONDS = 0.25  # for finding the unknown fields of one body
 
 MAX_WARNED_FIELDS = 100  # a client that invents names must not fill the log
 _warned_fields: set[str] = set()
@@ -48,21 +51,29 @@ async def read_body(request: Request, model: type[B], limit: int) -> B:
 
 
 def _validated(content: Any, model: type[B], *, is_lenient: bool) -> B:
-    """Check a body; a lenient route drops from it the unknown fields of records that are strict elsewhere."""
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        unknown = [_path(detail, content) for detail in error.errors() if detail["type"] == "extra_forbidden"]
-        if not is_lenient or not unknown:
-            raise
+    """Check a body; a lenient route drops from it the unknown fields of records that are strict elsewhere.
+
+    Each look at a body finds those of one item of a list, so there are several; not for ever.
+    """
+    deadline = time.monotonic() + LENIENT_SECONDS
+    while True:
+        try:
+            return model.model_validate(content)
+        except ValidationError as error:
+            if not is_lenient or time.monotonic() > deadline or not _drop_unknown(error, content):
+                raise
+
+
+def _drop_unknown(error: ValidationError, content: Any) -> bool:
+    """Remove the unknown fields an error names from `content`; False if it names none."""
+    unknown = [_path(detail, content) for detail in error.errors() if detail["type"] == "extra_forbidden"]
     for *steps, name in unknown:
         holder = content
         for step in steps:
             holder = holder[step]
         holder.pop(name, None)
-    body = model.model_validate(content)
     _warn_of_unknown([str(name) for *_, name in unknown])
-    return body
+    return bool(unknown)
 
 
 async def read_json(request: Request, limit: int) -> Any:
