@@ -423,7 +423,10 @@ def test_wrong_arguments_are_refused_in_the_words_of_python(
     with pytest.raises(StartupError) as caught:
         LLM(model, **arguments)
     assert caught.value.message == message
-    assert set(threading.enumerate()) == before
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) != before:
+        assert time.monotonic() < deadline, "a thread was left"
+        time.sleep(0.01)
 
 
 def test_models_are_kept_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
