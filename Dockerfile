@@ -6,8 +6,9 @@ ARG BASE=ubuntu:24.04
 FROM ${BASE} AS base
 ARG TORCH=cpu
 
+# g++ builds the CPU step on the machine that runs it, for the instructions that machine has.
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends ca-certificates python3 python3-venv \
+ && apt-get install --yes --no-install-recommends ca-certificates g++ python3 python3-venv \
  && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /usr/src/funitel
