@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from funitel.model_server.attention import TorchAttention
 from funitel.model_server.batch import ForwardBatch, RowSpan
+from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.native import load_library
@@ -29,7 +30,7 @@ from funitel.model_server.families import spec_of
 from funitel.model_server.hub import DEFAULT_CACHE_DIR, resolve
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.weights import Weights, read_json
+from funitel.model_server.weights import Weights
 
 WINDOW, BLOCK_SIZE = 256, 16
 CPU = torch.device("cpu")

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.native import Batch, Buffer, Code, Engine, Mode, Shape, load_library
 from funitel.model_server.cpu.program import matrix_bytes
 from funitel.model_server.cpu.tiers import Tier
 from funitel.model_server.families import spec_of
 from funitel.model_server.hub import DEFAULT_CACHE_DIR, resolve
-from funitel.model_server.weights import read_json
 
 COLD_BYTES = 256 << 20
 SECONDS = 1.0

@@ -22,6 +22,7 @@ import torch
 from funitel.model_server import hub
 from funitel.model_server.attention import TorchAttention
 from funitel.model_server.batch import ForwardBatch, RowSpan
+from funitel.model_server.checkpoint import read_json
 from funitel.model_server.decoder import Decoder
 from funitel.model_server.families import spec_of
 from funitel.model_server.kv_cache import KVCache
@@ -30,7 +31,7 @@ from funitel.model_server.progress import Progress
 from funitel.model_server.quantizer.gptq import output_error
 from funitel.model_server.quantizer.walk import Inputs, Walk, inputs_of
 from funitel.model_server.text import TextCodec
-from funitel.model_server.weights import Weights, read_json
+from funitel.model_server.weights import Weights
 
 TEXT = Path(__file__).with_name("heldout.txt")
 CPU = torch.device("cpu")

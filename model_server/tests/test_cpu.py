@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from funitel.model_server.batch import ForwardBatch, RowSpan
+from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu import build as building
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.decoder import FusedDecoder
@@ -24,7 +25,6 @@ from funitel.model_server.loading import load
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.quantization import Quantization
 from funitel.model_server.settings import ModelServerSettings
-from funitel.model_server.weights import read_json
 from funitel.proto.errors import SettingsError
 from funitel_testing.executors import ids_of, load_executor, run_alone, start
 from funitel_testing.forward_worker import CPU, fused_decoder, run, step_through

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from funitel.model_server.weights import Weights, read_json
+from funitel.model_server.checkpoint import read_json
+from funitel.model_server.weights import Weights
 from funitel.proto.errors import UnsupportedModel, WeightsError
 from funitel_testing.executors import load_executor
 from funitel_testing.tiny import save_tiny

@@ -13,6 +13,7 @@ import torch
 
 from funitel.model_server.attention import TorchAttention
 from funitel.model_server.batch import ForwardBatch, RowSpan
+from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.native import load_library
@@ -22,7 +23,7 @@ from funitel.model_server.families import spec_of
 from funitel.model_server.hub import DEFAULT_CACHE_DIR
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.weights import Weights, read_json
+from funitel.model_server.weights import Weights
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")

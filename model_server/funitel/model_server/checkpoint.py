@@ -6,6 +6,7 @@ Knows the Hugging Face folder layout and the safetensors container, not what the
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from funitel.model_server.progress import Progress
 from funitel.proto.errors import WeightsError
@@ -22,7 +23,7 @@ def check_folder(folder: Path) -> None:
     config = folder / "config.json"
     if not config.is_file():
         raise WeightsError(f"{folder} has no config.json")
-    _read_object(config)
+    read_json(config)
     for path in _weight_files(folder):
         check_safetensors(path)
 
@@ -67,7 +68,7 @@ def hash_file(path: Path) -> str:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _read_object(index).get("weight_map")
+        weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise WeightsError(f"{index} has no weight_map")
         paths = sorted({folder / str(name) for name in weight_map.values()})
@@ -81,11 +82,18 @@ def _weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def _read_object(path: Path) -> dict[str, object]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a checkpoint folder.
+
+    Raises:
+        WeightsError: the file is missing or no JSON object.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise WeightsError(f"{path.parent} holds no {path.name}") from error
     except (OSError, ValueError) as error:
-        raise WeightsError(f"cannot read {path}: {error}") from error
+        raise WeightsError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):
         raise WeightsError(f"{path} is not a JSON object")
     return value

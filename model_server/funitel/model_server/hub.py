@@ -172,16 +172,17 @@ def _resolve_repository(
         raise StartupError(f"hub repository {repository} has no revision {revision}") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         known = "" if model_id in CATALOGUE else f" (catalogue: {', '.join(CATALOGUE)})"
-        message = f"{repository} is not on this machine{known} and the hub is unreachable: {_first_line(error)}"
+        message = f"{repository} is not on this machine{known} and the hub is unreachable: {first_line(error)}"
         raise StartupError(message) from error
     except _HUB_ERRORS as error:
-        raise StartupError(f"the hub failed to deliver {repository}: {_first_line(error)}") from error
+        raise StartupError(f"the hub failed to deliver {repository}: {first_line(error)}") from error
     path = Path(folder)
     check_folder(path)
     return ResolvedModel(model_id, path, was_present=False)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error of the hub's client says first; the rest is advice and addresses."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from funitel.model_server.attention import TorchAttention
+from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.tiers import Tier, choose_tier
 from funitel.model_server.decoders import Loaded, load_fused, load_torch
 from funitel.model_server.executor import Executor, ExecutorOptions
@@ -18,7 +19,7 @@ from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec import ModelSpec, Position
 from funitel.model_server.text import TextCodec
 from funitel.model_server.watermark import Watermark
-from funitel.model_server.weights import Weights, read_json
+from funitel.model_server.weights import Weights
 from funitel.proto.errors import SettingsError, WeightsError
 from funitel.proto.step import Capability, ShardInfo
 

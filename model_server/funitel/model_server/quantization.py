@@ -3,12 +3,12 @@
 Knows the configuration only; `storage` knows how the numbers lie in the files. No torch here.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from funitel.model_server.checkpoint import read_json
 from funitel.model_server.settings import QUANTIZATIONS
 from funitel.proto.errors import SettingsError, UnsupportedModel, WeightsError
 
@@ -70,12 +70,12 @@ def find_quantization(folder: Path) -> Quantization | None:
         UnsupportedModel: a method or a variant of one that cannot be read.
         WeightsError: a configuration that makes no sense.
     """
-    config = _read_object(folder / "config.json")
+    config = _read_if_present(folder / "config.json")
     for key in ("quantization_config", "compression_config"):
         if config.get(key) is not None:
             return _parse(config[key], f"{key} of config.json")
     for name in ("quantize_config.json", "quant_config.json"):
-        if found := _read_object(folder / name):
+        if found := _read_if_present(folder / name):
             method = "awq" if "w_bit" in found else GPTQ
             return _parse({"quant_method": method} | found, name)
     return None
@@ -167,14 +167,5 @@ def _listed(numbers: tuple[int, ...]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file that may be missing."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path} is not a JSON object")
-    return value
+def _read_if_present(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}

@@ -6,9 +6,11 @@ and knows neither ranks nor layers. A kernel that computes on the integers thems
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from funitel.model_server.packing import WORD_BITS, Codes, unpack
 from funitel.model_server.quantization import COMPRESSED, GPTQ, Quantization
@@ -20,6 +22,19 @@ _PARTS = {
     GPTQ: ("qweight", "qzeros", "scales", "g_idx"),
     COMPRESSED: ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
 }
+
+
+def open_file(path: Path) -> tuple[Any, list[str]]:
+    """Open a safetensors file; returns it and the names of its tensors.
+
+    Raises:
+        WeightsError: it is not whole.
+    """
+    try:
+        file = safe_open(path, framework="pt")
+        return file, list(file.keys())  # type: ignore[no-untyped-call]
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} is not a whole safetensors file: {error}") from error
 
 
 class Storage(ABC):

@@ -5,7 +5,6 @@ time. Quantised layers come out in floating point. `decoder` asks for every tens
 which refuses what nobody asked for.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from math import prod
@@ -13,11 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from funitel.model_server.progress import Progress
 from funitel.model_server.quantization import find_quantization
-from funitel.model_server.storage import TGI_TENSORS, QuantizedStorage, Range, Storage, gptq_tensors, open_storages
+from funitel.model_server.storage import (
+    TGI_TENSORS,
+    QuantizedStorage,
+    Range,
+    Storage,
+    gptq_tensors,
+    open_file,
+    open_storages,
+)
 from funitel.proto.errors import WeightsError
 
 
@@ -55,11 +61,7 @@ class Weights:
         self._progress = Progress("loading weights", num_elements * dtype.itemsize) if is_shown else None
 
     def _open(self, path: Path) -> None:
-        try:
-            file = safe_open(path, framework="pt")
-            names: list[str] = list(file.keys())  # type: ignore[no-untyped-call]
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{path} is not a whole safetensors file: {error}") from error
+        file, names = open_file(path)
         for name in names:
             if name in self._files:
                 raise WeightsError(f"tensor {name} is in two files of {path.parent}")
@@ -154,20 +156,3 @@ class Weights:
         if kind != "bias" or not isinstance(self._storages.get(f"{stem}.weight"), QuantizedStorage):
             return False
         return not self._files[name].get_tensor(name).any()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of a checkpoint folder.
-
-    Raises:
-        WeightsError: the file is missing or no JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise WeightsError(f"{path.parent} holds no {path.name}") from error
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise WeightsError(f"{path} is not a JSON object")
-    return value

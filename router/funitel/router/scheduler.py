@@ -226,18 +226,21 @@ class Scheduler:
         if not policy.is_chunked and budget < whole:
             return False
         # One block for each running sequence is left free, else the newcomer would soon be preempted again.
-        needed = blocks.blocks_for(self._admission_tokens(sequence)) - len(prefix)
+        needed = self._missing_on_entry(sequence, prefix)
         return needed + len(self.running) <= blocks.num_free - blocks.num_idle(prefix)
 
     def _enter(self, sequence: Sequence, prefix: Seq[int], budget: int) -> int:
         """Make a waiting sequence a running one, behind `prefix`; returns how many tokens it computes first."""
         self.blocks.share(prefix)
         sequence.blocks.extend(prefix)
-        missing = self.blocks.blocks_for(self._admission_tokens(sequence)) - len(prefix)
-        sequence.blocks.extend(self.blocks.allocate(missing))
+        sequence.blocks.extend(self.blocks.allocate(self._missing_on_entry(sequence, prefix)))
         sequence.num_computed = sequence.num_cached = len(prefix) * self.blocks.block_size
         self.running[sequence.id] = sequence
         return min(sequence.num_pending, budget)
+
+    def _missing_on_entry(self, sequence: Sequence, prefix: Seq[int]) -> int:
+        """Blocks a sequence must be granted on entry beside its prefix."""
+        return self.blocks.blocks_for(self._admission_tokens(sequence)) - len(prefix)
 
     def _admission_tokens(self, sequence: Sequence) -> int:
         """Tokens a sequence gets blocks for on entry: what is known, or all it may ever need."""

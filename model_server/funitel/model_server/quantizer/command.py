@@ -9,6 +9,7 @@ from statistics import mean
 import torch
 
 from funitel.model_server import hub
+from funitel.model_server.checkpoint import read_json
 from funitel.model_server.families import spec_of
 from funitel.model_server.loading import choose_device, set_threads
 from funitel.model_server.quantizer.calibration import read_texts, tokenize
@@ -25,7 +26,7 @@ from funitel.model_server.quantizer.upload import check_upload, upload
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.text import TextCodec
-from funitel.model_server.weights import Weights, read_json
+from funitel.model_server.weights import Weights
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel, WeightsError
 
 logger = logging.getLogger(__name__)

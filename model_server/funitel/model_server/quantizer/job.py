@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from funitel.model_server.layers import Matmul
 from funitel.model_server.packing import Codes
@@ -19,6 +18,7 @@ from funitel.model_server.quantizer.rounding import round_int8, round_q4, round_
 from funitel.model_server.quantizer.walk import Inputs, Walk, inputs_of
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.spec import ModelSpec
+from funitel.model_server.storage import open_file
 from funitel.model_server.weights import Weights
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
@@ -151,11 +151,7 @@ class Source:
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
-            try:
-                file = safe_open(path, framework="pt")
-                names: list[str] = list(file.keys())  # type: ignore[no-untyped-call]
-            except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{path} is not a whole safetensors file: {error}") from error
+            file, names = open_file(path)
             self._files |= dict.fromkeys(names, file)
         self.names = list(self._files)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
+from funitel.model_server.hub import first_line
 from funitel.proto.errors import SettingsError, StartupError
 
 # Among its bases is the error of whichever HTTP library this version of huggingface_hub uses.
@@ -21,7 +22,7 @@ def check_upload(repository: str) -> None:
     except LocalTokenNotFoundError as error:
         raise StartupError(f"--upload-to-model-id {repository}: no token for the hub, set HF_TOKEN") from error
     except _FAILURES as error:
-        raise StartupError(f"--upload-to-model-id {repository}: the hub refused: {_first_line(error)}") from error
+        raise StartupError(f"--upload-to-model-id {repository}: the hub refused: {first_line(error)}") from error
 
 
 def upload(folder: Path, repository: str) -> None:
@@ -31,10 +32,6 @@ def upload(folder: Path, repository: str) -> None:
         api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder)
     except HFValidationError as error:
-        raise SettingsError(f"--upload-to-model-id {repository}: {_first_line(error)}") from error
+        raise SettingsError(f"--upload-to-model-id {repository}: {first_line(error)}") from error
     except _FAILURES as error:
-        raise StartupError(f"{folder} is complete but could not be uploaded: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+        raise StartupError(f"{folder} is complete but could not be uploaded: {first_line(error)}") from error

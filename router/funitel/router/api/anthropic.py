@@ -12,6 +12,7 @@ from starlette.responses import Response
 from funitel.proto.errors import InvalidRequest
 from funitel.router.anthropic_answer import MessageBuilder
 from funitel.router.anthropic_chat import chat_call, chat_sampling
+from funitel.router.api.answers import json_answer
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import anthropic_error, new_request_id, renaming
 from funitel.router.api.inference import generation_route, service_of
@@ -57,7 +58,7 @@ async def messages(http: HttpRequest) -> Response:
             keep_alive=named_frame(Ping()),
         )
     message, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
-    return _json(message, headers | {"request-id": request_id})
+    return json_answer(message, headers | {"request-id": request_id})
 
 
 async def count_tokens(http: HttpRequest) -> Response:
@@ -67,7 +68,7 @@ async def count_tokens(http: HttpRequest) -> Response:
     body = await read_body(http, CountTokensRequest, service.settings.payload_limit)
     with renaming(FIELDS):
         count = await count_prompt_tokens(service, chat_call(body))
-    return _json(TokenCount(input_tokens=count), {"request-id": new_request_id()})
+    return json_answer(TokenCount(input_tokens=count), {"request-id": new_request_id()})
 
 
 def _check_version(http: HttpRequest) -> None:
@@ -75,10 +76,6 @@ def _check_version(http: HttpRequest) -> None:
     if version not in VERSIONS:
         allowed = " or ".join(VERSIONS)
         raise InvalidRequest(f"header anthropic-version: must be {allowed}. Given: {version!r}", "anthropic-version")
-
-
-def _json(body: BaseModel, headers: dict[str, str]) -> Response:
-    return Response(body.model_dump_json(), headers=headers, media_type="application/json")
 
 
 async def _prepare(service: Service, body: MessagesRequest, arrived: float) -> PreparedChat:

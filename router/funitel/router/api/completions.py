@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import BatchSizeExceeded, InvalidRequest
+from funitel.router.api.answers import json_answer
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import openai_error, renaming
 from funitel.router.api.inference import (
@@ -52,7 +53,7 @@ async def completions(http: HttpRequest) -> Response:
         events = _events(batch)
         return EventStream(events, openai_error, done=True, headers=stream_headers(*batch.jobs))
     completion, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
-    return Response(completion.model_dump_json(), headers=headers, media_type="application/json")
+    return json_answer(completion, headers)
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError, InvalidRequest
+from funitel.router.api.answers import json_answer
 from funitel.router.api.route_notes import is_native
 from funitel.router.schema import ErrorResponse
 from funitel.router.schema_anthropic import AnthropicErrorDetail, AnthropicErrorResponse
@@ -99,8 +100,10 @@ def answer_error(request: Request, error: Exception) -> Response:
     if _is_anthropic(request):
         request_id = new_request_id()
         status, _ = _anthropic_kind(error.http_status)
-        return _json(anthropic_error(error, request_id), status, headers | {"request-id": request_id})
-    return _json(native_error(error) if is_native(request.scope) else openai_error(error), error.http_status, headers)
+        return json_answer(anthropic_error(error, request_id), headers | {"request-id": request_id}, status=status)
+    return json_answer(
+        native_error(error) if is_native(request.scope) else openai_error(error), headers, status=error.http_status
+    )
 
 
 def answer_http_exception(request: Request, error: Exception) -> Response:
@@ -116,17 +119,13 @@ def answer_http_exception(request: Request, error: Exception) -> Response:
         body = AnthropicErrorResponse(error=detail, request_id=headers["request-id"])
     elif not is_native(request.scope):
         body = _openai_error(message, error.status_code, error_type)
-    return _json(body, error.status_code, headers)
+    return json_answer(body, headers, status=error.status_code)
 
 
 def _is_anthropic(request: Request) -> bool:
     path: str = request.scope["path"]
     is_own = path == "/v1/messages" or path.startswith("/v1/messages/")
     return is_own or (not is_native(request.scope) and "anthropic-version" in request.headers)
-
-
-def _json(body: BaseModel, status: int, headers: dict[str, str]) -> Response:
-    return Response(body.model_dump_json(), status, headers, "application/json")
 
 
 class ErrorBoundary:

@@ -9,6 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.step import Generation
+from funitel.router.api.answers import json_answer
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import native_error
 from funitel.router.api.inference import (
@@ -72,7 +73,7 @@ async def generate(http: HttpRequest) -> Response:
     body = await read_body(http, GenerateRequest, service.settings.payload_limit)
     work = _answer(service, body.effective_parameters, body.inputs, arrived)
     answer, headers = await run_until_disconnect(http.receive, work)
-    return Response(answer.model_dump_json(), headers=headers, media_type="application/json")
+    return json_answer(answer, headers)
 
 
 @generation_route

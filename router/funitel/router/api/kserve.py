@@ -4,11 +4,11 @@ import time
 from collections.abc import Sequence
 from itertools import chain
 
-from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, LengthMismatch, NotUtf8
+from funitel.router.api.answers import json_answer
 from funitel.router.api.bodies import read_body
 from funitel.router.api.inference import (
     Answer,
@@ -38,24 +38,24 @@ SERVER_NAME = "text-generation-inference"  # what TGI calls itself here
 async def server_metadata(http: HttpRequest) -> Response:
     """`/v2`: the server."""
     version = service_of(http).version
-    return _json(KserveMetadata(name=SERVER_NAME, version=version, extensions=["health", "models", "metrics"]))
+    return json_answer(KserveMetadata(name=SERVER_NAME, version=version, extensions=["health", "models", "metrics"]))
 
 
 async def live(http: HttpRequest) -> Response:
     """`/v2/health/live`: that the router answers says all."""
-    return _json(KserveLive(live=True))
+    return json_answer(KserveLive(live=True))
 
 
 async def ready(http: HttpRequest) -> Response:
     """`/v2/health/ready` and the model's `ready`: true, or 503 with the reason."""
     await service_of(http).check_ready()
-    return _json(KserveLive(live=True))
+    return json_answer(KserveLive(live=True))
 
 
 async def model_metadata(http: HttpRequest) -> Response:
     """The model; its name and version are whatever the path says, for there is one model."""
     name, version = http.path_params["name"], http.path_params["version"]
-    return _json(KserveMetadata(name=name, version=version, extensions=["infer", "ready"]))
+    return json_answer(KserveMetadata(name=name, version=version, extensions=["infer", "ready"]))
 
 
 @generation_route
@@ -65,7 +65,7 @@ async def infer(http: HttpRequest) -> Response:
     service = service_of(http)
     body = await read_body(http, KserveRequest, service.settings.payload_limit)
     answer, headers = await run_until_disconnect(http.receive, _answer(service, body, arrived))
-    return Response(answer.model_dump_json(), headers=headers, media_type="application/json")
+    return json_answer(answer, headers)
 
 
 async def _answer(service: Service, body: KserveRequest, arrived: float) -> tuple[KserveResponse, dict[str, str]]:
@@ -105,7 +105,3 @@ def _outputs(
         shape = [1] if given.is_text else [1, len(data)]
         outputs.append(KserveOutput(name=output.name, shape=shape, data=data))
     return outputs
-
-
-def _json(body: BaseModel) -> Response:
-    return Response(body.model_dump_json(), media_type="application/json")

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from funitel.router.api.answers import json_answer
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import openai_error, renaming
 from funitel.router.api.inference import generation_route, service_of
@@ -62,7 +63,7 @@ async def models(http: HttpRequest) -> Response:
     """`/v1/models`: the one model that is served."""
     name = service_of(http).model_id
     body = ModelList(data=[Model(id=name, owned_by=name)])
-    return Response(body.model_dump_json(), media_type="application/json")
+    return json_answer(body)
 
 
 @generation_route
@@ -76,7 +77,7 @@ async def chat_completions(http: HttpRequest) -> Response:
         chat = await _prepare(service, body, arrived)
         return EventStream(_events(service, chat, body), openai_error, done=True, headers=chat.stream_headers)
     completion, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
-    return Response(completion.model_dump_json(), headers=headers, media_type="application/json")
+    return json_answer(completion, headers)
 
 
 async def _prepare(service: Service, body: ChatRequest, arrived: float) -> PreparedChat:

@@ -4,6 +4,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from funitel.router import metrics, openapi
+from funitel.router.api.answers import json_answer
 from funitel.router.api.inference import service_of
 from funitel.router.schema import Info
 
@@ -41,7 +42,7 @@ async def info(http: HttpRequest) -> Response:
         sha=settings.git_sha,
         docker_label=settings.docker_label,
     )
-    return Response(body.model_dump_json(), media_type="application/json")
+    return json_answer(body)
 
 
 async def prometheus(http: HttpRequest) -> Response:

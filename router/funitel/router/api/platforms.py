@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, NoInstances
 from funitel.router.api import completions, generate, openai
+from funitel.router.api.answers import json_answer
 from funitel.router.api.bodies import read_body, read_json
 from funitel.router.api.inference import (
     Handler,
@@ -56,7 +57,7 @@ async def vertex(http: HttpRequest) -> Response:
     if not body.instances:
         raise NoInstances("`instances` cannot be empty", "instances")
     answer, headers = await run_until_disconnect(http.receive, _predict(service, body, arrived))
-    return Response(answer.model_dump_json(), headers=headers, media_type="application/json")
+    return json_answer(answer, headers)
 
 
 async def _predict(service: Service, body: VertexRequest, arrived: float) -> tuple[VertexResponse, dict[str, str]]:

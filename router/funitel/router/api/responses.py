@@ -9,6 +9,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import FunitelError, InvalidRequest, NotFound
+from funitel.router.api.answers import json_answer
 from funitel.router.api.bodies import read_body, shape_error
 from funitel.router.api.errors import renaming
 from funitel.router.api.inference import generation_route, service_of
@@ -59,7 +60,7 @@ async def create(http: HttpRequest) -> Response:
         chat = await answering.prepare(arrived)
         return EventStream(answering.events(chat), answering.failed, headers=chat.stream_headers, frame=named_frame)
     headers = await run_until_disconnect(http.receive, answering.run(arrived))
-    return _json(answering.builder.response, headers)
+    return json_answer(answering.builder.response, headers)
 
 
 async def count_input_tokens(http: HttpRequest) -> Response:
@@ -69,20 +70,20 @@ async def count_input_tokens(http: HttpRequest) -> Response:
     with renaming(FIELDS):
         call = chat_call(body, conversation(body, service.responses))
         count = await count_prompt_tokens(service, call)
-    return _json(InputTokenCount(input_tokens=count))
+    return json_answer(InputTokenCount(input_tokens=count))
 
 
 async def retrieve(http: HttpRequest) -> Response:
     """`GET /v1/responses/{response_id}`: a response that is stored."""
     _query(http, RetrieveQuery)
-    return _json(_stored(http).response)
+    return json_answer(_stored(http).response)
 
 
 async def delete(http: HttpRequest) -> Response:
     """`DELETE /v1/responses/{response_id}`: store it no more."""
     id = _stored(http).response.id
     service_of(http).responses.remove(id)
-    return _json(DeletedResponse(id=id))
+    return json_answer(DeletedResponse(id=id))
 
 
 async def cancel(http: HttpRequest) -> Response:
@@ -109,7 +110,7 @@ async def input_items(http: HttpRequest) -> Response:
         last_id=page[-1].id if page else None,
         has_more=len(items) > len(page),
     )
-    return _json(listed)
+    return json_answer(listed)
 
 
 def _stored(http: HttpRequest) -> StoredResponse:
@@ -126,10 +127,6 @@ def _query(http: HttpRequest, model: type[Q]) -> Q:
         return model.model_validate(given)
     except ValidationError as error:
         raise shape_error(error, given) from None
-
-
-def _json(body: BaseModel, headers: dict[str, str] | None = None) -> Response:
-    return Response(body.model_dump_json(), headers=headers, media_type="application/json")
 
 
 class _Answering:

@@ -3,6 +3,7 @@
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from funitel.router.api.answers import json_answer
 from funitel.router.api.bodies import read_body
 from funitel.router.api.inference import generation_route, service_of
 from funitel.router.chat.prompt import render
@@ -16,7 +17,7 @@ async def tokenize(http: HttpRequest) -> Response:
     service = service_of(http)
     body = await read_body(http, GenerateRequest, service.settings.payload_limit)
     encoding = await service.tokenizer.encode(body.inputs)
-    return Response(_listed(encoding).model_dump_json(), media_type="application/json")
+    return json_answer(_listed(encoding))
 
 
 @generation_route
@@ -28,7 +29,7 @@ async def chat_tokenize(http: HttpRequest) -> Response:
     text = await render(service, body.call)
     encoding = await service.tokenizer.encode(text, add_special_tokens=False)
     answer = ChatTokenizeResponse(tokenize_response=_listed(encoding), templated_text=text)
-    return Response(answer.model_dump_json(), media_type="application/json")
+    return json_answer(answer)
 
 
 def _listed(encoding: Encoding) -> TokenizeResponse:
