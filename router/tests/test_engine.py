@@ -21,11 +21,12 @@ from funitel.proto.errors import (
     StepFailed,
 )
 from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
-from funitel.router.engine import Engine, connect
+from funitel.router.engine import Engine
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Request
 from funitel.router.settings import RouterSettings
 from funitel.router.shards import Shards
+from funitel.router.warmup import connect
 
 
 @asynccontextmanager

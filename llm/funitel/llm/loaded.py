@@ -15,9 +15,10 @@ from funitel.llm.threads import CLOSED, ComputeThread, LoopThread
 from funitel.model_server.loading import load
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import FunitelError, NotReady
-from funitel.router.engine import Engine, start
+from funitel.router.engine import Engine
 from funitel.router.metrics import Metrics
 from funitel.router.settings import RouterSettings
+from funitel.router.warmup import start
 
 T = TypeVar("T")
 

@@ -23,8 +23,8 @@ from funitel.proto.parent import has_lost, stop_with_parent
 from funitel.proto.settings import as_command, run_app
 from funitel.router.api.routes import document
 from funitel.router.app import build_app
-from funitel.router.engine import connect
 from funitel.router.settings import RouterSettings
+from funitel.router.warmup import connect
 
 logger = logging.getLogger(__name__)
 

@@ -15,32 +15,18 @@ from funitel.proto.errors import (
     InvalidRequest,
     NotReady,
     Overloaded,
-    SettingsError,
     ShardFailed,
     StepFailed,
 )
-from funitel.proto.step import (
-    Capability,
-    Generation,
-    SamplingParams,
-    SequenceStart,
-    StoppingParams,
-    WarmupLimits,
-    WarmupResult,
-)
-from funitel.router.blocks import BlockAllocator
+from funitel.proto.step import Generation
 from funitel.router.metrics import Metrics
 from funitel.router.peer import check_capabilities
-from funitel.router.replica import Ranks, Replica
-from funitel.router.scheduler import Policy, Scheduler, StepPlan
+from funitel.router.replica import Replica
+from funitel.router.scheduler import Scheduler, StepPlan
 from funitel.router.sequence import Limits, Request, Sequence
-from funitel.router.settings import RouterSettings
-from funitel.router.shards import Shards
 from funitel.router.stream import TokenStream
 
 logger = logging.getLogger(__name__)
-
-WARMUP_WORD = "test "  # one token or more, whatever the tokenizer
 
 
 class Engine:
@@ -273,100 +259,3 @@ class Engine:
         while self._num_preempted < scheduler.num_preempted:
             self._num_preempted += 1
             metrics.count_preempted()
-
-
-async def connect(settings: RouterSettings, metrics: Metrics) -> Engine:
-    """Connect to the shards, warm them up and start the engine.
-
-    Raises:
-        StartupError: no shard answers, or settings, model and memory do not fit together.
-    """
-    ranks = await Shards.connect(_master_url(settings), settings.shard_connect_timeout)
-    return await start(ranks, settings, metrics)
-
-
-def _master_url(settings: RouterSettings) -> str:
-    if settings.master_shard_address is not None:
-        return f"tcp://{settings.master_shard_address}"
-    return f"unix://{settings.master_shard_uds_path}"
-
-
-async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Engine:
-    """Warm the ranks of a model up and start the engine over them.
-
-    Raises:
-        StartupError: settings, model and memory do not fit together.
-    """
-    replica = Replica(ranks)
-    block_size = replica.info.block_size
-    is_plain = not {Capability.ROW_UPDATES, Capability.TOKEN_IDS} <= replica.capabilities
-    is_chunked = replica.info.support_chunking and not is_plain
-    results = await _warm_up(replica, settings)
-    limits = _limits(settings, min(results, key=_triple), is_chunked)
-    policy = Policy(
-        max_batch_prefill_tokens=min(settings.max_batch_prefill_tokens, limits.pool_tokens),
-        max_batch_size=settings.max_batch_size,
-        is_chunked=is_chunked,
-        has_prefix_cache=replica.info.use_prefix_caching and not is_plain,
-        is_plain=is_plain,
-        waiting_served_ratio=settings.waiting_served_ratio,
-        max_waiting_tokens=settings.max_waiting_tokens,
-    )
-    for info, result in zip(replica.infos, results, strict=True):
-        metrics.set_weights(info.rank, info.weight_bytes, info.sharded_weight_bytes)
-        metrics.set_kv(info.rank, result.kv_bytes)
-    metrics.set_limits(limits)
-    metrics.set_pool_tokens(limits.pool_tokens)
-    logger.info("connected shards=%d %s %s", len(replica.infos), limits, policy)
-    # A plain peer's pool counts block 0, which must stay unused.
-    num_blocks = limits.pool_tokens // block_size - (1 if is_plain else 0)
-    scheduler = Scheduler(policy, BlockAllocator(num_blocks, block_size))
-    return Engine(replica, scheduler, limits, metrics, settings.max_concurrent_requests)
-
-
-async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupResult]:
-    """Warm up with the largest prefill allowed, as one or more prompts."""
-    longest = min(settings.max_input_tokens or settings.max_batch_prefill_tokens, settings.max_batch_prefill_tokens)
-    sequences: list[SequenceStart] = []
-    left = settings.max_batch_prefill_tokens
-    while left > 0 and (settings.max_batch_size is None or len(sequences) < settings.max_batch_size):
-        num_tokens = min(longest, left)
-        left -= num_tokens
-        sequences.append(
-            SequenceStart(
-                request_id=0,
-                sampling=SamplingParams(),
-                stopping=StoppingParams(max_new_tokens=1, ignore_eos=True),
-                inputs=WARMUP_WORD * num_tokens,
-                truncate=num_tokens,
-            )
-        )
-    limits = WarmupLimits(
-        max_input_tokens=settings.max_input_tokens,
-        max_prefill_tokens=settings.max_batch_prefill_tokens,
-        max_total_tokens=settings.max_total_tokens,
-        max_batch_total_tokens=settings.max_batch_total_tokens,
-    )
-    return await replica.warmup(sequences, limits)
-
-
-def _triple(result: WarmupResult) -> tuple[int, int, int]:
-    return (result.pool_tokens or 0, result.max_input_tokens, result.max_total_tokens)
-
-
-def _limits(settings: RouterSettings, smallest: WarmupResult, is_chunked: bool) -> Limits:
-    if smallest.pool_tokens is None:
-        raise SettingsError("the shards run a padded model: funitel needs paged shards")
-    max_input = smallest.max_input_tokens
-    if not is_chunked and max_input > settings.max_batch_prefill_tokens:
-        if settings.max_input_tokens is not None:
-            raise SettingsError(
-                f"without chunked prefill --max-input-tokens {max_input} must be <= "
-                f"--max-batch-prefill-tokens {settings.max_batch_prefill_tokens}"
-            )
-        max_input = settings.max_batch_prefill_tokens
-    return Limits(
-        max_input_tokens=max_input,
-        max_total_tokens=smallest.max_total_tokens,
-        pool_tokens=smallest.pool_tokens,
-    )
