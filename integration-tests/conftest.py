@@ -1,9 +1,11 @@
 """Fixtures of the whole-system tests: real processes, the demo model or a tiny random one, figures at the end."""
 
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -49,6 +51,18 @@ def demo_model() -> Path:
     """Folder of the demo model, in the cache that FUNITEL_CACHE names or the default one."""
     cache_dir = os.environ.get("FUNITEL_CACHE")
     return hub.resolve("smollm2-135m-instruct", cache_dir=Path(cache_dir) if cache_dir else None).folder
+
+
+@pytest.fixture(scope="session")
+def oracle() -> ModuleType:
+    """`benchmarks/oracle.py`: what transformers makes of prompts."""
+    path = Path(__file__).parent.parent / "benchmarks" / "oracle.py"
+    spec = importlib.util.spec_from_file_location("oracle", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Greedy output of the served demo model equals transformers', token by token, alone and in changing company."""
 
 import asyncio
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
@@ -9,36 +8,31 @@ from typing import Any
 
 import pytest
 
-from funitel_testing.clients import Answer, client_of, generate, stream
+from funitel_testing.clients import Answer, client_of, generate
+from funitel_testing.company import in_company
+from funitel_testing.scores import Checked, check_chat, check_completions, check_native
+from funitel_testing.servers import Server
+from funitel_testing.truth import NEAR_TIE, Truth
 
 MAX_NEW_TOKENS = 64
 HERE = Path(__file__).parent
 AT_ONCE = 5
 STRANGERS = 16 - AT_ONCE  # so that each prompt has fifteen others beside it
-# The promise for float32 in torch: identical unless two logits tie this closely.
-NEAR_TIE = 1e-4
-
-
-def load_oracle() -> ModuleType:
-    path = HERE.parent / "benchmarks" / "oracle.py"
-    spec = importlib.util.spec_from_file_location("oracle", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
-def expected(demo_model: Path, is_full: bool) -> list[dict[str, Any]]:
+def truth(demo_model: Path, oracle: ModuleType) -> Truth:
+    """The demo model in transformers."""
+    return Truth(oracle.load_model(demo_model, "cpu"), oracle.load_tokenizer(demo_model))
+
+
+@pytest.fixture(scope="module")
+def expected(truth: Truth, oracle: ModuleType, is_full: bool) -> list[dict[str, Any]]:
     """Prompts with their true completions."""
-    oracle = load_oracle()
-    tokenizer, model = oracle.load_tokenizer(demo_model), oracle.load_model(demo_model, "cpu")
     rows = json.loads((HERE / "data" / "prompts.json").read_text())
     rows = rows if is_full else rows[:20:4]
     for row in rows:
-        ids = tokenizer.encode(row["prompt"], add_special_tokens=False).ids
-        row.update(oracle.complete(model, ids, MAX_NEW_TOKENS))
+        row.update(oracle.complete(truth.model, truth.encode(row["prompt"]), MAX_NEW_TOKENS))
     return list(rows)
 
 
@@ -55,44 +49,60 @@ def differences(expected: list[dict[str, Any]], found: list[Answer]) -> list[str
     return wrong
 
 
-@pytest.mark.parametrize("num_shard", [1, 2, 3])
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def num_shard(request: pytest.FixtureRequest) -> int:
+    """Ranks of the server; the tests of one server run together."""
+    count: int = request.param
+    return count
+
+
+@pytest.fixture
+def server(launch: Any, num_shard: int) -> Server:
+    """The demo model in float32."""
+    flags = ("--dtype", "float32", "--max-batch-total-tokens", "40000", "--enable-prefill-logprobs")
+    running: Server = launch(*flags, "--num-shard", str(num_shard))
+    return running
+
+
 async def test_greedy_tokens_equal_transformers(
-    num_shard: int, launch: Any, expected: list[dict[str, Any]], is_full: bool, figures: dict[str, object]
+    num_shard: int, server: Server, expected: list[dict[str, Any]], is_full: bool, figures: dict[str, object]
 ) -> None:
-    server = launch("--dtype", "float32", "--num-shard", str(num_shard), "--max-batch-total-tokens", "40000")
     async with client_of(server.url) as client:
         prompts = [row["prompt"] for row in expected]
         if is_full or num_shard == 1:
             alone = [await generate(client, prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
             assert differences(expected, alone) == []
-        busy = asyncio.create_task(_company(client))
         together: list[Answer] = []
-        try:
+        async with in_company(client, STRANGERS):
             for first in range(0, len(prompts), AT_ONCE):
                 group = [generate(client, p, max_new_tokens=MAX_NEW_TOKENS) for p in prompts[first : first + AT_ONCE]]
                 together += await asyncio.gather(*group)
-        finally:
-            busy.cancel()
-            (company,) = await asyncio.gather(busy, return_exceptions=True)
-        assert isinstance(company, asyncio.CancelledError), company
         assert differences(expected, together) == []
     exact = sum(a.ids == row["completion_ids"] for a, row in zip(together, expected, strict=True))
     figures[f"2 greedy equality, {num_shard} shard(s), in company"] = f"{exact} of {len(expected)} prompts exact"
 
 
-async def _company(client: Any) -> None:
-    """Others that keep joining and leaving: some finish, some hang up, sampled and greedy, short and long."""
+async def test_logprobs_equal_transformers(
+    num_shard: int, server: Server, truth: Truth, is_full: bool, figures: dict[str, object]
+) -> None:
+    rows = {row["name"]: row["prompt"] for row in json.loads((HERE / "data" / "prompts.json").read_text())}
+    checked = Checked()
+    async with client_of(server.url) as client:
+        if is_full or num_shard == 1:
+            await _check_scores(client, truth, rows["english"], checked)
+        async with in_company(client, STRANGERS):  # beside which a long prompt is cut into chunks
+            await _check_scores(client, truth, rows["long"], checked)
+    assert checked.wrong == []
+    figures[f"3.5 log-probabilities of the demo model within 1e-3, {num_shard} shard(s)"] = (
+        f"{checked.places} of {checked.places}"
+    )
 
-    async def one(number: int) -> None:
-        round_number = 0
-        while True:
-            round_number += 1
-            prompt = f"Visitor {number} says, in round {round_number}: " + "and so on " * (7 * number % 40)
-            leave = 3 + number if number % 3 == 0 else None
-            await stream(
-                client, prompt, leave_after=leave, max_new_tokens=5 + 2 * number, do_sample=number % 2 == 0, seed=number
-            )
 
-    async with asyncio.TaskGroup() as group:
-        for number in range(STRANGERS):
-            group.create_task(one(number))
+async def _check_scores(client: Any, truth: Truth, prompt: str, checked: Checked) -> None:
+    """A greedy way and a sampled one on every route, side by side."""
+    await asyncio.gather(
+        check_native(client, truth, prompt, ["penalties", "everything"], checked),
+        check_completions(client, truth, prompt, "biased", checked),
+        check_completions(client, truth, prompt, "sampled", checked),
+        check_chat(client, truth, "What is the capital of France?", "greedy", checked),
+    )
