@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from funitel.model_server.noise import gumbel
+from funitel.model_server.noise import gumbel, noise_key
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def uniforms(noise: torch.Tensor) -> torch.Tensor:
     ids=["tokens", "seeds", "positions", "largest seed"],
 )
 def test_noise_is_gumbel(seeds: list[int], positions: list[int], num_tokens: int) -> None:
-    noise = gumbel(seeds, positions, num_tokens, CPU).flatten()
+    noise = gumbel(list(map(noise_key, seeds, positions)), num_tokens, CPU).flatten()
     assert torch.isfinite(noise).all()
     counts = torch.histc(uniforms(noise).float(), bins=20, min=0, max=1)
     chi_square = float(((counts - 2000) ** 2 / 2000).sum())
@@ -33,18 +33,18 @@ def test_noise_is_gumbel(seeds: list[int], positions: list[int], num_tokens: int
 
 
 def test_neighbours_are_not_correlated() -> None:
-    u = uniforms(gumbel(range(100), [5] * 100, 1000, CPU)) - 0.5
-    v = uniforms(gumbel([5] * 100, range(100), 1000, CPU)) - 0.5
+    u = uniforms(gumbel([noise_key(seed, 5) for seed in range(100)], 1000, CPU)) - 0.5
+    v = uniforms(gumbel([noise_key(5, position) for position in range(100)], 1000, CPU)) - 0.5
     for pairs in ((u[:, 1:] * u[:, :-1]), (u[1:] * u[:-1]), (v[1:] * v[:-1]), (u[1:, 1:] * u[:-1, :-1])):
         assert abs(float(pairs.mean()) * 12) < 4 / math.sqrt(pairs.numel())
 
 
 def test_a_row_is_a_function_of_its_seed_and_position() -> None:
-    together = gumbel([1, 2, 1], [4, 4, 5], 300, CPU)
+    together = gumbel([noise_key(1, 4), noise_key(2, 4), noise_key(1, 5)], 300, CPU)
     for row, (seed, position) in enumerate([(1, 4), (2, 4), (1, 5)]):
-        assert torch.equal(gumbel([seed], [position], 300, CPU)[0], together[row])
+        assert torch.equal(gumbel([noise_key(seed, position)], 300, CPU)[0], together[row])
     assert len({tuple(row.tolist()) for row in together}) == 3
 
 
 def test_the_noise_of_a_token_does_not_depend_on_the_vocabulary() -> None:
-    assert torch.allclose(gumbel([8], [2], 100, CPU), gumbel([8], [2], 5000, CPU)[:, :100], atol=1e-6)
+    assert torch.allclose(gumbel([8], 100, CPU), gumbel([8], 5000, CPU)[:, :100], atol=1e-6)

@@ -12,10 +12,12 @@ from funitel.model_server.attention import TorchAttention
 from funitel.model_server.cpu import decoder as fused
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.native import load_library
+from funitel.model_server.cpu.scores import FusedScores
 from funitel.model_server.cpu.tiers import Tier
 from funitel.model_server.decoder import Decoder, Forward
 from funitel.model_server.hub import DEFAULT_CACHE_DIR
 from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.scores import ScoreMath, TorchScores
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.weights import Weights
@@ -38,6 +40,7 @@ class Loaded:
 
     name: str
     decoder: Forward
+    scores: ScoreMath
     precision: str
     kv_dtype: torch.dtype
     footprint: Footprint
@@ -48,7 +51,12 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
     attention = TorchAttention(settings.block_size, spec.head_dim, weights.device)
     decoder = Decoder(spec, weights, parallel, attention)
     return Loaded(
-        name="torch", decoder=decoder, precision=str(weights.dtype), kv_dtype=weights.dtype, footprint=weights
+        name="torch",
+        decoder=decoder,
+        scores=TorchScores(),
+        precision=str(weights.dtype),
+        kv_dtype=weights.dtype,
+        footprint=weights,
     )
 
 
@@ -88,5 +96,10 @@ def load_fused(
         logger.info("weights are kept as %s, the default on a CPU; --dtype float32 keeps them exact", tier.label)
     precision = "int8" if tier is Tier.INT8 else f"torch.{tier.label}"
     return Loaded(
-        name="fused", decoder=decoder, precision=precision, kv_dtype=decoder.kv_dtype, footprint=decoder.program
+        name="fused",
+        decoder=decoder,
+        scores=FusedScores(decoder.program.engine),
+        precision=precision,
+        kv_dtype=decoder.kv_dtype,
+        footprint=decoder.program,
     )

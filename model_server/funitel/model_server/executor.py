@@ -21,6 +21,7 @@ from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.memory import pool_bytes
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.sampler import SampledToken, SamplingState, sample, token_logprobs
+from funitel.model_server.scores import ScoreMath, TorchScores
 from funitel.model_server.sequences import Row, SequenceTable
 from funitel.model_server.settling import Settler
 from funitel.model_server.spec import ModelSpec
@@ -67,12 +68,14 @@ class Executor:
         codec: TextCodec,
         parallel: TensorParallel,
         options: ExecutorOptions,
+        scores: ScoreMath | None = None,
     ) -> None:
         self.spec = spec
         self.decoder = decoder
         self.codec = codec
         self.parallel = parallel
         self.options = options
+        self.scores = scores or TorchScores()
         self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         self.max_prefill_tokens = spec.max_position_embeddings
         self._cache: KVCache | None = None
@@ -382,7 +385,7 @@ class Executor:
 
     def _sample(self, due: Sequence[Row], logits: torch.Tensor) -> list[list[SampledToken]]:
         masks = TokenMasks.of([row.grammar for row in due], logits.shape[1])
-        sampled = sample(logits, [row.sampling for row in due], [len(row.tokens) for row in due], masks)
+        sampled = sample(logits, [row.sampling for row in due], [len(row.tokens) for row in due], masks, self.scores)
         return [self._with_forced(row, token) for row, token in zip(due, sampled, strict=True)]
 
     def _with_forced(self, row: Row, token: SampledToken) -> list[SampledToken]:

@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Lock
 
 import numpy as np
-import torch
 from llguidance import LLMatcher, LLTokenizer
 
 from funitel.proto.errors import InvalidRequest
@@ -97,13 +96,6 @@ class TokenMasks:
             assert state is not None
             state.fill(bits[place])
         return cls(rows, bits)
-
-    def apply(self, scores: torch.Tensor) -> None:
-        """Set the scores [rows, vocab_size] of tokens that may not follow to -inf, in place."""
-        bits = torch.from_numpy(self.bits).to(scores.device, non_blocking=True)
-        places = torch.arange(32, dtype=torch.int32, device=scores.device)
-        allowed = ((bits[:, :, None] >> places) & 1).bool().flatten(1)[:, : scores.shape[1]]
-        scores[self.rows] = scores[self.rows].masked_fill(~allowed, -torch.inf)
 
 
 class GrammarCompiler:

@@ -59,7 +59,7 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
         torch.get_num_threads(),
         loaded.footprint.held_bytes,
     )
-    return Executor(spec, loaded.decoder, codec, parallel, options), _info(settings, options, loaded)
+    return Executor(spec, loaded.decoder, codec, parallel, options, loaded.scores), _info(settings, options, loaded)
 
 
 def _stretched(spec: ModelSpec, settings: ModelServerSettings) -> ModelSpec:

@@ -13,13 +13,17 @@ MASK_32 = (1 << 32) - 1
 MASK_64 = (1 << 64) - 1
 
 
-def gumbel(seeds: Sequence[int], positions: Sequence[int], num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise [len(seeds), num_tokens] float32; row i is a function of (seeds[i], positions[i]).
+def noise_key(seed: int, position: int) -> int:
+    """The 64-bit key of the noise for the token at `position` of a sequence."""
+    return _mix(_mix(seed) + position)
 
-    Two 32-bit keys a row are mixed with each token id by xor-shift-multiply rounds, multipliers of "triple32"
+
+def gumbel(keys: Sequence[int], num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Standard Gumbel noise [len(keys), num_tokens] float32; row i is a function of keys[i].
+
+    The two halves of a key are mixed with each token id by xor-shift-multiply rounds, multipliers of "triple32"
     (github.com/skeeto/hash-prospector).
     """
-    keys = [_mix(_mix(seed) + position) for seed, position in zip(seeds, positions, strict=True)]
     first = torch.tensor([[_as_int32(key >> 32)] for key in keys], dtype=torch.int32, device=device)
     second = torch.tensor([[_as_int32(key)] for key in keys], dtype=torch.int32, device=device)
     x = torch.arange(num_tokens, dtype=torch.int32, device=device) * _as_int32(0x9E3779B1) ^ first

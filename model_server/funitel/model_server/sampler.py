@@ -7,7 +7,6 @@ Noise is a function of (seed, position, token id) alone, so a seeded sequence dr
 batch, and after being resumed elsewhere. Runs on rank 0 only.
 """
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +14,13 @@ from dataclasses import dataclass, field
 import torch
 
 from funitel.model_server.grammar import TokenMasks
-from funitel.model_server.noise import gumbel
+from funitel.model_server.noise import noise_key
+from funitel.model_server.scores import ScoreMath, TorchScores
 from funitel.model_server.watermark import Watermark
 from funitel.proto.step import SamplingParams
 
 DEFAULT_WATERMARK = Watermark()  # TGI's settings
+IN_TORCH = TorchScores()
 
 
 @dataclass(slots=True)
@@ -113,6 +114,7 @@ def sample(
     states: Sequence[SamplingState],
     positions: Sequence[int],
     masks: TokenMasks | None = None,
+    maths: ScoreMath = IN_TORCH,
 ) -> list[SampledToken]:
     """Choose the next token of every row.
 
@@ -121,26 +123,24 @@ def sample(
         states: sampling state per row.
         positions: index in its sequence of the token each row is about to get.
         masks: tokens that grammars allow, of rows that have one.
+        maths: what does the heavy part.
     """
-    raw = {row: logits[row].clone() for row, state in enumerate(states) if _needs_raw(state.params)}
+    raw = {row: logits[row : row + 1].clone() for row, state in enumerate(states) if _needs_raw(state.params)}
     for row, state in enumerate(states):
         state.process(logits[row])
     # Half-precision overflow or an extreme penalty must spoil its own row only, and must not raise.
-    logits.nan_to_num_(nan=-torch.inf)
-    if masks is not None:
-        masks.apply(logits)
+    maths.allow(logits, masks)
     sampled = [row for row, state in enumerate(states) if state.params.is_sampled]
     if sampled:
-        logits[sampled] = _warp(logits[sampled], [states[row].params for row in sampled])
-    normaliser = logits.logsumexp(dim=-1)  # [rows]
-    chosen = logits.argmax(dim=-1)
+        maths.warp(logits, sampled, [states[row].params for row in sampled])
+    chosen, normaliser = maths.best(logits)
     if sampled:
-        seeds = [states[row].params.seed for row in sampled]
-        noise = gumbel(seeds, [positions[row] for row in sampled], logits.shape[1], logits.device)
-        chosen[sampled] = (logits[sampled] + noise).argmax(dim=-1)  # masked tokens stay at -inf
+        keys = [noise_key(states[row].params.seed, positions[row]) for row in sampled]
+        chosen[sampled] = maths.draw(logits, sampled, keys)
     for row, scores in raw.items():
-        logits[row] = scores.nan_to_num_(nan=-torch.inf)
-        normaliser[row] = scores.logsumexp(dim=-1)
+        maths.allow(scores, None)
+        logits[row] = scores[0]
+        normaliser[row] = maths.best(scores)[1]
     logprobs = logits.gather(1, chosen[:, None])[:, 0] - normaliser
     tops = [
         _top(logits[row], float(normaliser[row]), state.top_n) if state.top_n else ((), ())
@@ -154,61 +154,6 @@ def sample(
 
 def _needs_raw(params: SamplingParams) -> bool:
     return params.raw_logprobs and params.changes_scores
-
-
-def _warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Temperature, top-k, top-p, min-p, typical-p, each only on the rows that ask for it. Masked tokens become -inf."""
-    temperatures = torch.tensor([p.temperature for p in params], device=scores.device)
-    best = scores.max(dim=-1, keepdim=True).values
-    scores = (scores - best) / temperatures[:, None]  # at most 0: the tiniest temperature cannot overflow
-    for rows, warp in (
-        ([i for i, p in enumerate(params) if p.top_k], _top_k),
-        ([i for i, p in enumerate(params) if p.top_p < 1.0], _top_p),
-        ([i for i, p in enumerate(params) if p.min_p > 0.0], _min_p),
-        ([i for i, p in enumerate(params) if p.typical_p < 1.0], _typical_p),
-    ):
-        if rows:
-            scores[rows] = warp(scores[rows], [params[i] for i in rows])
-    return scores
-
-
-def _top_k(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Keep the k best; ties with the k-th stay."""
-    ks = torch.tensor([min(p.top_k, scores.shape[1]) for p in params], device=scores.device)
-    best = scores.topk(int(ks.max()), dim=-1).values
-    return scores.masked_fill(scores < best.gather(1, ks[:, None] - 1), -torch.inf)
-
-
-def _top_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Keep the smallest set of tokens whose mass reaches p, at least one."""
-    ps = torch.tensor([p.top_p for p in params], device=scores.device)
-    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    mass = ordered.softmax(dim=-1)
-    before = mass.cumsum(dim=-1) - mass  # mass of the tokens ranked above
-    is_out = before >= ps[:, None]
-    is_out[:, 0] = False
-    return scores.masked_fill(torch.zeros_like(is_out).scatter(1, ids, is_out), -torch.inf)
-
-
-def _min_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Drop tokens less likely than p times the likeliest. Source: Nguyen et al., arXiv 2407.01082."""
-    floors = torch.tensor([math.log(p.min_p) for p in params], device=scores.device)
-    best = scores.max(dim=-1, keepdim=True).values
-    return scores.masked_fill(scores - best < floors[:, None], -torch.inf)
-
-
-def _typical_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Keep the tokens whose surprise is nearest the entropy until their mass reaches p. Source: arXiv 2202.00666."""
-    ps = torch.tensor([p.typical_p for p in params], device=scores.device)
-    logprobs = scores.log_softmax(dim=-1)
-    probs = logprobs.exp()
-    entropy = -(probs * logprobs).nan_to_num().sum(dim=-1, keepdim=True)
-    distance = (-logprobs - entropy).abs()
-    ids = distance.argsort(dim=-1, stable=True)
-    mass = probs.gather(1, ids)
-    is_out = mass.cumsum(dim=-1) - mass >= ps[:, None]
-    is_out[:, 0] = False
-    return scores.masked_fill(torch.zeros_like(is_out).scatter(1, ids, is_out), -torch.inf)
 
 
 def _top(scores: torch.Tensor, normaliser: float, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "matrix.h"
 #include "memory.h"
+#include "scores.h"
 #include "threads.h"
 #include "vector.h"
 
@@ -156,7 +157,41 @@ class Engine {
 
     int num_threads() const { return threads_.count(); }
 
+    // What sampling does to rows of `count` scores each, the rows back to back.
+
+    void allow(float* scores, int num_rows, int count, const uint32_t* const* bits) {
+        for_scores(num_rows, [&](int i, int) { allow_scores(scores + size_t(i) * count, count, bits[i]); });
+    }
+
+    void warp(float* scores, const int64_t* rows, int num_rows, int count, const Warp* warps) {
+        for (ThreadScratch& scratch : scratch_) scratch.warper.make_room(count);
+        for_scores(num_rows, [&](int i, int thread) {
+            scratch_[thread].warper.run(scores + size_t(rows[i]) * count, count, warps[i]);
+        });
+    }
+
+    void best(const float* scores, int num_rows, int count, int64_t* tokens, float* normalisers) {
+        for_scores(num_rows, [&](int i, int) {
+            Best found = best_score(scores + size_t(i) * count, count);
+            tokens[i] = found.token;
+            normalisers[i] = found.normaliser;
+        });
+    }
+
+    void draw(const float* scores, const int64_t* rows, int num_rows, int count, const uint64_t* keys,
+              int64_t* tokens) {
+        for_scores(num_rows, [&](int i, int) {
+            tokens[i] = draw_score(scores + size_t(rows[i]) * count, count, keys[i]);
+        });
+    }
+
   private:
+    template <class Function>
+    void for_scores(int num_rows, Function function) {
+        threads_.begin_step();
+        for_each(threads_, num_rows, function);
+    }
+
     // A piece of attention: some tokens of one row, over all parts of their context or one.
     struct Item {
         int row, first, count, part, slot;
@@ -529,6 +564,7 @@ class Engine {
 
     struct ThreadScratch : Scratch {
         Memory row;
+        Warper warper;
     };
 
     Shape shape_;
@@ -619,6 +655,33 @@ int32_t funitel_run(Engine* engine, const funitel::Batch* batch, int32_t at) {
     } catch (const std::bad_alloc&) {
         return funitel::kNoMemory;
     }
+}
+
+// See scores.h. `bits`: a pointer for each row, null where everything is allowed.
+void funitel_allow_scores(Engine* engine, float* scores, int32_t num_rows, int32_t count,
+                          const uint32_t* const* bits) {
+    engine->allow(scores, num_rows, count, bits);
+}
+
+// Returns 0 or kNoMemory.
+int32_t funitel_warp_scores(Engine* engine, float* scores, const int64_t* rows, int32_t num_rows, int32_t count,
+                            const funitel::Warp* warps) {
+    try {
+        engine->warp(scores, rows, num_rows, count, warps);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return funitel::kNoMemory;
+    }
+}
+
+void funitel_best_scores(Engine* engine, const float* scores, int32_t num_rows, int32_t count, int64_t* tokens,
+                         float* normalisers) {
+    engine->best(scores, num_rows, count, tokens, normalisers);
+}
+
+void funitel_draw_scores(Engine* engine, const float* scores, const int64_t* rows, int32_t num_rows, int32_t count,
+                         const uint64_t* keys, int64_t* tokens) {
+    engine->draw(scores, rows, num_rows, count, keys, tokens);
 }
 
 }  // extern "C"

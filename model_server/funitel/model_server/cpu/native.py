@@ -116,11 +116,24 @@ def load_library(path: Path) -> ctypes.CDLL:
         "funitel_frequencies": (None, [address, address, number]),
         "funitel_program": (None, [address, address, number]),
         "funitel_run": (number, [address, address, number]),
+        "funitel_allow_scores": (None, [address, address, number, number, address]),
+        "funitel_warp_scores": (number, [address, address, address, number, number, address]),
+        "funitel_best_scores": (None, [address, address, number, number, address, address]),
+        "funitel_draw_scores": (None, [address, address, address, number, number, address, address]),
     }
     for name, (result, arguments) in declared.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+class Warp(ctypes.Structure):
+    """How one row of scores is warped before a draw; see `scores.h`."""
+
+    _fields_ = [
+        *((name, ctypes.c_float) for name in ("temperature", "top_p", "min_score", "typical_p")),
+        ("top_k", ctypes.c_int32),
+    ]
 
 
 class Engine:
@@ -189,6 +202,38 @@ class Engine:
     def run(self, batch: Batch, at: int) -> int:
         """Run the program from operation `at`; returns where to go on after a reduction, or DONE."""
         return _checked(self._library.funitel_run(self._handle, ctypes.byref(batch), at), "this step")
+
+    # Scores: [rows, vocab_size] float32, contiguous. See `scores.h`.
+
+    def allow_scores(self, scores: torch.Tensor, bits: Sequence[int | None]) -> None:
+        """Make -inf of what is not a number, and in rows that have `bits` (an address) of tokens without theirs."""
+        pointers = (ctypes.c_void_p * len(bits))(*bits)
+        self._library.funitel_allow_scores(self._handle, scores.data_ptr(), *scores.shape, pointers)
+
+    def warp_scores(self, scores: torch.Tensor, rows: Sequence[int], warps: Sequence[Warp]) -> None:
+        """Warp some rows in place."""
+        numbers, records = (ctypes.c_int64 * len(rows))(*rows), (Warp * len(rows))(*warps)
+        result = self._library.funitel_warp_scores(
+            self._handle, scores.data_ptr(), numbers, len(rows), scores.shape[1], records
+        )
+        _checked(result, "sampling")
+
+    def best_scores(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The best token of every row, [rows] int64, and the log of the sum of exponentials, [rows] float32."""
+        tokens, normalisers = torch.empty(len(scores), dtype=torch.int64), torch.empty(len(scores))
+        self._library.funitel_best_scores(
+            self._handle, scores.data_ptr(), *scores.shape, tokens.data_ptr(), normalisers.data_ptr()
+        )
+        return tokens, normalisers
+
+    def draw_scores(self, scores: torch.Tensor, rows: Sequence[int], keys: Sequence[int]) -> torch.Tensor:
+        """A token for some rows, [len(rows)] int64, by noise from 64-bit keys."""
+        numbers, seeds = (ctypes.c_int64 * len(rows))(*rows), (ctypes.c_uint64 * len(rows))(*keys)
+        tokens = torch.empty(len(rows), dtype=torch.int64)
+        self._library.funitel_draw_scores(
+            self._handle, scores.data_ptr(), numbers, len(rows), scores.shape[1], seeds, tokens.data_ptr()
+        )
+        return tokens
 
 
 def _checked(result: int, what: str) -> int:

@@ -57,6 +57,8 @@ inline __m256 fold_max(F16 a) {
     __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
     return _mm256_max_ps(_mm512_castps512_ps256(a.v), high);
 }
+// A bit for each lane, set where x <= y.
+inline unsigned at_most(F16 x, F16 y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_LE_OQ); }
 // Round to int16 with saturation.
 inline void store_int16(int16_t* p, F16 x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v)));
@@ -109,6 +111,11 @@ inline __m256 power_of_two(__m256 n) {
 inline F16 power_of_two(F16 n) { return {power_of_two(n.a), power_of_two(n.b)}; }
 inline __m256 fold(F16 x) { return _mm256_add_ps(x.a, x.b); }
 inline __m256 fold_max(F16 x) { return _mm256_max_ps(x.a, x.b); }
+inline unsigned at_most(F16 x, F16 y) {
+    int low = _mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_LE_OQ));
+    int high = _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_LE_OQ));
+    return static_cast<unsigned>(low | high << 8);
+}
 // Round to int16 with saturation.
 inline void store_int16(int16_t* p, F16 x) {
     __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
