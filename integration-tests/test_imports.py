@@ -35,8 +35,24 @@ PROTO_ARROWS = {
     ("options", "foreign"),
 }
 # What decides a step knows numbers and nouns: no loop, no clock, no socket, no gRPC.
-PURE = ("funitel.proto.step", *(f"funitel.router.{name}" for name in ("scheduler", "blocks", "chunking", "sequence")))
-PURE_STDLIB = {"array", "collections", "collections.abc", "dataclasses", "enum", "hashlib", "itertools", "typing"}
+PURE = (
+    "funitel.proto.step",
+    *(
+        f"funitel.router.{name}"
+        for name in ("scheduler", "blocks", "chunking", "step_time", "least_squares", "sequence")
+    ),
+)
+PURE_STDLIB = {
+    "array",
+    "collections",
+    "collections.abc",
+    "dataclasses",
+    "enum",
+    "hashlib",
+    "itertools",
+    "math",
+    "typing",
+}
 
 GRPC_RIMS = {
     "funitel.proto.errors",  # each error names its status

@@ -157,6 +157,13 @@ def test_what_was_open_is_decided() -> None:
         ({"num_threads": 0}, "--num-threads must be > 0"),
         ({"max_batch_prefill_tokens": 0}, "--max-batch-prefill-tokens must be > 0"),
         ({"validation_workers": 0}, "--validation-workers must be > 0"),
+        ({"target_itl_ms": 0.0}, "--target-itl-ms must be > 0 and <= 600000, given 0.0"),
+        ({"target_itl_ms": float("nan")}, "--target-itl-ms must be > 0 and <= 600000, given nan"),
+        ({"target_itl_ms": 6e5 + 1}, "--target-itl-ms must be > 0 and <= 600000, given 600001.0"),
+        (
+            {"target_itl_ms": 50.0, "prefill_chunking": False},
+            "--target-itl-ms 50.0 needs --prefill-chunking true, given false",
+        ),
     ],
 )
 def test_what_a_child_would_refuse_is_refused_before_anything_loads(given: dict[str, Any], why: str) -> None:

@@ -1,84 +1,48 @@
-"""The chunk policy against simulated machines: running streams keep flowing, prompts always advance."""
+"""Chunks within a budget of tokens and seconds."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from funitel.router.chunking import (
-    FIRST_CHUNK_TOKENS,
-    GAP_FACTOR,
-    IDLE_STEP_SECONDS,
-    MIN_CHUNK_TOKENS,
-    StepTimeModel,
-)
+from funitel.router.chunking import MIN_CHUNK_TOKENS, ChunkBudget, PromptCosts, StepLoad
+
+COST = st.floats(0, 1e-2)
 
 
-def test_before_anything_is_measured_the_first_chunk_is_modest() -> None:
-    assert StepTimeModel().chunk_budget(4096, has_running=False) == FIRST_CHUNK_TOKENS
-    assert StepTimeModel().chunk_budget(10, has_running=False) == 10
+@given(st.builds(PromptCosts, COST, COST, COST), st.floats(0, 10), st.integers(0, 100_000), st.integers(1, 100_000))
+def test_as_many_tokens_as_the_seconds_allow(costs: PromptCosts, seconds: float, context: int, most: int) -> None:
+    count = costs.tokens_within(seconds, context, most)
+    assert 0 <= count <= most
+    assert count == 0 or costs.seconds(context, count) <= seconds * (1 + 1e-9)
+    assert count == most or costs.seconds(context, count + 1) > seconds * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(("decode", "per_token"), [(0.045, 0.0015), (0.005, 0.0008), (0.02, 0.00002)])
-def test_mixed_steps_stay_within_the_gap(decode: float, per_token: float) -> None:
-    model = StepTimeModel()
-    for _ in range(20):
-        model.observe(0, decode, has_running=True)
-    longest = 0.0
-    for _ in range(50):
-        chunk = model.chunk_budget(4096, has_running=True)
-        seconds = decode + per_token * chunk
-        longest = max(longest, seconds)
-        model.observe(chunk, seconds, has_running=True)
-    assert longest <= max(GAP_FACTOR * decode * 1.1, decode + per_token * MIN_CHUNK_TOKENS)
-    assert decode + per_token * model.chunk_budget(4096, has_running=True) > 0.8 * min(
-        GAP_FACTOR * decode, decode + per_token * 4096
-    )
+def test_what_costs_nothing_is_bounded_by_tokens() -> None:
+    assert ChunkBudget(100).fit(5000, 300) == 100
+    assert ChunkBudget(100).fit(5000, 30) == 30
 
 
-def test_growing_contexts_shrink_the_chunk() -> None:
-    model, decode = StepTimeModel(), 0.045
-    for _ in range(20):
-        model.observe(0, decode, has_running=True)
-    context, longest = 0, 0.0
-    while context < 4000:
-        chunk = model.chunk_budget(4096, has_running=True)
-        seconds = decode + chunk * (0.0014 + 0.0000008 * context)
-        longest = max(longest, seconds)
-        model.observe(chunk, seconds, has_running=True)
-        context += chunk
-    assert longest < 1.25 * GAP_FACTOR * decode
+def test_a_budget_is_spent_by_tokens() -> None:
+    budget = ChunkBudget(100)
+    assert budget.take(0, 70) == 70
+    assert not budget.is_spent
+    assert budget.take(16, 70) == 30
+    assert budget.is_spent
+    assert budget.take(0, 1) == 0
+    assert budget.load == StepLoad(0, 0, 100, 70 * 71 // 2 + 30 * 16 + 30 * 31 // 2, 16)
 
 
-def test_alone_a_prompt_takes_big_chunks_but_bounded_steps() -> None:
-    model = StepTimeModel()
-    for _ in range(10):
-        chunk = model.chunk_budget(4096, has_running=False)
-        model.observe(chunk, 0.03 + chunk * 0.001, has_running=False)
-    assert 0.03 + model.chunk_budget(4096, has_running=False) * 0.001 == pytest.approx(IDLE_STEP_SECONDS, rel=0.1)
+def test_a_budget_is_spent_by_seconds() -> None:
+    budget = ChunkBudget(100, 0.5, PromptCosts(0.01))
+    assert budget.take(0, 20) == 20
+    assert budget.take(0, 40) == pytest.approx(30, abs=1)
+    assert budget.is_spent
 
 
-def test_a_slow_machine_still_advances() -> None:
-    model = StepTimeModel()
-    model.observe(0, 0.01, has_running=True)
-    model.observe(100, 30.0, has_running=True)
-    assert model.chunk_budget(4096, has_running=True) == MIN_CHUNK_TOKENS
-
-
-def test_what_prompts_cost_alone_does_not_size_the_first_chunk_beside_a_stream() -> None:
-    model = StepTimeModel()
-    for _ in range(5):
-        model.observe(400, 0.5, has_running=False)
-        model.observe(0, 0.05, has_running=True)
-    assert model.chunk_budget(4096, has_running=True) == MIN_CHUNK_TOKENS
-
-
-def test_chunks_grow_from_below_where_small_ones_cost_more_by_token() -> None:
-    model, decode, chunks = StepTimeModel(), 0.05, []
-    for _ in range(20):
-        model.observe(0, decode, has_running=True)
-    for _ in range(60):
-        chunk = model.chunk_budget(4096, has_running=True)
-        seconds = decode + 0.03 + 0.0012 * chunk  # a step with any prompt token pays the same again
-        assert seconds < GAP_FACTOR * decode * 1.1
-        chunks.append(chunk)
-        model.observe(chunk, seconds, has_running=True)
-    assert chunks[0] == MIN_CHUNK_TOKENS
-    assert chunks[-1] == pytest.approx(((GAP_FACTOR - 1) * decode - 0.03) / 0.0012, rel=0.1)
+def test_the_first_chunk_has_a_floor_and_later_ones_have_none() -> None:
+    budget = ChunkBudget(100, 0.0, PromptCosts(0.01))
+    assert not budget.is_spent
+    assert budget.take(5000, 1) == 1
+    assert budget.take(0, 10) == 0
+    assert ChunkBudget(100, -1.0, PromptCosts(0.01)).take(0, 50) == MIN_CHUNK_TOKENS
+    assert ChunkBudget(2, -1.0, PromptCosts(0.01)).take(0, 50) == 2, "the token budget is never exceeded"

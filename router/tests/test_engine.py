@@ -262,6 +262,27 @@ async def test_prompts_longer_than_a_step_need_chunks(tmp_path: Path) -> None:
         assert engine.limits.max_input_tokens == 32
 
 
+async def test_a_target_gap_needs_chunks(tmp_path: Path) -> None:
+    for shard in ({"is_chunked": False}, {"is_plain": True}):
+        with pytest.raises(SettingsError, match="--target-itl-ms 50.0 needs shards that compute prompts in chunks"):
+            async with running(tmp_path, 1, shard, target_itl_ms=50.0):
+                pass
+
+
+@pytest.mark.parametrize(("target_itl_ms", "num_lines"), [(0.001, 1), (100_000.0, 0), (None, 0)])
+async def test_a_target_gap_that_cannot_be_held_is_told_once_and_stalls_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, target_itl_ms: float | None, num_lines: int
+) -> None:
+    async with running(tmp_path, target_itl_ms=target_itl_ms) as (engine, (fake,), _):
+        early = asyncio.create_task(run(engine, request(3, 150)))
+        await asyncio.sleep(0.05)
+        assert await run(engine, request(120, 3, first=9)) == expected(request(120, 3, first=9))
+        assert await run(engine, request(80, 3, first=5)) == expected(request(80, 3, first=5))
+        assert await early == expected(request(3, 150))
+    told = [line for line in caplog.messages if "--target-itl-ms 0.001 cannot be held: decoding alone takes" in line]
+    assert len(told) == num_lines
+
+
 async def test_a_refused_newcomer_costs_the_others_nothing(tmp_path: Path) -> None:
     async with running(tmp_path, 2) as (engine, shards, _):
         old = asyncio.create_task(run(engine, request(5, 40)))

@@ -18,6 +18,7 @@ from funitel.proto.step import (
     Tokens,
 )
 from funitel.router.blocks import BlockAllocator
+from funitel.router.chunking import StepLoad
 from funitel.router.scheduler import Policy, Scheduler, StepPlan
 from funitel.router.sequence import Request, Sequence
 
@@ -134,7 +135,7 @@ def replay(
             if step > max(arrivals, default=0) and not scheduler.waiting:
                 break
             continue
-        assert plan.num_prompt_tokens <= scheduler.policy.max_batch_prefill_tokens
+        assert plan.load.num_prompt_tokens <= scheduler.policy.max_batch_prefill_tokens
         assert sum(plan.computed.values()) <= scheduler.policy.max_batch_prefill_tokens + len(scheduler.running)
         for sequence_id, count in plan.computed.items():
             assert count > 0 or not scheduler.running[sequence_id].is_decoding, "a running stream was left out"
@@ -226,6 +227,7 @@ def test_a_long_prompt_is_chunked_beside_a_running_sequence() -> None:
     plan = scheduler.schedule()
     assert plan is not None
     scheduler.commit(plan, shard.step(plan), 0.01)
+    scheduler.step_time.observe(StepLoad(1, 5), 0.01)
     scheduler.add(make_sequence(1, 30, 2))
     counts = []
     while 1 not in scheduler.running or scheduler.running[1].num_pending > 1:
@@ -413,6 +415,7 @@ def test_forced_tokens_are_a_chunk_that_takes_its_share_of_the_budget() -> None:
         scheduler.add(make_sequence(i, 2, 60))
     plan = scheduler.schedule()
     assert plan is not None
+    scheduler.step_time.observe(StepLoad(2, 4), 0.01)
     spans = tuple(Generation(i, Tokens((7,) * 11, (0.0,) * 11, ("",) * 11)) for i in range(2))
     scheduler.commit(plan, StepResult(spans, None), 0.01)
     for counts in ((9, 1), (2, 8), (1, 2), (1, 1)):

@@ -118,6 +118,11 @@ class LauncherSettings:
         "Without chunked prefill: steps after which waiting requests are let in whatever the ratio.",
     )
     max_batch_size: int | None = _router("max_batch_size", "Most sequences running at once.")
+    target_itl_ms: float | None = _router(
+        "target_itl_ms",
+        "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "
+        "2.5 times a step without them when not given.",
+    )
     hostname: str = _router("hostname", "Address to listen on.")
     port: int = _router("port", "Port to listen on.", short="-p")
     prometheus_port: int | None = _router(
@@ -196,6 +201,10 @@ class LauncherSettings:
         require(
             self.master_port is None or 0 <= self.master_port <= 65535,
             f"--master-port must be within 0..65535, given {self.master_port}",
+        )
+        require(
+            self.target_itl_ms is None or self.prefill_chunking,
+            f"--target-itl-ms {self.target_itl_ms} needs --prefill-chunking true, given false",
         )
         require(
             self.graceful_termination_timeout >= 0,

@@ -1,59 +1,88 @@
-"""How many prompt tokens a step may compute: the most whose predicted time keeps running streams flowing. Pure."""
+"""How many prompt tokens a step computes: chunks that fit a budget of tokens and of predicted seconds. Pure.
 
-# A step that carries prompt tokens may take this many times a plain decode step, so the gap between the tokens of a
-# running stream stays under it; what is left of the 5x promised is for prediction errors and noise.
-GAP_FACTOR = 2.5
-# With no stream running a step may take this long: new requests and cancellations wait for at most one step.
-IDLE_STEP_SECONDS = 0.5
-MIN_CHUNK_TOKENS = 8  # prompts always advance
-FIRST_CHUNK_TOKENS = 64  # before anything was measured and with no stream to keep flowing
-DECAY = 0.8  # weight of a past step against the next: contexts grow, so old steps predict badly
+The budget comes from `step_time`, which has learnt what prompt tokens cost; `scheduler` spends it, one sequence after
+another.
+"""
 
+from dataclasses import dataclass
+from math import inf, sqrt
 
-class StepTimeModel:
-    """Predicts seconds = decode step + per_token * prompt tokens; recent steps weigh more.
-
-    Steps shared with running streams are learnt apart from steps of prompts alone: these are large, and a token costs
-    less in a large chunk than in a small one. So chunks beside streams grow from the smallest up, never from above.
-    """
-
-    def __init__(self) -> None:
-        self.decode_seconds: float | None = None  # typical step without prompt tokens
-        self._shared = _Slope()
-        self._alone = _Slope()
-
-    def observe(self, num_prompt_tokens: int, seconds: float, *, has_running: bool) -> None:
-        """Take one measured step into account; `has_running` if decoding sequences shared it."""
-        if num_prompt_tokens == 0:
-            previous = seconds if self.decode_seconds is None else self.decode_seconds
-            self.decode_seconds = DECAY * previous + (1 - DECAY) * seconds
-        else:
-            slope = self._shared if has_running else self._alone
-            slope.observe(num_prompt_tokens, max(0.0, seconds - (self.decode_seconds or 0.0)))
-
-    def chunk_budget(self, most: int, *, has_running: bool) -> int:
-        """Prompt tokens for the next step, at most `most`; `has_running` if decoding sequences share it."""
-        decode = self.decode_seconds or 0.0
-        if not has_running:
-            tokens = self._alone.tokens_within(IDLE_STEP_SECONDS - decode)
-            return min(most, FIRST_CHUNK_TOKENS if tokens is None else max(MIN_CHUNK_TOKENS, tokens))
-        tokens = self._shared.tokens_within((GAP_FACTOR - 1) * decode)
-        return min(most, MIN_CHUNK_TOKENS if tokens is None else max(MIN_CHUNK_TOKENS, tokens))
+MIN_CHUNK_TOKENS = 4  # prompts always advance, however little time the target leaves
 
 
-class _Slope:
-    """Least-squares seconds per token of a line through the origin, older points decaying."""
+@dataclass(slots=True)
+class StepLoad:
+    """What the time of a step depends on. Contexts are tokens attended to, summed over sequences."""
 
-    def __init__(self) -> None:
-        self._products = 0.0  # decayed sum of tokens * seconds
-        self._squares = 0.0  # decayed sum of tokens squared
+    num_decodes: int = 0
+    decode_context: int = 0
+    num_prompt_tokens: int = 0
+    num_attended: int = 0  # tokens that prompt tokens attend to, summed over prompt tokens
+    chunk_context: int = 0  # tokens before each chunk, which are read once however long the chunk
 
-    def observe(self, tokens: int, seconds: float) -> None:
-        self._products = DECAY * self._products + tokens * seconds
-        self._squares = DECAY * self._squares + tokens**2
+    def add_chunk(self, context: int, count: int) -> None:
+        """Add `count` prompt tokens that come behind `context` others of their sequence."""
+        self.num_prompt_tokens += count
+        self.num_attended += attended(context, count)
+        self.chunk_context += context
 
-    def tokens_within(self, seconds: float) -> int | None:
-        """Tokens that take so long; None before anything was measured."""
-        if self._products <= 0.0:
-            return None
-        return int(max(0.0, seconds) * self._squares / self._products)
+
+def attended(context: int, count: int) -> int:
+    """Tokens that `count` tokens behind `context` others attend to, each to itself too."""
+    return count * context + count * (count + 1) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCosts:
+    """Seconds that chunks add to a step: for each of their tokens, for what those attend to, for what is read once."""
+
+    per_token: float = 0.0
+    per_attended: float = 0.0
+    per_context: float = 0.0
+
+    def seconds(self, context: int, count: int) -> float:
+        """What a chunk of `count` tokens behind `context` others costs."""
+        return self.per_token * count + self.per_attended * attended(context, count) + self.per_context * context
+
+    def tokens_within(self, seconds: float, context: int, most: int) -> int:
+        """How many of `most` tokens behind `context` others take no longer than `seconds`."""
+        if self.seconds(context, most) <= seconds:
+            return most
+        left = seconds - self.per_context * context
+        if left <= 0.0:
+            return 0
+        # n tokens take a * n + b * n^2 / 2; this form of the root loses no digits where b is small.
+        a, b = self.per_token + self.per_attended * (context + 0.5), self.per_attended
+        return min(most, int(2 * left / (a + sqrt(a * a + 2 * b * left))))
+
+
+class ChunkBudget:
+    """What prompt tokens one step may still compute: so many, within so many seconds. Notes the load they make."""
+
+    def __init__(
+        self, most_tokens: int, seconds: float = inf, costs: PromptCosts | None = None, load: StepLoad | None = None
+    ) -> None:
+        self.load = load or StepLoad()
+        self._tokens = most_tokens
+        self._seconds = seconds
+        self._costs = costs or PromptCosts()
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether not even the cheapest token may be added."""
+        return self.fit(0, 1) == 0
+
+    def fit(self, context: int, wanted: int) -> int:
+        """How many of `wanted` tokens behind `context` others may be computed; the step's first chunk has a floor."""
+        most = min(wanted, self._tokens)
+        floor = MIN_CHUNK_TOKENS if self.load.num_prompt_tokens == 0 else 0
+        return min(most, max(floor, self._costs.tokens_within(self._seconds, context, most)))
+
+    def take(self, context: int, wanted: int) -> int:
+        """Spend the budget on what `fit` says of the same arguments; returns how many tokens that is."""
+        count = self.fit(context, wanted)
+        if count:
+            self._tokens -= count
+            self._seconds -= self._costs.seconds(context, count)
+            self.load.add_chunk(context, count)
+        return count

@@ -19,11 +19,13 @@ from funitel.proto.errors import (
     StepFailed,
 )
 from funitel.proto.step import Generation
+from funitel.router.chunking import MIN_CHUNK_TOKENS
 from funitel.router.metrics import Metrics
 from funitel.router.peer import check_capabilities
 from funitel.router.replica import Replica
 from funitel.router.scheduler import Scheduler, StepPlan
 from funitel.router.sequence import Limits, Request, Sequence
+from funitel.router.step_time import StepTimeModel
 from funitel.router.stream import TokenStream
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,7 @@ class Engine:
         self._left = asyncio.Event()  # set whenever a request ends
         self._is_draining = False
         self._num_preempted = 0
+        self._has_told_target = False
         self._loop = asyncio.create_task(self._run(), name="engine")
 
     @property
@@ -259,3 +262,17 @@ class Engine:
         while self._num_preempted < scheduler.num_preempted:
             self._num_preempted += 1
             metrics.count_preempted()
+        self._tell_missed_target(scheduler.step_time)
+
+    def _tell_missed_target(self, step_time: StepTimeModel) -> None:
+        """Log once that the target is below what decoding alone takes."""
+        if step_time.longest_plain_seconds is None or self._has_told_target:
+            return
+        self._has_told_target = True
+        logger.warning(
+            "--target-itl-ms %g cannot be held: decoding alone takes %.1f ms a step; beside running streams prompts "
+            "advance by %d tokens a step",
+            1e3 * (step_time.target_gap_seconds or 0.0),
+            1e3 * step_time.longest_plain_seconds,
+            MIN_CHUNK_TOKENS,
+        )

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StepResult
 from funitel.router.blocks import BlockAllocator
-from funitel.router.chunking import StepTimeModel
+from funitel.router.chunking import ChunkBudget, StepLoad
 from funitel.router.sequence import Sequence
+from funitel.router.step_time import StepTimeModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Policy:
     is_plain: bool = False  # the peer speaks TGI v3 without funitel's additions; never chunked
     waiting_served_ratio: float = 0.3
     max_waiting_tokens: int = 20
+    target_gap_seconds: float | None = None  # most time between a running stream's tokens; some plain steps if None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,7 @@ class StepPlan:
     starts: tuple[SequenceStart, ...]
     rows: tuple[RowUpdate, ...]
     computed: dict[int, int]
-    num_prompt_tokens: int  # all but one for each sequence that is decoding
-    has_decodes: bool  # whether sequences that were already decoding take part
+    load: StepLoad  # prompt tokens are all but one for each sequence that was already decoding
     is_alone: bool = False
 
 
@@ -50,7 +51,7 @@ class Scheduler:
     def __init__(self, policy: Policy, blocks: BlockAllocator) -> None:
         self.policy = policy
         self.blocks = blocks
-        self.step_time = StepTimeModel()
+        self.step_time = StepTimeModel(policy.target_gap_seconds)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # by id, oldest first
         self.num_preempted = 0
@@ -108,35 +109,37 @@ class Scheduler:
             return self._schedule_unchunked()
         computed: dict[int, int] = {}
         rows: list[RowUpdate] = []
-        budget = self._continue(self._chunk_budget(), rows, computed)
+        budget = self._chunk_budget()
+        self._continue(budget, rows, computed)
         starts = self._admit(budget, computed)
-        return self._plan(starts, rows, computed)
+        return self._plan(starts, rows, computed, budget)
 
-    def _continue(self, budget: int, rows: list[RowUpdate], computed: dict[int, int]) -> int:
-        """Let every running sequence go on; returns the budget left.
+    def _continue(self, budget: ChunkBudget, rows: list[RowUpdate], computed: dict[int, int]) -> None:
+        """Let every running sequence go on.
 
         A decoding one always computes a token; the rest of a prompt, or of a forced span, comes out of the budget.
         """
         for sequence in self.running.values():
-            free = 1 if sequence.is_decoding else 0
-            count = min(sequence.num_pending, free + max(budget, 0))
-            budget -= count - free
+            count = 1 if sequence.is_decoding else 0
+            if sequence.num_pending > count:
+                count += budget.take(sequence.num_computed + count, sequence.num_pending - count)
             rows += self._row_update(sequence, count)
             computed[sequence.id] = count
-        return budget
 
     def _schedule_unchunked(self) -> StepPlan | None:
         """Either a prefill of whole prompts by themselves, or a decode of everything that runs."""
         computed: dict[int, int] = {}
         if self._should_join():
-            starts = self._admit(self.policy.max_batch_prefill_tokens, computed)
+            budget = ChunkBudget(self.policy.max_batch_prefill_tokens)
+            starts = self._admit(budget, computed)
             if starts:
                 self._steps_since_join = 0
-                return self._plan(starts, [], computed, is_alone=True)
+                return self._plan(starts, [], computed, budget, is_alone=True)
         self._steps_since_join += 1
         rows: list[RowUpdate] = []
-        self._continue(self.policy.max_batch_prefill_tokens, rows, computed)
-        return self._plan([], rows, computed)
+        budget = ChunkBudget(self.policy.max_batch_prefill_tokens, load=self._decode_load())
+        self._continue(budget, rows, computed)
+        return self._plan([], rows, computed, budget)
 
     @property
     def has_waited_long(self) -> bool:
@@ -153,18 +156,18 @@ class Scheduler:
         starts: Seq[SequenceStart],
         rows: Seq[RowUpdate],
         computed: dict[int, int],
+        budget: ChunkBudget,
         is_alone: bool = False,
     ) -> StepPlan | None:
-        if not computed:
-            return None
-        num_decoding = sum(self.running[sequence_id].is_decoding for sequence_id in computed)
-        num_prompt_tokens = sum(computed.values()) - num_decoding
-        return StepPlan(tuple(starts), tuple(rows), computed, num_prompt_tokens, num_decoding > 0, is_alone)
+        return StepPlan(tuple(starts), tuple(rows), computed, budget.load, is_alone) if computed else None
 
-    def _chunk_budget(self) -> int:
-        has_running = any(sequence.is_decoding for sequence in self.running.values())
-        most = self.policy.max_batch_prefill_tokens
-        return self.step_time.chunk_budget(most, has_running=has_running)
+    def _chunk_budget(self) -> ChunkBudget:
+        return self.step_time.budget(self.policy.max_batch_prefill_tokens, self._decode_load())
+
+    def _decode_load(self) -> StepLoad:
+        """What the sequences that are already decoding make of the next step."""
+        contexts = [sequence.num_known for sequence in self.running.values() if sequence.is_decoding]
+        return StepLoad(len(contexts), sum(contexts))
 
     def _row_update(self, sequence: Sequence, count: int) -> list[RowUpdate]:
         """Grant what `count` tokens need; an update only where there is something to say."""
@@ -174,24 +177,25 @@ class Scheduler:
             return [RowUpdate(sequence.id, granted, count)]
         return [RowUpdate(sequence.id, granted)] if granted else []
 
-    def _admit(self, budget: int, computed: dict[int, int]) -> list[SequenceStart]:
+    def _admit(self, budget: ChunkBudget, computed: dict[int, int]) -> list[SequenceStart]:
         """Move waiting sequences into the step, in order, while budget, blocks and batch size allow.
 
         One whose next block a running sequence is computing right now is passed over until that block is published.
         """
         starts: list[SequenceStart] = []
         passed_over: list[Sequence] = []
-        while self.waiting and budget > 0:
+        while self.waiting and not budget.is_spent:
             sequence = self.waiting[0]
             prefix = self._prefix(sequence)
             if self._is_being_computed(sequence, len(prefix)):
                 passed_over.append(self.waiting.popleft())
                 continue
-            if not self._has_room(sequence, prefix, budget):
+            num_cached = len(prefix) * self.blocks.block_size
+            if not self._has_room(sequence, prefix, budget.fit(num_cached, sequence.num_known - num_cached)):
                 break
             self.waiting.popleft()
-            count = self._enter(sequence, prefix, budget)
-            budget -= count
+            self._enter(sequence, prefix)
+            count = budget.take(num_cached, sequence.num_pending)
             computed[sequence.id] = count
             starts.append(self._start(sequence, count))
         self.waiting.extendleft(reversed(passed_over))
@@ -217,26 +221,26 @@ class Scheduler:
             for other in self.running.values()
         )
 
-    def _has_room(self, sequence: Sequence, prefix: Seq[int], budget: int) -> bool:
+    def _has_room(self, sequence: Sequence, prefix: Seq[int], count: int) -> bool:
+        """Whether a waiting sequence may enter, behind `prefix`, to compute `count` tokens first."""
         policy, blocks = self.policy, self.blocks
         if policy.max_batch_size is not None and len(self.running) >= policy.max_batch_size:
             return False
         # A resumed sequence may have outgrown the budget: it enters first, and takes the rest in its next step.
         whole = min(sequence.num_known - len(prefix) * blocks.block_size, policy.max_batch_prefill_tokens)
-        if not policy.is_chunked and budget < whole:
+        if count < (1 if policy.is_chunked else whole):
             return False
         # One block for each running sequence is left free, else the newcomer would soon be preempted again.
         needed = self._missing_on_entry(sequence, prefix)
         return needed + len(self.running) <= blocks.num_free - blocks.num_idle(prefix)
 
-    def _enter(self, sequence: Sequence, prefix: Seq[int], budget: int) -> int:
-        """Make a waiting sequence a running one, behind `prefix`; returns how many tokens it computes first."""
+    def _enter(self, sequence: Sequence, prefix: Seq[int]) -> None:
+        """Make a waiting sequence a running one, behind `prefix`."""
         self.blocks.share(prefix)
         sequence.blocks.extend(prefix)
         sequence.blocks.extend(self.blocks.allocate(self._missing_on_entry(sequence, prefix)))
         sequence.num_computed = sequence.num_cached = len(prefix) * self.blocks.block_size
         self.running[sequence.id] = sequence
-        return min(sequence.num_pending, budget)
 
     def _missing_on_entry(self, sequence: Sequence, prefix: Seq[int]) -> int:
         """Blocks a sequence must be granted on entry beside its prefix."""
@@ -282,7 +286,8 @@ class Scheduler:
             sequence = self.running.get(sequence_id)
             if sequence is not None and sequence.num_pending == count and sequence_id not in by_id:
                 raise KeyError(sequence_id)
-        self.step_time.observe(plan.num_prompt_tokens, seconds, has_running=plan.has_decodes)
+        # What the ranks measured, for steps wait for one another; `seconds` when they measured nothing.
+        self.step_time.observe(plan.load, result.total_ns / 1e9 or seconds)
         delivered = []
         for sequence_id, count in plan.computed.items():
             sequence = self.running.get(sequence_id)

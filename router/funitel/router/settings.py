@@ -7,6 +7,7 @@ from funitel.proto.settings import require, setting
 TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
 MOST_TOKENS = 2**32 - 1  # the wire counts tokens in 32 bits
+MOST_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,11 @@ class RouterSettings:
     )
     max_waiting_tokens: int = setting(
         20, "Without chunked prefill: steps after which waiting requests are let in whatever the ratio."
+    )
+    target_itl_ms: float | None = setting(
+        None,
+        "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "
+        "2.5 times a step without them when not given.",
     )
     max_client_batch_size: int = setting(4, "Most prompts of one completions request.")
     disable_grammar_support: bool = setting(False, "Refuse requests that ask for a grammar.")
@@ -120,6 +126,10 @@ class RouterSettings:
         require(
             self.max_batch_size is None or self.max_batch_size > 0,
             f"--max-batch-size must be > 0, given {self.max_batch_size}",
+        )
+        require(
+            self.target_itl_ms is None or 0 < self.target_itl_ms <= MOST_TARGET_ITL_MS,
+            f"--target-itl-ms must be > 0 and <= {MOST_TARGET_ITL_MS}, given {self.target_itl_ms}",
         )
         for name in ("aip_predict_route", "aip_health_route"):
             path = getattr(self, name)

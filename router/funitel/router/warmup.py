@@ -3,6 +3,7 @@
 import logging
 
 from funitel.proto.errors import SettingsError
+from funitel.proto.settings import require
 from funitel.proto.step import (
     Capability,
     SamplingParams,
@@ -51,6 +52,10 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Eng
     block_size = replica.info.block_size
     is_plain = not {Capability.ROW_UPDATES, Capability.TOKEN_IDS} <= replica.capabilities
     is_chunked = replica.info.support_chunking and not is_plain
+    require(
+        is_chunked or settings.target_itl_ms is None,
+        f"--target-itl-ms {settings.target_itl_ms} needs shards that compute prompts in chunks",
+    )
     results = await _warm_up(replica, settings)
     limits = _limits(settings, min(results, key=_triple), is_chunked)
     policy = Policy(
@@ -61,6 +66,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Eng
         is_plain=is_plain,
         waiting_served_ratio=settings.waiting_served_ratio,
         max_waiting_tokens=settings.max_waiting_tokens,
+        target_gap_seconds=None if settings.target_itl_ms is None else settings.target_itl_ms / 1000,
     )
     for info, result in zip(replica.infos, results, strict=True):
         metrics.set_weights(info.rank, info.weight_bytes, info.sharded_weight_bytes)
