@@ -1,0 +1,204 @@
+"""A shard that computes nothing and answers at once, as a process: what is left is what router and gRPC cost.
+
+    python -m funitel_testing.instant_shard /tmp/shard-0 100
+
+Every running row gets one token a step, whose text is a space and the microsecond it was made in, so that a client can
+tell how long it was on its way. All rows end together, so many tokens after the newest of them joined: however long it
+takes to let many requests in, they then run side by side. Answers are put together from pieces that were encoded once,
+for the shard shall take as little of the machine as it can.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from funitel.proto import generate_pb2 as pb
+from funitel.proto import wire
+from funitel.proto.step import Capability, ShardInfo
+
+SERVICE = "generate.v3.TextGenerationService"
+BLOCK_SIZE = 16
+POOL_TOKENS = 1 << 21
+MAX_TOTAL_TOKENS = 1 << 14
+STAMP_DIGITS = 12
+_GENERATION = b"\x0a"  # the tag of `generations`, field 1 of both responses
+
+Method = Callable[[Any], Awaitable[bytes]]
+
+
+def stamp() -> str:
+    """The text of a token that is made now: the microsecond, on the clock all processes of a machine share."""
+    return f" {time.monotonic_ns() // 1000 % 10**STAMP_DIGITS:0{STAMP_DIGITS}d}"
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence: what it has yet to compute, what it has generated, and how each of its generations begins."""
+
+    request_id: int
+    pending: int
+    head: bytes
+    texts: list[str] = field(default_factory=list)
+
+
+def row_of(request: pb.Request) -> Row:
+    """The row a request begins with, or goes on with."""
+    pending = len(request.input_ids) + len(request.output_ids) - request.cache_len
+    # Every sequence has a token of its own, that no two complete the same block. Tokens of later fields are added.
+    head = pb.Generation(request_id=request.id, tokens=pb.Tokens(ids=[request.id % 1000]))
+    return Row(request.id, pending, head.SerializeToString())
+
+
+class InstantShard:
+    """The one rank of a deployment: batches of rows, and how their steps are answered."""
+
+    def __init__(self, url: str, num_tokens: int) -> None:
+        """Rows end `num_tokens` steps after the newest was let in."""
+        self._url = url
+        self._num_tokens = num_tokens
+        self._num_left = 0
+        self._batches: dict[int, list[Row]] = {}
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a gRPC server calls."""
+        methods: dict[str, tuple[Method, Any]] = {
+            "Info": (self._info, pb.InfoRequest),
+            "ServiceDiscovery": (self._discover, pb.ServiceDiscoveryRequest),
+            "Health": (self._empty, pb.HealthRequest),
+            "CompileGrammar": (self._empty, pb.CompileGrammarRequest),
+            "ClearCache": (self._clear, pb.ClearCacheRequest),
+            "FilterBatch": (self._filter, pb.FilterBatchRequest),
+            "Warmup": (self._warmup, pb.WarmupRequest),
+            "Prefill": (self._prefill, pb.PrefillRequest),
+            "Decode": (self._decode, pb.DecodeRequest),
+        }
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                name: grpc.unary_unary_rpc_method_handler(_as_servicer(method), request.FromString)
+                for name, (method, request) in methods.items()
+            },
+        )
+
+    async def _info(self, request: pb.InfoRequest) -> bytes:
+        info = ShardInfo(
+            device_type="instant",
+            block_size=BLOCK_SIZE,
+            use_prefix_caching=True,
+            capabilities=frozenset(Capability),
+        )
+        return wire.encode_info(info).SerializeToString()
+
+    async def _discover(self, request: pb.ServiceDiscoveryRequest) -> bytes:
+        return pb.ServiceDiscoveryResponse(urls=[self._url]).SerializeToString()
+
+    async def _empty(self, request: Any) -> bytes:
+        return b""
+
+    async def _warmup(self, request: pb.WarmupRequest) -> bytes:
+        return pb.WarmupResponse(
+            max_supported_total_tokens=POOL_TOKENS,
+            max_input_tokens=MAX_TOTAL_TOKENS - 1,
+            max_total_tokens=MAX_TOTAL_TOKENS,
+        ).SerializeToString()
+
+    async def _clear(self, request: pb.ClearCacheRequest) -> bytes:
+        if request.HasField("id"):
+            self._batches.pop(request.id, None)
+        else:
+            self._batches.clear()
+        return b""
+
+    async def _filter(self, request: pb.FilterBatchRequest) -> bytes:
+        keep = set(request.request_ids)
+        rows = [row for row in self._batches.get(request.batch_id, []) if row.request_id in keep]
+        self._batches[request.batch_id] = rows
+        return pb.FilterBatchResponse(batch=_cached(request.batch_id, rows)).SerializeToString()
+
+    async def _prefill(self, request: pb.PrefillRequest) -> bytes:
+        rows = [row_of(each) for each in request.batch.requests]
+        chunks = {each.id: each.chunk_len for each in request.batch.requests}
+        if request.HasField("cached_batch"):
+            rows = self._batches.pop(request.cached_batch.id, []) + rows
+        return self._step(request.batch.id, rows, chunks, request.rows)
+
+    async def _decode(self, request: pb.DecodeRequest) -> bytes:
+        rows = [row for batch in request.batches for row in self._batches.pop(batch.id, [])]
+        return self._step(request.batches[0].id, rows, {}, request.rows)
+
+    def _step(self, batch_id: int, rows: list[Row], chunks: dict[int, int], updates: Iterable[pb.RowUpdate]) -> bytes:
+        chunks |= {update.request_id: update.chunk_len for update in updates if update.HasField("chunk_len")}
+        for row in rows:
+            row.pending -= min(chunks.get(row.request_id, row.pending), row.pending)
+        self._num_left -= 1
+        if any(row.pending or not row.texts for row in rows):  # someone has no token yet
+            self._num_left = self._num_tokens - 1
+        answer = pb.DecodeResponse(num_forwards=1, num_forward_rows=len(rows))
+        pieces = _generations(rows, is_last=self._num_left == 0)
+        if rows and self._num_left:
+            self._batches[batch_id] = rows
+            answer.batch.CopyFrom(_cached(batch_id, rows))
+        pieces.append(answer.SerializeToString())
+        return b"".join(pieces)
+
+
+def _as_servicer(method: Method) -> Callable[[Any, Any], Awaitable[bytes]]:
+    async def called(request: Any, context: Any) -> bytes:
+        return await method(request)
+
+    return called
+
+
+def _cached(batch_id: int, rows: Sequence[Row]) -> pb.CachedBatch:
+    return pb.CachedBatch(id=batch_id, request_ids=[row.request_id for row in rows], size=len(rows))
+
+
+def _generations(rows: Iterable[Row], *, is_last: bool) -> list[bytes]:
+    """The encoded generations of a step, in pieces."""
+    text = stamp()
+    tail = pb.Generation(tokens=pb.Tokens(logprobs=[-0.5], texts=[text], is_special=[False])).SerializeToString()
+    pieces: list[bytes] = []
+    for row in rows:
+        if row.pending:
+            continue
+        row.pending = 1
+        row.texts.append(text)
+        ending = _ending(row) if is_last else b""
+        length = len(row.head) + len(tail) + len(ending)
+        pieces += (_GENERATION, _varint(length), row.head, tail, ending)
+    return pieces
+
+
+def _ending(row: Row) -> bytes:
+    finished = pb.GeneratedText(
+        text="".join(row.texts), generated_tokens=len(row.texts), finish_reason="FINISH_REASON_EOS_TOKEN"
+    )
+    return pb.Generation(generated_text=finished).SerializeToString()
+
+
+def _varint(number: int) -> bytes:
+    encoded = bytearray()
+    while number > 127:
+        encoded.append(number & 127 | 128)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+async def serve(path: str, num_tokens: int) -> None:
+    """Answer on a Unix socket until the process is ended."""
+    shard = InstantShard(f"unix://{path}", num_tokens)
+    server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
+    server.add_generic_rpc_handlers((shard.handler(),))
+    server.add_insecure_port(f"unix:{path}")
+    await server.start()
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1], int(sys.argv[2])))
