@@ -9,7 +9,8 @@ from pydantic import BaseModel
 from starlette.types import Message
 
 from funitel.proto.errors import Cancelled, FunitelError, StepFailed
-from funitel.router.sse import EventStream, named_frame, run_until_disconnect
+from funitel.router.frames import named_frame
+from funitel.router.sse import EventStream, run_until_disconnect
 
 
 class Event(BaseModel):

@@ -147,7 +147,7 @@ class CachedBatch:
     current_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would treble the cost of what every token is made of
 class Tokens:
     """Parallel lists about some tokens; `logprobs` of the very first prompt token is NaN."""
 
@@ -174,7 +174,7 @@ class GeneratedText:
         return "stop" if self.stop_start is not None else self.finish_reason.openai
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would treble the cost of what every token is made of
 class Generation:
     """What one step produced for one sequence."""
 

@@ -22,6 +22,7 @@ from funitel.router.api.routes import document, operations
 from funitel.router.openapi import Operation
 from funitel.router.service import Connect, Service
 from funitel.router.settings import RouterSettings
+from funitel.router.sse import DirectSend
 from funitel.router.tracing import Traced
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def build_app(
     app = Starlette(
         routes=[_route(operation, settings.api_key) for operation in listed],
         middleware=[
+            Middleware(DirectSend),
             *([] if settings.otlp_endpoint is None else [Middleware(Traced)]),
             Middleware(ResponseCount, metrics=service.metrics),
             Middleware(MetricsPort, port=settings.prometheus_port),

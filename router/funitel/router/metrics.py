@@ -15,7 +15,6 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
-    Summary,
     disable_created_metrics,
     generate_latest,
 )
@@ -24,6 +23,7 @@ from funitel.proto.errors import FunitelError
 from funitel.proto.step import Generation, StepResult
 from funitel.router.sequence import Limits
 from funitel.router.stream import Timings
+from funitel.router.tallies import HistogramTally, SummaryTally
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # TGI's, 0.15 ms .. 146 s
@@ -219,11 +219,13 @@ class Metrics:
         self._token_duration = self._duration(
             "tgi_request_mean_time_per_token_duration", "Inference time by token of a request."
         )
-        self._skipped_tokens = Summary(
-            "tgi_request_skipped_tokens", "Tokens beyond the first that a step gave.", registry=self.registry
+        self._skipped_tokens = SummaryTally(
+            "tgi_request_skipped_tokens", "Tokens beyond the first that a step gave.", self.registry
         )
         self._first_token = self._duration("funitel_time_to_first_token_seconds", "Submitted until the first token.")
-        self._inter_token = self._duration("funitel_inter_token_latency_seconds", "Time between two tokens.")
+        self._inter_token = HistogramTally(
+            "funitel_inter_token_latency_seconds", "Time between two tokens.", DURATION_BUCKETS, self.registry
+        )
 
     def _make_batch_metrics(self) -> None:
         self._queue_size = self._gauge("tgi_queue_size", "Waiting sequences.")

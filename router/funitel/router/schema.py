@@ -3,7 +3,7 @@
 Knows no HTTP and no limit that depends on settings: those are in `validation`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, RootModel
@@ -133,9 +133,16 @@ class Token(BaseModel):
     @classmethod
     def list_of(cls, tokens: Tokens) -> list[Self]:
         """All of `tokens`."""
+        return [
+            cls(id=i, text=text, logprob=logprob, special=special) for i, text, logprob, special in cls.rows_of(tokens)
+        ]
+
+    @staticmethod
+    def rows_of(tokens: Tokens) -> Iterator[tuple[int, str, float | None, bool]]:
+        """The fields of all of `tokens`, in their order."""
         specials = tokens.is_special or (False,) * len(tokens.ids)
-        rows = zip(tokens.ids, tokens.texts, tokens.logprobs, specials, strict=True)
-        return [cls(id=i, text=text, logprob=_finite(logprob), special=special) for i, text, logprob, special in rows]
+        for id, text, logprob, special in zip(tokens.ids, tokens.texts, tokens.logprobs, specials, strict=True):
+            yield id, text, _finite(logprob), special
 
 
 class _Ending(BaseModel):

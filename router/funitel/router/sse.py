@@ -1,6 +1,6 @@
 """Server-Sent Events, and answers that end the work behind them when the client leaves.
 
-Knows no route: a producer yields records, and how an error looks is the route's business.
+Knows no route: a producer yields records or finished frames, and how an error looks is the route's business.
 """
 
 import asyncio
@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import Cancelled, FunitelError
+from funitel.router.frames import Event, frame
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -22,6 +23,7 @@ T = TypeVar("T")
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
+DIRECT = "funitel.send"  # in a request's scope: sends bodies past the layers that look at an answer's start only
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -57,15 +59,18 @@ async def _end(*tasks: "asyncio.Future[Any]") -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def frame(event: BaseModel) -> bytes:
-    """One event on the wire."""
-    return b"data: " + event.model_dump_json().encode() + b"\n\n"
+class DirectSend:
+    """Note in a request's scope how to send past all layers below this one.
 
+    They look at nothing but the start of an answer, and each would cost every token a call.
+    """
 
-def named_frame(event: BaseModel) -> bytes:
-    """One event on the wire whose name is its field `type`."""
-    name: str = event.__dict__["type"]
-    return b"event: " + name.encode() + b"\n" + frame(event)
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT] = send
+        await self._app(scope, receive, send)
 
 
 class EventStream(Response):
@@ -78,7 +83,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[BaseModel, None],
+        events: AsyncGenerator[Event, None],
         error_event: Callable[[FunitelError], BaseModel],
         *,
         done: bool = False,
@@ -94,7 +99,7 @@ class EventStream(Response):
             error_event: shapes an error as the route's clients expect it.
             done: whether `[DONE]` ends the stream, after an error too.
             headers: further response headers.
-            frame: writes an event for the wire.
+            frame: writes a record for the wire.
             keep_alive: what is sent while there are no events; a comment, unless the route's clients expect else.
             keep_alive_seconds: idle time after which it is sent.
         """
@@ -109,7 +114,7 @@ class EventStream(Response):
         self._keep_alive_seconds = keep_alive_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wire = _Wire(send, self.raw_headers)
+        wire = _Wire(send, scope.get(DIRECT, send), self.raw_headers)
         try:
             await run_until_disconnect(receive, self._run(wire))
         except Cancelled:
@@ -121,13 +126,13 @@ class EventStream(Response):
             await self._send_events(wire)
         finally:
             await _end(keep_alive)
-        await wire.finish(DONE if self._done else b"")
+        await wire.send(DONE if self._done else b"", more=False)
 
     async def _send_events(self, wire: "_Wire") -> None:
         try:
             async with aclosing(self._events) as events:
                 async for event in events:
-                    await wire.send(self._frame(event))
+                    await wire.send(event if isinstance(event, bytes) else self._frame(event))
         except FunitelError as error:
             if not wire.started:
                 raise
@@ -142,34 +147,39 @@ class EventStream(Response):
 class _Wire:
     """The sending half of one response; frames of the keep-alive never cut into others."""
 
-    def __init__(self, send: Send, raw_headers: list[tuple[bytes, bytes]]) -> None:
+    def __init__(self, send_start: Send, send_body: Send, raw_headers: list[tuple[bytes, bytes]]) -> None:
         self.started = False
-        self._send = send
+        self._send_start = send_start
+        self._send_body = send_body
         self._raw_headers = raw_headers
-        self._lock = asyncio.Lock()
+        self._is_sending = False  # an event
+        self._keeping_alive = asyncio.Lock()  # held while a keep-alive is sent
         self._last_sent = time.monotonic()
 
-    async def send(self, data: bytes) -> None:
-        async with self._lock:
-            await self._start()
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
-            self._last_sent = time.monotonic()
+    async def send(self, data: bytes, *, more: bool = True) -> None:
+        """Send an event, or what ends the answer; after a keep-alive that is on its way."""
+        if self._keeping_alive.locked():
+            async with self._keeping_alive:
+                pass
+        self._is_sending = True
+        await self._send(data, more)
+        self._is_sending = False
 
     async def repeat(self, data: bytes, seconds: float) -> None:
         """Send `data` whenever `seconds` pass without an event."""
         while True:
             idle = time.monotonic() - self._last_sent
-            if idle >= seconds:
-                await self.send(data)
+            if self._is_sending:  # the client does not read
+                await asyncio.sleep(seconds)
+            elif idle >= seconds:
+                async with self._keeping_alive:
+                    await self._send(data, more=True)
             else:
                 await asyncio.sleep(seconds - idle)
 
-    async def finish(self, data: bytes) -> None:
-        async with self._lock:
-            await self._start()
-            await self._send({"type": "http.response.body", "body": data, "more_body": False})
-
-    async def _start(self) -> None:
+    async def _send(self, data: bytes, more: bool) -> None:
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": self._raw_headers})
+            await self._send_start({"type": "http.response.start", "status": 200, "headers": self._raw_headers})
+        await self._send_body({"type": "http.response.body", "body": data, "more_body": more})
+        self._last_sent = time.monotonic()

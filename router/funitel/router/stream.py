@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -45,8 +46,11 @@ class TokenStream:
         self.num_cached_tokens = 0  # of the prompt, found computed by an earlier request
         self._cancel = cancel
         self._place = tracing.current()
-        self._events: asyncio.Queue[Generation | FunitelError] = asyncio.Queue()
+        # One task iterates, so a deque and what it waits for do; asyncio.Queue costs several times as much a token.
+        self._events: deque[Generation | FunitelError] = deque()
+        self._arrival: asyncio.Future[None] | None = None
         self._done = False
+        self._is_exhausted = False
 
     def deliver(self, event: Generation | FunitelError) -> None:
         """Hand over the next event; called by the engine on the event loop."""
@@ -57,7 +61,9 @@ class TokenStream:
             self.timings.first_token = self.timings.first_token or now
             if event.finished is not None:
                 self._end(now)
-        self._events.put_nowait(event)
+        self._events.append(event)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     def _end(self, now: float) -> None:
         self._done = True
@@ -82,14 +88,21 @@ class TokenStream:
             self._trace(time.monotonic())
             self._cancel()
 
-    async def __aiter__(self) -> AsyncIterator[Generation]:
-        while True:
-            event = await self._events.get()
-            if isinstance(event, FunitelError):
-                raise event
-            yield event
-            if event.finished is not None:
-                return
+    def __aiter__(self) -> "TokenStream":
+        return self
+
+    async def __anext__(self) -> Generation:
+        if self._is_exhausted:
+            raise StopAsyncIteration
+        while not self._events:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        event = self._events.popleft()
+        if isinstance(event, FunitelError):
+            self._is_exhausted = True
+            raise event
+        self._is_exhausted = event.finished is not None
+        return event
 
     async def last(self) -> Generation:
         """Run to the end and return the last generation."""

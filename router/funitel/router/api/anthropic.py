@@ -17,6 +17,7 @@ from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import anthropic_error, new_request_id, renaming
 from funitel.router.api.inference import generation_route, service_of
 from funitel.router.chat import PreparedChat, count_prompt_tokens, prepare_chat
+from funitel.router.frames import named_frame
 from funitel.router.schema_anthropic import (
     CountTokensRequest,
     MessageAnswer,
@@ -28,7 +29,7 @@ from funitel.router.schema_anthropic import (
     TokenCount,
 )
 from funitel.router.service import Service
-from funitel.router.sse import EventStream, named_frame, run_until_disconnect
+from funitel.router.sse import EventStream, run_until_disconnect
 
 VERSIONS = ("2023-06-01", "2026-10-21")  # their events are the same; the sampling the later one drops is taken in both
 FIELDS = {

@@ -27,6 +27,7 @@ from funitel.router.api.inference import (
 )
 from funitel.router.chat.sampling import U64_RANGE, ChatSampling, parameters_of
 from funitel.router.completion_text import Addition, CompletionText, joined
+from funitel.router.frames import HOLE, Event, Template
 from funitel.router.schema_completions import (
     Completion,
     CompletionChoice,
@@ -190,13 +191,16 @@ def _choice(index: int, addition: Addition) -> CompletionChoice:
 # Streamed
 
 
-async def _events(batch: _Batch) -> AsyncGenerator[CompletionChunk, None]:
+async def _events(batch: _Batch) -> AsyncGenerator[Event, None]:
     """For each sequence its text as it comes, and last why it ended; then, if asked, a count of tokens.
 
     As TGI does, the last chunk counts where a client does not say whether to.
     """
     head = batch.head
     texts = [batch.text(job) for job in batch.jobs]
+    more = [  # chunks of nothing but text, one template for each sequence
+        Template(CompletionChunk(**head, choices=[_choice(index, Addition(HOLE, None))])) for index in range(len(texts))
+    ]
     num_tokens, num_running = 0, len(batch.jobs)
     async with interleave(batch.jobs) as generations:
         async for index, generation in generations:
@@ -204,7 +208,11 @@ async def _events(batch: _Batch) -> AsyncGenerator[CompletionChunk, None]:
             if addition.finished is not None:
                 num_tokens += addition.finished.num_tokens
                 num_running -= 1
-            elif not addition.text and not (addition.logprobs and addition.logprobs.tokens):
+            elif addition.logprobs is None:
+                if addition.text:
+                    yield more[index].fill(addition.text)
+                continue
+            elif not addition.text and not addition.logprobs.tokens:
                 continue
             counts = not num_running and batch.body.stream_options is None
             usage = batch.usage(num_tokens) if counts else None

@@ -24,6 +24,7 @@ from funitel.router.api.inference import (
     service_of,
     stream_headers,
 )
+from funitel.router.frames import HOLE, Event, Template
 from funitel.router.schema import (
     BestOfSequence,
     CompatGenerateRequest,
@@ -128,13 +129,29 @@ async def _stream(service: Service, parameters: GenerateParameters, inputs: str,
     return EventStream(_events(job, parameters), native_error, headers=stream_headers(job))
 
 
-async def _events(job: Job, parameters: GenerateParameters) -> AsyncGenerator[StreamResponse, None]:
+async def _events(job: Job, parameters: GenerateParameters) -> AsyncGenerator[Event, None]:
     index = 0
     async with interleave([job]) as generations:
         async for _, generation in generations:
+            if generation.finished is None and not generation.top_tokens:
+                for id, text, logprob, special in Token.rows_of(generation.tokens):
+                    index += 1
+                    yield _TOKEN.fill(index, id, text, logprob, special)
+                continue
             for event in _events_of(generation, index, parameters, job.request):
                 index = event.index
                 yield event
+
+
+# One token and nothing else.
+_TOKEN = Template(
+    StreamResponse.model_construct(
+        index=HOLE,
+        token=Token.model_construct(id=HOLE, text=HOLE, logprob=HOLE, special=HOLE),
+        generated_text=None,
+        details=None,
+    )
+)
 
 
 def _events_of(

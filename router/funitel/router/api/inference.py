@@ -70,26 +70,24 @@ class Job:
     arrived: float
     validated: float = field(default_factory=time.monotonic)
     num_cached_tokens: int = 0  # of the prompt, known once its first token is there
+    latest_token: float | None = None  # when one was seen last, on the monotonic clock
 
     @property
     def validation_seconds(self) -> float:
         """Arrival until queued."""
         return self.validated - self.arrived
 
-    async def generations(self, stream: TokenStream) -> AsyncGenerator[Generation, None]:
-        """Yield what a stream brings, and measure it."""
+    def measure(self, stream: TokenStream, generation: Generation) -> None:
+        """Note what its stream has just brought."""
         metrics = self.service.metrics
-        previous: float | None = None
-        async for generation in stream:
-            now = time.monotonic()
-            if previous is None:
-                metrics.observe_first_token(now - stream.timings.submitted)
-            else:
-                metrics.observe_next_token(now - previous)
-            previous = now
-            metrics.observe_generation(generation)
+        now = time.monotonic()
+        if self.latest_token is None:
             self.num_cached_tokens = stream.num_cached_tokens
-            yield generation
+            metrics.observe_first_token(now - stream.timings.submitted)
+        else:
+            metrics.observe_next_token(now - self.latest_token)
+        self.latest_token = now
+        metrics.observe_generation(generation)
 
     def succeeded(self, timings: Timings, num_tokens: int) -> None:
         """Note that the whole answer was computed."""
@@ -185,7 +183,8 @@ async def collect(job: Job, stream: TokenStream) -> Answer:
         Incomplete: it ended without saying how.
     """
     generations = []
-    async for generation in job.generations(stream):
+    async for generation in stream:
+        job.measure(stream, generation)
         generations.append(generation)
         if generation.finished is not None:
             return Answer(generations, generation.finished, stream.timings)
@@ -246,22 +245,24 @@ async def interleave(jobs: Sequence[Job]) -> AsyncIterator[AsyncIterator[tuple[i
 async def _merged(jobs: Sequence[Job], streams: Sequence[TokenStream]) -> AsyncGenerator[tuple[int, Generation], None]:
     """What comes first is first; of what comes together, the earlier job's."""
     if len(jobs) == 1:  # the usual case, without a task for each token
-        async for generation in jobs[0].generations(streams[0]):
+        [job], [stream] = jobs, streams
+        async for generation in stream:
+            job.measure(stream, generation)
             if generation.finished is not None:
                 _succeeded(jobs, streams, generation.finished.num_tokens)
             yield 0, generation
         return
     num_tokens = 0
-    sources = [job.generations(stream) for job, stream in zip(jobs, streams, strict=True)]
-    arriving = {asyncio.ensure_future(anext(source)): place for place, source in enumerate(sources)}
+    arriving = {asyncio.ensure_future(anext(stream)): place for place, stream in enumerate(streams)}
     try:
         while arriving:
             done, _ = await asyncio.wait(arriving, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=arriving.__getitem__):
                 generation = task.result()
                 place = arriving.pop(task)
+                jobs[place].measure(streams[place], generation)
                 if generation.finished is None:
-                    arriving[asyncio.ensure_future(anext(sources[place]))] = place
+                    arriving[asyncio.ensure_future(anext(streams[place]))] = place
                 else:
                     num_tokens += generation.finished.num_tokens
                 if not arriving:

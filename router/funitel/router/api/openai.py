@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -27,6 +27,7 @@ from funitel.router.chat import (
     ToolCallStart,
     prepare_chat,
 )
+from funitel.router.frames import HOLE, Event, Template
 from funitel.router.schema_openai import ChatRequest, Model, ModelList
 from funitel.router.schema_openai_answers import (
     AnsweredToolCall,
@@ -116,36 +117,43 @@ def _tool_call(call: ToolCall) -> AnsweredToolCall:
     return AnsweredToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
 
 
-async def _events(service: Service, chat: PreparedChat, body: ChatRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
+async def _events(service: Service, chat: PreparedChat, body: ChatRequest) -> AsyncGenerator[Event, None]:
     """A chunk with the role, chunks of text and one that says why it ended, for each choice; if asked, a count."""
     head = _head(service, body)
+    more: dict[tuple[int, type[Part]], Template] = {}  # chunks of nothing but text, by choice and what it is
     ends = []
     async for index, part in chat.parts():
-        for choice in _chunk_choices(index, part, body):
-            yield ChatCompletionChunk(**head, choices=[choice])
+        if isinstance(part, TextDelta | ReasoningDelta) and not body.logprobs:
+            key = index, type(part)
+            if key not in more:
+                choice = _chunk_choice(index, type(part)(HOLE), body)
+                more[key] = Template(ChatCompletionChunk(**head, choices=[choice]))
+            yield more[key].fill_all(part.text)
+            continue
+        yield ChatCompletionChunk(**head, choices=[_chunk_choice(index, part, body)])
         if isinstance(part, Finished):
             ends.append(part)
     if body.include_usage:
         yield ChatCompletionChunk(**head, choices=[], usage=_usage(ends))
 
 
-def _chunk_choices(index: int, part: Part, body: ChatRequest) -> Iterator[ChunkChoice]:
+def _chunk_choice(index: int, part: Part, body: ChatRequest) -> ChunkChoice:
     match part:
         case Started():  # what may become nothing but calls has no content yet
-            yield ChunkChoice(index=index, delta=Delta(role="assistant", content=None if body.tools else ""))
+            return ChunkChoice(index=index, delta=Delta(role="assistant", content=None if body.tools else ""))
         case TextDelta():
-            yield ChunkChoice(index=index, delta=Delta(content=part.text), logprobs=_logprobs(body, part.tokens))
+            return ChunkChoice(index=index, delta=Delta(content=part.text), logprobs=_logprobs(body, part.tokens))
         case ReasoningDelta():
-            yield ChunkChoice(index=index, delta=Delta(reasoning_content=part.text, reasoning=part.text))
+            return ChunkChoice(index=index, delta=Delta(reasoning_content=part.text, reasoning=part.text))
         case ToolCallStart():
             function = FunctionDelta(name=part.name, arguments="")
             call = ToolCallDelta(index=part.index, id=part.id, type="function", function=function)
-            yield ChunkChoice(index=index, delta=Delta(tool_calls=[call]))
+            return ChunkChoice(index=index, delta=Delta(tool_calls=[call]))
         case ToolCallArguments():
             call = ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.delta))
-            yield ChunkChoice(index=index, delta=Delta(tool_calls=[call]))
+            return ChunkChoice(index=index, delta=Delta(tool_calls=[call]))
         case Finished():
-            yield ChunkChoice(index=index, delta=Delta(), finish_reason=_finish_reason(part))
+            return ChunkChoice(index=index, delta=Delta(), finish_reason=_finish_reason(part))
 
 
 def _finish_reason(finished: Finished) -> str:

@@ -14,6 +14,7 @@ from funitel.router.api.bodies import read_body, shape_error
 from funitel.router.api.errors import renaming
 from funitel.router.api.inference import generation_route, service_of
 from funitel.router.chat import PreparedChat, count_prompt_tokens, prepare_chat
+from funitel.router.frames import named_frame
 from funitel.router.responses_answer import ResponseBuilder, new_id
 from funitel.router.responses_chat import chat_call, conversation
 from funitel.router.responses_store import StoredResponse
@@ -34,7 +35,7 @@ from funitel.router.schema_responses_answers import (
     ResponseReasoning,
 )
 from funitel.router.service import Service
-from funitel.router.sse import EventStream, named_frame, run_until_disconnect
+from funitel.router.sse import EventStream, run_until_disconnect
 
 FIELDS = {
     "inputs": "input",

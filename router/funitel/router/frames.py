@@ -1,0 +1,55 @@
+"""Events as they stand on the wire, and templates for those of which a stream has one for every token."""
+
+import secrets
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import to_json
+
+# Stands in a template's record for what is filled in, whatever the type of the field; no client can guess it.
+HOLE: Any = f"hole-{secrets.token_hex(16)}"
+
+Event = BaseModel | bytes  # a record, or its frame
+
+
+def frame(event: BaseModel) -> bytes:
+    """One event on the wire."""
+    return _frame(event.model_dump_json())
+
+
+def named_frame(event: BaseModel) -> bytes:
+    """One event on the wire whose name is its field `type`."""
+    return _name(event) + frame(event)
+
+
+def _frame(text: str) -> bytes:
+    return b"data: " + text.encode() + b"\n\n"
+
+
+def _name(event: BaseModel) -> bytes:
+    name: str = event.__dict__["type"]
+    return b"event: " + name.encode() + b"\n"
+
+
+class Template:
+    """Frames of records that differ in a few places only: what they have in common is rendered once.
+
+    The record is the only source of how they look. Where it holds HOLE, values are filled in, which have to be valid
+    for their fields, floats finite.
+    """
+
+    def __init__(self, record: BaseModel, *, is_named: bool = False) -> None:
+        """Render a record with holes; `is_named` for what `named_frame` frames."""
+        rendered = _frame(record.model_dump_json(warnings=False))
+        if is_named:
+            rendered = _name(record) + rendered
+        self._num_holes = rendered.count(to_json(HOLE))
+        self._format = rendered.replace(b"%", b"%%").replace(to_json(HOLE), b"%b")
+
+    def fill(self, *values: Any) -> bytes:
+        """The frame with these values in its holes, in the order in which they stand there."""
+        return self._format % tuple(map(to_json, values))
+
+    def fill_all(self, value: Any) -> bytes:
+        """The frame with the same value in every hole."""
+        return self._format % ((to_json(value),) * self._num_holes)

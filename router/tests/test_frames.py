@@ -1,0 +1,80 @@
+"""Templates render what the records themselves would."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from funitel.router.frames import HOLE, Template, frame, named_frame
+from funitel.router.schema import StreamResponse, Token
+from funitel.router.schema_completions import CompletionChoice, CompletionChunk
+from funitel.router.schema_openai_answers import ChatCompletionChunk, ChunkChoice, Delta
+
+HOSTILE = (
+    "",
+    " ",
+    'a "quoted" \\ back\\slash / slash',
+    "".join(map(chr, range(0x20))) + "\x7f\x80\x9f",
+    "line\r\nline\n\ndata: [DONE]\n\n",
+    "%b %s %(x)d %% {0} {}",
+    "\u2028\u2029\ufeff\ufffd\ufffe\uffff",
+    "naïve 日本語 🚠 👨‍👩‍👧 \U0010ffff",
+    "</script><!--",
+)
+HEAD = {"id": "x", "created": 1, "model": '%s "m" \\', "system_fingerprint": "1-native"}
+
+
+class Named(BaseModel):
+    type: str = "some.event"
+    number: int
+    ratio: float | None
+    text: str
+
+
+def token_event(index: int, id: int, text: str, logprob: float | None, special: bool) -> StreamResponse:
+    token = Token(id=id, text=text, logprob=logprob, special=special)
+    return StreamResponse(index=index, token=token, generated_text=None, details=None)
+
+
+def chat_chunk(text: Any) -> ChatCompletionChunk:
+    return ChatCompletionChunk(**HEAD, choices=[ChunkChoice(index=3, delta=Delta(content=text))])
+
+
+def thought_chunk(text: Any) -> ChatCompletionChunk:
+    return ChatCompletionChunk(**HEAD, choices=[ChunkChoice(delta=Delta(reasoning_content=text, reasoning=text))])
+
+
+def completion_chunk(text: Any) -> CompletionChunk:
+    return CompletionChunk(**HEAD, choices=[CompletionChoice(index=0, text=text)])
+
+
+@pytest.mark.parametrize("make", [chat_chunk, thought_chunk, completion_chunk])
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_text_is_written_as_its_record_writes_it(make: Any, text: str) -> None:
+    assert Template(make(HOLE)).fill_all(text) == frame(make(text))
+
+
+@given(
+    text=st.text(),
+    index=st.integers(0, 2**40),
+    number=st.floats(allow_nan=False, allow_infinity=False),
+    flag=st.booleans(),
+)
+def test_values_of_other_types_too(text: str, index: int, number: float, flag: bool) -> None:
+    empty = StreamResponse.model_construct(
+        index=HOLE,
+        token=Token.model_construct(id=HOLE, text=HOLE, logprob=HOLE, special=HOLE),
+        generated_text=None,
+        details=None,
+    )
+    template = Template(empty)
+    assert template.fill(index, 7, text, number, flag) == frame(token_event(index, 7, text, number, flag))
+    assert template.fill(index, 7, text, None, flag) == frame(token_event(index, 7, text, None, flag))
+    assert Template(chat_chunk(HOLE)).fill(text) == frame(chat_chunk(text))
+
+
+def test_named_events_keep_their_names() -> None:
+    template = Template(Named.model_construct(number=HOLE, ratio=HOLE, text="100%"), is_named=True)
+    assert template.fill(5, -1e-7) == named_frame(Named(number=5, ratio=-1e-7, text="100%"))

@@ -1,0 +1,32 @@
+"""Tallies show what prometheus_client's own metrics would."""
+
+import math
+
+import pytest
+from prometheus_client import CollectorRegistry, Histogram, Summary, generate_latest
+
+from funitel.router.metrics import DURATION_BUCKETS
+from funitel.router.tallies import HistogramTally, SummaryTally
+
+VALUES = (0.0, 0.15e-3, 0.0001 * 1.5**3, 0.1, 1.0, 1.5, 146.0, 1e9, math.inf)
+
+
+@pytest.mark.parametrize("buckets", [DURATION_BUCKETS, (1, 2, 4), (0.5, 1.0, 100.0)])
+def test_a_histogram_is_exposed_as_the_library_does(buckets: tuple[float, ...]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally = HistogramTally("some_seconds", "Words.", buckets, ours)
+    histogram = Histogram("some_seconds", "Words.", buckets=buckets, registry=theirs)
+    assert generate_latest(ours) == generate_latest(theirs)
+    for value in (*VALUES, *buckets):
+        tally.observe(value)
+        histogram.observe(value)
+        assert generate_latest(ours) == generate_latest(theirs)
+
+
+def test_a_summary_is_exposed_as_the_library_does() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally, summary = SummaryTally("some", "Words.", ours), Summary("some", "Words.", registry=theirs)
+    for value in (0, 3, 0.5):
+        tally.observe(value)
+        summary.observe(value)
+    assert generate_latest(ours) == generate_latest(theirs)
