@@ -35,8 +35,8 @@ docs: setup ## regenerate docs/settings.md and docs/differences.md
 itest: setup ## tests of the whole system only
 	$(BIN)/pytest integration-tests $(ARGS)
 
-bench: setup ## benchmarks against a model on this machine
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+bench: setup ## benchmarks of a model on this machine; funitel bench is for servers
+	@for script in $(filter-out benchmarks/serve.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 wheel: setup ## build dist/*.whl
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

@@ -9,6 +9,7 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
+from funitel.launcher.bench.settings import BenchSettings
 from funitel.launcher.client.settings import ChatSettings, GenerateSettings
 from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import DownloadSettings, ModelServerSettings, QuantizeSettings
@@ -49,6 +50,11 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
         "Generate: `funitel generate PROMPT`",
         "Writes one completion to stdout; `-` as the prompt reads it from stdin.",
         GenerateSettings,
+    ),
+    (
+        "Load generator: `funitel bench`",
+        "Presses servers with requests and measures what their clients see. See [bench](bench.md).",
+        BenchSettings,
     ),
     (
         "Router: `funitel-router`, `text-generation-router`",
@@ -146,6 +152,8 @@ def variable(field: "Field[Any]") -> str:
 def default(value: object) -> str:
     if value is None or value == ():
         return "-"
+    if isinstance(value, tuple):
+        return ", ".join(f"`{item}`" for item in value)
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 

@@ -8,11 +8,43 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass
 from functools import partial
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 
 from funitel.proto.foreign import Foreign, Inert, Program
+
+T = TypeVar("T")
+
+
+class Counts(tuple[int, ...]):
+    """Whole numbers in one flag: `1,4,16`."""
+
+    def __new__(cls, text: str) -> "Counts":
+        """Raise ValueError, which says what is wrong, for anything else."""
+        return super().__new__(cls, _numbers(text, int, "whole numbers such as 1,4,16"))
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+class Rates(tuple[float, ...]):
+    """Numbers in one flag: `0.5,2`."""
+
+    def __new__(cls, text: str) -> "Rates":
+        """Raise ValueError, which says what is wrong, for anything else."""
+        return super().__new__(cls, _numbers(text, float, "numbers such as 0.5,2"))
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+def _numbers(text: str, kind: Callable[[str], T], what: str) -> list[T]:
+    try:
+        return [kind(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"is not a list of {what}") from None
+
 
 # What a boolean may be written as, in any case; the variable of a switch takes the same.
 TRUE_WORDS = ("true", "1", "yes", "on")

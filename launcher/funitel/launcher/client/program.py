@@ -8,6 +8,8 @@ from typing import Any, NoReturn, TypeVar
 
 import typer
 
+from funitel.launcher.bench.command import bench
+from funitel.launcher.bench.settings import BenchSettings
 from funitel.launcher.client.chat import chat
 from funitel.launcher.client.generate import generate
 from funitel.launcher.client.settings import ChatSettings, GenerateSettings
@@ -43,6 +45,7 @@ def _until_told(run: Callable[[T], None]) -> Callable[[T], None]:
 
 
 CLIENTS: Mapping[str, Callable[..., Any]] = {
+    "bench": as_command(BenchSettings, _until_told(bench)),
     "chat": as_command(ChatSettings, _until_told(chat)),
     "generate": as_command(GenerateSettings, _until_told(generate), {"prompt": PROMPT_HELP}),
 }

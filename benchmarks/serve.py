@@ -1,0 +1,9 @@
+"""`funitel bench`, for those who look for it among the benchmarks."""
+
+import sys
+
+from funitel.launcher.__main__ import main
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["bench"]
+    main()

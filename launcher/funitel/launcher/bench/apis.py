@@ -1,0 +1,181 @@
+"""The three ways to ask a server for a stream of tokens, and to read what came back."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from funitel.launcher.bench.figures import Failure, Timeline
+from funitel.launcher.bench.http import Reply
+
+JSON = Any
+
+IGNORE_EOS, USAGE = "ignore_eos", "usage"
+"""Wishes that not every server knows: go on after the end token; say how many tokens there were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked for. An empty `model` is left out."""
+
+    model: str
+    prompt: str
+    num_tokens: int
+    wishes: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one event of a stream says; None and False where it does not."""
+
+    has_token: bool = False
+    is_end: bool = False
+    num_tokens: int | None = None
+    num_prompt_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One API: where it is asked, how, and what its events mean."""
+
+    path: str
+    body: Callable[[Question], JSON]
+    read: Callable[[Mapping[str, Any]], Event]
+    wishes: frozenset[str]
+    needs_model: bool
+
+
+def read_reply(dialect: Dialect, started: float, reply: Reply) -> Timeline:
+    """Turn an answer into the timeline of its request."""
+    timeline = Timeline(started=started, ended=reply.ended)
+    if reply.status != 200:
+        said = error_message(_parsed(reply.body)) or "without a reason"
+        return replace(timeline, failure=Failure(f"HTTP {reply.status}", said))
+    arrivals: list[float] = []
+    said_end, num_tokens, num_prompt_tokens = False, None, None
+    for instant, data in _events(reply.pieces):
+        content = _parsed(data)
+        if not isinstance(content, dict):
+            return replace(timeline, failure=Failure("malformed", f"an event is no JSON object: {data[:80]!r}"))
+        if content.get("error"):
+            said = error_message(content) or "without a reason"
+            return replace(timeline, failure=Failure("error event", said))
+        try:
+            event = dialect.read(content)
+        except (KeyError, TypeError, AttributeError, IndexError):
+            return replace(timeline, failure=Failure("malformed", f"an event of another API: {data[:80]!r}"))
+        if event.has_token:
+            arrivals.append(instant)
+        said_end |= event.is_end
+        num_tokens = num_tokens if event.num_tokens is None else event.num_tokens
+        num_prompt_tokens = num_prompt_tokens if event.num_prompt_tokens is None else event.num_prompt_tokens
+    if not said_end:
+        return replace(timeline, failure=Failure("unfinished", "the stream ended without a finish reason"))
+    if not arrivals:
+        return replace(timeline, failure=Failure("empty", "the answer has no token"))
+    return replace(
+        timeline,
+        arrivals=tuple(arrivals),
+        num_tokens=num_tokens or len(arrivals),
+        is_counted=bool(num_tokens),
+        num_prompt_tokens=num_prompt_tokens,
+    )
+
+
+def error_message(content: JSON) -> str:
+    """The text of an error in OpenAI's form, TGI's or FastAPI's."""
+    if not isinstance(content, dict):
+        return ""
+    error = content.get("error") or content.get("message") or content.get("detail") or ""
+    text = error.get("message", "") if isinstance(error, dict) else error
+    return " ".join(str(text).split())
+
+
+def _events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
+    """The data of server-sent events, each with the instant at which its line was complete; all but [DONE]."""
+    begun = b""
+    for instant, piece in pieces:
+        *lines, begun = (begun + piece).split(b"\n")
+        for line in lines:
+            name, _, value = line.partition(b":")
+            if name == b"data" and (data := value.strip()) and data != b"[DONE]":
+                yield instant, data
+
+
+def _parsed(content: bytes) -> JSON:
+    """Content as JSON, or None where it is something else."""
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
+
+
+def _openai_body(question: Question, prompt: Mapping[str, Any]) -> JSON:
+    return {
+        **({"model": question.model} if question.model else {}),
+        **prompt,
+        "max_tokens": question.num_tokens,
+        "temperature": 0,
+        "stream": True,
+        **({"stream_options": {"include_usage": True}} if USAGE in question.wishes else {}),
+        **({"ignore_eos": True} if IGNORE_EOS in question.wishes else {}),
+    }
+
+
+def _chat_body(question: Question) -> JSON:
+    return _openai_body(question, {"messages": [{"role": "user", "content": question.prompt}]})
+
+
+def _completions_body(question: Question) -> JSON:
+    return _openai_body(question, {"prompt": question.prompt})
+
+
+def _tgi_body(question: Question) -> JSON:
+    wishes = {"ignore_eos_token": True} if IGNORE_EOS in question.wishes else {}
+    parameters = {"max_new_tokens": question.num_tokens, "do_sample": False, "details": True, **wishes}
+    return {"inputs": question.prompt, "parameters": parameters}
+
+
+def _read_openai(content: Mapping[str, Any], has_token: Callable[[Mapping[str, Any]], bool]) -> Event:
+    usage = content.get("usage") or {}
+    choices = content["choices"]
+    return Event(
+        has_token=any(map(has_token, choices)),
+        is_end=any(choice.get("finish_reason") for choice in choices),
+        num_tokens=usage.get("completion_tokens"),
+        num_prompt_tokens=usage.get("prompt_tokens"),
+    )
+
+
+def _has_chat_token(choice: Mapping[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))
+
+
+def _read_chat(content: Mapping[str, Any]) -> Event:
+    return _read_openai(content, _has_chat_token)
+
+
+def _read_completion(content: Mapping[str, Any]) -> Event:
+    return _read_openai(content, lambda choice: bool(choice.get("text")))
+
+
+def _read_tgi(content: Mapping[str, Any]) -> Event:
+    details = content.get("details") or {}
+    return Event(
+        has_token="id" in content["token"],
+        is_end=bool(details.get("finish_reason")) or content.get("generated_text") is not None,
+        num_tokens=details.get("generated_tokens"),
+        num_prompt_tokens=details.get("input_length"),
+    )
+
+
+_OPENAI_WISHES = frozenset({IGNORE_EOS, USAGE})
+
+DIALECTS: Mapping[str, Dialect] = {
+    "openai-chat": Dialect("/v1/chat/completions", _chat_body, _read_chat, _OPENAI_WISHES, needs_model=True),
+    "openai-completions": Dialect(
+        "/v1/completions", _completions_body, _read_completion, _OPENAI_WISHES, needs_model=True
+    ),
+    "tgi": Dialect("/generate_stream", _tgi_body, _read_tgi, frozenset({IGNORE_EOS}), needs_model=False),
+}

@@ -1,0 +1,143 @@
+"""`funitel bench`: ask each server how it is to be asked, press it level by level in turns with the others, report."""
+
+import json
+import random
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import uvloop
+
+from funitel.launcher.bench.apis import IGNORE_EOS, USAGE
+from funitel.launcher.bench.figures import Objectives, summarise
+from funitel.launcher.bench.http import Endpoint
+from funitel.launcher.bench.load import Level, press
+from funitel.launcher.bench.plot import check_plot, plot
+from funitel.launcher.bench.progress import Progress, progress
+from funitel.launcher.bench.report import LevelResult, ServerResult, summary, tables, warnings
+from funitel.launcher.bench.settings import BenchSettings
+from funitel.launcher.bench.target import Target
+from funitel.launcher.bench.workload import Workload, arrivals
+from funitel.proto.errors import FunitelError
+
+DEFAULT_CONCURRENCY = (1, 4, 16)
+WARM_TOKENS = 8  # of an answer that is not measured
+REQUESTS_PER_STREAM, LEAST_REQUESTS, REQUESTS_WITH_RATE = 4, 8, 64
+SEEDS = 1 << 32
+
+
+def bench(settings: BenchSettings) -> None:
+    """Measure and print.
+
+    Raises:
+        FunitelError: settings are wrong, a server does not answer, or not one request succeeded.
+    """
+    if settings.plot is not None:
+        check_plot(settings.plot)
+    seed = random.randrange(SEEDS) if settings.seed is None else settings.seed
+    results = run_loop(Bench(settings, seed).run())
+    print("\n".join(tables(settings, results)))
+    for warning in warnings(results):
+        print(f"warning: {warning}", file=sys.stderr)
+    if settings.plot is not None:
+        plot(settings.plot, results)
+    print(json.dumps(summary(settings, seed, results)), flush=True)
+    if not any(figures["output_tokens"] for server in results for level in server.levels for figures in level.rounds):
+        raise FunitelError(f"not one request succeeded: {results[0].levels[0].failures[0].message}")
+
+
+run_loop: Callable[[Coroutine[Any, Any, list[ServerResult]]], list[ServerResult]] = uvloop.run
+"""uvloop takes half the processor time of asyncio's own loop, and the server wants the rest."""
+
+
+class Bench:
+    """One measurement of some servers."""
+
+    def __init__(self, settings: BenchSettings, seed: int) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._levels = _levels(settings)
+        self._workload = Workload(
+            settings.workload,
+            settings.prompt_length,
+            settings.output_length,
+            settings.prefix_length,
+            settings.num_groups,
+        )
+        self._objectives = Objectives(_seconds(settings.slo_ttft_ms), _seconds(settings.slo_itl_ms))
+        wishes = frozenset({USAGE, IGNORE_EOS} if settings.ignore_eos else {USAGE})
+        self._targets = [
+            Target(
+                settings.name_of(index),
+                settings.api_of(index),
+                Endpoint(url, settings.api_key),
+                model=settings.model_of(index),
+                wishes=wishes,
+                timeout=settings.timeout,
+            )
+            for index, url in enumerate(settings.url)
+        ]
+
+    async def run(self) -> list[ServerResult]:
+        """Every level of every server, round after round.
+
+        Raises:
+            FunitelError: a server does not answer a first request.
+        """
+        for target in self._targets:
+            await target.probe()
+        results = [ServerResult(target, [LevelResult(level) for level in self._levels]) for target in self._targets]
+        num_runs = self._settings.rounds * len(self._targets)
+        with progress(num_runs * sum(map(self._num_requests, self._levels))) as bar:
+            for target in self._targets:
+                await self._warm_up(target, bar)
+            for number in range(self._settings.rounds):
+                for place in range(len(self._levels)):
+                    # Every other round goes backwards, so that a machine that slows down or warms up favours nobody.
+                    for server in results if number % 2 == 0 else reversed(results):
+                        await self._measure(server, place, number, bar)
+        return results
+
+    async def _warm_up(self, target: Target, bar: Progress) -> None:
+        """Press a server without looking, so that no level pays for first times."""
+        count = self._settings.warmup
+        streams = max((level.concurrency or 4) for level in self._levels)
+        prompts = await target.prepare(
+            Workload("fixed", self._settings.prompt_length, WARM_TOKENS).asks(
+                streams if count is None else count, self._seed, "warm-up", target.name
+            )
+        )
+        bar.begin(f"{target.name}: warm-up")
+        if prompts:
+            await press(target, Level(concurrency=streams), prompts, (), lambda timeline: None)
+
+    async def _measure(self, server: ServerResult, place: int, number: int, bar: Progress) -> None:
+        """One level of one server; all servers are asked the same in a round, and something else in the next."""
+        level = self._levels[place]
+        count, key = self._num_requests(level), (self._seed, number, place)
+        author = next((target for target in self._targets if target.counts_prompts), self._targets[0])
+        prompts = await author.prepare(self._workload.asks(count, *key))
+        label = f"round {number + 1} of {self._settings.rounds}, " if self._settings.rounds > 1 else ""
+        bar.begin(f"{server.target.name}: {label}{level}")
+        instants = arrivals(level.rate, count, *key, "instants") if level.rate is not None else ()
+        run = await press(server.target, level, prompts, instants, bar.report)
+        figures = summarise(run.timelines, self._objectives)
+        figures |= {"client_cpu_share": run.client.cpu_share, "client_lag_ms_p99": run.client.lag_ms_p99}
+        server.levels[place].add(figures, run.timelines)
+
+    def _num_requests(self, level: Level) -> int:
+        if self._settings.num_requests is not None:
+            return self._settings.num_requests
+        if level.concurrency is None:
+            return REQUESTS_WITH_RATE
+        return max(LEAST_REQUESTS, REQUESTS_PER_STREAM * level.concurrency)
+
+
+def _levels(settings: BenchSettings) -> list[Level]:
+    if settings.request_rate is not None:
+        return [Level(rate=rate) for rate in settings.request_rate]
+    return [Level(concurrency=count) for count in settings.concurrency or DEFAULT_CONCURRENCY]
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

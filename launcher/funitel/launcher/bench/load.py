@@ -1,0 +1,114 @@
+"""Load on one server: so many requests at a time, or so many a second; and what the client itself took for it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from funitel.launcher.bench.figures import Timeline, percentile
+from funitel.launcher.bench.target import Prompt, Target
+
+TICK_SECONDS = 0.05
+BUSY_SHARE = 0.5  # of one core: from here on events wait for the client rather than the client for events
+LATE_MS = 20.0  # of its own timers, 99th percentile
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How hard a server is pressed: by a number of streams, or by requests a second at random instants."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        if self.rate is not None:
+            return f"{self.rate:g}/s"
+        return f"{self.concurrency} stream{'' if self.concurrency == 1 else 's'}"
+
+
+@dataclass(slots=True)
+class Client:
+    """What the load generator did to itself: its share of one core, and how late its own wake-ups came."""
+
+    cpu_share: float = 0.0
+    lags: list[float] = field(default_factory=list)
+
+    @property
+    def lag_ms_p99(self) -> float | None:
+        """Milliseconds by which the client's own timers were late."""
+        lag = percentile(self.lags, 99)
+        return None if lag is None else lag * 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All requests of one level in one round."""
+
+    timelines: list[Timeline]
+    client: Client
+
+
+Report = Callable[[Timeline], None]
+
+
+async def press(
+    target: Target, level: Level, prompts: Sequence[Prompt], instants: Iterable[float], report: Report
+) -> Run:
+    """Send every prompt and wait for the last answer.
+
+    Args:
+        instants: seconds from the start at which each prompt is sent, for levels with a rate.
+        report: told of each answer.
+    """
+    client = Client()
+    ticker = asyncio.create_task(_tick(client.lags))
+    wall, cpu = time.perf_counter(), time.process_time()
+    try:
+        if level.concurrency is not None:
+            timelines = await _closed(target, level.concurrency, prompts, report)
+        else:
+            timelines = await _open(target, prompts, instants, report)
+    finally:
+        ticker.cancel()
+    client.cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    return Run(timelines, client)
+
+
+async def _closed(target: Target, concurrency: int, prompts: Sequence[Prompt], report: Report) -> list[Timeline]:
+    """Each stream makes its next request when its last one is answered."""
+    timelines: list[Timeline] = []
+    left = iter(prompts)
+
+    async def stream() -> None:
+        for prompt in left:
+            timelines.append(await target.ask(prompt))
+            report(timelines[-1])
+
+    async with asyncio.TaskGroup() as streams:
+        for _ in range(min(concurrency, len(prompts))):
+            streams.create_task(stream())
+    return timelines
+
+
+async def _open(target: Target, prompts: Sequence[Prompt], instants: Iterable[float], report: Report) -> list[Timeline]:
+    """Requests come when they come; time counts from when one should have been sent, so that nothing waits unseen."""
+    timelines: list[Timeline] = []
+    begin = time.perf_counter()
+
+    async def ask(prompt: Prompt, due: float) -> None:
+        timelines.append(await target.ask(prompt, due))
+        report(timelines[-1])
+
+    async with asyncio.TaskGroup() as requests:
+        for prompt, instant in zip(prompts, instants, strict=True):
+            await asyncio.sleep(begin + instant - time.perf_counter())
+            requests.create_task(ask(prompt, begin + instant))
+    return timelines
+
+
+async def _tick(lags: list[float]) -> None:
+    """Note how late each of a series of short sleeps ends."""
+    while True:
+        begin = time.perf_counter()
+        await asyncio.sleep(TICK_SECONDS)
+        lags.append(time.perf_counter() - begin - TICK_SECONDS)

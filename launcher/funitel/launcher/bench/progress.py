@@ -1,0 +1,74 @@
+"""How far a measurement has come, on stderr: a bar that moves on a terminal, else a line for each level."""
+
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from funitel.launcher.bench.figures import Timeline
+from funitel.launcher.client.terminal import CLEAR_LINE
+
+BAR_COLUMNS = 24
+LEAST_SECONDS = 0.1  # between two states of the bar: drawing takes processor time from what is measured
+
+
+class Progress:
+    """All levels of all rounds as one bar, whose text says which one runs and what it gave so far."""
+
+    def __init__(self, num_requests: int, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._is_terminal = self._stream.isatty()
+        self._total = num_requests
+        self._done = 0
+        self._label = ""
+        self._began = self._drawn = time.monotonic()
+        self._num_tokens = self._num_failed = 0
+
+    def begin(self, label: str) -> None:
+        """Go on to another level."""
+        self._label = label
+        self._began = time.monotonic()
+        self._num_tokens = self._num_failed = 0
+        if self._is_terminal:
+            self._draw()
+        else:
+            print(f"{self._share:4.0%} {label}", file=self._stream, flush=True)
+
+    def report(self, timeline: Timeline) -> None:
+        """Count one answer."""
+        self._done += 1
+        self._num_tokens += timeline.num_tokens
+        self._num_failed += timeline.failure is not None
+        if self._is_terminal and time.monotonic() - self._drawn >= LEAST_SECONDS:
+            self._draw()
+
+    @property
+    def _share(self) -> float:
+        return min(self._done / self._total, 1.0)
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
+        seconds = self._drawn - self._began
+        rate = f", {self._num_tokens / seconds:.0f} tokens/s" if self._num_tokens and seconds > 0 else ""
+        failed = f", {self._num_failed} failed" if self._num_failed else ""
+        bar = ("=" * round(self._share * BAR_COLUMNS)).ljust(BAR_COLUMNS)
+        text = f"[{bar}] {self._done}/{self._total} {self._label}{rate}{failed}"
+        width = shutil.get_terminal_size().columns - 1
+        print(CLEAR_LINE + text[:width], end="", file=self._stream, flush=True)
+
+    def clear(self) -> None:
+        """Leave the line as it was found."""
+        if self._is_terminal:
+            print(CLEAR_LINE, end="", file=self._stream, flush=True)
+
+
+@contextmanager
+def progress(num_requests: int) -> Iterator[Progress]:
+    """A bar for the length of a `with`."""
+    bar = Progress(num_requests)
+    try:
+        yield bar
+    finally:
+        bar.clear()

@@ -1,0 +1,181 @@
+"""One server under test: what it understands, prompts of a given length, and a request on the clock."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from funitel.launcher.bench.apis import DIALECTS, IGNORE_EOS, USAGE, Question, read_reply
+from funitel.launcher.bench.figures import Failure, Timeline
+from funitel.launcher.bench.http import Endpoint, RequestFailed
+from funitel.launcher.bench.workload import WORDS, Ask
+from funitel.proto.errors import FunitelError, NotReady
+
+PROBE_WORDS = 16
+FITTING_TRIES = 6
+REFUSALS = ("HTTP 400", "HTTP 422")  # what servers say of fields they do not know
+
+# How /tokenize is asked by vLLM, by llama-server, by TGI and funitel; the first that counts anything is kept.
+TOKENIZE_FIELDS = ("prompt", "content", "inputs")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request ready to be sent."""
+
+    text: str
+    output_tokens: int
+
+
+class Target:
+    """A server, once `probe` has found out how it is to be asked."""
+
+    def __init__(self, name: str, api: str, endpoint: Endpoint, *, model: str, wishes: frozenset[str], timeout: float):
+        """`wishes` are those the user has, of which the server may know some; `timeout` is a request's, in seconds."""
+        self.name, self.api, self.endpoint, self.model = name, api, endpoint, model
+        self._dialect = DIALECTS[api]
+        self._wishes = wishes & self._dialect.wishes
+        self._timeout = timeout
+        self._tokenize_field: str | None = None
+        self._overhead = 0  # tokens that the server adds to a prompt's own: template, special tokens
+
+    @property
+    def counts_prompts(self) -> bool:
+        """Whether prompts can be cut to a length in tokens; else a word is taken for one."""
+        return self._tokenize_field is not None
+
+    @property
+    def ignores_eos(self) -> bool:
+        """Whether the server was asked, and agreed, to go on after the end token."""
+        return IGNORE_EOS in self._wishes
+
+    @property
+    def reports_usage(self) -> bool:
+        """Whether the server says how many tokens it made."""
+        return USAGE in self._wishes or self.api == "tgi"
+
+    async def probe(self) -> None:
+        """Find the model, the wishes that are granted, and who counts tokens.
+
+        Raises:
+            NotReady: nobody answers.
+            FunitelError: the server does not answer a plain request.
+        """
+        try:
+            if self._dialect.needs_model and not self.model:
+                self.model = await self._first_model()
+            text = " ".join(WORDS[:PROBE_WORDS])
+            timeline = await self._settle_wishes(text)
+            counted = await self._find_tokenizer(text)
+        except RequestFailed as error:
+            raise NotReady(str(error)) from error
+        if counted is not None and timeline.num_prompt_tokens is not None:
+            self._overhead = max(0, timeline.num_prompt_tokens - counted)
+
+    async def _first_model(self) -> str:
+        """The first model it lists; a server that lists none is asked without a name."""
+        reply = await self.endpoint.request("GET", "/v1/models", b"", self._timeout)
+        try:
+            return str(json.loads(reply.body)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            return ""
+
+    async def _settle_wishes(self, text: str) -> Timeline:
+        """Ask with as many wishes as the server accepts, and keep to those."""
+        failure: Failure | None = None
+        for wishes in _subsets(self._wishes):
+            self._wishes = wishes
+            timeline = await self.ask(Prompt(text, output_tokens=2))
+            failure = timeline.failure
+            if failure is None:
+                return timeline
+            if failure.kind in ("connect", "timeout"):
+                raise NotReady(failure.message)
+            if failure.kind not in REFUSALS:
+                break
+        assert failure is not None
+        path = self._dialect.path
+        raise FunitelError(
+            f"{self.endpoint.url}{path} does not answer a first request: {failure.kind}: {failure.message}"
+        )
+
+    async def _find_tokenizer(self, text: str) -> int | None:
+        """See how its /tokenize is asked, if it has one; return what it counts."""
+        for field in TOKENIZE_FIELDS:
+            self._tokenize_field = field
+            if counted := await self._count(text):
+                return counted
+        self._tokenize_field = None
+        return None
+
+    async def _count(self, text: str) -> int | None:
+        body: dict[str, Any] = {self._tokenize_field or "": text}
+        if self._tokenize_field == "prompt":
+            body |= {"model": self.model}
+        reply = await self.endpoint.request("POST", "/tokenize", json.dumps(body).encode(), self._timeout)
+        if reply.status != 200:
+            return None
+        try:
+            answer = json.loads(reply.body)
+        except ValueError:
+            return None
+        tokens = answer.get("tokens") if isinstance(answer, dict) else answer
+        return len(tokens) if isinstance(tokens, list) else None
+
+    async def prepare(self, asks: Sequence[Ask]) -> list[Prompt]:
+        """Cut prompts to their lengths, what the server adds included.
+
+        Raises:
+            NotReady: the server is gone.
+        """
+        try:
+            prefixes = {ask.prefix_words: await self._fit(ask.prefix_words, ask.prefix_tokens, "") for ask in asks}
+            return [await self._prepare(ask, prefixes[ask.prefix_words]) for ask in asks]
+        except RequestFailed as error:
+            raise NotReady(str(error)) from error
+
+    async def _prepare(self, ask: Ask, prefix: str) -> Prompt:
+        text = await self._fit(ask.words, ask.prompt_tokens - self._overhead, prefix)
+        return Prompt(text, ask.output_tokens)
+
+    async def _fit(self, words: Sequence[str], num_tokens: int, prefix: str) -> str:
+        """The prefix and as many of the words as have `num_tokens` together, at least one word."""
+
+        def cut(num_words: int) -> str:
+            return " ".join(filter(None, [prefix, *words[:num_words]]))
+
+        if not words:
+            return prefix
+        taken = num_tokens - len(prefix.split())
+        for _ in range(FITTING_TRIES if self.counts_prompts else 0):
+            taken = min(max(taken, 1), len(words))
+            text = cut(taken)
+            counted = await self._count(text)
+            step = 0 if counted is None else round((num_tokens - counted) / max(1.0, counted / len(text.split())))
+            if step == 0:
+                break
+            taken += step
+        return cut(min(max(taken, 1), len(words)))
+
+    async def ask(self, prompt: Prompt, started: float | None = None) -> Timeline:
+        """Make one request and return what was seen of it, failures too.
+
+        Args:
+            started: when it should have been made, by `time.perf_counter`; now when not given.
+        """
+        question = Question(self.model, prompt.text, prompt.output_tokens, self._wishes)
+        body = json.dumps(self._dialect.body(question)).encode()
+        began = time.perf_counter() if started is None else started
+        try:
+            reply = await self.endpoint.request("POST", self._dialect.path, body, self._timeout)
+        except RequestFailed as error:
+            return Timeline(began, time.perf_counter(), failure=error.failure)
+        return read_reply(self._dialect, began, reply)
+
+
+def _subsets(wishes: frozenset[str]) -> Iterator[frozenset[str]]:
+    """All subsets, the larger ones first."""
+    for size in range(len(wishes), -1, -1):
+        yield from map(frozenset, combinations(sorted(wishes), size))
