@@ -1,0 +1,202 @@
+"""Replicas in virtual time: the router's own scheduler and block allocator, and a shard that only takes time."""
+
+import heapq
+from array import array
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from funitel.proto.step import (
+    FinishReason,
+    GeneratedText,
+    Generation,
+    SamplingParams,
+    StepResult,
+    StoppingParams,
+    Tokens,
+)
+from funitel.router.scheduler import Scheduler, StepPlan
+from funitel.router.sequence import Request, Sequence
+from replaying.costs import StepCosts
+from replaying.measures import Measures
+from replaying.trace import Arrival
+
+SAMPLING = SamplingParams()
+GROUP_TOKENS = 2**31  # tokens of prefix group g are this + g; all others of a request are its number
+
+
+@dataclass(slots=True)
+class Row:
+    """What the simulated shard knows of one sequence."""
+
+    arrival: Arrival
+    token: Generation  # what each step gives but the last
+    left: int  # completion tokens to come
+    length: int = 0  # known tokens
+    pending: int = 0  # of them not computed
+    last_step: int = -1  # that gave a token
+
+
+def sequence_of(number: int, arrival: Arrival) -> Sequence:
+    """Request `number` as the router would queue it: tokens that are equal where the trace says so."""
+    own, shared = number % GROUP_TOKENS, GROUP_TOKENS + arrival.prefix_group
+    request = Request(
+        input_ids=(shared,) * arrival.prefix_tokens + (own,) * (arrival.prompt_tokens - arrival.prefix_tokens),
+        sampling=SAMPLING,
+        stopping=StoppingParams(max_new_tokens=arrival.max_new_tokens),
+    )
+    return Sequence(number, request)
+
+
+class SimulatedReplica:
+    """One scheduler with its pool, and the step that is under way."""
+
+    def __init__(self, scheduler: Scheduler, costs: StepCosts, measures: Measures) -> None:
+        self.scheduler = scheduler
+        self.is_asleep = True  # nothing is under way, and no event will wake it
+        self.load_tokens = 0  # known tokens of all that wait or run
+        self._costs = costs
+        self._measures = measures
+        self._rows: dict[int, Row] = {}
+        self._plan: StepPlan | None = None
+        self._result = StepResult((), None)
+        self._givers: list[Row] = []  # of a token, in the step under way
+        self._seconds = 0.0
+        self._ends = array("d")  # of every step
+
+    def submit(self, sequence: Sequence, arrival: Arrival) -> None:
+        """Queue a request; one that could never fit is counted and refused, as the router does."""
+        measures, blocks = self._measures, self.scheduler.blocks
+        measures.num_requests += 1
+        if arrival.prompt_tokens + arrival.max_new_tokens > blocks.num_blocks * blocks.block_size:
+            measures.num_refused += 1
+            return
+        goes_on = arrival.prefix_tokens == arrival.prompt_tokens  # a turn of a chat: its answer is in the next prompt
+        token = GROUP_TOKENS + arrival.prefix_group if goes_on else sequence.id % GROUP_TOKENS
+        generation = Generation(sequence.id, Tokens((token,), (0.0,), ("",)))
+        self._rows[sequence.id] = Row(arrival, generation, arrival.completion_tokens, length=arrival.prompt_tokens)
+        self.load_tokens += arrival.prompt_tokens
+        self.scheduler.add(sequence)
+
+    def begin(self, now: float) -> float | None:
+        """Plan a step and begin it; returns when it will end, None if there is nothing to do."""
+        scheduler, measures = self.scheduler, self._measures
+        scheduler.preempt()
+        plan = self._plan = scheduler.schedule()
+        self.is_asleep = plan is None
+        if plan is None:
+            return None
+        for start in plan.starts:
+            row = self._rows[start.request_id]
+            row.pending = row.length - start.cache_len
+            if not start.output_ids:
+                measures.prompt_tokens += row.length
+                measures.cached_tokens += start.cache_len
+        self._seconds = self._compute(plan)
+        self._measure(self._seconds)
+        self._ends.append(now + self._seconds)
+        return self._ends[-1]
+
+    def _compute(self, plan: StepPlan) -> float:
+        """Do a shard's part of a step; returns the seconds it takes."""
+        rows = self._rows
+        givers: list[Row] = []
+        generations: list[Generation] = []
+        prompt_tokens = decode_rows = context = 0
+        pairs = 0.0
+        for sequence_id, count in plan.computed.items():
+            row = rows[sequence_id]
+            if count == row.pending == 1:
+                decode_rows += 1
+                context += row.length
+            else:
+                prompt_tokens += count
+                pairs += count * (row.length - row.pending + (count + 1) / 2)
+                row.pending -= count
+                if row.pending:
+                    continue
+                row.pending = 1
+            row.length += 1
+            row.left -= 1
+            givers.append(row)
+            generations.append(row.token if row.left else _last(row))
+        self._givers = givers
+        self._result = StepResult(tuple(generations), None)
+        self._measures.computed_tokens += prompt_tokens
+        return self._costs.seconds(prompt_tokens, pairs, decode_rows, context)
+
+    def _measure(self, seconds: float) -> None:
+        measures, blocks = self._measures, self.scheduler.blocks
+        running, used = len(self.scheduler.running), blocks.num_used / blocks.num_blocks
+        measures.num_steps += 1
+        measures.running.hold(running, seconds)
+        measures.pool_used.hold(used, seconds)
+        if self.scheduler.waiting:
+            measures.running_queued.hold(running, seconds)
+            measures.pool_used_queued.hold(used, seconds)
+
+    def end(self) -> None:
+        """Commit the step under way, if any."""
+        if self._plan is None:
+            return
+        self.scheduler.commit(self._plan, self._result, self._seconds)
+        self._note_tokens()
+        self._plan = None
+
+    def _note_tokens(self) -> None:
+        measures, ends = self._measures, self._ends
+        this = len(ends) - 1
+        num_steady = 0  # gave a token in the step before too
+        for row in self._givers:
+            last, row.last_step = row.last_step, this
+            if last < 0:
+                measures.to_first_token.add(ends[this] - row.arrival.at)
+            elif last == this - 1:
+                num_steady += 1
+            else:
+                measures.between_tokens.add(ends[this] - ends[last])
+            if not row.left:
+                self.load_tokens -= row.length
+                del self._rows[row.token.request_id]
+                measures.num_finished += 1
+        if num_steady:
+            measures.between_tokens.add(ends[this] - ends[this - 1], num_steady)
+        self.load_tokens += len(self._givers)
+        measures.completion_tokens += len(self._givers)
+        measures.ended = max(measures.ended, ends[this])
+
+
+def _last(row: Row) -> Generation:
+    finished = GeneratedText("", row.arrival.completion_tokens, FinishReason.LENGTH)
+    return Generation(row.token.request_id, row.token.tokens, finished=finished)
+
+
+def simulate(arrivals: Iterable[Arrival], replicas: Seq[SimulatedReplica], count: Callable[[int], None]) -> None:
+    """Run every arrival to its end; `count` is told how many have come."""
+    events: list[tuple[float, int]] = []  # (time, replica): its step ends, or it wakes
+
+    def work_until(limit: float) -> None:
+        while events and events[0][0] < limit:
+            now, index = events[0]
+            replicas[index].end()
+            until = replicas[index].begin(now)
+            if until is None:
+                heapq.heappop(events)
+            else:
+                heapq.heapreplace(events, (until, index))
+
+    for number, arrival in enumerate(arrivals):
+        work_until(arrival.at)
+        sequence = sequence_of(number, arrival)
+        index = choose(replicas, sequence)
+        replicas[index].submit(sequence, arrival)
+        if replicas[index].is_asleep:
+            replicas[index].is_asleep = False
+            heapq.heappush(events, (arrival.at, index))
+        count(number + 1)
+    work_until(float("inf"))
+
+
+def choose(replicas: Seq[SimulatedReplica], sequence: Sequence) -> int:
+    """Which replica a sequence goes to."""
+    return min(range(len(replicas)), key=lambda index: replicas[index].load_tokens)
