@@ -351,11 +351,11 @@ def _interrupt_main(engine: Any) -> None:
 def test_a_failed_step_names_its_prompt_and_the_next_call_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks: Any = llm._model.engine._replica.ranks
 
-    def fail(*_: Any) -> StepResult:
+    def fail(*_: Any, **__: Any) -> StepResult:
         raise RuntimeError("no memory\nleft")
 
     with monkeypatch.context() as patch:
-        patch.setattr(ranks._executor, "prefill", fail)
+        patch.setattr(ranks._executor, "compute_prefill", fail)
         with pytest.raises(Exception, match=r"^prompt 0: RuntimeError: no memory left$"):
             llm.generate("a", GREEDY, use_tqdm=False)
     assert len(ids(llm, "a", GREEDY)) == 1

@@ -101,8 +101,7 @@ async def test_a_failed_call_does_not_block_the_next(shard: Shard) -> None:
 async def test_a_predecessor_that_never_comes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("funitel.model_server.server.ORDER_TIMEOUT_SECONDS", 0.01)
     with pytest.raises(InvalidRequest, match="step_seq 5 came, 1 did not"):
-        async with StepOrder().turn(5):
-            pass
+        await StepOrder().begin(5, lambda: asyncio.sleep(0))
 
 
 async def test_health_answers_during_a_long_step(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,7 @@
-"""Shards that answer at once with made-up tokens, over real Unix sockets: the wire without a model."""
+"""Shards that answer at once with made-up tokens, over real Unix sockets: the wire without a model.
+
+Numbered calls are executed in order, and one after the other, as a real shard does.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -56,6 +59,10 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.step_seqs: list[int] = []
         self.steps: list[list[int]] = []  # request ids that took part, step by step
         self.batches: dict[int, list[Row]] = {}
+        self.ended: set[int] = set()  # batches that ended in the step before
+        self.turns = asyncio.Condition()
+        self.is_busy = False
+        self.num_here = self.most_here = 0  # step calls that are not answered yet, and the most there were
         self.failures: list[grpc.StatusCode] = []
         self.metadata: list[dict[str, str]] = []  # of each step
         self.stride = 1  # tokens of a generation; all but the first are forced
@@ -100,8 +107,8 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Any) -> pb.ClearCacheResponse:
         self.calls.append("ClearCache")
         if request.HasField("id"):
-            del self.batches[request.id]
-            self._number(request)
+            async with self._turn(request):
+                del self.batches[request.id]
         else:
             self.batches.clear()
             self.step_seqs.clear()
@@ -109,62 +116,92 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
 
     async def FilterBatch(self, request: pb.FilterBatchRequest, context: Any) -> pb.FilterBatchResponse:
         self.calls.append("FilterBatch")
-        self._number(request)
-        rows = [row for row in self.batches[request.batch_id] if row.request.id in request.request_ids]
-        assert rows
-        self.batches[request.batch_id] = rows
-        return pb.FilterBatchResponse(batch=self._cached(request.batch_id))
+        async with self._turn(request):
+            if request.batch_id in self.ended:
+                return pb.FilterBatchResponse(batch=pb.CachedBatch(id=request.batch_id))
+            rows = [row for row in self.batches[request.batch_id] if row.request.id in request.request_ids]
+            assert {row.request.id for row in rows} == set(request.request_ids)
+            self.batches[request.batch_id] = rows
+            return pb.FilterBatchResponse(batch=self._cached(request.batch_id))
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.PrefillResponse:
         self.calls.append("Prefill")
         self.metadata.append(dict(context.invocation_metadata()))
-        if any(max(start.input_ids, default=0) >= self.refuses_prompts_from for start in request.batch.requests):
-            self._number(request)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
-        rows = self.batches.pop(request.cached_batch.id) if request.HasField("cached_batch") else []
-        for start in request.batch.requests:
-            tokens = list(start.input_ids) or [ord(c) for c in start.inputs]
-            known = [*tokens, *start.output_ids]
-            rows.append(Row(start, known, len(tokens), start.cache_len, blocks=list(start.blocks)))
-        target = request.cached_batch.id if request.HasField("cached_batch") else request.batch.id
-        response = pb.PrefillResponse()
-        await self._step(target, rows, request, response, context)
-        return response
+        async with self._turn(request):
+            if any(max(start.input_ids, default=0) >= self.refuses_prompts_from for start in request.batch.requests):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
+            rows = self._take(request.cached_batch.id) if request.HasField("cached_batch") else []
+            for start in request.batch.requests:
+                tokens = list(start.input_ids) or [ord(c) for c in start.inputs]
+                known = [*tokens, *start.output_ids]
+                rows.append(Row(start, known, len(tokens), start.cache_len, blocks=list(start.blocks)))
+            target = request.cached_batch.id if request.HasField("cached_batch") else request.batch.id
+            response = pb.PrefillResponse()
+            await self._step(target, rows, request, response, context)
+            return response
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.DecodeResponse:
         self.calls.append("Decode")
         self.metadata.append(dict(context.invocation_metadata()))
-        rows = [row for batch in request.batches for row in self.batches.pop(batch.id)]
-        response = pb.DecodeResponse()
-        await self._step(request.batches[0].id, rows, request, response, context)
-        return response
+        async with self._turn(request):
+            rows = [row for batch in request.batches for row in self._take(batch.id)]
+            response = pb.DecodeResponse()
+            await self._step(request.batches[0].id, rows, request, response, context)
+            return response
+
+    def _take(self, batch_id: int) -> list[Row]:
+        return [] if batch_id in self.ended else self.batches.pop(batch_id)
+
+    @asynccontextmanager
+    async def _turn(self, request: Any) -> AsyncIterator[None]:
+        """Wait for the turn of a numbered call."""
+        is_step = isinstance(request, pb.PrefillRequest | pb.DecodeRequest)
+        self.num_here += is_step
+        self.most_here = max(self.most_here, self.num_here)
+        number = request.step_seq if request.HasField("step_seq") else None
+        async with self.turns:
+            await self.turns.wait_for(lambda: number in (None, len(self.step_seqs) + 1) and not self.is_busy)
+            self.is_busy = True
+        try:
+            yield
+        finally:
+            async with self.turns:
+                self.is_busy = False
+                self.num_here -= is_step
+                if number is not None:
+                    self.step_seqs.append(number)
+                self.turns.notify_all()
 
     async def _step(self, batch_id: int, rows: list[Row], request: Any, response: Any, context: Any) -> None:
-        self._number(request)
         self.steps.append([row.request.id for row in rows])
         await self.pause.wait()
         if self.failures:
             await context.abort(self.failures.pop(0), "told to fail")
         chunks = {r.id: r.chunk_len for r in getattr(request, "batch", pb.Batch()).requests if r.HasField("chunk_len")}
         for update in request.rows:
-            row = next(row for row in rows if row.request.id == update.request_id)
+            row = next((row for row in rows if row.request.id == update.request_id), None)
+            if row is None:
+                assert self.ended, "an update of no row"
+                continue
             row.blocks += update.blocks
             if update.HasField("chunk_len"):
                 chunks[update.request_id] = update.chunk_len
+        usual = 1 if request.HasField("step_seq") else None
         for row in rows:
-            self._compute(row, chunks.get(row.request.id), response)
-        if not all(row.is_finished for row in rows):
+            self._compute(row, chunks.get(row.request.id, usual), response)
+        self.ended = {batch_id} if all(row.is_finished for row in rows) else set()
+        if not self.ended:
             self.batches[batch_id] = rows
             response.batch.CopyFrom(self._cached(batch_id))
         response.num_forwards, response.num_forward_rows = 1, len(rows)
 
     def _compute(self, row: Row, chunk: int | None, response: Any) -> None:
-        pending = len(row.tokens) - row.cached
+        pending = 0 if row.is_finished else len(row.tokens) - row.cached
         count = pending if chunk is None else min(chunk, pending)
         row.cached += count
         self.num_computed += count
         assert row.cached <= len(row.blocks) * BLOCK_SIZE, "a token has no slot"
-        if row.is_finished or count < pending:
+        if count == 0 or count < pending:
             return
         new: list[int] = []
         while len(new) < self.stride and not row.is_finished:
@@ -183,10 +220,6 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
     def _cached(self, batch_id: int) -> pb.CachedBatch:
         ids = [row.request.id for row in self.batches[batch_id]]
         return pb.CachedBatch(id=batch_id, request_ids=ids, size=len(ids))
-
-    def _number(self, request: Any) -> None:
-        if request.HasField("step_seq"):
-            self.step_seqs.append(request.step_seq)
 
 
 @asynccontextmanager

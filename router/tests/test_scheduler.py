@@ -1,5 +1,8 @@
 """The scheduler replayed without a model: budgets hold, blocks are never shared, every request ends as it must."""
 
+import itertools
+from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +37,7 @@ def make_sequence(sequence_id: int, prompt_len: int, max_new_tokens: int, **fiel
 
 @dataclass
 class FakeShard:
-    """Keeps rows as a shard does, and refuses what a shard would refuse."""
+    """Keeps rows as a shard does, and refuses what a shard would refuse. Rows that have finished compute nothing."""
 
     rows: dict[int, SequenceStart] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -44,6 +47,8 @@ class FakeShard:
     num_computed: int = 0
     num_forward_tokens: list[int] = field(default_factory=list)
     forces_spans: bool = False
+    ends: frozenset[int] = frozenset()  # tokens that end a sequence
+    finished: set[int] = field(default_factory=set)
 
     def retain(self, keep: set[int]) -> None:
         for sequence_id in set(self.rows) - keep:
@@ -80,9 +85,10 @@ class FakeShard:
 
     def _compute(self, sequence_id: int, chunk: int | None) -> Generation | None:
         tokens = self.tokens[sequence_id]
-        pending = len(tokens) - self.cached[sequence_id]
-        count = pending if chunk is None else min(chunk, pending)
-        assert chunk is not None or pending == 1, "a prefilling row must be told its chunk"
+        pending = 0 if sequence_id in self.finished else len(tokens) - self.cached[sequence_id]
+        count = min(1 if chunk is None else chunk, pending)
+        prompt_pending = len(self.rows[sequence_id].input_ids) - self.cached[sequence_id]
+        assert chunk is not None or prompt_pending <= 1, "a prefilling row must be told its chunk"
         first, end = self.cached[sequence_id], self.cached[sequence_id] + count
         assert end <= len(self.blocks[sequence_id]) * BLOCK, "a token has no slot"
         for position in range(first, end):
@@ -102,8 +108,12 @@ class FakeShard:
             generated = len(tokens) - len(start.input_ids)
             if generated >= start.stopping.max_new_tokens:
                 done = GeneratedText("", generated, FinishReason.LENGTH)
+            elif new[-1] in self.ends:
+                done = GeneratedText("", generated, FinishReason.EOS_TOKEN)
             if not self.forces_spans or new[-1] % 3 == 0:  # what follows any other token is forced
                 break
+        if done is not None:
+            self.finished.add(sequence_id)
         many = len(new)
         return Generation(sequence_id, Tokens(tuple(new), (0.0,) * many, ("",) * many, (False,) * many), finished=done)
 
@@ -118,10 +128,25 @@ def replay(
     leaving: dict[int, int],
     steps: int = 3000,
     forces_spans: bool = False,
+    ends: frozenset[int] = frozenset(),
+    late: Seq[bool] = (False,),
 ) -> dict[int, list[int]]:
-    """Run until nothing is left. `arrivals` by step; `leaving` maps a sequence to the step it is cancelled in."""
-    shard = FakeShard(forces_spans=forces_spans)
+    """Run until nothing is left. `arrivals` by step; `leaving` maps a sequence to the step it is cancelled in.
+
+    `late` says of each step, over and over, whether its result comes only after the next step is planned.
+    """
+    shard = FakeShard(forces_spans=forces_spans, ends=ends)
     outputs, everyone = {}, {s.id: s for batch in arrivals.values() for s in batch}
+    in_flight: deque[tuple[StepPlan, set[int]]] = deque()
+    is_late = itertools.cycle(late)
+
+    def answer() -> None:
+        plan, kept = in_flight.popleft()
+        shard.retain(kept)
+        for sequence, generation in scheduler.commit(plan, shard.step(plan), 0.01):
+            if generation.finished is not None:
+                outputs[sequence.id] = list(sequence.output_ids)
+
     for step in range(steps):
         for sequence in arrivals.get(step, []):
             scheduler.add(sequence)
@@ -129,21 +154,23 @@ def replay(
             if when == step:
                 scheduler.remove(everyone[sequence_id])
         scheduler.preempt()
-        shard.retain(set(scheduler.running))
+        kept = set(scheduler.running)  # rows of all others are dropped by a call sent before the step
         plan = scheduler.schedule()
         if plan is None:
-            if step > max(arrivals, default=0) and not scheduler.waiting:
+            if in_flight:
+                answer()
+            elif step > max(arrivals, default=0) and not scheduler.waiting:
                 break
             continue
+        in_flight.append((plan, kept))
         assert plan.load.num_prompt_tokens <= scheduler.policy.max_batch_prefill_tokens
         assert sum(plan.computed.values()) <= scheduler.policy.max_batch_prefill_tokens + len(scheduler.running)
         for sequence_id, count in plan.computed.items():
-            assert count > 0 or not scheduler.running[sequence_id].is_decoding, "a running stream was left out"
+            assert count > 0 or scheduler.running[sequence_id].num_pending > 1, "a running stream was left out"
         if scheduler.policy.max_batch_size is not None:
             assert len(scheduler.running) <= scheduler.policy.max_batch_size
-        for sequence, generation in scheduler.commit(plan, shard.step(plan), 0.01):
-            if generation.finished is not None:
-                outputs[sequence.id] = list(sequence.output_ids)
+        while len(in_flight) > (1 if next(is_late) else 0):
+            answer()
     assert not scheduler.waiting, "a request never ended"
     assert not scheduler.running
     blocks = scheduler.blocks
@@ -152,10 +179,12 @@ def replay(
     return outputs
 
 
-def expected_output(sequence: Sequence) -> list[int]:
+def expected_output(sequence: Sequence, ends: frozenset[int] = frozenset()) -> list[int]:
     tokens = list(sequence.request.input_ids)
     for _ in range(sequence.request.stopping.max_new_tokens):
         tokens.append(next_token(tokens))
+        if tokens[-1] in ends:
+            break
     return tokens[len(sequence.request.input_ids) :]
 
 
@@ -169,6 +198,8 @@ def expected_output(sequence: Sequence) -> list[int]:
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.lists(st.booleans(), min_size=1, max_size=7),
+    st.sampled_from([frozenset(), frozenset(range(0, 97, 6))]),
 )
 def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
     specs: list[tuple[int, int, int]],
@@ -179,6 +210,8 @@ def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
     is_chunked: bool,
     has_prefix_cache: bool,
     forces_spans: bool,
+    late: list[bool],
+    ends: frozenset[int],
 ) -> None:
     if not is_chunked:
         budget = 64  # whole prompts must fit
@@ -194,11 +227,11 @@ def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
         arrivals.setdefault(when, []).append(make_sequence(i, prompt_len, max_new_tokens))
     sequences = {s.id: s for batch in arrivals.values() for s in batch}
     leaving = {i: step for i, step in leaving.items() if i in sequences}
-    outputs = replay(scheduler, arrivals, leaving, forces_spans=forces_spans)
+    outputs = replay(scheduler, arrivals, leaving, forces_spans=forces_spans, ends=ends, late=late)
     for sequence_id, sequence in sequences.items():
         if sequence_id in leaving:
             continue
-        assert outputs[sequence_id] == expected_output(sequence)
+        assert outputs[sequence_id] == expected_output(sequence, ends)
 
 
 def test_the_same_arrivals_give_the_same_plans() -> None:

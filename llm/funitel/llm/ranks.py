@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from funitel.llm.threads import ComputeThread
-from funitel.model_server.executor import Executor
+from funitel.model_server.executor import ComputedStep, Executor
 from funitel.proto.errors import FunitelError, StepFailed
 from funitel.proto.step import (
     CachedBatch,
@@ -48,33 +48,43 @@ class LocalRanks:
         step_seq: int | None,
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Take new sequences in and run one step."""
-        return self._run(lambda: (self._executor.prefill(batch_id, starts, cached, rows),))
+        return self._described(
+            lambda: self._executor.compute_prefill(batch_id, starts, cached, rows, is_ahead=step_seq is not None)
+        )
 
     def decode(
         self, batches: Sequence[CachedBatch], rows: Sequence[RowUpdate], step_seq: int | None
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Run one step of cached batches."""
-        return self._run(lambda: (self._executor.decode(batches, rows),))
+        return self._described(lambda: self._executor.compute_decode(batches, rows, is_ahead=step_seq is not None))
 
-    async def filter(self, batch_id: int, request_ids: Sequence[int], step_seq: int | None) -> CachedBatch:
+    def filter(self, batch_id: int, request_ids: Sequence[int], step_seq: int | None) -> Awaitable[CachedBatch]:
         """Keep some rows of a cached batch."""
-        return await self._run(lambda: self._executor.filter(batch_id, request_ids))
+        return self._run(lambda: self._executor.filter(batch_id, request_ids, is_ahead=step_seq is not None))
 
     async def compile_grammar(self, kind: GrammarType, text: str) -> None:
         """Compile a grammar between two steps."""
         await self._run(lambda: self._executor.compile_grammar(kind, text))
 
-    async def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> None:
+    def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> Awaitable[None]:
         """Drop one cached batch, or all."""
-        await self._run(lambda: self._executor.clear(batch_id))
+        return self._run(lambda: self._executor.clear(batch_id))
 
     async def close(self) -> None:
         """Let the thread end, once a step under way has."""
         self._compute.close()
 
+    def _described(self, call: Callable[[], ComputedStep]) -> Awaitable[tuple[StepResult, ...]]:
+        """Queue a step now; its result is put into words on the caller's thread, beside the next step."""
+        return _describe(self._run(call))
+
     def _run(self, call: Callable[[], T]) -> Awaitable[T]:
         """Queue a call now; what it raises is a FunitelError."""
         return _translated(asyncio.wrap_future(self._compute.submit(call)))
+
+
+async def _describe(computing: Awaitable[ComputedStep]) -> tuple[StepResult, ...]:
+    return ((await computing).describe(),)
 
 
 async def _translated(future: "asyncio.Future[T]") -> T:

@@ -23,7 +23,7 @@ from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.sampler import SampledToken, SamplingState, sample, token_logprobs
 from funitel.model_server.scores import ScoreMath, TorchScores
 from funitel.model_server.sequences import Row, SequenceTable
-from funitel.model_server.settling import Settler
+from funitel.model_server.settling import Settled, Settler
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.text import Detokenizer, StopMatcher, TextCodec
 from funitel.model_server.watermark import Watermark
@@ -58,6 +58,25 @@ class ExecutorOptions:
     forces_spans: bool = True  # tokens that alone can follow in a grammar are taken without a forward each
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A step after which the next may be computed; its result is still to be put into words."""
+
+    settler: Settler
+    settled: Sequence[Settled]
+    result: StepResult  # without generations
+
+    def describe(self) -> StepResult:
+        """The whole result. Once for each step, in their order; from any thread, also while the next is computed."""
+        begin = time.perf_counter_ns()
+        generations = tuple(map(self.settler.describe, self.settled))
+        spent = time.perf_counter_ns() - begin
+        result = self.result
+        return replace(
+            result, generations=generations, decode_ns=result.decode_ns + spent, total_ns=result.total_ns + spent
+        )
+
+
 class Executor:
     """Runs steps over a paged KV pool. Created loaded; `warmup` sizes the pool and must come first."""
 
@@ -80,6 +99,7 @@ class Executor:
         self.max_prefill_tokens = spec.max_position_embeddings
         self._cache: KVCache | None = None
         self._batches: dict[int, list[Row]] = {}
+        self._ended: dict[int, frozenset[int]] = {}  # batches that ended in the step before, with their requests
         self._table = SequenceTable(max_blocks=1)
         self._settler = Settler(codec, parallel, options.eos_token_ids)
         self._grammars = GrammarCompiler(codec.path, spec.vocab_size, options.eos_token_ids)
@@ -93,24 +113,44 @@ class Executor:
         cached: CachedBatch | None = None,
         updates: Sequence[RowUpdate] = (),
     ) -> StepResult:
+        """`compute_prefill`, described at once: for a caller that plans no step before it has this one's result."""
+        return self.compute_prefill(batch_id, starts, cached, updates).describe()
+
+    def decode(self, cached: Sequence[CachedBatch], updates: Sequence[RowUpdate] = ()) -> StepResult:
+        """`compute_decode`, described at once."""
+        return self.compute_decode(cached, updates).describe()
+
+    def compute_prefill(
+        self,
+        batch_id: int,
+        starts: Sequence[SequenceStart],
+        cached: CachedBatch | None = None,
+        updates: Sequence[RowUpdate] = (),
+        *,
+        is_ahead: bool = False,
+    ) -> ComputedStep:
         """Take new sequences in and run one step, together with `cached` in the same forward if given.
 
-        The resulting batch has the id of `cached`, else `batch_id`.
+        The resulting batch has the id of `cached`, else `batch_id`. `is_ahead`: the caller plans without having seen
+        the step before, so a batch that ended in that step is an empty one, and a row of which `updates` say nothing
+        computes one token, however many that step has brought.
 
         Raises:
             InvalidRequest: the call contradicts itself; nothing has changed.
             UnknownBatch: `cached` is not here; nothing has changed.
         """
         begin = time.perf_counter_ns()
-        running = self._rows_of(cached.id) if cached is not None else []
+        running = self._rows_of(cached.id, is_ahead) if cached is not None else []
         if not starts:
             raise InvalidRequest("a prefill needs at least one request")
+        updates = self._of_rows_left(updates, is_ahead)
         new: list[Row] = []
         try:
-            new.extend(map(self._admit, starts))
-            counts = self._counts(running, new, updates)
+            for start in starts:
+                new.append(self._admit(start))
+            counts = self._counts(running, new, updates, is_ahead)
             self._check_step(running, new, counts, updates)
-        except InvalidRequest:
+        except Exception:
             self._table.release(new)
             raise
         self._grant(running, updates)
@@ -119,34 +159,38 @@ class Executor:
         concat_ns = time.perf_counter_ns() - begin if cached is not None else None
         return self._step(batch_id if cached is None else cached.id, running + new, counts, begin, concat_ns)
 
-    def decode(self, cached: Sequence[CachedBatch], updates: Sequence[RowUpdate] = ()) -> StepResult:
+    def compute_decode(
+        self, cached: Sequence[CachedBatch], updates: Sequence[RowUpdate] = (), *, is_ahead: bool = False
+    ) -> ComputedStep:
         """Run one step of one or more cached batches, concatenated under the id of the first.
 
-        Raises:
-            InvalidRequest, UnknownBatch: as for `prefill`.
+        `is_ahead` and what is raised: as for `compute_prefill`.
         """
         begin = time.perf_counter_ns()
         if not cached:
             raise InvalidRequest("a decode needs at least one cached batch")
         if len({batch.id for batch in cached}) < len(cached):
             raise InvalidRequest("a decode names the same batch twice")
-        parts = [self._rows_of(batch.id) for batch in cached]
+        parts = [self._rows_of(batch.id, is_ahead) for batch in cached]
         rows = [row for part in parts for row in part]
-        counts = self._counts(rows, [], updates)
+        updates = self._of_rows_left(updates, is_ahead)
+        counts = self._counts(rows, [], updates, is_ahead)
         self._check_step(rows, [], counts, updates)
         self._grant(rows, updates)
         for batch in cached[1:]:
-            del self._batches[batch.id]
+            self._batches.pop(batch.id, None)
         concat_ns = time.perf_counter_ns() - begin if len(cached) > 1 else None
         return self._step(cached[0].id, rows, counts, begin, concat_ns)
 
-    def filter(self, batch_id: int, request_ids: Sequence[int]) -> CachedBatch:
-        """Keep only `request_ids` of a cached batch.
+    def filter(self, batch_id: int, request_ids: Sequence[int], *, is_ahead: bool = False) -> CachedBatch:
+        """Keep only `request_ids` of a cached batch; of one that ended in the step before, if `is_ahead`, nothing.
 
         Raises:
             UnknownBatch: unknown batch, nothing to keep, or a request that is not in it.
         """
-        rows = self._rows_of(batch_id)
+        rows = self._rows_of(batch_id, is_ahead)
+        if not rows:
+            return CachedBatch(batch_id, ())
         keep = set(request_ids)
         if not keep:
             raise UnknownBatch(f"filtering batch {batch_id} must keep at least one request")
@@ -159,6 +203,8 @@ class Executor:
 
     def clear(self, batch_id: int | None = None) -> None:
         """Drop one cached batch, or all; an unknown one is no error."""
+        if batch_id is None:
+            self._ended = {}
         dropped = list(self._batches) if batch_id is None else [batch_id]
         for known in dropped:
             self._table.release(self._batches.pop(known, []))
@@ -176,15 +222,24 @@ class Executor:
         """Rows held, finished ones included."""
         return len(self._table)
 
-    def _rows_of(self, batch_id: int) -> list[Row]:
-        if batch_id not in self._batches:
-            raise UnknownBatch(f"Batch ID {batch_id} not found in cache")
-        return self._batches[batch_id]
+    def _rows_of(self, batch_id: int, is_ahead: bool) -> list[Row]:
+        if batch_id in self._batches:
+            return self._batches[batch_id]
+        if is_ahead and batch_id in self._ended:
+            return []
+        raise UnknownBatch(f"Batch ID {batch_id} not found in cache")
+
+    def _of_rows_left(self, updates: Sequence[RowUpdate], is_ahead: bool) -> Sequence[RowUpdate]:
+        """Row updates without those of rows that are gone because their batch ended in the step before."""
+        if not is_ahead or not self._ended:
+            return updates
+        gone = frozenset().union(*self._ended.values())
+        return [update for update in updates if update.request_id not in gone]
 
     def _cached_batch(self, batch_id: int) -> CachedBatch:
         rows = self._batches[batch_id]
         held = sum(row.num_blocks for row in rows) * self.options.block_size
-        following = self._counts(rows, [], ())
+        following = self._counts(rows, [], (), is_ahead=False)
         return CachedBatch(batch_id, tuple(row.request_id for row in rows), held, sum(following))
 
     # Admission ------------------------------------------------------------------------------------------------------
@@ -217,15 +272,16 @@ class Executor:
         for token_id in start.output_ids:
             detokenizer.push(token_id)
         stops.search(detokenizer.text)
+        sampling = SamplingState.over(
+            start.sampling, start.top_n_tokens, prompt, start.output_ids, self.options.watermark
+        )
         return Row(
-            index=self._table.take(),
+            index=self._table.take(),  # last of all that can fail
             start=start,
             tokens=tokens,
             prompt_len=len(prompt),
             num_cached=start.cache_len,
-            sampling=SamplingState.over(
-                start.sampling, start.top_n_tokens, prompt, start.output_ids, self.options.watermark
-            ),
+            sampling=sampling,
             detokenizer=detokenizer,
             stops=stops,
             wants_prompt_logprobs=(
@@ -306,11 +362,13 @@ class Executor:
         if count and needed > held:
             raise InvalidRequest(f"request {row.request_id} needs {needed} blocks for this step, it has {held}")
 
-    def _counts(self, running: Sequence[Row], new: Sequence[Row], updates: Sequence[RowUpdate]) -> list[int]:
+    def _counts(
+        self, running: Sequence[Row], new: Sequence[Row], updates: Sequence[RowUpdate], is_ahead: bool
+    ) -> list[int]:
         """Tokens each row computes in this step.
 
         The router says so for new rows (`start.chunk_len`, else all) and in `updates`; what it leaves open shares
-        the prefill budget, at least one token each.
+        the prefill budget, at least one token each. One that plans ahead means one token exactly.
         """
         asked = {update.request_id: update.chunk_len for update in updates}
         first = [_within(row.num_pending, row.start.chunk_len) for row in new]
@@ -318,7 +376,9 @@ class Executor:
         counts = []
         for row in running:
             count = asked.get(row.request_id)
-            if count is None and row.num_pending > 1:
+            if is_ahead:
+                count = 1 if count is None else count
+            elif count is None and row.num_pending > 1:
                 count = max(1, min(budget, row.num_pending))
                 budget -= count - 1
             counts.append(_within(row.num_pending, count))
@@ -334,9 +394,10 @@ class Executor:
 
     def _step(
         self, batch_id: int, rows: list[Row], counts: Sequence[int], begin: int, concat_ns: int | None
-    ) -> StepResult:
+    ) -> ComputedStep:
         """Forward, sample, settle; keep the batch unless every row has finished."""
         self._batches[batch_id] = rows
+        self._ended = {}
         active = [(row, count) for row, count in zip(rows, counts, strict=True) if count]
         forward_begin = time.perf_counter_ns()
         try:
@@ -345,12 +406,13 @@ class Executor:
             self.clear(batch_id)
             raise
         settle_begin = time.perf_counter_ns()
-        generations = [self._settler.settle(row, span) for row, span in zip(due, spans, strict=True)]
+        settled = [self._settler.settle(row, span) for row, span in zip(due, spans, strict=True)]
         if all(row.finish_reason is not None for row in rows):
+            self._ended[batch_id] = frozenset(row.request_id for row in rows)
             self.clear(batch_id)
         end = time.perf_counter_ns()
-        return StepResult(
-            generations=tuple(generation for generation in generations if generation is not None),
+        result = StepResult(
+            generations=(),
             batch=self._cached_batch(batch_id) if batch_id in self._batches else None,
             forward_ns=settle_begin - forward_begin,
             decode_ns=end - settle_begin,
@@ -360,6 +422,7 @@ class Executor:
             num_forward_rows=len(active),
             num_forward_tokens=sum(count for _, count in active),
         )
+        return ComputedStep(self._settler, [one for one in settled if one is not None], result)
 
     @torch.inference_mode()
     def _forward(self, active: Sequence[tuple[Row, int]]) -> tuple[list[Row], list[list[SampledToken]]]:

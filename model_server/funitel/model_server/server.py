@@ -1,19 +1,20 @@
 """The gRPC servicer: decode a call, run it on the compute thread, encode the answer. Knows no tensors.
 
 Calls that change state run on one thread, in the order of their `step_seq` where the router numbers them, in order
-of arrival otherwise. Health and Info never wait for it.
+of arrival otherwise. The next one is at hand there before the last has ended; what that one found is put into words
+and encoded on the event loop meanwhile. Health and Info never wait for it.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor as ThreadExecutor
-from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
 
-from funitel.model_server.executor import Executor
+from funitel.model_server.executor import ComputedStep, Executor
 from funitel.model_server.tracing import Traced
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
@@ -23,6 +24,8 @@ from funitel.proto.step import ShardInfo
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R")
+Response = TypeVar("Response", pb.PrefillResponse, pb.DecodeResponse)
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 MAX_MESSAGE_BYTES = 2**31 - 1
 # A numbered call whose predecessor is not done after this long is refused: the longest step must fit.
@@ -30,48 +33,57 @@ ORDER_TIMEOUT_SECONDS = 300.0
 
 
 class StepOrder:
-    """Lets numbered calls through strictly in order, from 1; several may be waiting."""
+    """Begins numbered calls strictly in order, from 1; any number may be waiting.
+
+    A call is begun when the one before it has *begun*: what they are handed to keeps them in that order.
+    """
 
     def __init__(self) -> None:
         self._next = 1
-        self._round = 0  # numberings begun; a call of an earlier one is refused
-        self._changed = asyncio.Condition()
+        self._waiting: dict[int, _Waiting] = {}
 
-    async def reset(self) -> None:
+    def reset(self) -> None:
         """Start again from 1: a router has (re)connected. Calls still waiting are refused."""
-        async with self._changed:
-            self._next = 1
-            self._round += 1
-            self._changed.notify_all()
+        given_up, self._waiting = self._waiting, {}
+        self._next = 1
+        for step_seq, waiting in given_up.items():
+            waiting.begun.set_exception(InvalidRequest(f"step_seq {step_seq} belongs to a numbering that was given up"))
 
-    @asynccontextmanager
-    async def turn(self, step_seq: int | None) -> AsyncIterator[None]:
-        """Wait for the turn of `step_seq`; None goes through at once.
+    async def begin(self, step_seq: int | None, call: Callable[[], Awaitable[T]]) -> Awaitable[T]:
+        """Call `call` in the turn of `step_seq`, at once for None; returns what it returns.
+
+        A caller that is cancelled while it waits leaves its call behind, to be made when its turn comes.
 
         Raises:
-            InvalidRequest: the number was executed already, or its predecessors did not come in time.
+            InvalidRequest: the number was used already, or its predecessors did not come in time.
         """
         if step_seq is None:
-            yield
-            return
-        async with self._changed:
-            current = self._round
-            if step_seq < self._next:
-                raise InvalidRequest(f"step_seq {step_seq} was executed already, {self._next} is next")
-            try:
-                async with asyncio.timeout(ORDER_TIMEOUT_SECONDS):
-                    await self._changed.wait_for(lambda: self._next >= step_seq or self._round != current)
-            except TimeoutError as error:
-                raise InvalidRequest(f"step_seq {step_seq} came, {self._next} did not") from error
-            if self._round != current:
-                raise InvalidRequest(f"step_seq {step_seq} belongs to a numbering that was given up")
-        try:
-            yield
-        finally:
-            async with self._changed:
-                if self._round == current:
-                    self._next = step_seq + 1
-                    self._changed.notify_all()
+            return call()
+        if step_seq < self._next or step_seq in self._waiting:
+            raise InvalidRequest(f"step_seq {step_seq} was executed already, {self._next} is next")
+        waiting = _Waiting(call, asyncio.get_running_loop().create_future())
+        self._waiting[step_seq] = waiting
+        self._begin_due()
+        if not waiting.begun.done():
+            await asyncio.wait([waiting.begun], timeout=ORDER_TIMEOUT_SECONDS)
+        if not waiting.begun.done():
+            del self._waiting[step_seq]
+            raise InvalidRequest(f"step_seq {step_seq} came, {self._next} did not")
+        begun: Awaitable[T] = waiting.begun.result()
+        return begun
+
+    def _begin_due(self) -> None:
+        while (waiting := self._waiting.pop(self._next, None)) is not None:
+            self._next += 1
+            waiting.begun.set_result(waiting.call())
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A call that waits for its turn, and what it returns once begun."""
+
+    call: Callable[[], Awaitable[Any]]
+    begun: "asyncio.Future[Awaitable[Any]]"
 
 
 class Servicer(generate_pb2_grpc.TextGenerationServiceServicer):
@@ -111,28 +123,31 @@ class Servicer(generate_pb2_grpc.TextGenerationServiceServicer):
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         """Drop one or all cached batches; dropping all starts the numbering again."""
-        if not request.HasField("id"):
-            await self._run(context, None, self._executor.clear)
-            await self._order.reset()
+
+        def encode(_: None) -> pb.ClearCacheResponse:
             return pb.ClearCacheResponse()
-        await self._run(context, _step_seq(request), lambda: self._executor.clear(request.id))
-        return pb.ClearCacheResponse()
+
+        if request.HasField("id"):
+            return await self._run(context, _step_seq(request), lambda: self._executor.clear(request.id), encode)
+        response = await self._run(context, None, self._executor.clear, encode)
+        self._order.reset()
+        return response
 
     async def FilterBatch(self, request: pb.FilterBatchRequest, context: Context) -> pb.FilterBatchResponse:
         """Keep some rows of a cached batch."""
-        kept = await self._run(
+        step_seq = _step_seq(request)
+        return await self._run(
             context,
-            _step_seq(request),
-            lambda: self._executor.filter(request.batch_id, request.request_ids),
+            step_seq,
+            lambda: self._executor.filter(request.batch_id, request.request_ids, is_ahead=step_seq is not None),
+            lambda kept: pb.FilterBatchResponse(batch=wire.encode_cached(kept)),
         )
-        return pb.FilterBatchResponse(batch=wire.encode_cached(kept))
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         """Size the pool."""
         starts = [wire.decode_sequence(message) for message in request.batch.requests]
         limits = wire.decode_warmup_limits(request)
-        result = await self._run(context, None, lambda: self._executor.warmup(starts, limits))
-        return wire.encode_warmup_result(result)
+        return await self._run(context, None, lambda: self._executor.warmup(starts, limits), wire.encode_warmup_result)
 
     async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Context) -> pb.CompileGrammarResponse:
         """Compile a grammar on a thread of its own; steps go on meanwhile."""
@@ -148,31 +163,40 @@ class Servicer(generate_pb2_grpc.TextGenerationServiceServicer):
         starts = [wire.decode_sequence(message) for message in request.batch.requests]
         cached = wire.decode_cached(request.cached_batch) if request.HasField("cached_batch") else None
         rows = wire.decode_rows(request.rows)
-        result = await self._run(
+        step_seq, batch_id = _step_seq(request), request.batch.id
+        return await self._run(
             context,
-            _step_seq(request),
-            lambda: self._executor.prefill(request.batch.id, starts, cached, rows),
+            step_seq,
+            lambda: self._executor.compute_prefill(batch_id, starts, cached, rows, is_ahead=step_seq is not None),
+            lambda step: _encoded(step, pb.PrefillResponse()),
         )
-        response = pb.PrefillResponse()
-        wire.encode_result(result, response)
-        return response
 
     async def Decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
         """Run one step of cached batches."""
         cached = [wire.decode_cached(message) for message in request.batches]
         rows = wire.decode_rows(request.rows)
-        result = await self._run(context, _step_seq(request), lambda: self._executor.decode(cached, rows))
-        response = pb.DecodeResponse()
-        wire.encode_result(result, response)
-        return response
+        step_seq = _step_seq(request)
+        return await self._run(
+            context,
+            step_seq,
+            lambda: self._executor.compute_decode(cached, rows, is_ahead=step_seq is not None),
+            lambda step: _encoded(step, pb.DecodeResponse()),
+        )
 
-    async def _run(self, context: Context, step_seq: int | None, call: Callable[[], T]) -> T:
+    async def _run(
+        self,
+        context: Context,
+        step_seq: int | None,
+        call: Callable[[], T],
+        encode: Callable[[T], R],
+    ) -> R:
         """Run `call` on the compute thread in its turn; failures become gRPC statuses.
 
-        A client that hangs up does not stop a call that has begun: other ranks run it too.
+        What it returns is encoded here, on the event loop, while the compute thread goes on. A client that hangs up
+        stops neither: other ranks run the call too, and later ones build on it.
         """
         try:
-            return await asyncio.shield(asyncio.ensure_future(self._in_turn(step_seq, call)))
+            return await asyncio.shield(await self._order.begin(step_seq, lambda: self._begin(call, encode)))
         except ShardFailed as error:
             self._on_fatal(error)
             await _abort(context, error)
@@ -185,15 +209,33 @@ class Servicer(generate_pb2_grpc.TextGenerationServiceServicer):
                 self._on_fatal(failure)
             await _abort(context, failure)
 
-    async def _in_turn(self, step_seq: int | None, call: Callable[[], T]) -> T:
-        async with self._order.turn(step_seq):
-            return await asyncio.get_running_loop().run_in_executor(self._compute, call)
+    def _begin(self, call: Callable[[], T], encode: Callable[[T], R]) -> "asyncio.Future[R]":
+        """Hand `call` to the compute thread. Results come back, and are encoded, in the order of the calls."""
+        loop = asyncio.get_running_loop()
+        answered: asyncio.Future[R] = loop.create_future()
+
+        def take(computed: "asyncio.Future[T]") -> None:
+            if computed.cancelled():  # the process ends
+                answered.cancel()
+                return
+            try:
+                answered.set_result(encode(computed.result()))
+            except Exception as error:
+                answered.set_exception(error)
+
+        loop.run_in_executor(self._compute, call).add_done_callback(take)
+        return answered
 
 
 def _step_seq(
     request: pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest | pb.ClearCacheRequest,
 ) -> int | None:
     return request.step_seq if request.HasField("step_seq") else None
+
+
+def _encoded(step: ComputedStep, response: Response) -> Response:
+    wire.encode_result(step.describe(), response)
+    return response
 
 
 async def _abort(context: Context, error: FunitelError) -> NoReturn:

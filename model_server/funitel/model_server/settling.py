@@ -1,17 +1,31 @@
 """After sampling: text, stops and finish of each sequence, and its description for the router.
 
 Every rank settles alike, so that all agree on what has finished; each describes only the requests that are its own.
-Touches no tensors.
+Settling is part of the step; describing may be done beside the next one. Touches no tensors.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.sampler import SampledToken
 from funitel.model_server.sequences import Row
 from funitel.model_server.text import StopMatch, TextCodec
 from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a step gave a row, before it is described: the tokens taken, their text where it is known, how it ended."""
+
+    row: Row
+    tokens: tuple[SampledToken, ...]
+    pieces: list[str] | None
+    is_first: bool
+    num_generated: int
+    finish_reason: FinishReason | None
+    match: StopMatch | None
 
 
 class Settler:
@@ -22,20 +36,21 @@ class Settler:
         self.parallel = parallel
         self.eos_token_ids = eos_token_ids
 
-    def settle(self, row: Row, tokens: Sequence[SampledToken]) -> Generation | None:
-        """Give a row its next tokens, up to the one that finishes it, as text; describe them if the row is ours.
+    def settle(self, row: Row, tokens: Sequence[SampledToken]) -> Settled | None:
+        """Give a row its next tokens, up to the one that finishes it; None if another rank describes it.
 
-        A rank that neither describes the row nor has stops to look for needs no text.
+        What the next step depends on is settled here. Text is needed for that only where stop strings are looked for;
+        otherwise `describe` makes it, on whatever thread, while the next step is computed.
         """
-        is_ours = row.request_id % self.parallel.size == self.parallel.rank
-        needs_text = is_ours or bool(row.start.stopping.stop_sequences)
         is_first = row.num_generated == 0
-        pieces: list[str] = []
+        pieces: list[str] | None = [] if row.start.stopping.stop_sequences else None
         match: StopMatch | None = None
+        count = 0
         for token in tokens:
             row.take(token.id)
+            count += 1
             row.finish_reason = self._finish_reason(row, token)
-            if needs_text:
+            if pieces is not None:
                 piece = row.detokenizer.push(token.id)
                 match = row.stops.search(row.detokenizer.text, self.codec.special_text(token.id))
                 if row.finish_reason is None and match is not None:
@@ -45,24 +60,33 @@ class Settler:
                 pieces.append(piece)
             if row.finish_reason is not None:
                 break
-        if not is_ours:
+        if row.request_id % self.parallel.size != self.parallel.rank:
             return None
-        taken = tokens[: len(pieces)]
+        return Settled(row, tuple(tokens[:count]), pieces, is_first, row.num_generated, row.finish_reason, match)
+
+    def describe(self, settled: Settled) -> Generation:
+        """What is sent of a row's tokens. Each row's in the order they were settled, and never two at a time."""
+        row, tokens = settled.row, settled.tokens
+        pieces = settled.pieces
+        if pieces is None:
+            pieces = [row.detokenizer.push(token.id) for token in tokens]
+            if settled.finish_reason is not None:
+                pieces[-1] += row.detokenizer.flush()
         return Generation(
             request_id=row.request_id,
             tokens=Tokens(
-                tuple(token.id for token in taken),
-                tuple(token.logprob for token in taken),
+                tuple(token.id for token in tokens),
+                tuple(token.logprob for token in tokens),
                 tuple(pieces),
-                tuple(self.codec.special_text(token.id) is not None for token in taken),
+                tuple(self.codec.special_text(token.id) is not None for token in tokens),
             ),
             top_tokens=(
-                tuple(self._describe(token.top_ids, token.top_logprobs) for token in taken)
+                tuple(self._describe(token.top_ids, token.top_logprobs) for token in tokens)
                 if row.sampling.top_n
                 else ()
             ),
-            prefill_tokens=self._prompt_tokens(row) if row.wants_prompt_logprobs and is_first else None,
-            finished=_ending(row, match),
+            prefill_tokens=self._prompt_tokens(row) if row.wants_prompt_logprobs and settled.is_first else None,
+            finished=_ending(settled),
         )
 
     def _finish_reason(self, row: Row, token: SampledToken) -> FinishReason | None:
@@ -88,17 +112,18 @@ class Settler:
         return Tokens(described.ids, described.logprobs, described.texts)
 
 
-def _ending(row: Row, match: StopMatch | None) -> GeneratedText | None:
+def _ending(settled: Settled) -> GeneratedText | None:
     """How a finished row ended. A stop that ended it ends its text; where length did, the text is whole."""
-    if row.finish_reason is None:
+    if settled.finish_reason is None:
         return None
+    row, match = settled.row, settled.match
     text, params = row.detokenizer.text, row.start.sampling
-    if match is not None and row.finish_reason is FinishReason.STOP_SEQUENCE:
+    if match is not None and settled.finish_reason is FinishReason.STOP_SEQUENCE:
         text = text[: match.end]
     return GeneratedText(
         text=text,
-        num_tokens=row.num_generated,
-        finish_reason=row.finish_reason,
+        num_tokens=settled.num_generated,
+        finish_reason=settled.finish_reason,
         seed=params.seed if params.is_sampled else None,
         stop_index=match.index if match else None,
         stop_start=match.start if match else None,

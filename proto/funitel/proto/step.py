@@ -10,7 +10,9 @@ from enum import IntEnum, StrEnum
 class Capability(StrEnum):
     """What a shard understands beyond TGI's v3 wire (`InfoResponse.capabilities`)."""
 
-    STEP_SEQ = "step_seq"  # numbered calls, executed strictly in order on every rank
+    # Numbered calls, executed strictly in order on every rank. They may be planned before the step before them is
+    # answered: rows and batches that ended in it compute nothing, rows without a word in `rows` one token.
+    STEP_SEQ = "step_seq"
     ROW_UPDATES = "row_updates"  # block grants and chunk lengths per step
     TOKEN_IDS = "token_ids"  # prompts as input_ids, resumption through output_ids
     COUNT_PENALTIES = "count_penalties"  # presence_penalty and count_penalty

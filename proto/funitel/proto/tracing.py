@@ -71,6 +71,32 @@ def span(
         yield begun
 
 
+class OpenSpan:
+    """A span that is ended by hand: what it measures goes on while the caller turns to something else."""
+
+    def __init__(self, span: Span | None) -> None:
+        self._span = span
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Be below this span for the length of a `with`; it goes on afterwards."""
+        if self._span is None:
+            yield
+            return
+        with trace.use_span(self._span):
+            yield
+
+    def end(self) -> None:
+        """End the span now."""
+        if self._span is not None:
+            self._span.end()
+
+
+def begin(name: str, parent: Context | None = None, attributes: Mapping[str, Attribute] | None = None) -> OpenSpan:
+    """A span that lasts until it is ended; below `parent`, or below the span of the caller."""
+    return OpenSpan(None if _tracer is None else _tracer.start_span(name, parent, attributes=attributes))
+
+
 def record(name: str, parent: Context | None, begin: float, end: float, **attributes: Attribute) -> None:
     """Record a span after the fact; `begin` and `end` are instants of the monotonic clock in seconds."""
     if _tracer is None:

@@ -1,7 +1,8 @@
-"""The loop between HTTP and the shards: plan, send, commit, deliver. Owns admission, cancellation and draining.
+"""The loop between HTTP and the shards: settle, plan, send, deliver. Owns admission, cancellation and draining.
 
-Runs on the event loop; planning and sending happen without a pause between, so a client seen to leave is in no later
-step.
+Runs on the event loop. A turn is made whenever something has happened: a step was answered, a request came or left. It
+takes answers into account in order, sends further steps before it delivers what was answered, and never waits; so the
+shards compute while tokens go to their clients (`pipeline`).
 """
 
 import asyncio
@@ -9,7 +10,6 @@ import logging
 import time
 from functools import partial
 
-from funitel.proto import tracing
 from funitel.proto.errors import (
     FunitelError,
     InvalidRequest,
@@ -22,6 +22,7 @@ from funitel.proto.step import Generation
 from funitel.router.chunking import MIN_CHUNK_TOKENS
 from funitel.router.metrics import Metrics
 from funitel.router.peer import check_capabilities
+from funitel.router.pipeline import Pipeline
 from funitel.router.replica import Replica
 from funitel.router.scheduler import Scheduler, StepPlan
 from funitel.router.sequence import Limits, Request, Sequence
@@ -41,6 +42,7 @@ class Engine:
         limits: Limits,
         metrics: Metrics,
         max_concurrent_requests: int,
+        pipeline_steps: int = 1,
     ) -> None:
         self.limits = limits
         self._replica = replica
@@ -50,6 +52,7 @@ class Engine:
         self._streams: dict[int, TokenStream] = {}
         self._next_id = 0
         self._wake = asyncio.Event()
+        self._pipeline = Pipeline(replica, pipeline_steps, self._wake.set)
         self._compiling: set[asyncio.Task[None]] = set()
         self._left = asyncio.Event()  # set whenever a request ends
         self._is_draining = False
@@ -104,6 +107,10 @@ class Engine:
         except FunitelError as error:
             self._fail(sequence, error)
             return
+        except Exception as error:  # a stream must not hang
+            logger.exception("compiling a grammar failed")
+            self._fail(sequence, StepFailed(f"{type(error).__name__}: {error}"))
+            return
         if sequence.id in self._streams:
             self._queue(sequence)
 
@@ -128,6 +135,7 @@ class Engine:
             await self._left.wait()
         self._loop.cancel()
         await asyncio.gather(self._loop, return_exceptions=True)
+        await self._pipeline.drain()
         await self._replica.close()
 
     # The loop -------------------------------------------------------------------------------------------------------
@@ -136,36 +144,61 @@ class Engine:
         while True:
             self._wake.clear()
             try:
-                has_worked = await self._turn()
-            except ShardFailed as error:
-                await self._fail_running(error)
-                continue
-            except FunitelError as error:  # whatever a shard calls it, such as too little memory for a step
-                await self._fail_running(StepFailed(error.message))
+                self._turn()
+            except FunitelError as error:
+                await self._recover(error)
                 continue
             except Exception:
                 logger.exception("the engine stops")
                 self._fail_all(ShardFailed("the engine has stopped"))
                 raise
-            self._report()
-            if not has_worked:
-                await self._wake.wait()
+            await self._wake.wait()
 
-    async def _turn(self) -> bool:
-        """One step, or the removal of rows that must not be in it. False when there is nothing to do."""
-        self._scheduler.preempt()
-        running = frozenset(self._scheduler.running)
-        if not self._replica.held_ids <= running:
-            begin = time.monotonic()
-            await self._replica.retain(running)
-            self._metrics.observe_filter("decode", time.monotonic() - begin)
-            return True  # others may have left meanwhile: look again before planning
-        joined = self._reason_to_join() if running else None
-        plan = self._scheduler.schedule()
-        if plan is None:
-            return False
-        await self._step(plan, joined)
-        return True
+    def _turn(self) -> None:
+        """Settle what has been answered and send what may be sent; deliver meanwhile.
+
+        Raises:
+            FunitelError: the oldest call under way has failed.
+        """
+        while self._pipeline.is_answered:
+            delivered = self._settle()
+            self._send_steps()
+            for sequence, generation in delivered:
+                self._deliver(sequence, generation)
+        self._send_steps()
+        self._report()
+
+    def _settle(self) -> list[tuple[Sequence, Generation]]:
+        """Take the oldest answer into account; returns what to deliver."""
+        settled = self._pipeline.settle()
+        if settled.plan is None or settled.answer is None:
+            self._pipeline.done()
+            self._metrics.observe_filter("decode", settled.seconds)
+            return []
+        self._metrics.observe_step(settled.plan.method, settled.seconds, settled.answer.by_rank)
+        try:
+            delivered = self._scheduler.commit(settled.plan, settled.answer.combined, settled.seconds)
+        except KeyError as error:
+            raise ShardFailed(f"the shards gave no token for request {error}") from error
+        self._pipeline.done()
+        return delivered
+
+    def _send_steps(self) -> None:
+        """Send steps while there is something to compute and not too many are under way.
+
+        Planning and sending happen without a pause between, so a client seen to leave is in no later step.
+        """
+        scheduler, pipeline = self._scheduler, self._pipeline
+        while pipeline.has_room:
+            scheduler.preempt()
+            pipeline.drop_all_but(scheduler.running)
+            if not pipeline.has_room:
+                return
+            joined = self._reason_to_join() if scheduler.running else None
+            plan = scheduler.schedule()
+            if plan is None:
+                return
+            self._send(plan, joined)
 
     def _reason_to_join(self) -> str:
         """Why sequences that the next step lets in would join running ones, in TGI's words."""
@@ -173,8 +206,7 @@ class Engine:
             return "chunking"
         return "wait_exceeded" if self._scheduler.has_waited_long else "backpressure"
 
-    async def _step(self, plan: StepPlan, joined: str | None) -> None:
-        method = "prefill" if plan.starts else "decode"
+    def _send(self, plan: StepPlan, joined: str | None) -> None:
         begin = time.monotonic()
         for start in plan.starts:
             timings = self._streams[start.request_id].timings
@@ -182,25 +214,8 @@ class Engine:
         self._note_prefixes(plan)
         if plan.starts:
             self._metrics.observe_new_batch(len(plan.starts), joined)
-        self._metrics.count_step(method)
-        try:
-            with tracing.span("batch", tracing.ROOT), tracing.span(method, attributes={"size": len(plan.computed)}):
-                answer = await self._replica.step(plan)
-        except InvalidRequest as error:
-            self._metrics.count_step_failure(method)
-            await self._refuse(plan, error)
-            return
-        except FunitelError:
-            self._metrics.count_step_failure(method)
-            raise
-        seconds = time.monotonic() - begin
-        self._metrics.observe_step(method, seconds, answer.by_rank)
-        try:
-            delivered = self._scheduler.commit(plan, answer.combined, seconds)
-        except KeyError as error:
-            raise ShardFailed(f"the shards gave no token for request {error}") from error
-        for sequence, generation in delivered:
-            self._deliver(sequence, generation)
+        self._metrics.count_step(plan.method)
+        self._pipeline.send(plan)
 
     def _note_prefixes(self, plan: StepPlan) -> None:
         """Tell clients and metrics how much of each new prompt was found computed."""
@@ -220,33 +235,60 @@ class Engine:
         self._left.set()
         return self._streams.pop(sequence.id, None)
 
-    async def _refuse(self, plan: StepPlan, error: InvalidRequest) -> None:
-        """The shards refused a step and changed nothing: the newcomers get the error, the others begin it again."""
-        newcomers = {start.request_id for start in plan.starts}
-        if not newcomers or self._scheduler.policy.is_plain:  # nobody to blame, or no way to resume
-            raise StepFailed(error.message) from error
-        logger.warning("a step was refused: %s", error.message)
-        for sequence in tuple(self._scheduler.running.values()):
-            if sequence.id in newcomers:
-                self._fail(sequence, error)
+    # Failures -------------------------------------------------------------------------------------------------------
+
+    async def _recover(self, error: FunitelError) -> None:
+        """The oldest call under way has failed: whom it concerns gets the error, all others begin again.
+
+        The shards hold nothing afterwards. What they computed in later calls is not taken into account: a sequence
+        that is resumed computes the same once more.
+        """
+        call = self._pipeline.oldest
+        plan = call.plan if call is not None else None
+        await self._pipeline.drain()
+        self._scheduler.abandon()
+        if plan is not None:
+            self._metrics.count_step_failure(plan.method)
+        if isinstance(error, InvalidRequest) and plan is not None and plan.starts and self._can_resume:
+            self._refuse(plan, error)
+        else:
+            self._fail_step(plan, error if isinstance(error, ShardFailed) else StepFailed(error.message))
         self._scheduler.preempt_all()
-        await self._replica.clear()
+        try:
+            await self._replica.clear()
+        except FunitelError as failure:
+            self._fail_all(failure)
+
+    @property
+    def _can_resume(self) -> bool:
+        return not self._scheduler.policy.is_plain
+
+    def _refuse(self, plan: StepPlan, error: InvalidRequest) -> None:
+        """The shards refused a step and changed nothing: a newcomer is to blame, and gets the error.
+
+        Of several nobody knows which; they enter again one by one.
+        """
+        logger.warning("a step was refused: %s", error.message)
+        running = self._scheduler.running
+        newcomers = [running[start.request_id] for start in plan.starts if start.request_id in running]
+        if len(plan.starts) == 1:
+            for sequence in newcomers:
+                self._fail(sequence, error)
+        for sequence in newcomers:
+            sequence.enters_alone = True
+
+    def _fail_step(self, plan: StepPlan | None, error: FunitelError) -> None:
+        """Give the error to the sequences of a step; to every running one where no other can be resumed."""
+        logger.error("step failed: %s", error.message)
+        for sequence in tuple(self._scheduler.running.values()):
+            if plan is None or sequence.id in plan.computed or not self._can_resume:
+                self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: FunitelError) -> None:
         self._scheduler.remove(sequence)
         stream = self._forget(sequence)
         if stream is not None:
             stream.deliver(error)
-
-    async def _fail_running(self, error: FunitelError) -> None:
-        """Give every running sequence the error; the shards hold nothing of them afterwards."""
-        logger.error("step failed: %s", error.message)
-        for sequence in tuple(self._scheduler.running.values()):
-            self._fail(sequence, error)
-        try:
-            await self._replica.clear()
-        except FunitelError as failure:
-            self._fail_all(failure)
 
     def _fail_all(self, error: FunitelError) -> None:
         """Give every sequence, waiting ones too, the error."""

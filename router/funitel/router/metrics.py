@@ -135,6 +135,8 @@ class Metrics:
         if slowest.concat_ns is not None:
             # TGI's label, whatever the method.
             self._concat_duration.labels("decode").observe(slowest.concat_ns / 1e9)
+        if all(result.batch is None and not result.generations for result in results):
+            return  # planned before it was known that every sequence ends with the step before: nothing was computed
         self._steps.inc()
         for rank, result in enumerate(results):
             self._forwards.labels(rank).inc(result.num_forwards)

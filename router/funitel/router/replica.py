@@ -4,7 +4,7 @@ It tracks which batches the ranks keep, so that callers think in sequences. How 
 know: `shards` calls processes over gRPC, `funitel.llm` an executor of this process.
 """
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,8 +27,10 @@ from funitel.router.scheduler import StepPlan
 class Ranks(Protocol):
     """The ranks of one model copy, called together; results are in rank order.
 
-    Steps are sent by the plain call, before anything is awaited. A call raises InvalidRequest when every rank refused
-    it and changed nothing, StepFailed when it failed and the ranks are sound, ShardFailed when a rank is lost.
+    Steps, filters and clears are sent by the plain call, before anything is awaited, and executed in the order they
+    were sent; several may be under way where the ranks take numbered calls (`Capability.STEP_SEQ`). A call raises
+    InvalidRequest when every rank refused it and changed nothing, StepFailed when it failed and the ranks are sound,
+    ShardFailed when a rank is lost.
     """
 
     infos: tuple[ShardInfo, ...]
@@ -58,7 +60,7 @@ class Ranks(Protocol):
         """Run one step of cached batches."""
         ...
 
-    async def filter(self, batch_id: int, request_ids: Seq[int], step_seq: int | None) -> CachedBatch:
+    def filter(self, batch_id: int, request_ids: Seq[int], step_seq: int | None) -> Awaitable[CachedBatch]:
         """Keep some rows of a cached batch."""
         ...
 
@@ -66,7 +68,7 @@ class Ranks(Protocol):
         """Compile a grammar beside the steps; a failure leaves steps sound. Raises InvalidRequest for a bad one."""
         ...
 
-    async def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> None:
+    def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> Awaitable[None]:
         """Drop one cached batch; or all, and begin the numbering of calls again."""
         ...
 
@@ -83,8 +85,20 @@ class StepAnswer:
     by_rank: tuple[StepResult, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """A step on its way: the rows it names, and the ranks' results to come."""
+
+    request_ids: tuple[int, ...]
+    results: Awaitable[tuple[StepResult, ...]]
+
+
 class Replica:
-    """The ranks of one model copy and the batches they keep. One call that changes state at a time."""
+    """The ranks of one model copy and the batches they keep.
+
+    Batches are known ahead: `_batches` are those that the ranks will keep once they have executed every call sent,
+    unless rows finish; these are learnt of as steps are settled, in the order they were sent.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -98,11 +112,6 @@ class Replica:
     def info(self) -> ShardInfo:
         """Facts all ranks share; those of the last rank, as TGI takes them."""
         return self.infos[-1]
-
-    @property
-    def held_ids(self) -> frozenset[int]:
-        """Sequences the ranks hold rows of."""
-        return frozenset(request_id for batch in self._batches for request_id in batch.request_ids)
 
     @property
     def num_batches(self) -> int:
@@ -123,37 +132,56 @@ class Replica:
             await self.ranks.compile_grammar(kind, text)
 
     async def clear(self) -> None:
-        """Drop every cached batch on every rank; numbering starts again."""
+        """Drop every cached batch on every rank; numbering starts again. With no other call under way."""
         self._batches = []
         self._step_seq = 0
         await self.ranks.clear()
 
-    async def retain(self, keep: frozenset[int]) -> None:
-        """Drop the rows of all sequences but `keep`."""
+    def drop_all_but(self, keep: Container[int]) -> list[Awaitable[object]]:
+        """Send what drops the rows of all sequences but `keep`; the answers say only whether it failed."""
+        calls: list[Awaitable[object]] = []
         for batch in tuple(self._batches):
-            kept = [request_id for request_id in batch.request_ids if request_id in keep]
+            kept = tuple(request_id for request_id in batch.request_ids if request_id in keep)
             if len(kept) == len(batch.request_ids):
                 continue
             self._batches.remove(batch)
             if kept:
-                self._batches.append(await self.ranks.filter(batch.id, kept, self._number()))
+                self._batches.append(CachedBatch(batch.id, kept))
+                calls.append(self.ranks.filter(batch.id, kept, self._number()))
             else:
-                await self.ranks.clear(batch.id, self._number())
+                calls.append(self.ranks.clear(batch.id, self._number()))
+        return calls
 
-    async def step(self, plan: StepPlan) -> StepAnswer:
-        """Send one step at once, wait for every rank, combine the answers as TGI's client does.
+    def send(self, plan: StepPlan) -> SentStep:
+        """Send one step to every rank, at once."""
+        cached = list(self._batches)
+        if not plan.starts:
+            batch_id = cached[0].id
+            results = self.ranks.decode(cached, plan.rows, self._number())
+        else:
+            if plan.is_alone:
+                cached = []
+            assert len(cached) <= 1, "batches are joined by the first decode"
+            own_id = self._next_batch_id
+            self._next_batch_id += 1
+            batch_id = cached[0].id if cached else own_id
+            joined = cached[0] if cached else None
+            results = self.ranks.prefill(own_id, plan.starts, joined, plan.rows, self._number())
+        request_ids = [request_id for batch in cached for request_id in batch.request_ids]
+        request_ids += [start.request_id for start in plan.starts]
+        self._batches = [batch for batch in self._batches if batch not in cached]
+        self._batches.append(CachedBatch(batch_id, tuple(request_ids)))
+        return SentStep(tuple(request_ids), results)
+
+    def settle(self, step: SentStep, results: tuple[StepResult, ...]) -> StepAnswer:
+        """Take the ranks' results of the oldest step sent into account, and combine them as TGI's client does.
 
         Raises:
-            InvalidRequest: every rank refused the call before changing anything.
-            StepFailed: the call failed and the ranks are sound.
-            ShardFailed: a rank does not answer, or ranks disagree.
-            After any of them what the ranks hold is unknown here: `clear`.
+            ShardFailed: ranks disagree. What they hold is unknown here, as after a step that failed: `clear`.
         """
-        results = await self._send_step(plan)
         if len({result.batch and result.batch.request_ids for result in results}) > 1:
             raise ShardFailed("the shards disagree about which sequences are running")
-        if results[-1].batch is not None:
-            self._batches.append(results[-1].batch)
+        self._note_kept(step, results[-1].batch)
         slowest = max(results, key=lambda result: result.total_ns)
         combined = StepResult(
             generations=tuple(g for result in reversed(results) for g in result.generations),
@@ -165,18 +193,18 @@ class Replica:
         )
         return StepAnswer(combined, results)
 
-    def _send_step(self, plan: StepPlan) -> Awaitable[tuple[StepResult, ...]]:
-        """Send without yielding to the event loop: what was planned is what is sent."""
-        if not plan.starts:
-            batches, self._batches = self._batches, []
-            return self.ranks.decode(batches, plan.rows, self._number())
-        batch_id = self._next_batch_id
-        self._next_batch_id += 1
-        cached = None
-        if self._batches and not plan.is_alone:
-            assert len(self._batches) == 1, "batches are joined by the first decode"
-            cached = self._batches.pop()
-        return self.ranks.prefill(batch_id, plan.starts, cached, plan.rows, self._number())
+    def _note_kept(self, step: SentStep, kept: CachedBatch | None) -> None:
+        """Forget the rows that ended with a step because all of its batch did."""
+        if kept is not None and kept.request_ids == step.request_ids:
+            # As the ranks describe it, which is how TGI's want to hear of it again.
+            self._batches = [kept if batch.request_ids == kept.request_ids else batch for batch in self._batches]
+            return
+        ended = set(step.request_ids).difference(kept.request_ids if kept is not None else ())
+        rest = [
+            CachedBatch(batch.id, tuple(request_id for request_id in batch.request_ids if request_id not in ended))
+            for batch in self._batches
+        ]
+        self._batches = [batch for batch in rest if batch.request_ids]
 
     def _number(self) -> int | None:
         if Capability.STEP_SEQ not in self.capabilities:

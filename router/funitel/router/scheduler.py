@@ -4,6 +4,15 @@
 the step with running sequences; blocks are granted as sequences grow; when none is left the newest sequence gives its
 blocks back and waits to be resumed. Full blocks are published once computed, and a sequence that begins with the same
 tokens starts behind them.
+
+`schedule` may be called again while steps are *in flight*: planned, and not committed yet. It plans over what they
+promise (`Sequence.ahead`): the tokens they compute, one token for each sequence whose known tokens they complete, an
+end for one that has all it may have. Results are committed in the order of the plans, and may exceed the promise: of a
+forced span the step that was planned meanwhile computes one token, and nothing of a sequence that has ended.
+
+Blocks of a sequence that leaves are free at once, though a step in flight may still write to them. Whoever is granted
+them is granted them by a later step, which the shards execute later, and in which their old owner has no row. What can
+be found by its content is published only when committed, and is full: nobody writes there any more.
 """
 
 from collections import deque
@@ -44,6 +53,11 @@ class StepPlan:
     load: StepLoad  # prompt tokens are all but one for each sequence that was already decoding
     is_alone: bool = False
 
+    @property
+    def method(self) -> str:
+        """The call of the wire it is sent by, in lower case."""
+        return "prefill" if self.starts else "decode"
+
 
 class Scheduler:
     """Waiting and running sequences over one block pool."""
@@ -55,6 +69,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # by id, oldest first
         self.num_preempted = 0
+        self._in_flight: deque[StepPlan] = deque()  # oldest first
         self._steps_since_join = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -78,13 +93,15 @@ class Scheduler:
     def preempt(self) -> None:
         """Take blocks back from the newest sequences until every other one can compute what it holds.
 
-        To be called, and the rows of preempted sequences dropped on the shard, before `schedule`.
+        To be called, and the rows of preempted sequences dropped on the shard, before `schedule`. Only with no step in
+        flight: what a sequence is resumed from must be known.
         """
-        while self._missing_blocks() > self.blocks.num_free:
+        while not self._in_flight and self._missing_blocks() > self.blocks.num_free:
             self._preempt_newest()
 
     def preempt_all(self) -> None:
         """Take every running sequence's blocks back; all wait, oldest first, to be resumed."""
+        assert not self._in_flight, "steps in flight come first"
         while self.running:
             self._preempt_newest()
 
@@ -97,14 +114,17 @@ class Scheduler:
         self.num_preempted += 1
 
     def _missing_blocks(self) -> int:
-        return sum(self._growth(sequence, sequence.num_pending) for sequence in self.running.values())
+        return sum(self._growth(sequence, sequence.num_pending_ahead) for sequence in self.running.values())
 
     def _growth(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks to be granted before `num_tokens` more are computed."""
-        return max(0, self.blocks.blocks_for(sequence.num_computed + num_tokens) - len(sequence.blocks))
+        computed, _ = sequence.ahead()
+        return max(0, self.blocks.blocks_for(computed + num_tokens) - len(sequence.blocks))
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step; None when there is nothing to compute."""
+        """Plan the next step; None when there is nothing to compute before a step in flight is committed."""
+        if self._in_flight and self._missing_blocks() > self.blocks.num_free:
+            return None  # somebody must be preempted, and what is in flight comes first
         if not self.policy.is_chunked:
             return self._schedule_unchunked()
         computed: dict[int, int] = {}
@@ -117,13 +137,18 @@ class Scheduler:
     def _continue(self, budget: ChunkBudget, rows: list[RowUpdate], computed: dict[int, int]) -> None:
         """Let every running sequence go on.
 
-        A decoding one always computes a token; the rest of a prompt, or of a forced span, comes out of the budget.
+        A decoding one always computes a token; the rest of a prompt, or of a forced span, comes out of the budget. One
+        that ends with a step in flight computes nothing.
         """
         for sequence in self.running.values():
+            pending = sequence.num_pending_ahead
+            if pending == 0:
+                continue
             count = 1 if sequence.is_decoding else 0
-            if sequence.num_pending > count:
-                count += budget.take(sequence.num_computed + count, sequence.num_pending - count)
-            rows += self._row_update(sequence, count)
+            if pending > count:
+                num_computed, _ = sequence.ahead()
+                count += budget.take(num_computed + count, pending - count)
+            rows += self._row_update(sequence, pending, count)
             computed[sequence.id] = count
 
     def _schedule_unchunked(self) -> StepPlan | None:
@@ -135,10 +160,11 @@ class Scheduler:
             if starts:
                 self._steps_since_join = 0
                 return self._plan(starts, [], computed, budget, is_alone=True)
-        self._steps_since_join += 1
         rows: list[RowUpdate] = []
         budget = ChunkBudget(self.policy.max_batch_prefill_tokens, load=self._decode_load())
         self._continue(budget, rows, computed)
+        if computed:
+            self._steps_since_join += 1
         return self._plan([], rows, computed, budget)
 
     @property
@@ -159,21 +185,28 @@ class Scheduler:
         budget: ChunkBudget,
         is_alone: bool = False,
     ) -> StepPlan | None:
-        return StepPlan(tuple(starts), tuple(rows), computed, budget.load, is_alone) if computed else None
+        if not computed:
+            return None
+        plan = StepPlan(tuple(starts), tuple(rows), computed, budget.load, is_alone)
+        self._in_flight.append(plan)
+        for sequence_id, count in computed.items():
+            self.running[sequence_id].in_flight.append(count)
+        return plan
 
     def _chunk_budget(self) -> ChunkBudget:
         return self.step_time.budget(self.policy.max_batch_prefill_tokens, self._decode_load())
 
     def _decode_load(self) -> StepLoad:
         """What the sequences that are already decoding make of the next step."""
-        contexts = [sequence.num_known for sequence in self.running.values() if sequence.is_decoding]
+        decoding = [s for s in self.running.values() if s.is_decoding and s.num_pending_ahead]
+        contexts = [sequence.num_known for sequence in decoding]
         return StepLoad(len(contexts), sum(contexts))
 
-    def _row_update(self, sequence: Sequence, count: int) -> list[RowUpdate]:
-        """Grant what `count` tokens need; an update only where there is something to say."""
+    def _row_update(self, sequence: Sequence, pending: int, count: int) -> list[RowUpdate]:
+        """Grant what `count` of `pending` tokens need; an update only where there is something to say."""
         granted = self.blocks.allocate(self._growth(sequence, count))
         sequence.blocks.extend(granted)
-        if sequence.num_pending > 1:
+        if pending > 1:
             return [RowUpdate(sequence.id, granted, count)]
         return [RowUpdate(sequence.id, granted)] if granted else []
 
@@ -186,6 +219,8 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while self.waiting and not budget.is_spent:
             sequence = self.waiting[0]
+            if starts and sequence.enters_alone:
+                break
             prefix = self._prefix(sequence)
             if self._is_being_computed(sequence, len(prefix)):
                 passed_over.append(self.waiting.popleft())
@@ -198,6 +233,8 @@ class Scheduler:
             count = budget.take(num_cached, sequence.num_pending)
             computed[sequence.id] = count
             starts.append(self._start(sequence, count))
+            if sequence.enters_alone:
+                break
         self.waiting.extendleft(reversed(passed_over))
         return starts
 
@@ -276,16 +313,20 @@ class Scheduler:
     # Results --------------------------------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult, seconds: float) -> list[tuple[Sequence, Generation]]:
-        """Take a step's result into account; finished sequences leave. Returns what to deliver, in plan order.
+        """Take the result of the oldest step in flight into account; finished sequences leave.
 
-        Sequences removed while the step ran are skipped. A sequence that should have got a token and did not raises
-        KeyError, and nothing is taken into account: the shards have diverged from the plan.
+        Returns what to deliver, in plan order. Sequences that have left since the step was planned are skipped. One
+        that should have got a token and did not raises KeyError, and nothing is taken into account: the shards have
+        diverged from the plan.
         """
+        assert self._in_flight, "no step is in flight"
+        assert plan is self._in_flight[0], "results come in the order of their plans"
         by_id = {generation.request_id: generation for generation in result.generations}
         for sequence_id, count in plan.computed.items():
             sequence = self.running.get(sequence_id)
             if sequence is not None and sequence.num_pending == count and sequence_id not in by_id:
                 raise KeyError(sequence_id)
+        self._in_flight.popleft()
         # What the ranks measured, for steps wait for one another; `seconds` when they measured nothing.
         self.step_time.observe(plan.load, result.total_ns / 1e9 or seconds)
         delivered = []
@@ -293,6 +334,7 @@ class Scheduler:
             sequence = self.running.get(sequence_id)
             if sequence is None:
                 continue
+            sequence.in_flight.pop(0)
             self._advance(sequence, count)
             if sequence.num_pending > 0:
                 continue
@@ -304,6 +346,12 @@ class Scheduler:
                 self.remove(sequence)
             delivered.append((sequence, generation))
         return delivered
+
+    def abandon(self) -> None:
+        """Forget the steps in flight: one has failed, and what the others did is not taken into account."""
+        self._in_flight.clear()
+        for sequence in self.running.values():
+            sequence.in_flight.clear()
 
     def _advance(self, sequence: Sequence, count: int) -> None:
         """Note that `count` more tokens are computed, and publish the blocks they have filled."""

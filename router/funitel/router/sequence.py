@@ -33,7 +33,10 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One growing list of tokens: waiting, running or finished. KV is computed for its first `num_computed` tokens."""
+    """One growing list of tokens: waiting, running or finished. KV is computed for its first `num_computed` tokens.
+
+    What is known is one thing, what steps in flight will have done is another: `ahead` looks past those steps.
+    """
 
     id: int
     request: Request
@@ -41,6 +44,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0  # tokens found computed when it last entered a step
+    in_flight: list[int] = field(default_factory=list)  # tokens it computes in each step sent and not yet answered
+    enters_alone: bool = False  # a step that it entered with others was refused: nobody enters beside it
     _block_keys: list[bytes] = field(default_factory=list)
 
     @property
@@ -53,10 +58,30 @@ class Sequence:
         """Known tokens whose KV is still to be computed; one while decoding, more after a forced span."""
         return self.num_known - self.num_computed
 
+    def ahead(self) -> tuple[int, int]:
+        """Tokens computed, and tokens known at least, once every step in flight is done.
+
+        A step that computes all that is known brings one more token. It may bring several, when tokens are forced, or
+        the last one before its time; both show in its result, and no sooner.
+        """
+        computed, known = self.num_computed, self.num_known
+        for count in self.in_flight:
+            computed += count
+            known += computed == known
+        return computed, known
+
+    @property
+    def num_pending_ahead(self) -> int:
+        """Tokens that the next step sent may compute: none when those in flight bring its last token."""
+        computed, known = self.ahead()
+        is_ending = known >= len(self.request.input_ids) + self.request.stopping.max_new_tokens
+        return 0 if is_ending else known - computed
+
     @property
     def is_decoding(self) -> bool:
-        """Whether its next token is awaited: its prompt is computed, or one token is missing."""
-        return self.num_pending == 1 or self.num_computed >= len(self.request.input_ids)
+        """Whether the next step sent brings a token: by then its prompt is computed, or one token is missing."""
+        computed, known = self.ahead()
+        return known - computed == 1 or computed >= len(self.request.input_ids)
 
     def block_key(self, index: int, block_size: int) -> bytes:
         """Key of the content of block `index`, whose tokens are known: SHA-256 over the block before it and its tokens.

@@ -57,6 +57,9 @@ class RouterSettings:
         "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "
         "2.5 times a step without them when not given.",
     )
+    pipeline_steps: int = setting(
+        2, "Steps the shards are sent before the first is answered: 2 hides the router's latency, 1 does not."
+    )
     max_client_batch_size: int = setting(4, "Most prompts of one completions request.")
     disable_grammar_support: bool = setting(False, "Refuse requests that ask for a grammar.")
     tool_call_parser: str = setting(
@@ -131,6 +134,7 @@ class RouterSettings:
             self.target_itl_ms is None or 0 < self.target_itl_ms <= MOST_TARGET_ITL_MS,
             f"--target-itl-ms must be > 0 and <= {MOST_TARGET_ITL_MS}, given {self.target_itl_ms}",
         )
+        require(self.pipeline_steps in (1, 2), f"--pipeline-steps must be 1 or 2, given {self.pipeline_steps}")
         for name in ("aip_predict_route", "aip_health_route"):
             path = getattr(self, name)
             require(

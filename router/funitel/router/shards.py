@@ -170,10 +170,13 @@ class Shards:
         request = wire.encode_decode(batches, rows, step_seq)
         return self._results(self._send("Decode", request, pb.DecodeResponse, STEP_TIMEOUT_SECONDS))
 
-    async def filter(self, batch_id: int, request_ids: Sequence[int], step_seq: int | None) -> CachedBatch:
-        """Keep some rows of a cached batch."""
+    def filter(self, batch_id: int, request_ids: Sequence[int], step_seq: int | None) -> Awaitable[CachedBatch]:
+        """Send that only some rows of a cached batch are kept."""
         request = pb.FilterBatchRequest(batch_id=batch_id, request_ids=request_ids, step_seq=step_seq)
-        responses = await self._fan_out("FilterBatch", request, pb.FilterBatchResponse, STEP_TIMEOUT_SECONDS)
+        return self._kept(self._send("FilterBatch", request, pb.FilterBatchResponse, STEP_TIMEOUT_SECONDS))
+
+    async def _kept(self, calls: Sequence[Any]) -> CachedBatch:
+        responses = await self._answers(calls)
         return wire.decode_cached(responses[-1].batch)
 
     async def compile_grammar(self, kind: GrammarType, text: str) -> None:
@@ -181,10 +184,13 @@ class Shards:
         request = wire.encode_grammar(kind, text)
         await self._fan_out("CompileGrammar", request, pb.CompileGrammarResponse, GRAMMAR_TIMEOUT_SECONDS)
 
-    async def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> None:
-        """Drop one cached batch, or all."""
+    def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> Awaitable[None]:
+        """Send that one cached batch is dropped, or all are."""
         request = pb.ClearCacheRequest(id=batch_id, step_seq=step_seq)
-        await self._fan_out("ClearCache", request, pb.ClearCacheResponse, STEP_TIMEOUT_SECONDS)
+        return self._done(self._send("ClearCache", request, pb.ClearCacheResponse, STEP_TIMEOUT_SECONDS))
+
+    async def _done(self, calls: Sequence[Any]) -> None:
+        await self._answers(calls)
 
     @property
     def _block_size(self) -> int:
@@ -204,6 +210,11 @@ class Shards:
 
     async def _answers(self, calls: Sequence[Any]) -> list[Any]:
         """Wait for every rank; the lowest rank's failure is raised, a dead shard before a failed step."""
+        if len(calls) == 1:
+            try:
+                return [await calls[0]]
+            except grpc.aio.AioRpcError as failure:
+                raise self.clients[0].translate(failure) from failure
         tasks = [asyncio.ensure_future(_await(call)) for call in calls]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if any(not task.done() for task in tasks):

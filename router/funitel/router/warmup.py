@@ -77,7 +77,10 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Eng
     # A plain peer's pool counts block 0, which must stay unused.
     num_blocks = limits.pool_tokens // block_size - (1 if is_plain else 0)
     scheduler = Scheduler(policy, BlockAllocator(num_blocks, block_size))
-    return Engine(replica, scheduler, limits, metrics, settings.max_concurrent_requests)
+    # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
+    can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
+    pipeline_steps = settings.pipeline_steps if can_overlap else 1
+    return Engine(replica, scheduler, limits, metrics, settings.max_concurrent_requests, pipeline_steps)
 
 
 async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupResult]:

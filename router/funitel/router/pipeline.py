@@ -1,0 +1,124 @@
+"""The calls to a replica that are under way, oldest first: few steps, settled in the order they were sent.
+
+While the ranks compute one step the next has reached them already, so they do not wait for the router between two.
+Event loop only.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field
+from typing import Any
+
+from funitel.proto import tracing
+from funitel.router.replica import Replica, SentStep, StepAnswer
+from funitel.router.scheduler import StepPlan
+
+MOST_STEPS = 2  # what the ranks tolerate: a step that names rows which have ended in the one before it
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call under way: a step with its plan, or else one that drops rows. Instants are of the monotonic clock."""
+
+    answer: asyncio.Future[Any]
+    plan: StepPlan | None = None
+    step: SentStep | None = None
+    spans: tuple[tracing.OpenSpan, ...] = ()
+    sent: float = field(default_factory=time.monotonic)
+    answered: float = 0.0
+
+    @property
+    def method(self) -> str:
+        """What metrics and spans call it."""
+        if self.plan is None:
+            return "filter"
+        return self.plan.method
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A call that succeeded: a step's plan and answer, and seconds it took after the call before it."""
+
+    plan: StepPlan | None
+    answer: StepAnswer | None
+    seconds: float
+
+
+class Pipeline:
+    """At most `num_steps` steps under way; with one, no other call is either. `wake` is called at every answer."""
+
+    def __init__(self, replica: Replica, num_steps: int, wake: Callable[[], None]) -> None:
+        self.num_steps = num_steps
+        self._replica = replica
+        self._wake = wake
+        self._calls: deque[Call] = deque()
+        self._last_answered = 0.0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another step may be sent now."""
+        if self.num_steps == 1:
+            return not self._calls
+        return sum(call.plan is not None for call in self._calls) < self.num_steps
+
+    @property
+    def oldest(self) -> Call | None:
+        """The call that is settled next."""
+        return self._calls[0] if self._calls else None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the oldest call can be settled."""
+        return bool(self._calls) and self._calls[0].answer.done()
+
+    def drop_all_but(self, keep: Container[int]) -> None:
+        """Send what drops the rows of all sequences but `keep`; later steps are without them."""
+        for answer in self._replica.drop_all_but(keep):
+            self._add(Call(asyncio.ensure_future(answer)))
+
+    def send(self, plan: StepPlan) -> None:
+        """Send a step now: what was planned is what is sent."""
+        batch = tracing.begin("batch", tracing.ROOT)
+        with batch.within():
+            step_span = tracing.begin(plan.method, attributes={"size": len(plan.computed)})
+            with step_span.within():
+                step = self._replica.send(plan)
+        answer = asyncio.ensure_future(step.results)
+        self._add(Call(answer, plan, step, (step_span, batch)))
+
+    def _add(self, call: Call) -> None:
+        self._calls.append(call)
+        call.answer.add_done_callback(lambda _: self._note(call))
+
+    def _note(self, call: Call) -> None:
+        call.answered = time.monotonic()
+        for span in call.spans:
+            span.end()
+        self._wake()
+
+    def settle(self) -> Settled:
+        """Take the oldest call's answer into account; it stays the oldest until it is `done` with.
+
+        Raises:
+            InvalidRequest: every rank refused the call before changing anything.
+            StepFailed: the call failed and the ranks are sound.
+            ShardFailed: a rank does not answer, or ranks disagree.
+            After any of them what the ranks hold is unknown: `drain`, then clear the replica.
+        """
+        call = self._calls[0]
+        seconds = call.answered - max(call.sent, self._last_answered)
+        result = call.answer.result()
+        answer = self._replica.settle(call.step, result) if call.step is not None else None
+        self._last_answered = call.answered
+        return Settled(call.plan, answer, seconds)
+
+    def done(self) -> None:
+        """Let go of the oldest call."""
+        self._calls.popleft()
+
+    async def drain(self) -> None:
+        """Wait until no call is under way, whatever comes of them."""
+        await asyncio.gather(*(call.answer for call in self._calls), return_exceptions=True)
+        self._calls.clear()
