@@ -157,6 +157,25 @@ class Engine {
 
     int num_threads() const { return threads_.count(); }
 
+    // Pack some outputs of a matrix.
+    void fill(Matrix& matrix, int part, int first, int count, const float* source, size_t row_stride, size_t stride) {
+        threads_.begin_step();
+        for_each(threads_, divide_up(count, kLanes), [&](int chunk, int) {
+            for (int i = chunk * kLanes; i < std::min(count, (chunk + 1) * kLanes); i++) {
+                matrix.set_row(part, first + i, source + i * row_stride, stride);
+            }
+        });
+    }
+
+    void choose_levels(Matrix& matrix) {
+        threads_.begin_step();
+        std::vector<int64_t> heaviest(threads_.count(), 1);
+        for_each(threads_, matrix.num_panels, [&](int panel, int thread) {
+            heaviest[thread] = std::max(heaviest[thread], matrix.heaviest(panel));
+        });
+        matrix.choose_levels(*std::max_element(heaviest.begin(), heaviest.end()));
+    }
+
     // What sampling does to rows of `count` scores each, the rows back to back.
 
     void allow(float* scores, int num_rows, int count, const uint32_t* const* bits) {
@@ -618,15 +637,13 @@ int32_t funitel_matrix(Engine* engine, int32_t kind, int32_t num_outputs, int32_
 void funitel_rows(Engine* engine, int32_t matrix, int32_t part, int32_t first, int32_t count, const float* source,
                   int64_t row_stride, int64_t input_stride, const float* bias) {
     funitel::Matrix& target = *engine->matrices[matrix];
-    for (int32_t i = 0; i < count; i++) {
-        target.set_row(part, first + i, source + i * row_stride, input_stride);
-        if (bias != nullptr) target.set_bias(part, first + i, bias[i]);
-    }
+    engine->fill(target, part, first, count, source, row_stride, input_stride);
+    for (int32_t i = 0; bias != nullptr && i < count; i++) target.set_bias(part, first + i, bias[i]);
 }
 
 // The matrix is whole; returns the bytes it takes.
 int64_t funitel_matrix_done(Engine* engine, int32_t matrix) {
-    engine->matrices[matrix]->choose_levels();
+    engine->choose_levels(*engine->matrices[matrix]);
     return engine->matrices[matrix]->num_bytes();
 }
 

@@ -96,19 +96,22 @@ struct Matrix {
                scales[size_t(panel_of(0, output)) * kLanes + lane];
     }
 
-    // The most levels for which no sum of products leaves 32 bits: the weights themselves are the bound.
-    void choose_levels() {
-        if (kind != kInt8) return;
-        int64_t heaviest = 1;
-        for (int p = 0; p < num_panels; p++) {
-            const int8_t* values = reinterpret_cast<const int8_t*>(panel(p));
-            int64_t sums[kLanes] = {};
-            for (int i = 0; i < depth; i++) {
-                for (int lane = 0; lane < kLanes; lane++) sums[lane] += std::abs(values[int8_place(i, lane)]);
-            }
-            heaviest = std::max(heaviest, *std::max_element(sums, sums + kLanes));
+    // The largest sum of magnitudes of an output's weights in one panel.
+    int64_t heaviest(int index) const {
+        if (kind != kInt8) return 1;
+        const int8_t* values = reinterpret_cast<const int8_t*>(panel(index));
+        int32_t sums[kLanes * 2] = {};
+        for (int i = 0; i < depth / 2; i++) {
+            for (int place = 0; place < kLanes * 2; place++) sums[place] += std::abs(values[i * kLanes * 2 + place]);
         }
-        levels = static_cast<int>(std::min<int64_t>(32767, std::numeric_limits<int32_t>::max() / heaviest));
+        int32_t most = 1;
+        for (int lane = 0; lane < kLanes; lane++) most = std::max(most, sums[lane * 2] + sums[lane * 2 + 1]);
+        return most;
+    }
+
+    // The most levels for which no sum of products leaves 32 bits: the heaviest output's weights are the bound.
+    void choose_levels(int64_t heaviest_output) {
+        levels = static_cast<int>(std::min<int64_t>(32767, std::numeric_limits<int32_t>::max() / heaviest_output));
     }
 
     static size_t int8_place(int input, int lane) { return (size_t(input / 2) * kLanes + lane) * 2 + input % 2; }
