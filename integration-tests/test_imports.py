@@ -39,11 +39,12 @@ PURE = (
     "funitel.proto.step",
     *(
         f"funitel.router.{name}"
-        for name in ("scheduler", "blocks", "chunking", "step_time", "least_squares", "sequence")
+        for name in ("scheduler", "blocks", "chunking", "step_time", "least_squares", "sequence", "waiting")
     ),
 )
 PURE_STDLIB = {
     "array",
+    "bisect",
     "collections",
     "collections.abc",
     "dataclasses",

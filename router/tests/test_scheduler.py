@@ -190,7 +190,17 @@ def expected_output(sequence: Sequence, ends: frozenset[int] = frozenset()) -> l
 
 @settings(deadline=None, max_examples=150)
 @given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 40), st.integers(1, 24)), min_size=1, max_size=14),
+    st.lists(
+        st.tuples(
+            st.integers(0, 30),
+            st.integers(1, 40),
+            st.integers(1, 24),
+            st.sampled_from([b"", b"a", b"b"]),
+            st.integers(-3, 3),
+        ),
+        min_size=1,
+        max_size=14,
+    ),
     st.dictionaries(st.integers(0, 13), st.integers(0, 40), max_size=5),
     st.integers(16, 40),
     st.sampled_from([8, 16, 64]),
@@ -202,7 +212,7 @@ def expected_output(sequence: Sequence, ends: frozenset[int] = frozenset()) -> l
     st.sampled_from([frozenset(), frozenset(range(0, 97, 6))]),
 )
 def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
-    specs: list[tuple[int, int, int]],
+    specs: list[tuple[int, int, int, bytes, int]],
     leaving: dict[int, int],
     num_blocks: int,
     budget: int,
@@ -223,8 +233,10 @@ def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
     )
     scheduler = Scheduler(policy, BlockAllocator(num_blocks, BLOCK))
     arrivals: dict[int, list[Sequence]] = {}
-    for i, (when, prompt_len, max_new_tokens) in enumerate(specs):
-        arrivals.setdefault(when, []).append(make_sequence(i, prompt_len, max_new_tokens))
+    for i, (when, prompt_len, max_new_tokens, key, priority) in enumerate(specs):
+        sequence = make_sequence(i, prompt_len, max_new_tokens, key=key, priority=priority)
+        sequence.arrived = when / 10
+        arrivals.setdefault(when, []).append(sequence)
     sequences = {s.id: s for batch in arrivals.values() for s in batch}
     leaving = {i: step for i, step in leaving.items() if i in sequences}
     outputs = replay(scheduler, arrivals, leaving, forces_spans=forces_spans, ends=ends, late=late)

@@ -81,7 +81,7 @@ class Engine:
             raise ShardFailed("the engine has stopped")
         if len(self._streams) >= self._max_concurrent_requests:
             raise Overloaded(f": {len(self._streams)} requests in flight, at most {self._max_concurrent_requests}")
-        sequence = Sequence(self._next_id, request)
+        sequence = Sequence(self._next_id, request, arrived=time.monotonic())
         self._next_id += 1
         stream = TokenStream(request, cancel=partial(self._cancel, sequence))
         self._streams[sequence.id] = stream

@@ -1,9 +1,9 @@
 """The scheduler: which sequences compute how many tokens in the next step. Pure: no I/O, no torch, no clock of its own.
 
 `preempt`, then `schedule` give a plan, `commit` takes its result. Prompts longer than the budget are chunked and share
-the step with running sequences; blocks are granted as sequences grow; when none is left the newest sequence gives its
-blocks back and waits to be resumed. Full blocks are published once computed, and a sequence that begins with the same
-tokens starts behind them.
+the step with running sequences; blocks are granted as sequences grow; when none is left a sequence gives its blocks
+back and waits to be resumed. Who is next and who gives way depends on what each key was given (`waiting`). Full blocks
+are published once computed, and a sequence that begins with the same tokens starts behind them.
 
 `schedule` may be called again while steps are *in flight*: planned, and not committed yet. It plans over what they
 promise (`Sequence.ahead`): the tokens they compute, one token for each sequence whose known tokens they complete, an
@@ -15,7 +15,8 @@ them is granted them by a later step, which the shards execute later, and in whi
 be found by its content is published only when committed, and is full: nobody writes there any more.
 """
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from funitel.router.blocks import BlockAllocator
 from funitel.router.chunking import ChunkBudget, StepLoad
 from funitel.router.sequence import Sequence
 from funitel.router.step_time import StepTimeModel
+from funitel.router.waiting import Shares, WaitingQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,8 @@ class Scheduler:
         self.policy = policy
         self.blocks = blocks
         self.step_time = StepTimeModel(policy.target_gap_seconds)
-        self.waiting: deque[Sequence] = deque()
+        self.shares = Shares()
+        self.waiting = WaitingQueue(self.shares)
         self.running: dict[int, Sequence] = {}  # by id, oldest first
         self.num_preempted = 0
         self._in_flight: deque[StepPlan] = deque()  # oldest first
@@ -74,7 +77,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
-        self.waiting.append(sequence)
+        self.shares.join(sequence.request.key)
+        self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, finished or cancelled, wherever it is; its blocks are free at once."""
@@ -82,6 +86,7 @@ class Scheduler:
             if sequence not in self.waiting:
                 return
             self.waiting.remove(sequence)
+        self.shares.leave(sequence.request.key)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
@@ -91,27 +96,82 @@ class Scheduler:
     # Planning -------------------------------------------------------------------------------------------------------
 
     def preempt(self) -> None:
-        """Take blocks back from the newest sequences until every other one can compute what it holds.
+        """Take blocks back until every other sequence can compute what it holds, and room for a key short of its share.
 
         To be called, and the rows of preempted sequences dropped on the shard, before `schedule`. Only with no step in
         flight: what a sequence is resumed from must be known.
         """
-        while not self._in_flight and self._missing_blocks() > self.blocks.num_free:
-            self._preempt_newest()
+        while not self._in_flight and (sequence := self._next_to_give_way()) is not None:
+            self._preempt(sequence)
 
     def preempt_all(self) -> None:
-        """Take every running sequence's blocks back; all wait, oldest first, to be resumed."""
+        """Take every running sequence's blocks back; all wait to be resumed, in the order they had."""
         assert not self._in_flight, "steps in flight come first"
-        while self.running:
-            self._preempt_newest()
+        for sequence in tuple(self.running.values()):
+            self._preempt(sequence)
 
-    def _preempt_newest(self) -> None:
-        newest = next(reversed(self.running.values()))
-        del self.running[newest.id]
-        self._release(newest)
-        newest.num_computed = 0
-        self.waiting.appendleft(newest)
+    def _preempt(self, sequence: Sequence) -> None:
+        del self.running[sequence.id]
+        self._release(sequence)
+        sequence.num_repeated += sequence.num_computed
+        sequence.num_computed = 0
+        self.waiting.add(sequence)
         self.num_preempted += 1
+
+    def _next_to_give_way(self) -> Sequence | None:
+        """Who is to be preempted: while blocks are missing, or another key has not had its share of what is taken."""
+        if self._missing_blocks() > self.blocks.num_free:
+            return self._last(self.running.values(), self._blocks_held())
+        if not self.waiting or self.policy.is_plain:
+            return None
+        newcomer = self._next_ready(set())
+        if newcomer is None:
+            return None
+        prefix = self._prefix(newcomer)
+        needed = self._missing_on_entry(newcomer, prefix)
+        if not self._has_slot():
+            taken = Counter(sequence.request.key for sequence in self.running.values())
+            return self._richer_than(newcomer, 1, taken, dict.fromkeys(self.running, 1))
+        if not self._has_blocks(needed, prefix):
+            sizes = {sequence.id: len(sequence.blocks) for sequence in self.running.values()}
+            return self._richer_than(newcomer, needed, self._blocks_held(), sizes)
+        return None
+
+    def _richer_than(
+        self, newcomer: Sequence, needed: int, taken: Counter[bytes], sizes: Mapping[int, int]
+    ) -> Sequence | None:
+        """Who gives way to a newcomer: of a key that was given more, and still has as much taken without the sequence.
+
+        Args:
+            newcomer: whose turn it is.
+            needed: how much it would take, of whatever is short.
+            taken: how much of it each key has.
+            sizes: how much of it each running sequence has.
+        """
+        level, most = self._level(newcomer), taken[newcomer.request.key] + needed
+        richer = [
+            sequence
+            for sequence in self.running.values()
+            if self._level(sequence) > level and taken[sequence.request.key] - sizes[sequence.id] >= most
+        ]
+        return self._last(richer, taken) if richer else None
+
+    def _blocks_held(self) -> Counter[bytes]:
+        """How many blocks the sequences of each key hold."""
+        held: Counter[bytes] = Counter()
+        for sequence in self.running.values():
+            held[sequence.request.key] += len(sequence.blocks)
+        return held
+
+    def _last(self, sequences: Iterable[Sequence], taken: Mapping[bytes, int]) -> Sequence:
+        """Who gives way first: of the key that has taken most and was given most, the least urgent, then the newest."""
+
+        def place(sequence: Sequence) -> tuple[float, ...]:
+            request = sequence.request
+            given = self.shares.tokens_of(request.key)
+            return taken[request.key], given, request.priority, sequence.arrived, sequence.id
+
+        return max(sequences, key=place)
 
     def _missing_blocks(self) -> int:
         return sum(self._growth(sequence, sequence.num_pending_ahead) for sequence in self.running.values())
@@ -123,49 +183,102 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when there is nothing to compute before a step in flight is committed."""
-        if self._in_flight and self._missing_blocks() > self.blocks.num_free:
-            return None  # somebody must be preempted, and what is in flight comes first
+        if self._in_flight and self._next_to_give_way() is not None:
+            return None  # what is in flight comes first
         if not self.policy.is_chunked:
             return self._schedule_unchunked()
-        computed: dict[int, int] = {}
-        rows: list[RowUpdate] = []
-        budget = self._chunk_budget()
-        self._continue(budget, rows, computed)
-        starts = self._admit(budget, computed)
+        return self._mixed_step(self._chunk_budget(), may_enter=True)
+
+    def _mixed_step(self, budget: ChunkBudget, *, may_enter: bool) -> StepPlan | None:
+        """Let every decoding sequence compute a token, and share `budget` among prompts and forced spans.
+
+        One that ends with a step in flight computes nothing.
+        """
+        running = {s.id: pending for s in self.running.values() if (pending := s.num_pending_ahead)}
+        grants = {i: self._grant(self.running[i], pending) for i, pending in running.items()}
+        computed = {i: int(self.running[i].is_decoding) for i in running}
+        for i, count in computed.items():
+            self.shares.charge(self.running[i], count)
+        hungry = [self.running[i] for i, pending in running.items() if pending > computed[i]]
+        starts = self._share_out(budget, hungry, computed, may_enter=may_enter)
+        rows = [
+            RowUpdate(i, granted, computed[i] if running[i] > 1 else None)
+            for i, granted in grants.items()
+            if granted or running[i] > 1
+        ]
         return self._plan(starts, rows, computed, budget)
 
-    def _continue(self, budget: ChunkBudget, rows: list[RowUpdate], computed: dict[int, int]) -> None:
-        """Let every running sequence go on.
+    def _grant(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
+        granted = self.blocks.allocate(self._growth(sequence, num_tokens))
+        sequence.blocks.extend(granted)
+        return granted
 
-        A decoding one always computes a token; the rest of a prompt, or of a forced span, comes out of the budget. One
-        that ends with a step in flight computes nothing.
+    def _share_out(
+        self, budget: ChunkBudget, hungry: list[Sequence], computed: dict[int, int], *, may_enter: bool
+    ) -> list[SequenceStart]:
+        """Give `budget` to running sequences that have more to compute and to waiting ones, in fair order.
+
+        Of one key, those that run come first. The first that finds no room keeps all behind it out.
         """
-        for sequence in self.running.values():
-            pending = sequence.num_pending_ahead
-            if pending == 0:
-                continue
-            count = 1 if sequence.is_decoding else 0
-            if pending > count:
-                num_computed, _ = sequence.ahead()
-                count += budget.take(num_computed + count, pending - count)
-            rows += self._row_update(sequence, pending, count)
-            computed[sequence.id] = count
+        starts: list[SequenceStart] = []
+        passed_over: set[int] = set()
+        while not budget.is_spent:
+            newcomer = self._next_ready(passed_over) if may_enter else None
+            oldest = min(hungry, key=self._level, default=None)
+            if oldest is not None and (newcomer is None or self._level(oldest) <= self._level(newcomer)):
+                hungry.remove(oldest)
+                self._go_on(oldest, budget, computed)
+            elif newcomer is not None:
+                prefix = self._prefix(newcomer)
+                num_cached = len(prefix) * self.blocks.block_size
+                first = budget.fit(num_cached, newcomer.num_known - num_cached)
+                may_enter = not (starts and newcomer.enters_alone) and self._has_room(newcomer, prefix, first)
+                if may_enter:
+                    self._enter(newcomer, prefix)
+                    computed[newcomer.id] = budget.take(num_cached, newcomer.num_pending)
+                    self.shares.charge(newcomer, computed[newcomer.id])
+                    starts.append(self._start(newcomer, computed[newcomer.id]))
+                    may_enter = not newcomer.enters_alone
+            else:
+                break
+        return starts
+
+    def _go_on(self, sequence: Sequence, budget: ChunkBudget, computed: dict[int, int]) -> None:
+        """Let a running sequence take what it can of `budget`."""
+        begun = computed[sequence.id]
+        num_computed, _ = sequence.ahead()
+        count = budget.take(num_computed + begun, sequence.num_pending_ahead - begun)
+        computed[sequence.id] += count
+        self.shares.charge(sequence, count)
+
+    def _level(self, sequence: Sequence) -> tuple[int, int]:
+        return self.shares.level(sequence.request.key)
+
+    def _next_ready(self, passed_over: set[int]) -> Sequence | None:
+        """Who is next of those that wait.
+
+        One whose next block a running sequence is computing right now is passed over until that block is published.
+        """
+        while (sequence := self.waiting.first(passed_over)) is not None:
+            if not self._is_being_computed(sequence, len(self._prefix(sequence))):
+                break
+            passed_over.add(sequence.id)
+        return sequence
 
     def _schedule_unchunked(self) -> StepPlan | None:
         """Either a prefill of whole prompts by themselves, or a decode of everything that runs."""
-        computed: dict[int, int] = {}
+        most = self.policy.max_batch_prefill_tokens
         if self._should_join():
-            budget = ChunkBudget(self.policy.max_batch_prefill_tokens)
-            starts = self._admit(budget, computed)
+            budget = ChunkBudget(most)
+            computed: dict[int, int] = {}
+            starts = self._share_out(budget, [], computed, may_enter=True)
             if starts:
                 self._steps_since_join = 0
                 return self._plan(starts, [], computed, budget, is_alone=True)
-        rows: list[RowUpdate] = []
-        budget = ChunkBudget(self.policy.max_batch_prefill_tokens, load=self._decode_load())
-        self._continue(budget, rows, computed)
-        if computed:
+        plan = self._mixed_step(ChunkBudget(most, load=self._decode_load()), may_enter=False)
+        if plan is not None:
             self._steps_since_join += 1
-        return self._plan([], rows, computed, budget)
+        return plan
 
     @property
     def has_waited_long(self) -> bool:
@@ -202,42 +315,6 @@ class Scheduler:
         contexts = [sequence.num_known for sequence in decoding]
         return StepLoad(len(contexts), sum(contexts))
 
-    def _row_update(self, sequence: Sequence, pending: int, count: int) -> list[RowUpdate]:
-        """Grant what `count` of `pending` tokens need; an update only where there is something to say."""
-        granted = self.blocks.allocate(self._growth(sequence, count))
-        sequence.blocks.extend(granted)
-        if pending > 1:
-            return [RowUpdate(sequence.id, granted, count)]
-        return [RowUpdate(sequence.id, granted)] if granted else []
-
-    def _admit(self, budget: ChunkBudget, computed: dict[int, int]) -> list[SequenceStart]:
-        """Move waiting sequences into the step, in order, while budget, blocks and batch size allow.
-
-        One whose next block a running sequence is computing right now is passed over until that block is published.
-        """
-        starts: list[SequenceStart] = []
-        passed_over: list[Sequence] = []
-        while self.waiting and not budget.is_spent:
-            sequence = self.waiting[0]
-            if starts and sequence.enters_alone:
-                break
-            prefix = self._prefix(sequence)
-            if self._is_being_computed(sequence, len(prefix)):
-                passed_over.append(self.waiting.popleft())
-                continue
-            num_cached = len(prefix) * self.blocks.block_size
-            if not self._has_room(sequence, prefix, budget.fit(num_cached, sequence.num_known - num_cached)):
-                break
-            self.waiting.popleft()
-            self._enter(sequence, prefix)
-            count = budget.take(num_cached, sequence.num_pending)
-            computed[sequence.id] = count
-            starts.append(self._start(sequence, count))
-            if sequence.enters_alone:
-                break
-        self.waiting.extendleft(reversed(passed_over))
-        return starts
-
     def _prefix(self, sequence: Sequence) -> tuple[int, ...]:
         """Published blocks a waiting sequence can begin behind; its last known token is always computed."""
         if not self._may_share(sequence):
@@ -260,23 +337,28 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence, prefix: Seq[int], count: int) -> bool:
         """Whether a waiting sequence may enter, behind `prefix`, to compute `count` tokens first."""
-        policy, blocks = self.policy, self.blocks
-        if policy.max_batch_size is not None and len(self.running) >= policy.max_batch_size:
-            return False
         # A resumed sequence may have outgrown the budget: it enters first, and takes the rest in its next step.
-        whole = min(sequence.num_known - len(prefix) * blocks.block_size, policy.max_batch_prefill_tokens)
-        if count < (1 if policy.is_chunked else whole):
+        whole = min(sequence.num_known - len(prefix) * self.blocks.block_size, self.policy.max_batch_prefill_tokens)
+        if count < (1 if self.policy.is_chunked else whole):
             return False
+        return self._has_slot() and self._has_blocks(self._missing_on_entry(sequence, prefix), prefix)
+
+    def _has_slot(self) -> bool:
+        return self.policy.max_batch_size is None or len(self.running) < self.policy.max_batch_size
+
+    def _has_blocks(self, needed: int, prefix: Seq[int]) -> bool:
         # One block for each running sequence is left free, else the newcomer would soon be preempted again.
-        needed = self._missing_on_entry(sequence, prefix)
-        return needed + len(self.running) <= blocks.num_free - blocks.num_idle(prefix)
+        return needed + len(self.running) <= self.blocks.num_free - self.blocks.num_idle(prefix)
 
     def _enter(self, sequence: Sequence, prefix: Seq[int]) -> None:
         """Make a waiting sequence a running one, behind `prefix`."""
+        self.waiting.remove(sequence)
         self.blocks.share(prefix)
         sequence.blocks.extend(prefix)
         sequence.blocks.extend(self.blocks.allocate(self._missing_on_entry(sequence, prefix)))
         sequence.num_computed = sequence.num_cached = len(prefix) * self.blocks.block_size
+        sequence.num_repeated = max(0, sequence.num_repeated - sequence.num_computed)
+        sequence.was_started = True
         self.running[sequence.id] = sequence
 
     def _missing_on_entry(self, sequence: Sequence, prefix: Seq[int]) -> int:

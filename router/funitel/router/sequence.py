@@ -29,6 +29,9 @@ class Request:
     inputs: str = ""
     add_special_tokens: bool = True
     cache_salt: str = ""  # only requests of the same salt share computed prefixes
+    key: bytes = field(default=b"", repr=False)  # whose share of the service it takes; a hash, empty for nobody's
+    priority: int = 0  # lower is sooner
+    deadline: float | None = None  # instant of the monotonic clock after which nobody wants the answer
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +49,9 @@ class Sequence:
     num_cached: int = 0  # tokens found computed when it last entered a step
     in_flight: list[int] = field(default_factory=list)  # tokens it computes in each step sent and not yet answered
     enters_alone: bool = False  # a step that it entered with others was refused: nobody enters beside it
+    arrived: float = 0.0  # in seconds, on a clock that all sequences share
+    was_started: bool = False  # it has entered a step, and may wait to be resumed
+    num_repeated: int = 0  # tokens that were computed once and lost; to be computed again at no charge
     _block_keys: list[bytes] = field(default_factory=list)
 
     @property

@@ -1,0 +1,145 @@
+"""Who waits, and whose turn it is: the key that was given the least goes first. Pure: no clock, no I/O.
+
+Keys share the service fairly, counted in tokens computed. Within a key the order is by priority and arrival: a step of
+priority is worth `AGEING_SECONDS` of waiting, so that whoever waits comes to be first, whatever arrives after it.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Container, Iterator
+
+from funitel.router.sequence import Sequence
+
+AGEING_SECONDS = 10.0  # of waiting, that outweigh one step of priority
+MAX_IDLE_KEYS = 1000  # remembered for what they were given, while others are busy
+
+
+class Shares:
+    """How many tokens were computed for each key that has sequences, or had some while others were busy.
+
+    A key that comes back has at least the count of the one that was given the least: time away earns no credit.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[bytes, int] = {}
+        self._sequences: Counter[bytes] = Counter()  # waiting or running
+
+    def join(self, key: bytes) -> None:
+        """Note that a key has one more sequence."""
+        if not self._sequences[key]:
+            self._tokens[key] = max(self._tokens.get(key, 0), self._least())
+        self._sequences[key] += 1
+
+    def leave(self, key: bytes) -> None:
+        """Note that a key has one sequence less."""
+        self._sequences[key] -= 1
+        if self._sequences[key]:
+            return
+        del self._sequences[key]
+        if not self._sequences:
+            self._tokens.clear()
+        elif len(self._tokens) - len(self._sequences) > MAX_IDLE_KEYS:
+            self._tokens = {busy: self._tokens[busy] for busy in self._sequences}
+
+    def _least(self) -> int:
+        return min((self._tokens[key] for key in self._sequences if self._sequences[key]), default=0)
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count tokens that a step computes for a sequence; those lost to preemption are not counted twice."""
+        repeated = min(num_tokens, sequence.num_repeated)
+        sequence.num_repeated -= repeated
+        self._tokens[sequence.request.key] += num_tokens - repeated
+
+    def tokens_of(self, key: bytes) -> int:
+        """What a key was given, by the count that decides whose turn it is."""
+        return max(self._tokens.get(key, 0), 0 if self._sequences[key] else self._least())
+
+    def sequences_of(self, key: bytes) -> int:
+        """How many sequences of a key wait or run."""
+        return self._sequences[key]
+
+    def level(self, key: bytes) -> tuple[int, int]:
+        """Lower is served sooner: of keys that were given the same, the one with fewer sequences."""
+        return self.tokens_of(key), self._sequences[key]
+
+    @property
+    def sequences(self) -> dict[bytes, int]:
+        """How many sequences each key has."""
+        return dict(self._sequences)
+
+
+class WaitingQueue:
+    """Sequences that wait to enter, or to be resumed."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._by_key: dict[bytes, list[Sequence]] = {}  # each in its order
+        self.num_prompt_tokens = 0  # of all
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_key.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for queue in tuple(self._by_key.values()):
+            yield from tuple(queue)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        queue = self._by_key.get(sequence.request.key, [])
+        place = bisect_left(queue, _rank(sequence), key=_rank)
+        return place < len(queue) and queue[place] is sequence
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait: a new one, or a preempted one, which has the turn it had."""
+        insort(self._by_key.setdefault(sequence.request.key, []), sequence, key=_rank)
+        self.num_prompt_tokens += len(sequence.request.input_ids)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence that waits."""
+        key = sequence.request.key
+        queue = self._by_key[key]
+        place = bisect_left(queue, _rank(sequence), key=_rank)
+        assert queue[place] is sequence
+        del queue[place]
+        if not queue:
+            del self._by_key[key]
+        self.num_prompt_tokens -= len(sequence.request.input_ids)
+
+    def first(self, passed_over: Container[int] = ()) -> Sequence | None:
+        """Whose turn it is, save for sequences whose ids are in `passed_over`."""
+        heads = (next((s for s in queue if s.id not in passed_over), None) for queue in self._by_key.values())
+        return min((head for head in heads if head is not None), key=self._turn, default=None)
+
+    def _turn(self, sequence: Sequence) -> tuple[tuple[int, int], tuple[float, int]]:
+        return self._shares.level(sequence.request.key), _rank(sequence)
+
+    def newest_of(self, key: bytes) -> Sequence | None:
+        """The sequence of a key that would enter last, of those that never have."""
+        return next((sequence for sequence in reversed(self._by_key.get(key, [])) if not sequence.was_started), None)
+
+    def ahead_of(self, newcomer: Sequence) -> list[Sequence]:
+        """Those that would enter before a sequence that came now."""
+        shares, key, rank = self._shares, newcomer.request.key, _rank(newcomer)
+        queue = self._by_key.get(key, [])
+        ahead = queue[: bisect_left(queue, rank, key=_rank)]
+        given = shares.tokens_of(key) + sum(sequence.num_known for sequence in ahead)
+        turn = ((given, shares.sequences_of(key) + 1), rank)
+        for other, queue in self._by_key.items():
+            if other != key:
+                ahead += self._before(turn, other, queue)
+        return ahead
+
+    def _before(
+        self, turn: tuple[tuple[int, int], tuple[float, int]], key: bytes, queue: list[Sequence]
+    ) -> Iterator[Sequence]:
+        """The beginning of a queue whose turn comes before `turn`, as each that enters is charged for its tokens."""
+        given, count = self._shares.level(key)
+        for sequence in queue:
+            if ((given, count), _rank(sequence)) > turn:
+                return
+            yield sequence
+            given += sequence.num_known
+
+
+def _rank(sequence: Sequence) -> tuple[float, int]:
+    """The place within a key: lower is sooner. Ageing is linear, so who is ahead of whom never changes."""
+    return sequence.arrived + sequence.request.priority * AGEING_SECONDS, sequence.id
