@@ -12,7 +12,7 @@ from typing import Any
 from funitel.launcher.bench.settings import BenchSettings
 from funitel.launcher.client.settings import ChatSettings, GenerateSettings
 from funitel.launcher.settings import LauncherSettings
-from funitel.model_server.settings import DownloadSettings, ModelServerSettings, QuantizeSettings
+from funitel.model_server.settings import DownloadSettings, KernelSettings, ModelServerSettings, QuantizeSettings
 from funitel.proto.foreign import INERT, REFUSED, REFUSED_VALUES, Foreign, Program, Refused
 from funitel.proto.options import flag_of, variable_of
 from funitel.router.settings import RouterSettings
@@ -75,6 +75,11 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
         "Quantiser: `funitel-server quantize MODEL_ID OUTPUT_DIR`, also of `text-generation-server`",
         "Writes a model with smaller weights to a folder, which it prints. See [quantization](quantization.md).",
         QuantizeSettings,
+    ),
+    (
+        "Kernels: `funitel bench kernels MODEL_ID`, also `funitel-server bench-kernels MODEL_ID`",
+        "Holds matrix products on a CPU against what it can read and multiply. See [bench](bench.md).",
+        KernelSettings,
     ),
 )
 

@@ -324,6 +324,11 @@ def test_the_program_itself(start: Start) -> None:
     )
 
 
+def test_kernels_are_the_model_servers_command() -> None:
+    done = run_program("bench", "kernels", "--rows", "0")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "error: --rows must be within 1..4096, given 0\n")
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

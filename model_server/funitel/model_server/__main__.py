@@ -14,7 +14,7 @@ from typing import NoReturn
 import typer
 
 from funitel.model_server import hub
-from funitel.model_server.settings import DownloadSettings, ModelServerSettings, QuantizeSettings
+from funitel.model_server.settings import DownloadSettings, KernelSettings, ModelServerSettings, QuantizeSettings
 from funitel.proto import logs, tracing
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.locks import lock_of, remove_if_free
@@ -59,6 +59,13 @@ def quantize(settings: QuantizeSettings) -> None:
         if received:  # native code makes errors of its own of an exception that a signal raised inside it
             sys.exit(128 + received[0])
         raise
+
+
+def bench_kernels(settings: KernelSettings) -> None:
+    """Measure the matrix products of the fused CPU step."""
+    from funitel.model_server.cpu.measure import measure_kernels  # torch: seconds to import, not wanted for --help
+
+    measure_kernels(settings)
 
 
 def serve(settings: ModelServerSettings) -> None:
@@ -161,6 +168,10 @@ def _log_as_download(settings: DownloadSettings) -> None:
     logs.configure("download", json_output=settings.json_output, level=settings.logger_level)
 
 
+def _log_as_measurement(settings: KernelSettings) -> None:
+    logs.configure("bench-kernels", json_output=False, level="INFO")
+
+
 def _log_as_quantizer(settings: QuantizeSettings) -> None:
     logs.configure("quantize", json_output=settings.json_output, level=settings.logger_level)
 
@@ -178,6 +189,14 @@ app.command("quantize")(
         {"model_id": "Model to quantise.", "output_dir": "Folder to write, new or empty."},
         program="quantize",
         set_up=_log_as_quantizer,
+    )
+)
+app.command("bench-kernels")(
+    as_command(
+        KernelSettings,
+        bench_kernels,
+        {"model_id": "Model whose matrices are measured."},
+        set_up=_log_as_measurement,
     )
 )
 

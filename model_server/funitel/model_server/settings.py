@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from funitel.proto.foreign import REFUSED_VALUES
-from funitel.proto.options import flag_of
+from funitel.proto.options import Counts, flag_of
 from funitel.proto.settings import require, setting
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -31,6 +31,7 @@ class DownloadSettings:
     )
 
 
+MOST_ROWS, MOST_THREADS, MOST_FOOTPRINT_MIB = 4096, 1024, 1 << 16  # of a measurement of kernels
 QUANTIZE_METHODS = ("gptq", "int8", "q4")
 GROUP_MULTIPLE = 8  # four-bit weights in a 32-bit word: no word belongs to two groups
 
@@ -87,6 +88,40 @@ class QuantizeSettings:
             for name in ("groupsize", "act_order", "percdamp", "calibration_file", "num_samples", "sequence_length"):
                 is_default = getattr(self, name) == self.__dataclass_fields__[name].default
                 require(is_default, f"{flag_of(name)} is for --method gptq, not {self.method}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSettings:
+    """Hold the matrix products of the fused CPU step against what this machine can read and multiply.
+
+    A line for each shape of the model and number of rows; the last line on stdout is one JSON object.
+    """
+
+    model_id: str = "smollm2-135m-instruct"
+    cache_dir: str | None = setting(
+        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+    )
+    tier: str = setting("int8", "Precision of the weights.", choices=("float32", "float16", "int8"), env=None)
+    rows: Counts = setting(Counts("1,4,16,64"), "Tokens in a step, such as 1,16.", env=None)
+    num_threads: int | None = setting(None, "Compute threads; the cores this process may use when not given.")
+    footprint_mib: int | None = setting(
+        None,
+        "MiB of weights that are read in turn, and of memory that the roof is measured with; when not given twice the "
+        "largest cache, within 256 and 1024.",
+        env=None,
+    )
+
+    def __post_init__(self) -> None:
+        for rows in self.rows:
+            require(1 <= rows <= MOST_ROWS, f"--rows must be within 1..{MOST_ROWS}, given {rows}")
+        require(
+            self.num_threads is None or 0 < self.num_threads <= MOST_THREADS,
+            f"--num-threads must be within 1..{MOST_THREADS}, given {self.num_threads}",
+        )
+        require(
+            self.footprint_mib is None or 1 <= self.footprint_mib <= MOST_FOOTPRINT_MIB,
+            f"--footprint-mib must be within 1..{MOST_FOOTPRINT_MIB}, given {self.footprint_mib}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

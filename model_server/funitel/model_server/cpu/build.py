@@ -21,6 +21,7 @@ SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=off")
 LIBRARY = "funitel_cpu.so"
+STEP = "engine.cpp"
 
 # Best first: (name, what /proc/cpuinfo must list, what the compiler is told).
 INSTRUCTION_SETS: tuple[tuple[str, frozenset[str], tuple[str, ...]], ...] = tuple(
@@ -37,12 +38,13 @@ class CannotBuild(Exception):
     """Why there is no fused step on this machine; one line."""
 
 
-def build(cache_dir: Path, instruction_set: str | None = None) -> Path:
+def build(cache_dir: Path, instruction_set: str | None = None, *, source: str = STEP) -> Path:
     """Return the library for this CPU, compiled if it is not yet in `cache_dir`.
 
     Args:
         cache_dir: where libraries are kept, in a folder of their own.
         instruction_set: name of a set the CPU has; the best one when not given.
+        source: file that is compiled, with the headers beside it.
 
     Raises:
         CannotBuild: the CPU lacks AVX2, there is no compiler, or it failed.
@@ -50,7 +52,7 @@ def build(cache_dir: Path, instruction_set: str | None = None) -> Path:
     name, flags = _choose(cpu_flags(), instruction_set)
     compiler = find_compiler()
     command = [compiler, *FLAGS, *flags]
-    target = cache_dir / "cpu" / f"{name}-{_digest(command)}"
+    target = cache_dir / "cpu" / f"{name}-{_digest(command, source)}"
     library = target / LIBRARY
     if library.is_file():
         return library
@@ -58,12 +60,12 @@ def build(cache_dir: Path, instruction_set: str | None = None) -> Path:
         with exclusive(target):
             if not library.is_file():
                 with scratch(target) as folder:
-                    _compile(command, folder / "done" / LIBRARY)
+                    _compile(command, source, folder / "done" / LIBRARY)
                     install(folder / "done", target)
         return library
     except OSError as error:
         logger.warning("the fused CPU step cannot be kept in %s: %s", cache_dir, error.strerror)
-    return _compile(command, Path(tempfile.mkdtemp(prefix="funitel-cpu-")) / LIBRARY)
+    return _compile(command, source, Path(tempfile.mkdtemp(prefix="funitel-cpu-")) / LIBRARY)
 
 
 def cpu_flags() -> frozenset[str]:
@@ -90,21 +92,22 @@ def _choose(has: Collection[str], asked: str | None) -> tuple[str, tuple[str, ..
     raise CannotBuild(f"the CPU lacks {asked or 'AVX2, FMA or F16C'}")
 
 
-def _digest(command: list[str]) -> str:
+def _digest(command: list[str], source: str) -> str:
     digest = hashlib.sha256("\n".join(command).encode())
     version = subprocess.run([command[0], "--version"], capture_output=True, check=False)
     digest.update(version.stdout)
-    for path in sorted(SOURCES.glob("*.h")) + sorted(SOURCES.glob("*.cpp")):
+    for path in [*sorted(SOURCES.glob("*.h")), SOURCES / source]:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _compile(command: list[str], library: Path) -> Path:
+def _compile(command: list[str], source: str, library: Path) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
-    logger.info("building the fused CPU step compiler=%s folder=%s", command[0], library.parent)
+    logger.info("building the fused CPU step source=%s compiler=%s folder=%s", source, command[0], library.parent)
     begin = time.monotonic()
-    source = SOURCES / "engine.cpp"
-    done = subprocess.run([*command, str(source), "-o", str(library)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, str(SOURCES / source), "-o", str(library)], capture_output=True, text=True, check=False
+    )
     if done.returncode != 0:
         reason = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
         raise CannotBuild(f"{command[0]} failed: {reason}")

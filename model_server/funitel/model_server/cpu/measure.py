@@ -1,0 +1,185 @@
+"""`funitel-server bench-kernels`: how near the matrix products of the fused step come to what the machine can do.
+
+A product of few rows is bound by reading weights, one of many rows by arithmetic. Every shape of the model is held
+against both roofs of `roofs`, with as many threads and the same amount of memory: its weights are repeated until
+they fill the footprint. A share is the time that the nearer roof needs, of the time that was taken.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from funitel.model_server.checkpoint import read_json
+from funitel.model_server.cpu.build import CannotBuild, build
+from funitel.model_server.cpu.native import Batch, Buffer, Code, Engine, Mode, Shape, load_library
+from funitel.model_server.cpu.program import matrix_bytes
+from funitel.model_server.cpu.roofs import Roofs, largest_cache_bytes
+from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.families import spec_of
+from funitel.model_server.hub import DEFAULT_CACHE_DIR, resolve
+from funitel.model_server.settings import KernelSettings
+from funitel.model_server.spec import ModelSpec
+from funitel.proto.errors import StartupError
+
+LEAST_FOOTPRINT, MOST_FOOTPRINT = 256 << 20, 1 << 30
+SECONDS, LEAST_PASSES = 0.5, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One shape with one number of rows; times in microseconds, rates in thousand millions a second."""
+
+    shape: str
+    rows: int
+    microseconds: float
+    gb_s: float
+    gmac_s: float
+    roof: str
+    share: float
+
+
+def held_against(
+    shape: str, rows: int, seconds: float, *, num_bytes: int, num_weights: int, read_bytes_s: float, multiply_s: float
+) -> Row:
+    """One product's time as rates, and as a share of the roof that is nearer."""
+    reading, multiplying = num_bytes / read_bytes_s, rows * num_weights / multiply_s
+    roof, best = ("reads", reading) if reading >= multiplying else ("multiplies", multiplying)
+    return Row(
+        shape, rows, seconds * 1e6, num_bytes / seconds / 1e9, rows * num_weights / seconds / 1e9, roof, best / seconds
+    )
+
+
+class Product:
+    """The product of some rows with matrices of one shape, one after the other."""
+
+    def __init__(self, engine: Engine, tier: Tier, num_outputs: int, num_inputs: int, count: int) -> None:
+        self._engine, self._num_inputs, self._count = engine, num_inputs, count
+        program: list[tuple[int, ...]] = []
+        weight = torch.randn(num_outputs, num_inputs)
+        for _ in range(count):
+            matrix, _ = engine.add_matrix(tier, num_outputs, num_inputs, [[(weight, None)]])
+            program += [(Code.PREPARE, Buffer.X, 0, matrix), (Code.LINEAR, matrix, Mode.STORE, Buffer.HIDDEN)]
+        engine.set_program(program)
+
+    def seconds(self, num_rows: int) -> float:
+        """Least time of one product, laying out its rows included."""
+        x = torch.randn(num_rows, self._num_inputs)
+        ints = {name: np.zeros(1, dtype=np.int32) for name in ("starts", "blocks", "table_starts")}
+        lengths = np.array([num_rows], dtype=np.int32)
+        batch = Batch(num_tokens=num_rows, num_rows=1, x=x.data_ptr(), lengths=lengths.ctypes.data)
+        for name, values in ints.items():
+            setattr(batch, name, values.ctypes.data)
+        times: list[float] = []
+        end = time.perf_counter() + SECONDS
+        while time.perf_counter() < end or len(times) < LEAST_PASSES:
+            begin = time.perf_counter()
+            self._engine.run(batch, 0)
+            times.append(time.perf_counter() - begin)
+        return min(times) / self._count
+
+
+def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Every matrix of the model, unsplit: outputs and inputs."""
+    heads, hidden, units = spec.num_heads * spec.head_dim, spec.hidden_size, spec.intermediate_size
+    return {
+        "qkv": (heads + 2 * spec.num_kv_heads * spec.head_dim, hidden),
+        "out": (hidden, heads),
+        "up": (units * (2 if spec.is_gated else 1), hidden),
+        "down": (hidden, units),
+        "head": (spec.vocab_size, hidden),
+    }
+
+
+def measure_kernels(settings: KernelSettings) -> None:
+    """Print a line for each shape and number of rows; the last line is one JSON object.
+
+    Raises:
+        StartupError: there is no fused step on this machine, or no such model.
+    """
+    tier = Tier[settings.tier.upper()]
+    cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
+    spec = spec_of(read_json(resolve(settings.model_id, cache_dir=cache_dir).folder / "config.json"))
+    num_threads = settings.num_threads or len(os.sched_getaffinity(0))
+    footprint = settings.footprint_mib << 20 if settings.footprint_mib else _footprint()
+    libraries = (cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    try:
+        roofs = Roofs(libraries, num_threads=num_threads, num_bytes=footprint)
+        table = list(_rows(tier, spec, settings.rows, build(libraries), roofs, num_threads, footprint))
+    except CannotBuild as error:
+        raise StartupError(f"the fused CPU step cannot be measured: {error}") from error
+    print(
+        f"{tier.label}, {num_threads} threads: reads {roofs.read_bytes_s / 1e9:.1f} GB/s of {footprint >> 20} MiB, "
+        f"multiplies {roofs.multiply_s / 1e9:.0f} GMAC/s"
+    )
+    for row in table:
+        print(
+            f"{row.shape:20} rows {row.rows:4}  {row.microseconds:9.1f} us  {row.gb_s:6.1f} GB/s  "
+            f"{row.gmac_s:6.1f} GMAC/s  {row.share:5.0%} of what it {row.roof}"
+        )
+    summary = {
+        "tier": tier.label,
+        "num_threads": num_threads,
+        "footprint_mib": footprint >> 20,
+        "read_gb_s": roofs.read_bytes_s / 1e9,
+        "multiply_gmac_s": roofs.multiply_s / 1e9,
+        "shapes": [asdict(row) for row in table],
+    }
+    print(json.dumps(summary))
+
+
+def _rows(
+    tier: Tier, spec: ModelSpec, all_rows: tuple[int, ...], library: Path, roofs: Roofs, threads: int, footprint: int
+) -> Iterator[Row]:
+    """Measure all, then hold it against the best that the roofs have been."""
+    engine_library = load_library(library)
+    taken: list[tuple[str, int, float, int, int]] = []
+    for name, (num_outputs, num_inputs) in shapes_of(spec).items():
+        label = f"{name} {num_inputs}->{num_outputs}"
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{label}", end="", file=sys.stderr, flush=True)
+        # Roofs are measured again beside every shape: on a shared machine one moment says little.
+        roofs.measure(tier)
+        num_bytes = matrix_bytes(tier, num_outputs, num_inputs)
+        engine = Engine(engine_library, _shape(num_outputs, num_inputs, threads))
+        product = Product(engine, tier, num_outputs, num_inputs, -(-footprint // num_bytes))
+        for rows in all_rows:
+            taken.append((label, rows, product.seconds(rows), num_bytes, num_outputs * num_inputs))
+    roofs.measure(tier)
+    if sys.stderr.isatty():
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    for label, rows, seconds, num_bytes, num_weights in taken:
+        yield held_against(
+            label,
+            rows,
+            seconds,
+            num_bytes=num_bytes,
+            num_weights=num_weights,
+            read_bytes_s=roofs.read_bytes_s,
+            multiply_s=roofs.multiply_s,
+        )
+
+
+def _shape(num_outputs: int, num_inputs: int, threads: int) -> Shape:
+    """A model of nothing but this matrix."""
+    return Shape(
+        hidden_size=num_inputs,
+        head_dim=2,
+        num_heads=1,
+        num_kv_heads=1,
+        intermediate_size=num_outputs,
+        num_layers=1,
+        block_size=16,
+        num_threads=threads,
+    )
+
+
+def _footprint() -> int:
+    """Bytes that no cache holds, within bounds."""
+    return min(max(2 * largest_cache_bytes(), LEAST_FOOTPRINT), MOST_FOOTPRINT)
