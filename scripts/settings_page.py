@@ -5,7 +5,7 @@ With --check, only compare and fail when it is stale.
 
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ def table(cls: type[Any]) -> Iterator[str]:
     yield "| flag | variable | default | |"
     yield "| --- | --- | --- | --- |"
     for field in fields(cls):
-        if field.default is not MISSING:
+        if "setting" in field.metadata:
             yield f"| {flags(field)} | {variable(field)} | {default(field.default)} | {explanation(field)} |"
 
 

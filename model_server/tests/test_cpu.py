@@ -344,5 +344,5 @@ def test_every_source_file_is_in_the_build() -> None:
         for line in (building.SOURCES / "engine.cpp").read_text().splitlines()
         if '#include "' in line
     }
-    assert names == included | {"engine.cpp"}
+    assert names == included | {"engine.cpp", "roofs.cpp"}  # the latter is a library of its own
     assert os.access(building.find_compiler(), os.X_OK)
