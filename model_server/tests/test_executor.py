@@ -2,12 +2,14 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from funitel.model_server.executor import Executor
+from funitel.model_server.sampler import SamplingState
 from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError, UnknownBatch
 from funitel.proto.step import (
     CachedBatch,
@@ -381,3 +383,71 @@ def test_extreme_parameters_do_not_raise(executor: Executor, how: dict[str, floa
     executor.clear()
     expected = ids_of(run_alone(executor, start(2, OTHER, 1)))
     assert list(together.generations[1].tokens.ids) == expected
+
+
+# Steps planned before the one before them was answered
+
+
+def test_a_batch_that_ended_in_the_step_before_is_empty_to_who_plans_ahead(executor: Executor) -> None:
+    executor.prefill(1, [start(1, PROMPT, 1)])
+    ended = CachedBatch(1, (1,))
+    with pytest.raises(UnknownBatch, match="Batch ID 1 not found in cache"):
+        executor.decode([ended])
+    assert executor.filter(1, [1], is_ahead=True) == CachedBatch(1, ())
+    granted = RowUpdate(1, (30,), 1)
+    step = executor.compute_decode([ended], [granted], is_ahead=True).describe()
+    assert (step.generations, step.batch, step.num_forwards) == ((), None, 0)
+    joined = executor.compute_prefill(2, [start(2, OTHER, 5)], ended, is_ahead=True).describe()
+    assert joined.batch is not None
+    assert (joined.batch.id, joined.batch.request_ids) == (1, (2,))
+    with pytest.raises(UnknownBatch):
+        executor.compute_decode([CachedBatch(7, (7,))], is_ahead=True)
+    with pytest.raises(InvalidRequest, match="row update for request 1, which is not in the step"):
+        executor.compute_decode([CachedBatch(1, (2,))], [granted], is_ahead=True)
+
+
+def test_of_a_batch_joined_to_one_that_ended_the_rest_goes_on(executor: Executor) -> None:
+    executor.prefill(1, [start(1, PROMPT)])
+    executor.prefill(2, [start(2, OTHER, 1)])
+    both = executor.compute_decode([CachedBatch(2, (2,)), CachedBatch(1, (1,))], is_ahead=True).describe()
+    assert both.batch is not None
+    assert (both.batch.id, both.batch.request_ids) == (2, (1,))
+    assert executor.num_sequences == 1
+
+
+def test_who_plans_ahead_means_one_token_where_nothing_is_said(executor: Executor) -> None:
+    first = executor.prefill(1, [start(1, PROMPT, chunk_len=15)])
+    assert first.batch is not None
+    assert executor.compute_decode([first.batch], is_ahead=True).result.num_forward_tokens == 1
+    assert executor.decode([first.batch]).num_forward_tokens == 4
+
+
+def test_steps_may_be_put_into_words_after_the_next_is_computed(executor: Executor) -> None:
+    def begin() -> list[SequenceStart]:
+        spans = {"stop_sequences": ("never said",)}
+        return [start(1, PROMPT, 4), start(2, OTHER, 3, **spans), start(3, PROMPT[3:], 2, top_n_tokens=2)]
+
+    batch = CachedBatch(1, (1, 2, 3))
+    at_once: dict[int, list[Generation]] = {}
+    run_out(executor, executor.prefill(1, begin()), at_once)
+    steps = [executor.compute_prefill(1, begin())]
+    steps += [executor.compute_decode([batch], is_ahead=True) for _ in range(4)]
+    later: dict[int, list[Generation]] = {}
+    for step in steps:
+        collect(step.describe(), later)
+    assert later == at_once
+    assert {i: generations[-1].finished is not None for i, generations in later.items()} == {1: True, 2: True, 3: True}
+
+
+def test_a_prefill_that_fails_leaves_no_rows(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    over, calls = SamplingState.over, iter(range(2))
+
+    def fail_second(*arguments: Any) -> SamplingState:
+        if next(calls) == 1:
+            raise RuntimeError("a bug")
+        return over(*arguments)
+
+    monkeypatch.setattr(SamplingState, "over", fail_second)
+    with pytest.raises(RuntimeError, match="a bug"):
+        executor.prefill(1, [start(1, PROMPT), start(2, OTHER)])
+    assert executor.num_sequences == 0

@@ -89,6 +89,21 @@ async def test_a_number_is_executed_once_and_clearing_all_starts_again(shard: Sh
     await shard.stub.Prefill(shard.prefill(2, 2, step_seq=1))
 
 
+async def test_steps_may_be_sent_before_the_one_before_is_answered(shard: Shard) -> None:
+    """Three at once, of which the first brings the last token: the second finds nothing, the third joins nobody."""
+    batch = wire.encode_batch(1, [start(1, PROMPT, 1)], 4)
+    ended = wire.decode_cached(pb.CachedBatch(id=1, request_ids=[1]))
+    calls = (
+        shard.stub.Prefill(wire.encode_prefill(batch, None, (), 1)),
+        shard.stub.Decode(wire.encode_decode([ended], (), 2)),
+        shard.stub.Prefill(wire.encode_prefill(wire.encode_batch(2, [start(2, PROMPT)], 4), ended, (), 3)),
+    )
+    first, second, third = await asyncio.gather(*calls)
+    assert [len(answer.generations) for answer in (first, second, third)] == [1, 0, 1]
+    assert [answer.HasField("batch") for answer in (first, second, third)] == [False, False, True]
+    assert list(third.batch.request_ids) == [2]
+
+
 async def test_a_failed_call_does_not_block_the_next(shard: Shard) -> None:
     bad = pb.FilterBatchRequest(batch_id=99, request_ids=[1], step_seq=1)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -102,6 +117,28 @@ async def test_a_predecessor_that_never_comes_is_an_error(monkeypatch: pytest.Mo
     monkeypatch.setattr("funitel.model_server.server.ORDER_TIMEOUT_SECONDS", 0.01)
     with pytest.raises(InvalidRequest, match="step_seq 5 came, 1 did not"):
         await StepOrder().begin(5, lambda: asyncio.sleep(0))
+
+
+async def test_the_next_call_begins_while_the_one_before_is_under_way() -> None:
+    order, begun = StepOrder(), []
+    under_way: list[asyncio.Future[None]] = []
+
+    def begin(number: int) -> asyncio.Future[None]:
+        begun.append(number)
+        under_way.append(asyncio.get_running_loop().create_future())
+        return under_way[-1]
+
+    third = asyncio.ensure_future(order.begin(3, lambda: begin(3)))
+    leaver = asyncio.ensure_future(order.begin(2, lambda: begin(2)))
+    await asyncio.sleep(0)
+    leaver.cancel()
+    await asyncio.gather(leaver, return_exceptions=True)
+    with pytest.raises(InvalidRequest, match="step_seq 2 was executed already"):
+        await order.begin(2, lambda: begin(0))
+    await order.begin(1, lambda: begin(1))
+    await third
+    assert begun == [1, 2, 3]
+    assert not any(future.done() for future in under_way)
 
 
 async def test_health_answers_during_a_long_step(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:

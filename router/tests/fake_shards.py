@@ -4,7 +4,7 @@ Numbered calls are executed in order, and one after the other, as a real shard d
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +67,8 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.metadata: list[dict[str, str]] = []  # of each step
         self.stride = 1  # tokens of a generation; all but the first are forced
         self.grammars: list[str] = []
+        self.fails_after = 0  # steps that succeed before the first of `failures`
+        self.delay: Callable[[], float] = lambda: 0.0  # seconds a step takes
         self.pause = asyncio.Event()
         self.pause.set()
         self.pool_tokens = 400
@@ -175,7 +177,9 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
     async def _step(self, batch_id: int, rows: list[Row], request: Any, response: Any, context: Any) -> None:
         self.steps.append([row.request.id for row in rows])
         await self.pause.wait()
-        if self.failures:
+        await asyncio.sleep(self.delay())
+        self.fails_after -= 1
+        if self.failures and self.fails_after < 0:
             await context.abort(self.failures.pop(0), "told to fail")
         chunks = {r.id: r.chunk_len for r in getattr(request, "batch", pb.Batch()).requests if r.HasField("chunk_len")}
         for update in request.rows:

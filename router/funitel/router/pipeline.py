@@ -27,14 +27,7 @@ class Call:
     step: SentStep | None = None
     spans: tuple[tracing.OpenSpan, ...] = ()
     sent: float = field(default_factory=time.monotonic)
-    answered: float = 0.0
-
-    @property
-    def method(self) -> str:
-        """What metrics and spans call it."""
-        if self.plan is None:
-            return "filter"
-        return self.plan.method
+    answered: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +64,7 @@ class Pipeline:
     @property
     def is_answered(self) -> bool:
         """Whether the oldest call can be settled."""
-        return bool(self._calls) and self._calls[0].answer.done()
+        return bool(self._calls) and self._calls[0].answered is not None
 
     def drop_all_but(self, keep: Container[int]) -> None:
         """Send what drops the rows of all sequences but `keep`; later steps are without them."""
@@ -108,6 +101,7 @@ class Pipeline:
             After any of them what the ranks hold is unknown: `drain`, then clear the replica.
         """
         call = self._calls[0]
+        assert call.answered is not None, "it is not answered"
         seconds = call.answered - max(call.sent, self._last_answered)
         result = call.answer.result()
         answer = self._replica.settle(call.step, result) if call.step is not None else None
