@@ -195,6 +195,33 @@ async def test_what_is_refused(client: httpx.AsyncClient, fields: Any, param: st
     assert param in body["error"]["message"]
 
 
+_KINDS = "must be a string, an array of strings, an array of token ids or an array of such arrays"
+_ID = "must be a token id, an integer >= 0 and <= 4294967295"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        (5, f"prompt: {_KINDS}. Given: 5"),
+        ({}, f"prompt: {_KINDS}. Given: {{}}"),
+        ([], "prompt: must not be empty. Given: []"),
+        (["a", 5], "prompt: item 1 must be a string, as item 0 is. Given: 5"),
+        ([1, "a"], f"prompt: item 1 {_ID}. Given: 'a'"),
+        ([-1], f"prompt: item 0 {_ID}. Given: -1"),
+        ([True], f"prompt: item 0 {_ID}. Given: True"),
+        ([2**32], f"prompt: item 0 {_ID}. Given: 4294967296"),
+        ([1, [2]], f"prompt: item 1 {_ID}. Given: [2]"),
+        ([[1], 2], "prompt: item 1 must be an array of token ids. Given: 2"),
+        ([[]], "prompt: item 0 must be an array of token ids. Given: []"),
+        ([[1], [2, 1.5]], f"prompt: item 1.1 {_ID}. Given: 1.5"),
+    ],
+)
+async def test_a_wrong_prompt_is_told_in_one_line(client: httpx.AsyncClient, prompt: Any, says: str) -> None:
+    body = await refused(client, prompt=prompt)
+    assert body["error"]["message"] == f"Input validation error: {says}"
+    assert body["error"]["param"] == "prompt"
+
+
 async def test_errors_before_the_first_token_have_a_status(serve: Serve) -> None:
     async with serve(FakeEngine(error=ShardFailed("rank 1 died"))) as client:
         response = await client.post(ROUTE, json={"prompt": "Hi", "stream": True})

@@ -39,6 +39,19 @@ async def whole(client: httpx.AsyncClient, **fields: Any) -> Any:
     return response.json()
 
 
+async def test_a_model_by_its_name(client: httpx.AsyncClient, serve: Serve) -> None:
+    (listed,) = (await client.get("/v1/models")).json()["data"]
+    assert (await client.get(f"/v1/models/{listed['id']}")).json() == listed
+    response = await client.get("/v1/models/other/model")
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "model", "model_not_found")
+    assert "'other/model'" in error["message"]
+    async with serve(FakeEngine(), served_model_name="org/name") as named:
+        for path in ("/v1/models/org/name", "/v1/models/org%2Fname"):
+            assert (await named.get(path)).json()["id"] == "org/name"
+
+
 async def test_an_answer(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     answer = await whole(client)
     assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", answer.pop("id"))

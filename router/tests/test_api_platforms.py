@@ -7,6 +7,7 @@ import pytest
 from fakes import FakeEngine, Serve
 
 from funitel.proto.errors import ShardFailed
+from funitel.router.tokenizer import Tokenizer
 
 TEXT = "Hello world!"
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -135,6 +136,23 @@ async def test_best_of_holds_for_each_prompt(serve: Serve) -> None:
         engine.requests.clear()
         await client.post(INFER, json=infer(["Hi"], parameters=parameters))
         assert len(engine.requests) == 2
+
+
+@pytest.mark.parametrize("best_of", [1, 2])
+async def test_more_prompts_than_can_ever_run_are_refused_before_any_is_tokenized(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, best_of: int
+) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    parameters = {"best_of": best_of, "do_sample": True}
+    num_prompts = 6 // best_of + 1
+    async with serve(FakeEngine(), max_concurrent_requests=6) as client:
+        instances = [{"inputs": "Hi", "parameters": parameters}] * num_prompts
+        vertex = await client.post("/vertex", json={"instances": instances})
+        kserve = await client.post(INFER, json=infer(*[["Hi"]] * num_prompts, parameters=parameters))
+    for response, field in ((vertex, "instances"), (kserve, "inputs")):
+        assert response.status_code == 422
+        says = f"`{field}` times `best_of` must be <= 6. Given: {num_prompts * best_of}"
+        assert response.json()["error"] == f"Input validation error: {says}"
 
 
 async def test_a_failed_prediction_keeps_its_status(serve: Serve) -> None:

@@ -274,6 +274,18 @@ async def test_a_named_tool(serve: Serve, choice: Any) -> None:
     assert "weather" not in engine.requests[0].inputs
 
 
+@pytest.mark.parametrize("parallel", [{}, {"parallel_tool_calls": True}])
+async def test_a_tool_asked_for_by_name_is_called_exactly_once(serve: Serve, parallel: dict[str, Any]) -> None:
+    engine = writes(f"[{CALL}, {CALL}]")
+    choice = {"type": "function", "function": {"name": "weather"}}
+    async with serve(engine) as client:
+        answer = await whole(client, tools=[WEATHER, NOW], tool_choice=choice, **parallel)
+        stream = await streamed(client, tools=[WEATHER, NOW], tool_choice=choice, **parallel)
+    assert calls_of(answer) == calls_of(stream) == [("weather", '{"city": "Paris"}')]
+    grammar = json.loads(engine.requests[0].sampling.grammar)
+    assert grammar["properties"]["name"] == {"const": "weather"}, "one call, not an array of several"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [

@@ -39,7 +39,7 @@ MALFORMED = [
     (b'{"inputs": "a\x01"}', "control character"),
     (b"[" * 100_000, "nested too deeply"),
     (b'{"a":' * 100_000, "nested too deeply"),
-    (b'{"inputs": ' + b"9" * 10_000 + b"}", "digits"),
+    (b'{"inputs": ' + b"9" * 10_000 + b"}", "the body has an integer of more than 4300 digits"),
 ]
 
 
@@ -232,6 +232,31 @@ async def test_a_body_of_nothing_but_errors_holds_up_nobody(
     assert response.status_code in (400, 422)
     assert len(response.text) < 1000
     assert longest < 0.4
+
+
+@pytest.mark.parametrize(
+    ("path", "template", "param"),
+    [
+        ("/generate", '{"inputs": "a", %s}', ""),
+        ("/generate", '{"inputs": "a", "parameters": {%s}}', "parameters: "),
+        ("/chat_tokenize", '{"messages": [{"role": "user", "content": "a", %s}]}', "messages.0: "),
+        ("/v1/chat/completions", '{"messages": [], %s}', ""),
+        ("/v1/messages", '{"model": "m", "max_tokens": 1, "messages": [{"role": "user", %s}]}', "messages.0: "),
+    ],
+)
+async def test_a_body_of_nothing_but_unknown_fields_is_refused_at_once(
+    client: httpx.AsyncClient, path: str, template: str, param: str
+) -> None:
+    fields = ",".join(f'"u{number}":1' for number in range(100_000))
+    begin = time.monotonic()
+    response = await client.post(path, content=template % fields, headers=JSON)
+    seconds = time.monotonic() - begin
+    assert response.status_code in (400, 422)
+    error = response.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert f"{param}must have at most 10" in message
+    assert "fields. Given: 1000" in message
+    assert seconds < 0.4
 
 
 async def test_every_message_may_have_its_own_unknown_fields_on_native_routes(client: httpx.AsyncClient) -> None:

@@ -39,6 +39,25 @@ async def test_encode_adds_special_tokens_unless_told_not_to(tmp_path: Path) -> 
     assert without.byte_offsets() == [(0, 1), (1, 3), (1, 3)]
 
 
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, 258),
+        ({"vocab_size": 250}, 250),
+        ({"vocab_size": 320}, 258),
+        ({"text_config": {"vocab_size": 251}}, 251),
+    ],
+)
+def test_the_vocabulary_is_what_tokenizer_and_model_share(
+    tmp_path: Path, config: dict[str, Any], expected: int
+) -> None:
+    write_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(str(tmp_path), None, 1)
+    tokenizer.close()
+    assert tokenizer.num_tokens == expected
+
+
 async def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     write_model(tmp_path)
     narrow = byte_tokenizer()

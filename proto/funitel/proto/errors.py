@@ -159,6 +159,13 @@ class NotFound(FunitelError):
     metric = "validation"
 
 
+class ModelNotFound(NotFound):
+    """No model of that name is served."""
+
+    openai_code = "model_not_found"
+    param = "model"
+
+
 class Overloaded(FunitelError):
     """More concurrent requests than `--max-concurrent-requests`."""
 

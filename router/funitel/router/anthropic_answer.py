@@ -126,9 +126,9 @@ class MessageBuilder:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The input of a call; of one that was cut off as much as is there, as Anthropic's clients do."""
+    """The input of a call; of one that was cut off as much as is there, a string that was cut in the middle too."""
     try:
-        parsed = pydantic_core.from_json(arguments, allow_partial=True)
+        parsed = pydantic_core.from_json(arguments, allow_partial="trailing-strings")
     except ValueError:
         return {}
     return parsed if isinstance(parsed, dict) else {}

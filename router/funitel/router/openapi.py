@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 REFERENCE = "#/components/schemas/{model}"
-_PARAMETER = re.compile(r"{(\w+)}")
+_PARAMETER = re.compile(r"{(\w+)(?::path)?}")  # one marked so may have slashes
 
 
 # What a status means, in the document; each has the error's record as its body, save where TGI's has none.
@@ -69,6 +69,11 @@ class Operation:
     is_bodiless_401: bool = False
 
     @property
+    def documented_path(self) -> str:
+        """The path without our marks of what a parameter may hold."""
+        return _PARAMETER.sub(r"{\1}", self.path)
+
+    @property
     def answers(self) -> list[type[BaseModel]]:
         """Every record the route sends."""
         return [model for model in (self.answer, self.event, self.error) if model is not None]
@@ -108,7 +113,7 @@ def document(operations: Sequence[Operation], title: str, version: str) -> dict[
     given = {model: reference for (model, mode), reference in references.items() if mode == "serialization"}
     paths: dict[str, Any] = {}
     for operation in operations:
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation, taken, given)
+        paths.setdefault(operation.documented_path, {})[operation.method.lower()] = _operation(operation, taken, given)
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},

@@ -1,9 +1,11 @@
 """OpenAI's completions, in and out, as typed records."""
 
+import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from funitel.proto.errors import InvalidRequest, SuffixNotSupported
 from funitel.router.schema_openai import SamplingFields
@@ -11,6 +13,43 @@ from funitel.router.schema_openai_answers import AnswerHead, Usage
 from funitel.router.schema_types import U32
 
 TokenIds = Annotated[list[U32], Field(min_length=1)]
+_MAX_ID = 2**32 - 1
+
+
+def _check_prompt(value: Any) -> Any:
+    """Say in one line what a prompt must be: the errors of a union speak of one of its branches."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        kinds = "a string, an array of strings, an array of token ids or an array of such arrays"
+        raise ValueError(f"must be {kinds}. Given: {reprlib.repr(value)}")
+    if not value:
+        raise ValueError("must not be empty. Given: []")
+    if isinstance(value[0], list):
+        for place, item in enumerate(value):
+            if not isinstance(item, list) or not item:
+                raise ValueError(f"item {place} must be an array of token ids. Given: {reprlib.repr(item)}")
+            _check_ids(item, f"{place}.")
+    elif isinstance(value[0], str):
+        wrong = next((place for place, item in enumerate(value) if not isinstance(item, str)), None)
+        if wrong is not None:
+            raise ValueError(f"item {wrong} must be a string, as item 0 is. Given: {reprlib.repr(value[wrong])}")
+    else:
+        _check_ids(value, "")
+    return value
+
+
+def _check_ids(ids: Sequence[Any], path: str) -> None:
+    for place, item in enumerate(ids):
+        if type(item) is not int or not 0 <= item <= _MAX_ID:
+            rule = f"must be a token id, an integer >= 0 and <= {_MAX_ID}"
+            raise ValueError(f"item {path}{place} {rule}. Given: {reprlib.repr(item)}")
+
+
+Prompts = Annotated[
+    str | Annotated[list[str], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)],
+    BeforeValidator(_check_prompt),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +63,7 @@ class GivenPrompt:
 class CompletionRequest(SamplingFields):
     """One prompt or several to go on from."""
 
-    prompt: (
-        str | Annotated[list[str], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
-    ) = Field(description="A text, texts, the tokens of a prompt, or those of several.")
+    prompt: Prompts = Field(description="A text, texts, the tokens of a prompt, or those of several.")
     max_tokens: U32 | None = Field(default=None, description="Up to the context's end if absent; 0 with `echo` only.")
     best_of: Annotated[U32, Field(ge=1)] | None = Field(
         default=None, description="Sequences to generate for each prompt; the `n` likeliest are answered."

@@ -13,6 +13,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
@@ -37,6 +38,8 @@ def is_none(value: Any) -> bool:
     return value is None
 
 
+MAX_UNKNOWN_FIELDS = 1000  # of one record; each would be an error, or a warning
+
 U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
@@ -57,10 +60,19 @@ def _fail_fast(schema: Any) -> None:
 class Body(BaseModel):
     """A body, or a part of one. Strict types, finite numbers; a list is read up to its first wrong item.
 
-    Otherwise a body of a million wrong items would make a million errors, and hold up everybody for seconds.
+    Otherwise a body of a million wrong items would make a million errors, and hold up everybody for seconds; so would
+    one of as many unknown fields.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, content: Any) -> Any:
+        most = len(cls.model_fields) + MAX_UNKNOWN_FIELDS
+        if isinstance(content, dict) and len(content) > most:
+            raise ValueError(f"must have at most {most} fields. Given: {len(content)}")
+        return content
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -40,12 +40,22 @@ class Encoding:
 class Tokenizer:
     """A model's tokenizer and chat template. Safe to use from any task; `close` ends its threads."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate | TemplateError, workers: int) -> None:
-        """Take a template, or the reason why there is none, given to whoever asks for a chat."""
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        template: ChatTemplate | TemplateError,
+        workers: int,
+        model_vocab_size: int | None = None,
+    ) -> None:
+        """Take a template, or the reason why there is none, given to whoever asks for a chat.
+
+        `model_vocab_size`: tokens the model has scores for, where that is known; it may be fewer or more.
+        """
         tokenizer.no_truncation()  # a file may ask for either; neither is part of encoding
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
+        num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
+        self._num_tokens = num_tokens if model_vocab_size is None else min(num_tokens, model_vocab_size)
         self._template = template
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
 
@@ -63,11 +73,11 @@ class Tokenizer:
         """
         files = ModelFiles(Path(folder), Path(config_path) if config_path else None)
         tokenizer = files.tokenizer()
-        return cls(tokenizer, files.template(tokenizer), workers)
+        return cls(tokenizer, files.template(tokenizer), workers, files.model_vocab_size())
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the vocabulary, special ones included; ids are below it."""
+        """Tokens that tokenizer and model both know, special ones included; ids are below it."""
         return self._num_tokens
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
@@ -134,6 +144,13 @@ class ModelFiles:
             return tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception
             raise StartupError(f"{path} cannot be read: {error}") from error
+
+    def model_vocab_size(self) -> int | None:
+        """Rows of the model's embedding, as config.json says."""
+        config = self._json(self._folder / "config.json")
+        text_config = config.get("text_config")
+        size = config.get("vocab_size") or (text_config.get("vocab_size") if isinstance(text_config, dict) else None)
+        return size if isinstance(size, int) else None
 
     def template(self, tokenizer: tokenizers.Tokenizer) -> ChatTemplate | TemplateError:
         """Compile the chat template, or say why there is none."""

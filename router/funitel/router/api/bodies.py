@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import reprlib
+import sys
 import time
 from typing import Any, NoReturn, TypeVar
 
@@ -117,8 +118,11 @@ def _parse_json(content: bytes) -> Any:
         raise MalformedBody(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:
         raise MalformedBody("the body is nested too deeply") from None
-    except ValueError as error:  # json.JSONDecodeError, or an integer of thousands of digits
+    except json.JSONDecodeError as error:
         raise MalformedBody(f"the body is not JSON: {error}") from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise MalformedBody(f"the body has an integer of more than {most} digits") from None
 
 
 def _refuse_surrogates(value: Any, path: tuple[str, ...]) -> None:
@@ -138,7 +142,7 @@ def _refuse_surrogates(value: Any, path: tuple[str, ...]) -> None:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise MalformedBody(f"the body is not JSON: {name} is no JSON value")
 
 
 def shape_error(error: ValidationError, content: Any) -> InvalidRequest:

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from funitel.proto.errors import FunitelError, InvalidRequest
+from funitel.proto.errors import FunitelError, InvalidRequest, ModelNotFound
 from funitel.router.api.answers import json_answer
 from funitel.router.api.route_notes import is_native
 from funitel.router.schema import ErrorResponse
@@ -59,7 +59,7 @@ def native_error(error: FunitelError) -> ErrorResponse:
 
 def openai_error(error: FunitelError) -> OpenAIErrorResponse:
     """The shape of OpenAI's routes."""
-    param = error.param if isinstance(error, InvalidRequest) else None
+    param = error.param if isinstance(error, InvalidRequest | ModelNotFound) else None
     return _openai_error(error.public_message, error.http_status, error.error_type, param, error.openai_code)
 
 

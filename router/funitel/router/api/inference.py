@@ -215,6 +215,17 @@ async def collect_all(jobs: Sequence[Job]) -> list[Answer]:
     return answers
 
 
+def check_count(service: Service, field: str, best_of: Sequence[int]) -> None:
+    """Raise InvalidRequest for so many prompts, and sequences of each, that they could never run at once.
+
+    To be asked before any prompt is tokenized. A `best_of` that is too large by itself is refused for that, later.
+    """
+    settings = service.settings
+    most, count = settings.max_concurrent_requests, sum(min(each, settings.max_best_of) for each in best_of)
+    if count > most:
+        raise InvalidRequest(f"`{field}` times `best_of` must be <= {most}. Given: {count}", field)
+
+
 async def collect_best(jobs: Sequence[Job], best_of: Sequence[int]) -> list[list[Answer]]:
     """Run so many siblings of each job, all side by side; return each job's answers, likeliest first.
 

@@ -13,6 +13,7 @@ from funitel.router.api.bodies import read_body
 from funitel.router.api.inference import (
     Answer,
     Prompt,
+    check_count,
     collect_best,
     generation_route,
     prepare,
@@ -77,9 +78,11 @@ async def _answer(service: Service, body: KserveRequest, arrived: float) -> tupl
     if not body.inputs:
         raise InvalidRequest("`inputs` cannot be empty", "inputs")
     parameters = body.parameters or GenerateParameters()
+    best_of = [parameters.best_of or 1] * len(body.inputs)
+    check_count(service, "inputs", best_of)
     prompts = [_text(place, given) for place, given in enumerate(body.inputs)]
     jobs = [await prepare(service, parameters, Prompt(text), stream=False, arrived=arrived) for text in prompts]
-    ranked = await collect_best(jobs, [parameters.best_of or 1] * len(jobs))
+    ranked = await collect_best(jobs, best_of)
     prefixes = prompts if parameters.return_full_text else [""] * len(prompts)
     outputs = _outputs(body.inputs, body.outputs, prefixes, [answers[0] for answers in ranked])
     return KserveResponse(id=body.id, outputs=outputs), summed_headers(jobs, list(chain.from_iterable(ranked)))

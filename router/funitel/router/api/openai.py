@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from funitel.proto.errors import ModelNotFound
 from funitel.router.api.answers import json_answer
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import openai_error, renaming
@@ -65,6 +66,14 @@ async def models(http: HttpRequest) -> Response:
     name = service_of(http).model_id
     body = ModelList(data=[Model(id=name, owned_by=name)])
     return json_answer(body)
+
+
+async def model(http: HttpRequest) -> Response:
+    """`/v1/models/{model}`: the one model that is served, by its name."""
+    name, asked = service_of(http).model_id, http.path_params["model"]
+    if asked != name:
+        raise ModelNotFound(f"no model is named {asked!r}; the one here is {name!r}")
+    return json_answer(Model(id=name, owned_by=name))
 
 
 @generation_route

@@ -14,6 +14,7 @@ from funitel.router.api.inference import (
     Handler,
     Job,
     Prompt,
+    check_count,
     collect_best,
     generation_route,
     prepare,
@@ -61,8 +62,10 @@ async def vertex(http: HttpRequest) -> Response:
 
 
 async def _predict(service: Service, body: VertexRequest, arrived: float) -> tuple[VertexResponse, dict[str, str]]:
+    best_of = [_best_of(instance) for instance in body.instances]
+    check_count(service, "instances", best_of)
     jobs = [await _job(service, instance, arrived) for instance in body.instances]
-    ranked = await collect_best(jobs, [_best_of(instance) for instance in body.instances])
+    ranked = await collect_best(jobs, best_of)
     prefixes = [_prefix(instance) for instance in body.instances]
     texts = [prefix + answers[0].finished.text for prefix, answers in zip(prefixes, ranked, strict=True)]
     return VertexResponse(predictions=texts), summed_headers(jobs, list(chain.from_iterable(ranked)))

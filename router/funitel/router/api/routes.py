@@ -28,6 +28,7 @@ from funitel.router.schema_anthropic import (
 from funitel.router.schema_completions import Completion, CompletionChunk, CompletionRequest
 from funitel.router.schema_openai import (
     ChatRequest,
+    Model,
     ModelList,
     OpenAIErrorResponse,
 )
@@ -144,6 +145,14 @@ _OPENAI = (
         event=CompletionChunk,
     ),
     _openai(method="GET", path="/v1/models", handler=openai.models, summary="The model", answer=ModelList),
+    _openai(
+        method="GET",
+        path="/v1/models/{model:path}",
+        handler=openai.model,
+        summary="The model, by its name",
+        answer=Model,
+        failures=(404,),
+    ),
 )
 
 _ANTHROPIC = (

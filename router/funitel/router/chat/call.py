@@ -85,3 +85,8 @@ class ChatCall:
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def allows_several_calls(self) -> bool:
+        """Whether an answer may call tools more than once; a tool asked for by name is called exactly once."""
+        return self.parallel_tool_calls and self.tool_choice.name is None

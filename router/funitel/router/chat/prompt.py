@@ -62,7 +62,7 @@ async def _render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
     is_forced = call.tool_choice.mode is ToolMode.REQUIRED
     grammar = call.grammar
     if is_forced:  # in a thread: clients choose how large a schema is
-        grammar = await asyncio.to_thread(forced_calls, tools, parallel=call.parallel_tool_calls)
+        grammar = await asyncio.to_thread(forced_calls, tools, parallel=call.allows_several_calls)
     knows_tools = re.search(r"\btools\b", template) is not None
     messages = list(call.messages)
     if not knows_tools:

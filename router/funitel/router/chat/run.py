@@ -65,7 +65,7 @@ class PreparedChat:
                 job,
                 self.prompt,
                 top_logprobs=call.sampling.top_logprobs,
-                parallel_calls=call.parallel_tool_calls,
+                parallel_calls=call.allows_several_calls,
             )
             for job in self.jobs
         ]
