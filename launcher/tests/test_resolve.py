@@ -8,7 +8,6 @@ import pytest
 
 from funitel.launcher import resolve as module
 from funitel.launcher.resolve import (
-    count_devices,
     decide_num_shard,
     default_threads,
     describe,
@@ -16,6 +15,7 @@ from funitel.launcher.resolve import (
     listen_address,
     prefill_tokens,
     resolve,
+    visible_gpus,
 )
 from funitel.launcher.settings import LauncherSettings
 from funitel.proto.errors import SettingsError
@@ -74,9 +74,10 @@ def test_impossible_combinations_are_refused(sharded: bool | None, num_shard: in
 def test_devices_are_counted_as_cuda_sees_them(
     environ: dict[str, str], count: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "count_listed_gpus", lambda: 8)
-    assert count_devices("auto", environ) == count
-    assert count_devices("cpu", environ) is None
+    monkeypatch.setattr(module, "listed_gpus", lambda: tuple("01234567"))
+    gpus = visible_gpus("auto", environ)
+    assert (None if gpus is None else len(gpus)) == count
+    assert visible_gpus("cpu", environ) is None
 
 
 def test_gpus_are_listed_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +85,9 @@ def test_gpus_are_listed_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monke
     tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho 'GPU 1: A (UUID: y)'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert module.count_listed_gpus() == 2
+    assert module.listed_gpus() == ("0", "1")
     tool.unlink()
-    assert module.count_listed_gpus() is None
+    assert module.listed_gpus() is None
 
 
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from funitel.launcher.client.program import CLIENTS, run_client
 from funitel.launcher.commands import Commands
-from funitel.launcher.resolve import count_devices, decide_num_shard, resolve
+from funitel.launcher.resolve import decide_num_shard, listed_gpus, resolve, visible_gpus
 from funitel.launcher.runtime import describe_runtime
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.sockets import check_port, claim
@@ -33,9 +33,12 @@ def serve(settings: LauncherSettings, environ: Mapping[str, str], commands: Comm
     """
     if settings.env:
         logger.info("%s", describe_runtime())
-    num_shard = decide_num_shard(settings, count_devices(settings.device, environ))
-    with claim(settings.shard_uds_path, num_shard) as uds_path:
-        resolved = resolve(settings, num_shard, uds_path)
+    gpus = visible_gpus(settings.device, environ)
+    if gpus is None and settings.num_replicas > 1 and settings.device != "cpu":
+        gpus = listed_gpus()  # each replica must be told its own
+    num_shard = decide_num_shard(settings, None if gpus is None else len(gpus))
+    with claim(settings.shard_uds_path, num_shard, settings.num_replicas) as uds_path:
+        resolved = resolve(settings, num_shard, uds_path, gpus or () if settings.num_replicas > 1 else ())
         check_port(resolved.hostname, resolved.port)
         if resolved.prometheus_port is not None:
             check_port(resolved.hostname, resolved.prometheus_port, "--prometheus-port")

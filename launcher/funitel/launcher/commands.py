@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from funitel.launcher.replicas import further_addresses
 from funitel.launcher.resolve import ResolvedSettings
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.sockets import socket_of
@@ -60,6 +61,7 @@ class Commands:
             tokenizer_name=str(folder),
             revision=None,
             master_shard_uds_path=socket_of(settings.shard_uds_path, 0),
+            replica_address=further_addresses(settings),
             exit_with_parent=os.getpid(),
         )
         return [*self.router, *to_argv(flags, skip=["api_key"])]

@@ -91,7 +91,7 @@ class Child:
 
     async def stop(self, grace_seconds: float) -> bool:
         """Ask the process to end, insist after `grace_seconds`; return whether asking was enough."""
-        if self._exited is None:
+        if self._exited is None or self._exited.done():
             return True
         self._signal(os.kill, signal.SIGTERM)
         done, _ = await asyncio.wait({self._exited}, timeout=grace_seconds)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from funitel.launcher.settings import LauncherSettings
-from funitel.launcher.sockets import free_port
+from funitel.launcher.sockets import free_port, free_ports
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError
 from funitel.proto.settings import project, require
@@ -37,19 +37,35 @@ class ResolvedSettings(LauncherSettings):
     """Launcher settings with nothing left open that a machine can tell."""
 
     num_shard: int
-    master_port: int
+    master_port: int  # of the first replica
+    master_ports: tuple[int, ...]  # of every replica
     shard_uds_path: str
     served_model_name: str
+    gpus: tuple[str, ...] = ()  # to be shared out between several replicas, as CUDA names them
 
 
-def resolve(settings: LauncherSettings, num_shard: int, uds_path: str) -> ResolvedSettings:
+def resolve(
+    settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tuple[str, ...] = ()
+) -> ResolvedSettings:
     """Decide what does not depend on the model.
+
+    Args:
+        settings: as given.
+        num_shard: shards of each replica.
+        uds_path: where the first replica's sockets will be.
+        gpus: those that several replicas share out between them; empty on a CPU.
 
     Raises:
         SettingsError: a shard or the router would refuse what it gets, which is better known before anything loads.
     """
     max_input = settings.max_input_tokens if settings.max_input_length is None else settings.max_input_length
-    threads = default_threads(settings.device, num_shard) if settings.num_threads is None else settings.num_threads
+    num_all = num_shard * settings.num_replicas
+    require(
+        not gpus or num_all <= len(gpus),
+        f"--num-replicas {settings.num_replicas} with --num-shard {num_shard} need {num_all} GPUs, there are {len(gpus)}",
+    )
+    threads = default_threads(settings.device, num_all) if settings.num_threads is None else settings.num_threads
+    ports = _master_ports(settings)
     resolved = project(
         settings,
         ResolvedSettings,
@@ -60,12 +76,20 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str) -> Resolv
         max_input_length=None,
         hostname=listen_address(settings.hostname),
         port=settings.port or free_port(),
-        master_port=settings.master_port or free_port(),
+        master_port=ports[0],
+        master_ports=ports,
         shard_uds_path=uds_path,
         served_model_name=settings.served_model_name or settings.model_id,
+        gpus=gpus,
     )
     check_children(resolved)
     return resolved
+
+
+def _master_ports(settings: LauncherSettings) -> tuple[int, ...]:
+    if settings.master_port:
+        return tuple(range(settings.master_port, settings.master_port + settings.num_replicas))
+    return free_ports(settings.num_replicas)
 
 
 def check_children(settings: ResolvedSettings) -> None:
@@ -92,16 +116,18 @@ def fit_to_model(settings: ResolvedSettings, folder: Path) -> ResolvedSettings:
 
 
 def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int:
-    """Say how many shards the model is split over.
+    """Say how many shards each replica of the model is split over.
 
     Source: contract reference 2.3; a number of shards beats `--sharded false`.
 
     Args:
         settings: `sharded` and `num_shard` as given.
-        num_devices: visible devices, None when nothing tells.
+        num_devices: visible devices, None when nothing tells; replicas share them out.
     """
     if settings.num_shard is not None:
         return settings.num_shard
+    if num_devices is not None:
+        num_devices //= settings.num_replicas
     if not settings.sharded:
         return 1 if settings.sharded is False else num_devices or 1
     if num_devices is None:
@@ -113,32 +139,36 @@ def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int
     return num_devices
 
 
-def count_devices(device: str, environ: Mapping[str, str]) -> int | None:
-    """Count the GPUs this environment makes visible; None when it does not tell, and on a CPU."""
+def visible_gpus(device: str, environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The GPUs this environment makes visible, as CUDA names them; None when it does not tell, and on a CPU."""
     if device == "cpu":
         return None
     if "CUDA_VISIBLE_DEVICES" in environ:
         # As CUDA reads it: the list ends before the first -1, and an empty one hides every device.
-        listed = environ["CUDA_VISIBLE_DEVICES"].split(",")
-        return sum(1 for item in takewhile(lambda item: item.strip() != "-1", listed) if item.strip())
+        named = (item.strip() for item in environ["CUDA_VISIBLE_DEVICES"].split(","))
+        return tuple(item for item in takewhile(lambda item: item != "-1", named) if item)
     listed = [item for item in environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",") if item.strip()]
     if listed in (["all"], ["void"]):
-        return count_listed_gpus()
-    return len(listed) if listed and listed != ["none"] else None
+        return listed_gpus()
+    return _numbered(len(listed)) if listed and listed != ["none"] else None
 
 
-def count_listed_gpus() -> int | None:
-    """Count the GPUs nvidia-smi lists; None when it cannot tell."""
+def listed_gpus() -> tuple[str, ...] | None:
+    """The GPUs nvidia-smi lists; None when it cannot tell."""
     try:
         answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())
+    return _numbered(sum(line.startswith("GPU ") for line in answer.stdout.splitlines()))
 
 
-def default_threads(device: str, num_shard: int) -> int | None:
-    """Share the usable cores out evenly; on CUDA the shard decides."""
-    return None if device == "cuda" else max(1, len(os.sched_getaffinity(0)) // num_shard)
+def _numbered(count: int) -> tuple[str, ...]:
+    return tuple(map(str, range(count)))
+
+
+def default_threads(device: str, num_shards: int) -> int | None:
+    """Share the usable cores out evenly between the shards of all replicas; on CUDA the shard decides."""
+    return None if device == "cuda" else max(1, len(os.sched_getaffinity(0)) // num_shards)
 
 
 def prefill_tokens(settings: LauncherSettings, context: int | None) -> int:

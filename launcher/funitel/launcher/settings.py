@@ -43,6 +43,9 @@ class LauncherSettings:
     validation_workers: int = _router("validation_workers", "Threads that tokenize prompts.")
     sharded: bool | None = setting(None, "Whether to split the model over several shards.", takes_value=True)
     num_shard: int | None = setting(None, "Number of shards; the number of visible GPUs, or 1, when not given.")
+    num_replicas: int = setting(
+        1, "Copies of the model, each of --num-shard shards; a request goes where its beginning is computed already."
+    )
     device: str = _shard("device", "Where the model runs.", choices=DEVICES)
     dtype: str | None = _shard(
         "dtype",
@@ -68,7 +71,7 @@ class LauncherSettings:
     )
     block_size: int = _shard("block_size", "Tokens per KV block.")
     num_threads: int | None = _shard(
-        "num_threads", "Compute threads of each shard; the cores shared out evenly when not given."
+        "num_threads", "Compute threads of each shard; the cores shared out evenly over all shards when not given."
     )
     prefill_chunking: bool = _shard(
         "prefill_chunking",
@@ -134,7 +137,10 @@ class LauncherSettings:
         "its own when another instance holds that one.",
     )
     master_addr: str = _shard("master_addr", "Host of rank 0 for torch.distributed.")
-    master_port: int | None = setting(None, "Port of rank 0 for torch.distributed; a free one when not given.")
+    master_port: int | None = setting(
+        None,
+        "Port of rank 0 for torch.distributed; further replicas have the next ones; free ones when not given.",
+    )
     tokenizer_config_path: str | None = _router(
         "tokenizer_config_path", "A tokenizer_config.json to use instead of the model's own (chat template)."
     )
@@ -193,14 +199,16 @@ class LauncherSettings:
             not (self.sharded and self.num_shard == 1),
             "--sharded true needs --num-shard > 1, given 1",
         )
+        require(self.num_replicas >= 1, f"--num-replicas must be >= 1, given {self.num_replicas}")
         check_prometheus_port(self.prometheus_port, self.port)
         require(
             self.max_batch_total_tokens is None or self.max_batch_total_tokens >= self.block_size,
             f"--max-batch-total-tokens {self.max_batch_total_tokens} must be >= --block-size {self.block_size}",
         )
+        highest = 65535 - (self.num_replicas - 1)
         require(
-            self.master_port is None or 0 <= self.master_port <= 65535,
-            f"--master-port must be within 0..65535, given {self.master_port}",
+            self.master_port is None or 0 <= self.master_port <= highest,
+            f"--master-port must be within 0..{highest}, given {self.master_port}",
         )
         require(
             self.target_itl_ms is None or self.prefill_chunking,

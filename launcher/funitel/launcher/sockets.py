@@ -5,7 +5,8 @@ import glob
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import product
 from pathlib import Path
 
 from funitel.proto.errors import SettingsError
@@ -21,21 +22,26 @@ def socket_of(path: str, rank: int) -> str:
     return f"{path}-{rank}"
 
 
+def path_of_replica(path: str, replica: int) -> str:
+    """The socket path of one replica's shards; that of the first is the deployment's, as with TGI."""
+    return f"{path}-replica-{replica}" if replica else path
+
+
 @contextmanager
-def claim(path: str | None, num_shard: int) -> Iterator[str]:
+def claim(path: str | None, num_shard: int, num_replicas: int = 1) -> Iterator[str]:
     """Own a socket path while the context lasts: locked, without stale sockets, and nothing left at the end.
 
     With no `path`, the usual one is taken, or one named after this process when another holds that.
     """
-    _check_length(path or DEFAULT_PATH, num_shard)
+    _check_length(path or DEFAULT_PATH, num_shard, num_replicas)
     if path is None:
         _sweep()
     base, lock = _lock(path)
     try:
-        _remove_sockets(base, num_shard)
+        _remove_sockets(base, num_shard, num_replicas)
         yield base
     finally:
-        _remove_sockets(base, num_shard)
+        _remove_sockets(base, num_shard, num_replicas)
         Path(lock_of(base)).unlink(missing_ok=True)
         os.close(lock)
 
@@ -72,17 +78,17 @@ def _lock(path: str | None) -> tuple[str, int]:
     raise SettingsError(f"--shard-uds-path {path}: {path}.lock is held by another instance or not writable")
 
 
-def _check_length(base: str, num_shard: int) -> None:
-    longest = socket_of(base, num_shard - 1)
+def _check_length(base: str, num_shard: int, num_replicas: int) -> None:
+    longest = socket_of(path_of_replica(base, num_replicas - 1), num_shard - 1)
     require(
         len(os.fsencode(longest)) <= LONGEST_PATH,
         f"--shard-uds-path {base} is too long: a Unix socket path has at most {LONGEST_PATH} bytes",
     )
 
 
-def _remove_sockets(base: str, num_shard: int) -> None:
-    for rank in range(num_shard):
-        name = socket_of(base, rank)
+def _remove_sockets(base: str, num_shard: int, num_replicas: int) -> None:
+    for replica, rank in product(range(num_replicas), range(num_shard)):
+        name = socket_of(path_of_replica(base, replica), rank)
         try:
             Path(name).unlink(missing_ok=True)
         except OSError as error:
@@ -93,10 +99,16 @@ def _remove_sockets(base: str, num_shard: int) -> None:
 
 def free_port() -> int:
     """Find a TCP port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Find so many different TCP ports nobody listens on."""
+    with ExitStack() as stack:  # all are held until the last is found
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return tuple(probe.getsockname()[1] for probe in probes)
 
 
 def check_port(hostname: str, port: int, flag: str = "--port") -> None:

@@ -1,7 +1,8 @@
 """The life of one deployment: download, all shards together, the router, and the way back.
 
-Any child that ends on its own takes the others with it; a signal stops the router first and then the shards.
-Knows no model and no HTTP beyond "does it answer".
+A shard that ends on its own takes its replica with it; the last replica, or the router, everything. Until the deployment
+is ready any child does. A signal stops the router first and then the shards. Knows no model and no HTTP beyond "does it
+answer".
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import logging
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from funitel.launcher.commands import Commands, download_environ, router_environ
 from funitel.launcher.download import Download
 from funitel.launcher.health import router_answers, shard_answers
 from funitel.launcher.process import Child, relay
+from funitel.launcher.replicas import environ_of_replica, settings_of_replica
 from funitel.launcher.resolve import ResolvedSettings, describe, fit_to_model
-from funitel.launcher.sockets import socket_of
+from funitel.launcher.sockets import path_of_replica, socket_of
 from funitel.proto.errors import FunitelError, ShardFailed
 
 logger = logging.getLogger(__name__)
@@ -41,7 +44,9 @@ class Supervisor:
         self._environ = environ
         self._commands = commands or Commands()
         self._download: Download | None = None
-        self._shards: list[Child] = []
+        self._replicas: list[list[Child]] = []  # those that serve, each its shards in rank order
+        self._lost: list[Child] = []  # shards of replicas that serve no more
+        self._goodbyes: set[asyncio.Task[None]] = set()
         self._router: Child | None = None
         self._asked_to_stop = asyncio.Event()
         self._is_ready = False
@@ -72,12 +77,12 @@ class Supervisor:
         settings = self._settings = fit_to_model(self._settings, folder)
         logger.info("settings: %s", describe(settings))
         await self._start_shards(folder)
-        await self._guarded(self._until_ready({child: self._shard_probe(i) for i, child in enumerate(self._shards)}))
+        await self._guarded(self._until_ready(self._shard_probes()))
         await self._start_router(folder)
         await self._guarded(self._until_ready({self._running_router: self._probe_router}))
         self._is_ready = True
         announce(settings, seconds=time.monotonic() - started)
-        await self._guarded(asyncio.Event().wait())
+        await self._watch()
 
     async def _fetch(self) -> Path:
         argv = self._commands.download(self._settings)
@@ -85,13 +90,18 @@ class Supervisor:
         return await self._download.folder()
 
     async def _start_shards(self, folder: Path) -> None:
-        settings = self._settings
-        for rank in range(settings.num_shard):
-            environ = shard_environ(settings, self._environ, rank)
-            argv = self._commands.shard(settings, folder, rank)
-            on_line = relay(f"shard {rank}", json_output=settings.json_output)
-            self._shards.append(Child(f"shard rank {rank}", argv, environ, on_line))
-        await asyncio.gather(*(shard.start() for shard in self._shards))
+        for replica in range(self._settings.num_replicas):
+            settings = settings_of_replica(self._settings, replica)
+            inherited = environ_of_replica(self._settings, self._environ, replica)
+            prefix = f"replica {replica} " if self._settings.num_replicas > 1 else ""
+            shards = []
+            for rank in range(settings.num_shard):
+                argv = self._commands.shard(settings, folder, rank)
+                on_line = relay(f"{prefix}shard {rank}", json_output=settings.json_output)
+                environ = shard_environ(settings, inherited, rank)
+                shards.append(Child(f"{prefix}shard rank {rank}", argv, environ, on_line))
+            self._replicas.append(shards)
+        await asyncio.gather(*(shard.start() for shard in self._shards()))
 
     async def _start_router(self, folder: Path) -> None:
         settings = self._settings
@@ -100,8 +110,17 @@ class Supervisor:
         self._router = Child("router", argv, router_environ(settings, self._environ), on_line)
         await self._router.start()
 
-    def _shard_probe(self, rank: int) -> Callable[[], Awaitable[bool]]:
-        return lambda: shard_answers(socket_of(self._settings.shard_uds_path, rank))
+    def _shards(self) -> list[Child]:
+        """The shards of every replica that serves."""
+        return [shard for replica in self._replicas for shard in replica]
+
+    def _shard_probes(self) -> dict[Child, Callable[[], Awaitable[bool]]]:
+        bases = (path_of_replica(self._settings.shard_uds_path, replica) for replica in range(len(self._replicas)))
+        return {
+            shard: partial(shard_answers, socket_of(base, rank))
+            for base, replica in zip(bases, self._replicas, strict=True)
+            for rank, shard in enumerate(replica)
+        }
 
     def _probe_router(self) -> Awaitable[bool]:
         return router_answers(self._settings.hostname, self._settings.port)
@@ -137,17 +156,41 @@ class Supervisor:
             task.cancel()
 
     async def _failure(self) -> FunitelError:
-        """Find the child to blame: the one that was killed, or else the lowest rank that gave a reason."""
-        first = next(child for child in self._children() if child.has_exited)
-        await asyncio.wait([child.exited for child in self._children()], timeout=SETTLE_SECONDS)
-        dead = [shard for shard in self._shards if shard.has_exited]
-        told = [shard for shard in dead if shard.error]
-        blamed = first if first.exited.result() < 0 else (told or dead or [first])[0]
-        return ShardFailed(blamed.epitaph()) if blamed in self._shards else FunitelError(blamed.epitaph())
+        blamed = await _blamed(self._shards(), self._router)
+        return FunitelError(blamed.epitaph()) if blamed is self._router else ShardFailed(blamed.epitaph())
+
+    async def _watch(self) -> None:
+        """Let go of replicas as they end; return never.
+
+        Raises:
+            ShardFailed, FunitelError: the last replica, or the router, ended.
+        """
+        while True:
+            await asyncio.wait([child.exited for child in self._children()], return_when=asyncio.FIRST_COMPLETED)
+            lost = [replica for replica in self._replicas if any(shard.has_exited for shard in replica)]
+            if self._running_router.has_exited or len(lost) == len(self._replicas):
+                raise await self._failure()
+            for replica in lost:
+                await self._let_go(replica)
+
+    async def _let_go(self, replica: list[Child]) -> None:
+        """Say why a replica is lost, and stop what is left of it; the router moves its requests to the others."""
+        self._replicas.remove(replica)
+        self._lost += replica
+        blamed = await _blamed(replica)
+        logger.error(
+            "a replica is lost: %s; %d of %d replicas go on",
+            blamed.epitaph(),
+            len(self._replicas),
+            self._settings.num_replicas,
+        )
+        goodbye = asyncio.create_task(_stop_all(replica, IDLE_GRACE_SECONDS))
+        self._goodbyes.add(goodbye)
+        goodbye.add_done_callback(self._goodbyes.discard)
 
     def _children(self) -> list[Child]:
         """Children that shall not end, once they were started."""
-        return [*self._shards, *([self._router] if self._router else [])]
+        return [*self._shards(), *([self._router] if self._router else [])]
 
     # Stop ---------------------------------------------------------------------------------------------------
 
@@ -163,7 +206,7 @@ class Supervisor:
         self._asked_to_stop.set()
 
     def _kill(self) -> None:
-        for child in [*self._children(), *([self._download.child] if self._download else [])]:
+        for child in [*self._children(), *self._lost, *([self._download.child] if self._download else [])]:
             child.kill()
 
     async def _stop(self, *tasks: "asyncio.Task[Any]") -> None:
@@ -172,13 +215,27 @@ class Supervisor:
             task.cancel()
         await asyncio.wait(tasks)
         grace = float(self._settings.graceful_termination_timeout)
-        is_idle = not self._is_ready or any(shard.has_exited for shard in self._shards)
+        is_idle = not self._is_ready or any(shard.has_exited for shard in self._shards())
         if self._download:
             await _stop_child(self._download.child, DOWNLOAD_GRACE_SECONDS)
         if self._router:
             await _stop_child(self._router, grace)
         shard_grace = min(grace, IDLE_GRACE_SECONDS) if is_idle else grace
-        await asyncio.gather(*(_stop_child(shard, shard_grace) for shard in self._shards))
+        await asyncio.gather(_stop_all([*self._shards(), *self._lost], shard_grace), *self._goodbyes)
+
+
+async def _blamed(shards: list[Child], router: Child | None = None) -> Child:
+    """Find the child to blame, as one has ended: who was killed, or else the lowest rank that gave a reason."""
+    children = [*shards, *([router] if router else [])]
+    first = next(child for child in children if child.has_exited)
+    await asyncio.wait([child.exited for child in children], timeout=SETTLE_SECONDS)
+    dead = [shard for shard in shards if shard.has_exited]
+    told = [shard for shard in dead if shard.error]
+    return first if first.exited.result() < 0 else (told or dead or [first])[0]
+
+
+async def _stop_all(children: list[Child], grace_seconds: float) -> None:
+    await asyncio.gather(*(_stop_child(child, grace_seconds) for child in children))
 
 
 async def _stop_child(child: Child, grace_seconds: float) -> None:

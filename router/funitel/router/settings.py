@@ -1,5 +1,6 @@
 """Every setting of the router process; flags, variables and defaults are TGI's where TGI has them."""
 
+import re
 from dataclasses import dataclass
 
 from funitel.proto.settings import require, setting
@@ -8,6 +9,7 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
 MOST_TOKENS = 2**32 - 1  # the wire counts tokens in 32 bits
 MOST_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
+_REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,11 @@ class RouterSettings:
     master_shard_uds_path: str = setting("/tmp/text-generation-server-0", "Unix socket of the shard with rank 0.")
     master_shard_address: str | None = setting(
         None, "host:port of the shard with rank 0, when it listens on TCP instead of a Unix socket."
+    )
+    replica_address: tuple[str, ...] = setting(
+        (),
+        "unix:///path or tcp://host:port of rank 0 of a further replica of the same model, repeatable; the first replica "
+        "is the one that --master-shard-uds-path or --master-shard-address names.",
     )
     shard_connect_timeout: int = setting(600, "Seconds that shards may take to answer; 503 is answered meanwhile.")
     hostname: str = setting("0.0.0.0", "Address to listen on.")
@@ -141,6 +148,15 @@ class RouterSettings:
                 path is None or path.startswith("/"),
                 f"--{name.replace('_', '-')} must be a path that begins with /, given {path!r}",
             )
+        for address in self.replica_address:
+            require(
+                bool(_REPLICA_ADDRESS.fullmatch(address)),
+                f"--replica-address must be unix:///path or tcp://host:port, given {address!r}",
+            )
+            require(
+                [self.master_url, *self.replica_address].count(address) == 1,
+                f"--replica-address {address} is the address of two replicas",
+            )
         require(0 <= self.port <= 65535, f"--port must be within 0..65535, given {self.port}")
         check_prometheus_port(self.prometheus_port, self.port)
         check_token_limits(self.max_input_tokens, self.max_total_tokens, self.max_batch_total_tokens)
@@ -149,6 +165,13 @@ class RouterSettings:
             f"--max-batch-prefill-tokens {self.max_batch_prefill_tokens} must be <= "
             f"--max-batch-total-tokens {self.max_batch_total_tokens}",
         )
+
+    @property
+    def master_url(self) -> str:
+        """Where rank 0 of the first replica listens."""
+        if self.master_shard_address is not None:
+            return f"tcp://{self.master_shard_address}"
+        return f"unix://{self.master_shard_uds_path}"
 
 
 def check_prometheus_port(prometheus_port: int | None, port: int) -> None:
