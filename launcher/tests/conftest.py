@@ -93,6 +93,9 @@ class Launched:
     def until(self, event: str) -> None:
         eventually(lambda: event in self.events, event)
 
+    def until_said(self, text: str) -> None:
+        eventually(lambda: text in self.stderr, text)
+
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 

@@ -1,7 +1,8 @@
 """Imitations of the model server and the router, for tests: `fake_children.py model_server|router ...`.
 
 What each does is told by the variable FAKE, a JSON object of behaviours by process name ("download",
-"shard-0", "router"); what each lived through is appended to the file FAKE_LOG, one JSON object a line.
+"shard-0", "replica-1-shard-0", "router"); what each lived through is appended to the file FAKE_LOG, one JSON object a
+line.
 """
 
 import json
@@ -105,7 +106,8 @@ def download() -> None:
 
 def shard() -> None:
     rank = flag("--rank")
-    fake = Fake(f"shard-{rank}")
+    _, is_further, replica = flag("--uds-path").rpartition("-replica-")
+    fake = Fake(f"replica-{replica}-shard-{rank}" if is_further else f"shard-{rank}")
     fake.begin()
     server = grpc.server(ThreadPoolExecutor(2))
     generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(Health(), server)  # type: ignore[no-untyped-call]

@@ -48,6 +48,23 @@ def test_sharded_without_devices_is_refused(num_devices: int | None, why: str) -
         decide_num_shard(LauncherSettings(sharded=True), num_devices)
 
 
+@pytest.mark.parametrize(
+    ("num_replicas", "sharded", "num_devices", "decided"),
+    [(2, None, 4, 2), (3, None, 4, 1), (4, None, 2, 1), (2, True, 4, 2), (2, None, None, 1), (2, False, 8, 1)],
+)
+def test_replicas_share_the_devices(
+    num_replicas: int, sharded: bool | None, num_devices: int | None, decided: int
+) -> None:
+    settings = LauncherSettings(num_replicas=num_replicas, sharded=sharded)
+    assert decide_num_shard(settings, num_devices) == decided
+
+
+def test_more_shards_than_gpus_are_refused() -> None:
+    settings = LauncherSettings(num_replicas=2, num_shard=2)
+    with pytest.raises(SettingsError, match=r"--num-replicas 2 with --num-shard 2 need 4 GPUs, there are 3"):
+        resolve(settings, 2, "/tmp/path", ("0", "1", "2"))
+
+
 @pytest.mark.parametrize(("sharded", "num_shard"), [(True, 1), (None, 0), (True, -1)])
 def test_impossible_combinations_are_refused(sharded: bool | None, num_shard: int) -> None:
     with pytest.raises(SettingsError, match="--num-shard"):

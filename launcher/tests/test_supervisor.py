@@ -182,6 +182,85 @@ def test_children_get_every_setting_but_no_secret_as_a_flag(launch: Launch) -> N
     assert '-H "Authorization: Bearer $API_KEY"' in launched.stdout
 
 
+# Several replicas
+
+
+REPLICAS = ("--num-replicas", "2", "--num-shard", "2", "--device", "cpu")
+ALL_SHARDS = ("shard-0", "shard-1", "replica-1-shard-0", "replica-1-shard-1")
+
+
+def test_replicas_have_sockets_ports_and_threads_of_their_own(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = launch(*REPLICAS).until_ready()
+    started = [launched.entry(f"{name} start") for name in ALL_SHARDS]
+    ranks = [(_flag(each["argv"], "--rank"), _flag(each["argv"], "--world-size")) for each in started]
+    assert ranks == [("0", "2"), ("1", "2")] * 2
+    paths = [_flag(each["argv"], "--uds-path") for each in started]
+    assert paths == [launched.uds_path] * 2 + [f"{launched.uds_path}-replica-1"] * 2
+    ports = [each["environ"]["MASTER_PORT"] for each in started]
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+    share = max(1, len(os.sched_getaffinity(0)) // 4)
+    assert {each["environ"]["OMP_NUM_THREADS"] for each in started} == {str(share)}
+    assert {_flag(each["argv"], "--cuda-memory-fraction") for each in started} == {"0.5"}
+    router = launched.entry("router start")["argv"]
+    assert _flag(router, "--master-shard-uds-path") == f"{launched.uds_path}-0"
+    assert _flag(router, "--replica-address") == f"unix://{launched.uds_path}-replica-1-0"
+    assert launched.events.index("router start") > max(launched.events.index(f"{name} ready") for name in ALL_SHARDS)
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    stops = [e for e in launched.events if e.endswith("sigterm")]
+    assert stops[0] == "router sigterm"
+    assert sorted(stops[1:]) == sorted(f"{name} sigterm" for name in ALL_SHARDS)
+    launched.assert_nothing_left()
+
+
+def test_a_lost_replica_leaves_the_others_serving(launch: Launch) -> None:
+    launched = launch(*REPLICAS, fake={"shard-1": {"child": True}}).until_ready()
+    os.kill(launched.entry("replica-1-shard-1 start")["pid"], signal.SIGKILL)
+    launched.until("replica-1-shard-0 stopped")  # its peer goes with it
+    launched.until_said("1 of 2 replicas go on")
+    (line,) = [line for line in launched.stderr.splitlines() if "replica is lost" in line]
+    assert "replica 1 shard rank 1 exited with code -9 (killed by SIGKILL)" in line
+    assert launched.process.poll() is None
+    assert not {"router sigterm", "shard-0 sigterm", "shard-1 sigterm"} & set(launched.events)
+    os.kill(launched.entry("shard-0 start")["pid"], signal.SIGKILL)
+    assert launched.wait() == 1
+    last_line = launched.stderr.splitlines()[-1]
+    assert last_line == "error: replica 0 shard rank 0 exited with code -9 (killed by SIGKILL)"
+    assert launched.stderr.count("\nerror:") == 1
+    assert launched.events.index("router stopped") < launched.events.index("shard-1 sigterm")
+    launched.assert_nothing_left()
+
+
+def test_a_replica_told_to_end_is_let_go(launch: Launch) -> None:
+    launched = launch("--num-replicas", "3", "--num-shard", "1", "--device", "cpu").until_ready()
+    os.kill(launched.entry("shard-0 start")["pid"], signal.SIGTERM)
+    launched.until_said("2 of 3 replicas go on")
+    assert "a replica is lost: replica 0 shard rank 0 exited with code 0" in launched.stderr
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    assert "error:" not in launched.stderr
+    launched.assert_nothing_left()
+
+
+def test_a_stubborn_rest_of_a_lost_replica_is_gone_in_the_end(launch: Launch) -> None:
+    fake = {"shard-0": {"dies_after": 2.0}, "shard-1": {"stubborn": True, "child": True}}
+    launched = launch(*REPLICAS, "-g", "1", fake=fake).until_ready()
+    launched.until_said("1 of 2 replicas go on")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    launched.assert_nothing_left()
+
+
+def test_a_replica_that_cannot_start_ends_all(launch: Launch) -> None:
+    fake = {"replica-1-shard-0": {"fails": 1, "says": ["error: not enough memory"]}}
+    launched = launch(*REPLICAS, fake=fake)
+    assert launched.wait() == 1
+    last_line = launched.stderr.splitlines()[-1]
+    assert last_line == "error: replica 1 shard rank 0 exited with code 1: last error: not enough memory"
+    assert "router start" not in launched.events
+    launched.assert_nothing_left()
+
+
 def test_json_output_is_json_on_every_line(launch: Launch) -> None:
     fake = {"shard-0": {"says": ['{"level": "INFO", "message": "mine"}', "plain words"]}}
     launched = launch("--json-output", fake=fake)

@@ -72,7 +72,12 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.pause = asyncio.Event()
         self.pause.set()
         self.pool_tokens = 400
+        self.server: Any = None
         self.refuses_prompts_from = 1 << 32  # token ids the fake model does not know
+
+    async def die(self) -> None:
+        """End at once: every call under way fails, and none is answered any more."""
+        await self.server.stop(None)
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
         capabilities = frozenset() if self.is_plain else frozenset(Capability)
@@ -233,7 +238,7 @@ async def fake_shards(folder: Path, count: int = 1, **settings: Any) -> AsyncIte
     shards = [FakeShard(rank, urls, **settings) for rank in range(count)]
     servers = []
     for rank, shard in enumerate(shards):
-        server = grpc.aio.server()
+        server = shard.server = grpc.aio.server()
         generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(shard, server)  # type: ignore[no-untyped-call]
         server.add_insecure_port(f"unix:{folder}/shard-{rank}")
         await server.start()

@@ -44,9 +44,7 @@ class ResolvedSettings(LauncherSettings):
     gpus: tuple[str, ...] = ()  # to be shared out between several replicas, as CUDA names them
 
 
-def resolve(
-    settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tuple[str, ...] = ()
-) -> ResolvedSettings:
+def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tuple[str, ...] = ()) -> ResolvedSettings:
     """Decide what does not depend on the model.
 
     Args:
@@ -59,12 +57,13 @@ def resolve(
         SettingsError: a shard or the router would refuse what it gets, which is better known before anything loads.
     """
     max_input = settings.max_input_tokens if settings.max_input_length is None else settings.max_input_length
-    num_all = num_shard * settings.num_replicas
+    num_shards = num_shard * settings.num_replicas
     require(
-        not gpus or num_all <= len(gpus),
-        f"--num-replicas {settings.num_replicas} with --num-shard {num_shard} need {num_all} GPUs, there are {len(gpus)}",
+        not gpus or num_shards <= len(gpus),
+        f"--num-replicas {settings.num_replicas} with --num-shard {num_shard} need {num_shards} GPUs, "
+        f"there are {len(gpus)}",
     )
-    threads = default_threads(settings.device, num_all) if settings.num_threads is None else settings.num_threads
+    threads = default_threads(settings.device, num_shards) if settings.num_threads is None else settings.num_threads
     ports = _master_ports(settings)
     resolved = project(
         settings,

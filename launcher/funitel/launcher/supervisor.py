@@ -1,8 +1,8 @@
 """The life of one deployment: download, all shards together, the router, and the way back.
 
-A shard that ends on its own takes its replica with it; the last replica, or the router, everything. Until the deployment
-is ready any child does. A signal stops the router first and then the shards. Knows no model and no HTTP beyond "does it
-answer".
+A shard that ends on its own takes its replica with it; the last replica, or the router, everything. Until the
+deployment is ready any child does. A signal stops the router first and then the shards. Knows no model and no HTTP
+beyond "does it answer".
 """
 
 import asyncio

@@ -8,6 +8,7 @@ shards compute while tokens go to their clients (`pipeline`).
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 
 from funitel.proto.errors import (
@@ -23,6 +24,7 @@ from funitel.router.chunking import MIN_CHUNK_TOKENS
 from funitel.router.metrics import Metrics
 from funitel.router.peer import check_capabilities
 from funitel.router.pipeline import Pipeline
+from funitel.router.placement import Standing
 from funitel.router.replica import Replica
 from funitel.router.scheduler import Scheduler, StepPlan
 from funitel.router.sequence import Limits, Request, Sequence
@@ -53,11 +55,13 @@ class Engine:
         self._next_id = 0
         self._wake = asyncio.Event()
         self._pipeline = Pipeline(replica, pipeline_steps, self._wake.set)
-        self._compiling: set[asyncio.Task[None]] = set()
+        self._compiling: dict[asyncio.Task[None], Sequence] = {}
         self._left = asyncio.Event()  # set whenever a request ends
         self._is_draining = False
+        self._has_given_up = False
         self._num_preempted = 0
         self._has_told_target = False
+        self.on_lost: Callable[[FunitelError], None] | None = None  # told once shards are gone; is to call `give_up`
         self._loop = asyncio.create_task(self._run(), name="engine")
 
     @property
@@ -83,15 +87,58 @@ class Engine:
             raise Overloaded(f": {len(self._streams)} requests in flight, at most {self._max_concurrent_requests}")
         sequence = Sequence(self._next_id, request, arrived=time.monotonic())
         self._next_id += 1
-        stream = TokenStream(request, cancel=partial(self._cancel, sequence))
+        return self.accept(sequence)
+
+    def accept(self, sequence: Sequence) -> TokenStream:
+        """Queue a sequence that was checked as `submit` does; its id must be new here."""
+        stream = TokenStream(sequence.request, cancel=partial(self._cancel, sequence))
+        self._take(sequence, stream)
+        return stream
+
+    def take_over(self, sequence: Sequence, stream: TokenStream) -> None:
+        """Go on with what another engine gave up, draining or not."""
+        stream.move(partial(self._cancel, sequence))
+        self._take(sequence, stream)
+
+    def give_up(self) -> list[tuple[Sequence, TokenStream]]:
+        """Stop, and hand over whatever has not ended, oldest first; the shards are not asked."""
+        self._has_given_up = True
+        for task in (self._loop, *self._compiling):
+            task.cancel()
+        for sequence in self._scheduler.running.values():
+            sequence.num_losses += 1
+        here = (*self._scheduler.running.values(), *self._scheduler.waiting, *self._compiling.values())
+        handed_over = [
+            (sequence.afresh(), self._streams[sequence.id])
+            for sequence in sorted(here, key=lambda each: each.id)
+            if sequence.id in self._streams  # a client may have left while its grammar is compiled
+        ]
+        self._streams.clear()
+        self._left.set()
+        return handed_over
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in flight."""
+        return len(self._streams)
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether a sequence can go on behind tokens that it has got already, here or elsewhere."""
+        return not self._scheduler.policy.is_plain
+
+    def standing(self, sequence: Sequence) -> Standing:
+        """How suitable this replica is for a sequence that is not here."""
+        return Standing(self._scheduler.load_tokens, self._scheduler.cached_prefix_len(sequence))
+
+    def _take(self, sequence: Sequence, stream: TokenStream) -> None:
         self._streams[sequence.id] = stream
-        if request.sampling.grammar:
+        if sequence.request.sampling.grammar:
             task = asyncio.create_task(self._compile_and_queue(sequence))
-            self._compiling.add(task)
-            task.add_done_callback(self._compiling.discard)
+            self._compiling[task] = sequence
+            task.add_done_callback(self._compiling.pop)
         else:
             self._queue(sequence)
-        return stream
 
     def _queue(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
@@ -105,7 +152,8 @@ class Engine:
             if self._loop.done():
                 raise ShardFailed("the engine has stopped")
         except FunitelError as error:
-            self._fail(sequence, error)
+            if not await self._has_lost_shards(error):
+                self._fail(sequence, error)
             return
         except Exception as error:  # a stream must not hang
             logger.exception("compiling a grammar failed")
@@ -130,27 +178,46 @@ class Engine:
     async def close(self) -> None:
         """Refuse new requests, let running ones finish, then let go of the shards."""
         self._is_draining = True
-        while self._streams:
-            self._left.clear()
-            await self._left.wait()
+        await self.drained()
         self._loop.cancel()
         await asyncio.gather(self._loop, return_exceptions=True)
         await self._pipeline.drain()
         await self._replica.close()
 
+    async def drained(self) -> None:
+        """Return once no request is here."""
+        while self._streams:
+            self._left.clear()
+            await self._left.wait()
+
+    async def _has_lost_shards(self, error: FunitelError) -> bool:
+        """Whether a call failed because a shard is gone; if so, who is to know was told, and nothing is left here."""
+        if self.on_lost is None:
+            return False
+        try:
+            await self._replica.health()
+        except FunitelError:
+            self.on_lost(error)
+            return True
+        return False
+
     # The loop -------------------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        while True:
+        while not self._has_given_up:
             self._wake.clear()
             try:
                 self._turn()
             except FunitelError as error:
-                await self._recover(error)
+                if not await self._has_lost_shards(error):
+                    await self._recover(error)
                 continue
             except Exception:
                 logger.exception("the engine stops")
-                self._fail_all(ShardFailed("the engine has stopped"))
+                failure = ShardFailed("the engine has stopped")
+                self._fail_all(failure)
+                if self.on_lost is not None:
+                    self.on_lost(failure)
                 raise
             await self._wake.wait()
 
@@ -249,7 +316,7 @@ class Engine:
         self._scheduler.abandon()
         if plan is not None:
             self._metrics.count_step_failure(plan.method)
-        if isinstance(error, InvalidRequest) and plan is not None and plan.starts and self._can_resume:
+        if isinstance(error, InvalidRequest) and plan is not None and plan.starts and self.can_resume:
             self._refuse(plan, error)
         else:
             self._fail_step(plan, error if isinstance(error, ShardFailed) else StepFailed(error.message))
@@ -257,11 +324,8 @@ class Engine:
         try:
             await self._replica.clear()
         except FunitelError as failure:
-            self._fail_all(failure)
-
-    @property
-    def _can_resume(self) -> bool:
-        return not self._scheduler.policy.is_plain
+            if not await self._has_lost_shards(failure):
+                self._fail_all(failure)
 
     def _refuse(self, plan: StepPlan, error: InvalidRequest) -> None:
         """The shards refused a step and changed nothing: a newcomer is to blame, and gets the error.
@@ -281,7 +345,7 @@ class Engine:
         """Give the error to the sequences of a step; to every running one where no other can be resumed."""
         logger.error("step failed: %s", error.message)
         for sequence in tuple(self._scheduler.running.values()):
-            if plan is None or sequence.id in plan.computed or not self._can_resume:
+            if plan is None or sequence.id in plan.computed or not self.can_resume:
                 self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: FunitelError) -> None:

@@ -203,6 +203,15 @@ class Metrics:
         self._prefix_queried.inc(prompt_tokens)
         self._prefix_hits.inc(cached_tokens)
 
+    def set_replicas(self, serving: int, lost: int) -> None:
+        """Set how many of several replicas serve; of a router with one replica nothing is said."""
+        self._replicas.labels("serving").set(serving)
+        self._replicas.labels("lost").set(lost)
+
+    def count_moved(self) -> None:
+        """Note that a sequence goes on with another replica than the one that was lost."""
+        self._moved.inc()
+
     def count_preempted(self) -> None:
         """Note that a running sequence gave its blocks back and waits again."""
         self._preempted.inc()
@@ -267,6 +276,8 @@ class Metrics:
         self._sequences = self._gauge("funitel_sequences", "Sequences.", "state")
         self._cached_batches = self._gauge("funitel_cached_batches", "Batches the shards keep.")
         self._cancelled = self._counter("funitel_cancelled", "Sequences cancelled.")
+        self._replicas = self._gauge("funitel_replicas", "Replicas, when there are several.", "state")
+        self._moved = self._counter("funitel_moved", "Sequences moved to another replica when theirs was lost.")
         self._preempted = self._counter("funitel_preempted", "Sequences preempted.")
         self._prefix_queried = self._counter("funitel_prefix_cache_queried_tokens", "Prompt tokens of new sequences.")
         self._prefix_hits = self._counter(

@@ -322,6 +322,15 @@ class Scheduler:
         size = self.blocks.block_size
         return self.blocks.match(sequence.block_key(i, size) for i in range((sequence.num_known - 1) // size))
 
+    def cached_prefix_len(self, sequence: Sequence) -> int:
+        """Tokens at the beginning of a sequence, whoever has it, that are found computed here right now."""
+        return len(self._prefix(sequence)) * self.blocks.block_size
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens known of every sequence that runs or waits here."""
+        return sum(sequence.num_known for sequence in (*self.running.values(), *self.waiting))
+
     def _may_share(self, sequence: Sequence) -> bool:
         return self.policy.has_prefix_cache and not sequence.request.prefill_logprobs
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 
 from funitel.proto.step import SamplingParams, StoppingParams
@@ -52,6 +52,7 @@ class Sequence:
     arrived: float = 0.0  # in seconds, on a clock that all sequences share
     was_started: bool = False  # it has entered a step, and may wait to be resumed
     num_repeated: int = 0  # tokens that were computed once and lost; to be computed again at no charge
+    num_losses: int = 0  # replicas that were lost while it ran there
     _block_keys: list[bytes] = field(default_factory=list)
 
     @property
@@ -88,6 +89,11 @@ class Sequence:
         """Whether the next step sent brings a token: by then its prompt is computed, or one token is missing."""
         computed, known = self.ahead()
         return known - computed == 1 or computed >= len(self.request.input_ids)
+
+    def afresh(self) -> "Sequence":
+        """The same sequence with nothing computed, as another replica begins with it."""
+        repeated = self.num_repeated + self.num_computed
+        return replace(self, blocks=[], in_flight=[], num_computed=0, num_cached=0, num_repeated=repeated)
 
     def block_key(self, index: int, block_size: int) -> bytes:
         """Key of the content of block `index`, whose tokens are known: SHA-256 over the block before it and its tokens.

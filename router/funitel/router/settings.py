@@ -30,8 +30,8 @@ class RouterSettings:
     )
     replica_address: tuple[str, ...] = setting(
         (),
-        "unix:///path or tcp://host:port of rank 0 of a further replica of the same model, repeatable; the first replica "
-        "is the one that --master-shard-uds-path or --master-shard-address names.",
+        "unix:///path or tcp://host:port of rank 0 of a further replica of the same model, repeatable; the first one "
+        "is where --master-shard-uds-path or --master-shard-address says.",
     )
     shard_connect_timeout: int = setting(600, "Seconds that shards may take to answer; 503 is answered meanwhile.")
     hostname: str = setting("0.0.0.0", "Address to listen on.")

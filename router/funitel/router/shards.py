@@ -66,6 +66,11 @@ class ShardClient:
         )
         return function(payload, timeout=timeout, metadata=tuple(tracing.inject().items()) or None)
 
+    async def disconnected(self) -> None:
+        """Return once there is no connection to the shard; it may come back with the next call."""
+        while (state := self._channel.get_state()) is grpc.ChannelConnectivity.READY:
+            await self._channel.wait_for_state_change(state)
+
     def translate(self, error: grpc.aio.AioRpcError) -> FunitelError:
         """Say what a gRPC status of this rank means to us."""
         details = error.details() or error.code().name
@@ -150,6 +155,15 @@ class Shards:
         """Raise ShardFailed unless every rank answers."""
         await self._fan_out("Health", pb.HealthRequest(), pb.HealthResponse, timeout=HEALTH_TIMEOUT_SECONDS)
 
+    async def disconnected(self) -> None:
+        """Return once the connection to any rank has ended."""
+        tasks = [asyncio.create_task(client.disconnected()) for client in self.clients]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+
     def prefill(
         self,
         batch_id: int,
@@ -216,9 +230,13 @@ class Shards:
             except grpc.aio.AioRpcError as failure:
                 raise self.clients[0].translate(failure) from failure
         tasks = [asyncio.ensure_future(_await(call)) for call in calls]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        if any(not task.done() for task in tasks):
-            await asyncio.wait(tasks, timeout=STRAGGLER_SECONDS)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if any(not task.done() for task in tasks):
+                await asyncio.wait(tasks, timeout=STRAGGLER_SECONDS)
+        except asyncio.CancelledError:
+            asyncio.gather(*tasks, return_exceptions=True).cancel()  # nobody will ask what they raised
+            raise
         failures: list[FunitelError] = []
         for client, task in zip(self.clients, tasks, strict=True):
             if not task.done():

@@ -52,6 +52,10 @@ class TokenStream:
         self._done = False
         self._is_exhausted = False
 
+    def move(self, cancel: Callable[[], None]) -> None:
+        """Let the answer go on elsewhere, where `cancel` ends it."""
+        self._cancel = cancel
+
     def deliver(self, event: Generation | FunitelError) -> None:
         """Hand over the next event; called by the engine on the event loop."""
         now = time.monotonic()

@@ -32,14 +32,8 @@ async def connect(settings: RouterSettings, metrics: Metrics) -> Engine:
     Raises:
         StartupError: no shard answers, or settings, model and memory do not fit together.
     """
-    ranks = await Shards.connect(_master_url(settings), settings.shard_connect_timeout)
+    ranks = await Shards.connect(settings.master_url, settings.shard_connect_timeout)
     return await start(ranks, settings, metrics)
-
-
-def _master_url(settings: RouterSettings) -> str:
-    if settings.master_shard_address is not None:
-        return f"tcp://{settings.master_shard_address}"
-    return f"unix://{settings.master_shard_uds_path}"
 
 
 async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Engine:

@@ -1,0 +1,397 @@
+"""Several replicas over fake shards: where requests go, and what becomes of them when a replica is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_shards import FakeShard, fake_shards, next_token
+from fakes import eventually
+
+from funitel.proto.errors import InvalidRequest, NotReady, Overloaded, SettingsError, ShardFailed, StartupError
+from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
+from funitel.router import fleet as module
+from funitel.router.engine import Engine
+from funitel.router.fleet import Fleet, connect_fleet
+from funitel.router.metrics import Metrics
+from funitel.router.sequence import Request
+from funitel.router.settings import RouterSettings
+
+LOST = "replica 0 is lost"
+
+
+@dataclass
+class Running:
+    """A fleet, its fake shards by replica and rank, and its metrics."""
+
+    fleet: Fleet
+    replicas: list[list[FakeShard]]
+    metrics: Metrics
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.metrics.registry.get_sample_value(name, labels)
+
+    async def lose(self, replica: int) -> None:
+        for fake in self.replicas[replica]:
+            await fake.die()
+
+    def prompts_at(self, replica: int) -> list[int]:
+        """How many requests each step took at a replica."""
+        return [len(step) for step in self.replicas[replica][0].steps]
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, num_replicas: int = 2, num_shards: int = 1, shard: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[Running]:
+    metrics = Metrics()
+    async with AsyncExitStack() as stack:
+        replicas, folders = [], [folder / str(index) for index in range(num_replicas)]
+        for each in folders:
+            each.mkdir()
+            replicas.append(await stack.enter_async_context(fake_shards(each, num_shards, **(shard or {}))))
+        chosen = RouterSettings(
+            master_shard_uds_path=f"{folders[0]}/shard-0",
+            replica_address=tuple(f"unix://{each}/shard-0" for each in folders[1:]),
+            **({"max_batch_prefill_tokens": 32} | settings),
+        )
+        fleet = await connect_fleet(chosen, metrics)
+        assert isinstance(fleet, Fleet)
+        yield Running(fleet, replicas, metrics)
+        for fake in (fake for replica in replicas for fake in replica):
+            fake.pause.set()
+        await asyncio.wait_for(fleet.close(), 10)
+
+
+def request(prompt_len: int = 9, max_new_tokens: int = 6, first: int = 0, **sampling: Any) -> Request:
+    return Request(
+        input_ids=tuple(range(first, first + prompt_len)),
+        sampling=SamplingParams(**sampling),
+        stopping=StoppingParams(max_new_tokens=max_new_tokens),
+        inputs="".join(map(chr, range(first, first + prompt_len))),
+    )
+
+
+def expected(asked: Request) -> list[int]:
+    tokens = list(asked.input_ids)
+    for _ in range(asked.stopping.max_new_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(asked.input_ids) :]
+
+
+async def run(fleet: Fleet, asked: Request, began: asyncio.Event | None = None) -> list[int]:
+    ids = []
+    async with fleet.submit(asked) as stream:
+        async for generation in stream:
+            ids += generation.tokens.ids
+            if began is not None:
+                began.set()
+    return ids
+
+
+async def never(claim: Callable[[], bool], seconds: float = 0.05) -> None:
+    await asyncio.sleep(seconds)
+    assert not claim()
+
+
+async def holds(claim: Callable[[], bool], what: str) -> None:
+    async def ask() -> bool:
+        return claim()
+
+    await eventually(ask, what)
+
+
+# Where requests go
+
+
+async def test_many_requests_get_their_own_tokens_from_every_replica(tmp_path: Path) -> None:
+    async with running(tmp_path, 3, 2) as run_:
+        asked = [request(1 + 3 * i % 30, 1 + i % 9, first=50 * i) for i in range(40)]
+        assert await asyncio.gather(*(run(run_.fleet, one) for one in asked)) == [expected(one) for one in asked]
+        assert all(replica[0].steps for replica in run_.replicas)
+        assert run_.fleet.compute_type == "6-fake"
+
+
+async def test_a_prompt_goes_where_its_beginning_is_computed(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_:
+        first, second = request(25), request(25, first=200)
+        await asyncio.gather(run(run_.fleet, first), run(run_.fleet, second))
+        seen = [len(replica[0].steps) for replica in run_.replicas]
+        assert all(seen)
+        for asked, home in ((first, 0), (second, 1), (first, 0), (second, 1)):
+            longer = replace(asked, input_ids=(*asked.input_ids, 7, 8))
+            before = len(run_.replicas[1 - home][0].steps)
+            async with run_.fleet.submit(longer) as stream:
+                await stream.last()
+            assert stream.num_cached_tokens == 24
+            assert len(run_.replicas[1 - home][0].steps) == before
+
+
+async def test_an_overloaded_replica_is_spared(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_:
+        await run(run_.fleet, request(9))  # the first replica has computed two blocks: they make up for 32 tokens
+        first, second = (member.engine for member in run_.fleet._members)
+        run_.replicas[0][0].pause.clear()
+        async with run_.fleet.submit(request(30, first=100)):
+            async with run_.fleet.submit(request(9)):
+                assert (first.num_requests, second.num_requests) == (2, 0)  # it had 30 tokens
+                assert await run(run_.fleet, request(9)) == expected(request(9))  # it has 39: the other is asked
+            run_.replicas[0][0].pause.set()
+
+
+async def test_siblings_stay_together(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_:
+        run_.replicas[0][0].pause.clear()
+        run_.replicas[1][0].pause.clear()
+        asked = request(20)
+        siblings = [replace(asked, sampling=replace(asked.sampling, seed=i)) for i in range(4)]
+        streams = [run_.fleet.submit(one) for one in siblings]
+        other = run_.fleet.submit(request(20, first=300))
+        await asyncio.sleep(0.05)
+        for replica in run_.replicas:
+            replica[0].pause.set()
+        for stream in (*streams, other):
+            await stream.last()
+        assert {i for step in run_.replicas[0][0].steps for i in step} == {0, 1, 2, 3}
+        assert {i for step in run_.replicas[1][0].steps for i in step} == {4}
+
+
+async def test_the_bound_on_requests_is_one_for_all(tmp_path: Path) -> None:
+    async with running(tmp_path, max_concurrent_requests=3) as run_:
+        async with AsyncExitStack() as stack:
+            for i in range(3):
+                await stack.enter_async_context(run_.fleet.submit(request(first=100 * i)))
+            with pytest.raises(Overloaded, match="3 requests in flight, at most 3"):
+                run_.fleet.submit(request())
+        assert await run(run_.fleet, request()) == expected(request())
+
+
+# Losing a replica
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+async def test_whatever_a_lost_replica_had_goes_on_elsewhere(
+    tmp_path: Path, num_shards: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Streams that have begun, prompts half computed and requests that wait: none fails, none repeats a token."""
+    async with running(tmp_path, 2, num_shards, max_batch_size=3) as run_:
+        began = [asyncio.Event() for _ in range(4)]
+        begun = [request(5, 60, first=10 * i) for i in range(4)]
+        tasks = [asyncio.create_task(run(run_.fleet, each, event)) for each, event in zip(begun, began, strict=True)]
+        await asyncio.gather(*(event.wait() for event in began))
+        for fake in run_.replicas[0]:
+            fake.pause.clear()  # its next step does not end
+        long = [request(90, 5, first=200 * i) for i in range(1, 3)]
+        late = [request(5, 5, first=1000 + 10 * i) for i in range(6)]
+        tasks += [asyncio.create_task(run(run_.fleet, each)) for each in (*long, *late)]
+        await asyncio.sleep(0.05)
+        moved = run_.fleet._members[0].engine.num_requests
+        assert moved >= 4, "there is something to move"
+        await run_.lose(0)
+        answers = await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        assert answers == [expected(one) for one in (*begun, *long, *late)]
+        assert run_.value("funitel_moved_total") == moved
+        assert run_.value("funitel_replicas", state="serving") == 1
+        assert run_.value("funitel_replicas", state="lost") == 1
+        assert run_.value("funitel_sequences", state="running") == 0
+        await run_.fleet.health()
+    (line,) = [each.message for each in caplog.records if LOST in each.message]
+    assert f"requests moved={moved} failed=0, 1 of 2 replicas serve" in line
+
+
+async def test_those_that_wait_keep_their_order(tmp_path: Path) -> None:
+    async with running(tmp_path, max_batch_size=1) as run_:
+        for replica in run_.replicas:
+            replica[0].pause.clear()
+        asked = [request(5, 2, first=20 * i) for i in range(8)]
+        ended: list[int] = []
+
+        async def note(index: int) -> None:
+            await run(run_.fleet, asked[index])
+            ended.append(index)
+
+        tasks = [asyncio.create_task(note(index)) for index in range(8)]
+        await asyncio.sleep(0.05)
+        own = [sequence.id for sequence in run_.fleet._members[0].engine._scheduler.waiting]
+        assert len(own) >= 2
+        await run_.lose(0)
+        run_.replicas[1][0].pause.set()
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+        assert [index for index in ended if index in own] == own
+
+
+async def test_an_idle_replica_that_dies_is_noticed(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_:
+        await run_.lose(1)
+        await holds(lambda: run_.value("funitel_replicas", state="serving") == 1, "the loss is seen")
+        await run_.fleet.health()
+        for i in range(4):
+            asked = request(first=100 * i)
+            assert await run(run_.fleet, asked) == expected(asked)
+
+
+async def test_one_dead_rank_takes_its_replica_along(tmp_path: Path) -> None:
+    async with running(tmp_path, 2, 2) as run_:
+        event = asyncio.Event()
+        task = asyncio.create_task(run(run_.fleet, request(5, 80), event))
+        await event.wait()
+        await run_.replicas[0][1].die()
+        assert await asyncio.wait_for(task, 10) == expected(request(5, 80))
+        steps = len(run_.replicas[0][0].steps)
+        await run(run_.fleet, request())
+        assert len(run_.replicas[0][0].steps) == steps
+
+
+async def test_when_the_last_is_lost_everything_fails_and_says_so(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_:
+        for replica in run_.replicas:
+            replica[0].pause.clear()
+        tasks = [asyncio.create_task(run(run_.fleet, request(first=50 * i))) for i in range(4)]
+        await asyncio.sleep(0.02)
+        await run_.lose(0)
+        await run_.lose(1)
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        assert all(isinstance(result, ShardFailed) for result in results), results
+        with pytest.raises(ShardFailed, match="every replica is lost"):
+            run_.fleet.submit(request())
+        with pytest.raises(ShardFailed, match="every replica is lost"):
+            await run_.fleet.health()
+        assert run_.value("funitel_replicas", state="lost") == 2
+
+
+async def test_what_may_have_ended_its_replicas_is_not_let_loose_on_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_LOSSES", 2)
+    async with running(tmp_path, 4) as run_:
+        for replica in run_.replicas:
+            replica[0].pause.clear()
+        task = asyncio.create_task(run(run_.fleet, request()))
+        for _ in range(2):
+            await holds(lambda: any(m.engine.num_requests for m in run_.fleet._serving), "it is somewhere")
+            await asyncio.sleep(0.02)
+            home = next(m.index for m in run_.fleet._serving if m.engine.num_requests)
+            await run_.lose(home)
+        with pytest.raises(ShardFailed):
+            await asyncio.wait_for(task, 10)
+        assert run_.value("funitel_replicas", state="serving") == 2
+
+
+async def test_a_client_that_leaves_after_a_move_is_in_no_later_step(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_:
+        async with run_.fleet.submit(request(5, 150)) as stream:
+            stream_ = aiter(stream)
+            await anext(stream_)
+            await run_.lose(0)
+            await holds(lambda: bool(run_.replicas[1][0].steps), "it was moved")
+            await anext(stream_)
+        await holds(lambda: run_.replicas[1][0].batches == {}, "the other replica let go of it")
+        assert run_.value("funitel_cancelled_total") == 1
+        assert run_.value("funitel_blocks", state="used") == 0
+
+
+async def test_a_grammar_is_compiled_again_where_its_request_goes(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_:
+        run_.replicas[0][0].pause.clear()  # it waits for its grammar there
+        asked = request(grammar="a+", grammar_type=GrammarType.REGEX)
+        left = run_.fleet.submit(replace(asked, input_ids=(1, 2, 3)))
+        task = asyncio.create_task(run(run_.fleet, asked))
+        await asyncio.sleep(0.02)
+        async with left:
+            pass  # this client leaves while its grammar is compiled
+        await run_.lose(0)
+        assert await asyncio.wait_for(task, 10) == expected(asked)
+        assert "a+" in run_.replicas[1][0].grammars
+
+
+async def test_plain_shards_cannot_resume_but_begin_again(tmp_path: Path) -> None:
+    async with running(tmp_path, shard={"is_plain": True}, max_batch_size=1) as run_:
+        event = asyncio.Event()
+        begun = asyncio.create_task(run(run_.fleet, request(5, 100), event))
+        await event.wait()
+        run_.replicas[0][0].pause.clear()
+        run_.replicas[1][0].pause.clear()
+        asked = [request(5, 2, first=50 * i) for i in range(1, 4)]
+        waiting = [asyncio.create_task(run(run_.fleet, one)) for one in asked]
+        await asyncio.sleep(0.02)
+        await run_.lose(0)
+        run_.replicas[1][0].pause.set()
+        with pytest.raises(ShardFailed, match="does not answer"):
+            await asyncio.wait_for(begun, 10)
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 10) == [expected(one) for one in asked]
+
+
+async def test_a_replica_lost_while_the_router_drains_fails_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_:
+        event = asyncio.Event()
+        task = asyncio.create_task(run(run_.fleet, request(5, 100), event))
+        await event.wait()
+        closing = asyncio.create_task(run_.fleet.close())
+        await asyncio.sleep(0)
+        with pytest.raises(NotReady):
+            run_.fleet.submit(request())
+        await run_.lose(0)
+        assert await asyncio.wait_for(task, 10) == expected(request(5, 100))
+        await asyncio.wait_for(closing, 10)
+
+
+# Start and facts
+
+
+async def test_gauges_are_sums_and_ranks_are_numbered_through(tmp_path: Path) -> None:
+    async with running(tmp_path, 2, 2) as run_:
+        assert run_.value("tgi_batch_max_total_tokens") == 800
+        await run(run_.fleet, request())
+        await run(run_.fleet, request(first=300))
+        assert run_.value("funitel_blocks", state="free") == 200
+        text = run_.metrics.exposition().decode()
+        assert [f'funitel_kv_bytes{{rank="{rank}"}}' in text for rank in range(5)] == [True] * 4 + [False]
+        assert run_.value("funitel_replicas", state="serving") == 2
+
+
+async def test_the_limits_are_the_least(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_:
+        assert run_.fleet.limits.pool_tokens == 400
+        small = replace(run_.fleet.limits, pool_tokens=100, max_total_tokens=90)
+        assert module._least([run_.fleet.limits, small]) == replace(small, max_input_tokens=199)
+
+
+async def test_one_replica_is_an_engine_and_says_nothing_of_replicas(tmp_path: Path) -> None:
+    metrics = Metrics()
+    async with fake_shards(tmp_path):
+        settings = RouterSettings(master_shard_uds_path=f"{tmp_path}/shard-0", max_batch_prefill_tokens=32)
+        engine = await connect_fleet(settings, metrics)
+        assert type(engine) is Engine
+        assert "funitel_replicas{" not in metrics.exposition().decode()
+        await engine.close()
+
+
+async def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    async with fake_shards(tmp_path / "a"), fake_shards(tmp_path / "b", has_prefix_cache=False):
+        settings = RouterSettings(
+            master_shard_uds_path=f"{tmp_path}/a/shard-0", replica_address=(f"unix://{tmp_path}/b/shard-0",)
+        )
+        with pytest.raises(StartupError, match="use_prefix_caching is True at unix://.*a/shard-0, False at"):
+            await connect_fleet(settings, Metrics())
+
+
+@pytest.mark.parametrize("address", ["/tmp/x-0", "unix://relative", "tcp://host", "http://host:80"])
+def test_addresses_that_are_none_are_refused(address: str) -> None:
+    with pytest.raises(SettingsError, match="--replica-address must be unix:///path or tcp://host:port"):
+        RouterSettings(replica_address=(address,))
+
+
+def test_an_address_given_twice_is_refused() -> None:
+    with pytest.raises(SettingsError, match="is the address of two replicas"):
+        RouterSettings(master_shard_address="h:1", replica_address=("tcp://h:1",))
+
+
+async def test_what_the_shards_would_ignore_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path, shard={"is_plain": True}) as run_:
+        with pytest.raises(InvalidRequest, match="`min_p` is not supported"):
+            run_.fleet.submit(request(min_p=0.1))
