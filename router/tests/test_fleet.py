@@ -349,6 +349,7 @@ async def test_gauges_are_sums_and_ranks_are_numbered_through(tmp_path: Path) ->
         assert run_.value("funitel_blocks", state="free") == 200
         text = run_.metrics.exposition().decode()
         assert [f'funitel_kv_bytes{{rank="{rank}"}}' in text for rank in range(5)] == [True] * 4 + [False]
+        assert all(run_.value("funitel_forwards_total", rank=str(rank)) for rank in range(4))
         assert run_.value("funitel_replicas", state="serving") == 2
 
 

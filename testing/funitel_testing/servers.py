@@ -125,7 +125,8 @@ class Footprint:
         found += [f"shared memory {name}" for name in shared_memory() - self.shared_memory]
         lock = Path(f"{self.uds_path}.lock")
         if not is_locked(lock):  # else another deployment has taken the path over
-            sockets = (Path(f"{self.uds_path}-{rank}") for rank in range(MOST_SHARDS))
+            bases = (self.uds_path, *(f"{self.uds_path}-replica-{replica}" for replica in range(1, MOST_SHARDS)))
+            sockets = (Path(f"{base}-{rank}") for base in bases for rank in range(MOST_SHARDS))
             found += [str(path) for path in (lock, *sockets) if path.exists()]
         return found
 
@@ -225,20 +226,22 @@ class Server:
         return {name: float(value) for name, _, value in (s.rpartition(" ") for s in lines if s and s[0] != "#")}
 
     def shard_pids(self) -> list[int]:
-        """Process ids of the shards, in rank order."""
+        """Process ids of the shards, in rank order, those of the first replica first."""
         found = {}
         for pid in descendants(self.process.pid):
             if " -m funitel.model_server serve " in _command(pid):
-                found[int(flag_value(pid, "--rank") or 0)] = pid
-        return [found[rank] for rank in sorted(found)]
+                path = flag_value(pid, "--uds-path") or ""
+                found[len(path), path, int(flag_value(pid, "--rank") or 0)] = pid
+        return [found[place] for place in sorted(found)]
 
     def footprint(self) -> Footprint:
         """What it takes of the machine; asked while it runs with at least one shard."""
-        shard = self.shard_pids()[0]
-        ports = [str(self.port), flag_value(shard, "--master-port") or str(self.port)]
-        uds_path = flag_value(shard, "--uds-path")
+        shards = self.shard_pids()
+        master_ports = {flag_value(shard, "--master-port") for shard in shards} - {None}
+        uds_path = flag_value(shards[0], "--uds-path")
         assert uds_path is not None, "the shard was given no socket path"
-        return Footprint(self.mark, tuple(int(port) for port in ports), uds_path, self._shared_memory)
+        ports = (self.port, *(int(port) for port in master_ports if port))
+        return Footprint(self.mark, ports, uds_path, self._shared_memory)
 
     def router_pid(self) -> int:
         """Process id of the router."""

@@ -44,6 +44,8 @@ def _linear(top: int) -> tuple[float, ...]:
 class Metrics:
     """Counters, gauges and histograms of one router. Not thread-safe: call it on the event loop."""
 
+    _first_rank = 0  # of several replicas, whose ranks are numbered through, each has its own
+
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._make_request_metrics()
@@ -139,7 +141,7 @@ class Metrics:
             return  # planned before it was known that every sequence ends with the step before: nothing was computed
         self._steps.inc()
         for rank, result in enumerate(results):
-            self._forwards.labels(rank).inc(result.num_forwards)
+            self._forwards.labels(self._first_rank + rank).inc(result.num_forwards)
         self._forward_rows.observe(results[0].num_forward_rows)
         self._forward_tokens.inc(results[0].num_forward_tokens)
 
