@@ -15,7 +15,7 @@ from funitel.proto.errors import InvalidRequest, NotReady, Overloaded, SettingsE
 from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
 from funitel.router import fleet as module
 from funitel.router.engine import Engine
-from funitel.router.fleet import Fleet, connect_fleet
+from funitel.router.fleet import Fleet, connect
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Request
 from funitel.router.settings import RouterSettings
@@ -58,7 +58,7 @@ async def running(
             replica_address=tuple(f"unix://{each}/shard-0" for each in folders[1:]),
             **({"max_batch_prefill_tokens": 32} | settings),
         )
-        fleet = await connect_fleet(chosen, metrics)
+        fleet = await connect(chosen, metrics)
         assert isinstance(fleet, Fleet)
         yield Running(fleet, replicas, metrics)
         for fake in (fake for replica in replicas for fake in replica):
@@ -344,8 +344,7 @@ async def test_a_replica_lost_while_the_router_drains_fails_nothing(tmp_path: Pa
 async def test_gauges_are_sums_and_ranks_are_numbered_through(tmp_path: Path) -> None:
     async with running(tmp_path, 2, 2) as run_:
         assert run_.value("tgi_batch_max_total_tokens") == 800
-        await run(run_.fleet, request())
-        await run(run_.fleet, request(first=300))
+        await asyncio.gather(run(run_.fleet, request()), run(run_.fleet, request(first=300)))
         assert run_.value("funitel_blocks", state="free") == 200
         text = run_.metrics.exposition().decode()
         assert [f'funitel_kv_bytes{{rank="{rank}"}}' in text for rank in range(5)] == [True] * 4 + [False]
@@ -364,7 +363,7 @@ async def test_one_replica_is_an_engine_and_says_nothing_of_replicas(tmp_path: P
     metrics = Metrics()
     async with fake_shards(tmp_path):
         settings = RouterSettings(master_shard_uds_path=f"{tmp_path}/shard-0", max_batch_prefill_tokens=32)
-        engine = await connect_fleet(settings, metrics)
+        engine = await connect(settings, metrics)
         assert type(engine) is Engine
         assert "funitel_replicas{" not in metrics.exposition().decode()
         await engine.close()
@@ -378,7 +377,7 @@ async def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:
             master_shard_uds_path=f"{tmp_path}/a/shard-0", replica_address=(f"unix://{tmp_path}/b/shard-0",)
         )
         with pytest.raises(StartupError, match="use_prefix_caching is True at unix://.*a/shard-0, False at"):
-            await connect_fleet(settings, Metrics())
+            await connect(settings, Metrics())
 
 
 @pytest.mark.parametrize("address", ["/tmp/x-0", "unix://relative", "tcp://host", "http://host:80"])

@@ -40,6 +40,8 @@ TGI = {
     "tgi_batch_max_total_tokens": "gauge",
 }
 OURS = {
+    "funitel_replicas": "gauge",
+    "funitel_moved_total": "counter",
     "funitel_time_to_first_token_seconds": "histogram",
     "funitel_inter_token_latency_seconds": "histogram",
     "funitel_steps_total": "counter",

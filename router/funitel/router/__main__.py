@@ -23,7 +23,7 @@ from funitel.proto.parent import has_lost, stop_with_parent
 from funitel.proto.settings import as_command, run_app
 from funitel.router.api.routes import document
 from funitel.router.app import build_app
-from funitel.router.fleet import connect_fleet
+from funitel.router.fleet import connect
 from funitel.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
     """One uvicorn server that also stops when the router cannot start, or when its parent is gone."""
 
     def __init__(self, settings: RouterSettings) -> None:
-        app = build_app(settings, connect_fleet, self.fail)
+        app = build_app(settings, connect, self.fail)
         super().__init__(_uvicorn_config(app))
         self.failure: FunitelError | None = None
         self._parent = settings.exit_with_parent

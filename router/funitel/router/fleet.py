@@ -196,7 +196,7 @@ def _least(limits: Seq[Limits]) -> Limits:
     )
 
 
-async def connect_fleet(settings: RouterSettings, metrics: Metrics) -> Inference:
+async def connect(settings: RouterSettings, metrics: Metrics) -> Inference:
     """Connect to the shards of every replica, warm them up and start an engine for each.
 
     Raises:
