@@ -175,6 +175,7 @@ def test_what_was_open_is_decided() -> None:
         ({"num_threads": 0}, "--num-threads must be > 0"),
         ({"max_batch_prefill_tokens": 0}, "--max-batch-prefill-tokens must be > 0"),
         ({"validation_workers": 0}, "--validation-workers must be > 0"),
+        ({"pipeline_steps": 3}, "--pipeline-steps must be 1 or 2, given 3"),
         ({"target_itl_ms": 0.0}, "--target-itl-ms must be > 0 and <= 600000, given 0.0"),
         ({"target_itl_ms": float("nan")}, "--target-itl-ms must be > 0 and <= 600000, given nan"),
         ({"target_itl_ms": 6e5 + 1}, "--target-itl-ms must be > 0 and <= 600000, given 600001.0"),

@@ -121,6 +121,10 @@ class LauncherSettings:
         "Without chunked prefill: steps after which waiting requests are let in whatever the ratio.",
     )
     max_batch_size: int | None = _router("max_batch_size", "Most sequences running at once.")
+    pipeline_steps: int = _router(
+        "pipeline_steps",
+        "Steps the shards are sent before the first is answered: 2 hides the router's latency, 1 does not.",
+    )
     target_itl_ms: float | None = _router(
         "target_itl_ms",
         "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "
