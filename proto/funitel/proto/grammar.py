@@ -1,7 +1,8 @@
 """Grammars as clients write them -> as the engine, llguidance, reads them. The router checks what shards then compile.
 
 JSON is written as TGI's shards write it: on one line, with at most one space where JSON allows any. Keywords of JSON
-Schema that cannot be kept token by token (`uniqueItems`, `not`, `if` and the like) are refused by name, never ignored.
+Schema that cannot be kept token by token (`uniqueItems`, `not`, `if` and the like) are refused by name, never ignored;
+what says the same in words the engine knows is put in those.
 """
 
 import json
@@ -36,6 +37,11 @@ _SCHEMA_KEYWORDS = (
     "unevaluatedItems",
     "unevaluatedProperties",
 )
+_DESCRIPTIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
+# Keywords beside which a property may be evaluated elsewhere.
+_EVALUATORS = frozenset(("allOf", "anyOf", "oneOf", "if", "$ref", "$dynamicRef", "dependentSchemas"))
+MAX_REFERENCES = 8  # from one to the next, to what lists the names of a map
+
 _LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
@@ -85,7 +91,8 @@ def _engine_grammar(kind: GrammarType, text: str) -> str:
 
 def _schema(text: str) -> dict[str, Any]:
     try:
-        schema = _without_annotations(json.loads(text))
+        given = json.loads(text)
+        schema = _as_the_engine_knows_it(given, given)
     except ValueError as error:
         raise InvalidRequest(f"grammar is not valid: the schema is no JSON: {error}", "grammar") from error
     except RecursionError:
@@ -97,21 +104,67 @@ def _schema(text: str) -> dict[str, Any]:
     return schema
 
 
-def _without_annotations(schema: Any) -> Any:
-    """A schema without what does not restrict its values but would be refused or obeyed by the engine."""
+def _as_the_engine_knows_it(schema: Any, root: Any) -> Any:
+    """A schema that allows the same values, without what the engine would refuse or obey though it need not.
+
+    `root` is the whole schema, which references start from.
+    """
     if not isinstance(schema, dict):
         return schema
     kept = {key: value for key, value in schema.items() if not _is_annotation(key, value)}
+    kept = _with_named_properties(_with_evaluated_properties(kept), root)
     for key in _SCHEMA_KEYWORDS:
         if isinstance(kept.get(key), dict):
-            kept[key] = _without_annotations(kept[key])
+            kept[key] = _as_the_engine_knows_it(kept[key], root)
     for key in _LIST_KEYWORDS:
         if isinstance(kept.get(key), list):
-            kept[key] = [_without_annotations(part) for part in kept[key]]
+            kept[key] = [_as_the_engine_knows_it(part, root) for part in kept[key]]
     for key in _MAP_KEYWORDS:
         if isinstance(kept.get(key), dict):
-            kept[key] = {name: _without_annotations(part) for name, part in kept[key].items()}
+            kept[key] = {name: _as_the_engine_knows_it(part, root) for name, part in kept[key].items()}
     return kept
+
+
+def _with_evaluated_properties(schema: dict[str, Any]) -> dict[str, Any]:
+    """Where nothing else evaluates properties, what is unevaluated is what is additional."""
+    if "unevaluatedProperties" not in schema or _EVALUATORS & schema.keys():
+        return schema
+    rest = {key: value for key, value in schema.items() if key != "unevaluatedProperties"}
+    return {"additionalProperties": schema["unevaluatedProperties"]} | rest
+
+
+def _with_named_properties(schema: dict[str, Any], root: Any) -> dict[str, Any]:
+    """A map whose keys are listed or follow a pattern, as pydantic describes it, in keywords the engine keeps."""
+    if "propertyNames" not in schema or {"properties", "patternProperties"} & schema.keys():
+        return schema
+    names = _resolved(schema["propertyNames"], root)
+    values = schema.get("additionalProperties", True)
+    rest = {key: value for key, value in schema.items() if key not in ("propertyNames", "additionalProperties")}
+    match {key: value for key, value in names.items() if key not in _DESCRIPTIONS}:
+        case {"const": str(name), **others} if not others.keys() - {"type"}:
+            return rest | {"properties": {name: values}, "additionalProperties": False}
+        case {"enum": list(listed), **others} if not others.keys() - {"type"}:
+            named = {name: values for name in listed if isinstance(name, str)}
+            return rest | {"properties": named, "additionalProperties": False}
+        case {"pattern": str(pattern), **others} if not others.keys() - {"type"}:
+            return rest | {"patternProperties": {pattern: values}, "additionalProperties": False}
+        case {"type": "string", **others} if not others:
+            return rest | {"additionalProperties": values}
+    return schema
+
+
+def _resolved(schema: Any, root: Any) -> dict[str, Any]:
+    """What a schema refers to within the whole one, if it does nothing else; without a schema, an empty one."""
+    for _ in range(MAX_REFERENCES):
+        if not isinstance(schema, dict):
+            return {}
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#/") or schema.keys() - {"$ref"} - _DESCRIPTIONS:
+            return schema
+        schema = root
+        for step in reference[2:].split("/"):
+            schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
+    return {}
 
 
 _IS_TRIVIAL: dict[str, Callable[[Any], bool]] = {
