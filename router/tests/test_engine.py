@@ -224,6 +224,7 @@ async def test_more_than_the_pool_is_preempted_not_failed(tmp_path: Path) -> Non
         text = metrics.exposition().decode()
         preempted = next(line for line in text.splitlines() if line.startswith("funitel_preempted_total"))
         assert float(preempted.split()[1]) > 0
+        assert (metrics.registry.get_sample_value("funitel_recomputed_tokens_total") or 0) > 0
 
 
 async def test_nobody_at_the_socket_is_a_startup_error(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ OURS = {
     "funitel_cancelled_total": "counter",
     "funitel_responses_total": "counter",
     "funitel_preempted_total": "counter",
+    "funitel_recomputed_tokens_total": "counter",
     "funitel_prefix_cache_queried_tokens_total": "counter",
     "funitel_prefix_cache_hit_tokens_total": "counter",
 }

@@ -454,6 +454,40 @@ def test_a_preempted_sequence_finds_what_it_had_computed() -> None:
     assert any(start.output_ids and start.cache_len for start in entered)
 
 
+@pytest.mark.parametrize("has_prefix_cache", [False, True])
+def test_tokens_computed_again_are_counted(has_prefix_cache: bool) -> None:
+    policy = Policy(max_batch_prefill_tokens=64, has_prefix_cache=has_prefix_cache)
+    scheduler, shard = Scheduler(policy, BlockAllocator(7, BLOCK)), FakeShard()
+    asked = [make_sequence(i, 8, 14, cache_salt=salt) for i, salt in enumerate("ab")]
+    for sequence in asked:
+        scheduler.add(sequence)
+    run_to_end(scheduler, shard)
+    assert scheduler.num_preempted > 0
+    needed = sum(sequence.num_known - 1 for sequence in asked)
+    assert scheduler.shares.num_repeated == shard.num_computed - needed > 0
+
+
+def test_a_full_pool_is_used_but_for_a_small_reserve() -> None:
+    """Many short sequences: a free block for each of them would be a third of the pool."""
+    scheduler, shard = Scheduler(Policy(max_batch_prefill_tokens=64), BlockAllocator(100, BLOCK)), FakeShard()
+    for i in range(200):
+        scheduler.add(make_sequence(i, 4 + i % 3, 8 + i % 11))
+    shares = []
+    while scheduler.waiting or scheduler.running:
+        scheduler.preempt()
+        shard.retain(set(scheduler.running))
+        plan = scheduler.schedule()
+        assert plan is not None
+        shares.append((scheduler.blocks.num_used / 100, bool(scheduler.waiting)))
+        scheduler.commit(plan, shard.step(plan), 0.01)
+    full = next(i for i, (share, _) in enumerate(shares) if share > 0.9)
+    later = [share for share, has_waiting in shares[full:] if has_waiting]
+    assert full < 10
+    assert len(later) > 20
+    assert sum(later) / len(later) > 0.93
+    assert min(later) > 0.85
+
+
 def test_forced_tokens_are_a_chunk_that_takes_its_share_of_the_budget() -> None:
     scheduler = Scheduler(Policy(max_batch_prefill_tokens=8), BlockAllocator(100, BLOCK))
     for i in range(2):

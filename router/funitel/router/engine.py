@@ -59,7 +59,7 @@ class Engine:
         self._left = asyncio.Event()  # set whenever a request ends
         self._is_draining = False
         self._has_given_up = False
-        self._num_preempted = 0
+        self._preempted = (0, 0)  # sequences, and tokens computed again, that metrics know of
         self._has_told_target = False
         self.on_lost: Callable[[FunitelError], None] | None = None  # told once shards are gone; is to call `give_up`
         self._loop = asyncio.create_task(self._run(), name="engine")
@@ -365,9 +365,10 @@ class Engine:
         metrics.set_pool(scheduler.blocks.num_used, scheduler.blocks.num_free, scheduler.blocks.num_cached)
         metrics.set_batch_tokens(scheduler.blocks.num_used * scheduler.blocks.block_size)
         metrics.set_cached_batches(self._replica.num_batches)
-        while self._num_preempted < scheduler.num_preempted:
-            self._num_preempted += 1
-            metrics.count_preempted()
+        preempted = (scheduler.num_preempted, scheduler.shares.num_repeated)
+        if preempted != self._preempted:
+            metrics.count_preempted(*(now - before for now, before in zip(preempted, self._preempted, strict=True)))
+            self._preempted = preempted
         self._tell_missed_target(scheduler.step_time)
 
     def _tell_missed_target(self, step_time: StepTimeModel) -> None:

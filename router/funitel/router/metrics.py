@@ -214,9 +214,10 @@ class Metrics:
         """Note that a sequence goes on with another replica than the one that was lost."""
         self._moved.inc()
 
-    def count_preempted(self) -> None:
-        """Note that a running sequence gave its blocks back and waits again."""
-        self._preempted.inc()
+    def count_preempted(self, num_sequences: int, num_tokens: int) -> None:
+        """Note sequences that gave their blocks back to wait again, and tokens computed again by resumed ones."""
+        self._preempted.inc(num_sequences)
+        self._recomputed.inc(num_tokens)
 
     # Making
 
@@ -281,6 +282,7 @@ class Metrics:
         self._replicas = self._gauge("funitel_replicas", "Replicas, when there are several.", "state")
         self._moved = self._counter("funitel_moved", "Sequences moved to another replica when theirs was lost.")
         self._preempted = self._counter("funitel_preempted", "Sequences preempted.")
+        self._recomputed = self._counter("funitel_recomputed_tokens", "Tokens computed again after a preemption.")
         self._prefix_queried = self._counter("funitel_prefix_cache_queried_tokens", "Prompt tokens of new sequences.")
         self._prefix_hits = self._counter(
             "funitel_prefix_cache_hit_tokens", "Those of them that were computed already."

@@ -19,6 +19,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import ceil
 
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StepResult
 from funitel.router.blocks import BlockAllocator
@@ -26,6 +27,11 @@ from funitel.router.chunking import ChunkBudget, StepLoad
 from funitel.router.sequence import Sequence
 from funitel.router.step_time import StepTimeModel
 from funitel.router.waiting import Shares, WaitingQueue
+
+# A newcomer leaves a block free for each running sequence, else it would soon be preempted again; but at most this
+# share of the pool, for what is free for growth is not used. Measured on simulated loads: without a bound the pool was
+# 79 to 95 % used while sequences waited, at 1 in 25 it is 91 to 97 %, for up to a tenth more tokens computed again.
+MOST_RESERVED = 1 / 25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,8 +362,8 @@ class Scheduler:
         return self.policy.max_batch_size is None or len(self.running) < self.policy.max_batch_size
 
     def _has_blocks(self, needed: int, prefix: Seq[int]) -> bool:
-        # One block for each running sequence is left free, else the newcomer would soon be preempted again.
-        return needed + len(self.running) <= self.blocks.num_free - self.blocks.num_idle(prefix)
+        reserved = min(len(self.running), ceil(self.blocks.num_blocks * MOST_RESERVED))
+        return needed + reserved <= self.blocks.num_free - self.blocks.num_idle(prefix)
 
     def _enter(self, sequence: Sequence, prefix: Seq[int]) -> None:
         """Make a waiting sequence a running one, behind `prefix`."""

@@ -23,6 +23,7 @@ class Shares:
     def __init__(self) -> None:
         self._tokens: dict[bytes, int] = {}
         self._sequences: Counter[bytes] = Counter()  # waiting or running
+        self.num_repeated = 0  # tokens computed again, of all keys
 
     def join(self, key: bytes) -> None:
         """Note that a key has one more sequence."""
@@ -48,6 +49,7 @@ class Shares:
         """Count tokens that a step computes for a sequence; those lost to preemption are not counted twice."""
         repeated = min(num_tokens, sequence.num_repeated)
         sequence.num_repeated -= repeated
+        self.num_repeated += repeated
         self._tokens[sequence.request.key] += num_tokens - repeated
 
     def tokens_of(self, key: bytes) -> int:
