@@ -109,6 +109,12 @@ def wait_until(holds: Callable[[], bool], seconds: float, message: str = "not in
     return time.monotonic() - began
 
 
+def samples_of(text: str) -> dict[str, float]:
+    """Every sample of a page of metrics by its full name, labels included."""
+    lines = (line for line in text.splitlines() if line and line[0] != "#")
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
 @dataclass(frozen=True)
 class Footprint:
     """What one running deployment takes of the machine."""
@@ -222,8 +228,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its full name, labels included."""
-        lines = httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines()
-        return {name: float(value) for name, _, value in (s.rpartition(" ") for s in lines if s and s[0] != "#")}
+        return samples_of(httpx.get(f"{self.url}/metrics", timeout=10).text)
 
     def shard_pids(self) -> list[int]:
         """Process ids of the shards, in rank order, those of the first replica first."""
