@@ -6,7 +6,7 @@ import re
 import pytest
 
 from funitel.proto.errors import Overloaded
-from funitel.proto.step import StepResult
+from funitel.proto.step import CachedBatch, StepResult
 from funitel.router.metrics import DURATION_BUCKETS, Metrics
 from funitel.router.sequence import Limits
 
@@ -86,7 +86,15 @@ def test_counters_of_tgi_have_no_suffix() -> None:
 def test_a_step() -> None:
     metrics = Metrics()
     ranks = [
-        StepResult((), None, forward_ns=10**6, total_ns=2, num_forwards=1, num_forward_rows=3, num_forward_tokens=20),
+        StepResult(
+            (),
+            CachedBatch(0, (1,)),
+            forward_ns=10**6,
+            total_ns=2,
+            num_forwards=1,
+            num_forward_rows=3,
+            num_forward_tokens=20,
+        ),
         StepResult((), None, forward_ns=2 * 10**6, total_ns=3, num_forwards=1, concat_ns=5),
     ]
     metrics.observe_step("decode", 0.004, ranks)
