@@ -127,14 +127,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_batch_size=st.sampled_from([None, None, 2, 4]),
         is_chunked=st.sampled_from([True, True, True, False]),
         has_prefix_cache=st.booleans(),
+        most_steps=st.sampled_from([1, 2, 2]),
     )
-    def begin(self, num_blocks: int, max_batch_size: int | None, is_chunked: bool, has_prefix_cache: bool) -> None:
+    def begin(
+        self, num_blocks: int, max_batch_size: int | None, is_chunked: bool, has_prefix_cache: bool, most_steps: int
+    ) -> None:
         policy = Policy(
             max_batch_prefill_tokens=BUDGET if is_chunked else MOST_PROMPT + MOST_COMPLETION,
             max_batch_size=max_batch_size,
             is_chunked=is_chunked,
             has_prefix_cache=has_prefix_cache,
         )
+        self.most_steps = most_steps  # in flight at once
         self.scheduler = Scheduler(policy, BlockAllocator(num_blocks, BLOCK))
         self.wishes: dict[int, Wish] = {}
         self.shard = Shard(self.wishes)
@@ -151,9 +155,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_new_tokens=st.integers(1, MOST_COMPLETION),
         ends_early=st.booleans(),
         has_spans=st.booleans(),
+        key=st.sampled_from([b"", b"", b"a", b"b"]),
+        priority=st.sampled_from([0, 0, -2, 2]),
     )
     def submit(
-        self, prompt_len: int, own: int, family: int, max_new_tokens: int, ends_early: bool, has_spans: bool
+        self,
+        prompt_len: int,
+        own: int,
+        family: int,
+        max_new_tokens: int,
+        ends_early: bool,
+        has_spans: bool,
+        key: bytes,
+        priority: int,
     ) -> None:
         number = len(self.wishes)
         shared = max(0, prompt_len - own)  # prompts of a family begin alike
@@ -161,9 +175,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             input_ids=(*range(family, family + shared), *((50 + number % 40),) * (prompt_len - shared)),
             sampling=SamplingParams(),
             stopping=StoppingParams(max_new_tokens=max_new_tokens),
+            key=key,
+            priority=priority,
         )
         num_tokens = 1 + max_new_tokens // 3 if ends_early else max_new_tokens
-        wish = Wish(Sequence(number, request), num_tokens, has_spans)
+        wish = Wish(Sequence(number, request, arrived=float(number)), num_tokens, has_spans)
         self.wishes[number] = self.live[number] = wish
         self.scheduler.add(wish.sequence)
 
@@ -179,7 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def send(self) -> None:
         """Plan and send a step, if one may be."""
         scheduler = self.scheduler
-        if len(self.in_flight) >= MOST_STEPS:
+        if len(self.in_flight) >= self.most_steps:
             return
         scheduler.preempt()
         self.shard.rows = {i: row for i, row in self.shard.rows.items() if i in scheduler.running}
@@ -209,6 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The oldest step under way fails, and with it its sequences; all others begin again."""
         plan, _ = self.in_flight.popleft()
         self.in_flight.clear()
+        self.scheduler.abandon()
         for number in plan.computed:
             if number in self.live:
                 self.scheduler.remove(self.live.pop(number).sequence)
@@ -267,7 +284,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert outputs == self.wishes[number].outputs
 
 
-MOST_STEPS = 1
 SchedulerMachine.TestCase.settings = settings(
     max_examples=80, stateful_step_count=50, derandomize=True, deadline=None, database=None
 )
