@@ -261,6 +261,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert begins.setdefault(block, known[:end]) == known[:end]
 
     @invariant()
+    def what_is_found_by_its_tokens_is_there(self) -> None:
+        for wish in getattr(self, "wishes", {}).values():
+            sequence = wish.sequence
+            known = (*sequence.request.input_ids, *sequence.output_ids)
+            found = self.scheduler.blocks.match(sequence.block_key(i, BLOCK) for i in range(len(known) // BLOCK))
+            for position in range(len(found) * BLOCK):
+                assert self.shard.memory[found[position // BLOCK], position % BLOCK] == known[position]
+
+    @invariant()
     def outputs_are_what_the_model_said_in_order(self) -> None:
         for number, wish in getattr(self, "wishes", {}).items():
             said = self.ended.get(number, wish.sequence.output_ids)
