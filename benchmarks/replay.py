@@ -58,6 +58,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     system.add_argument("--block-size", type=_count, default=16)
     system.add_argument("--max-batch-prefill-tokens", type=_count, default=4096)
     system.add_argument("--max-batch-size", type=_count)
+    system.add_argument("--target-itl-ms", type=_positive, help="as the router's flag")
+    system.add_argument("--pipeline-steps", type=int, choices=(1, 2), default=2, help="as the router's flag")
     system.add_argument("--no-prefix-caching", action="store_true")
     system.add_argument("--costs", type=Path, help="what --calibrate printed, in place of the built-in coefficients")
     calibration = parser.add_argument_group("calibration")
@@ -155,6 +157,8 @@ def _replay(options: argparse.Namespace) -> None:
         max_batch_prefill_tokens=options.max_batch_prefill_tokens,
         max_batch_size=options.max_batch_size,
         has_prefix_cache=not options.no_prefix_caching,
+        target_gap_seconds=options.target_itl_ms and options.target_itl_ms / 1000,
+        pipeline_steps=options.pipeline_steps,
         costs=costs,
     )
     variants = [

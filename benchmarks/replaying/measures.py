@@ -67,11 +67,19 @@ class Measures:
     completion_tokens: int = 0
     ended: float = 0.0
     to_first_token: Histogram = field(default_factory=Histogram)
+    to_first_token_of: dict[str, Histogram] = field(default_factory=dict)  # each key
     between_tokens: Histogram = field(default_factory=Histogram)
     running: Level = field(default_factory=Level)  # sequences in a step
     pool_used: Level = field(default_factory=Level)  # share of the blocks that sequences hold
     running_queued: Level = field(default_factory=Level)  # the same two, while others wait
     pool_used_queued: Level = field(default_factory=Level)
+
+    def note_first_token(self, key: str, seconds: float) -> None:
+        """Count a time to first token of a request of `key`."""
+        self.to_first_token.add(seconds)
+        if key not in self.to_first_token_of:
+            self.to_first_token_of[key] = Histogram()
+        self.to_first_token_of[key].add(seconds)
 
     def report(self) -> dict[str, Any]:
         """All of it as JSON; times in seconds."""
@@ -85,6 +93,10 @@ class Measures:
             "completion_tokens_per_second": self.completion_tokens / seconds,
             "ttft_p50": self.to_first_token.percentile(0.5),
             "ttft_p99": self.to_first_token.percentile(0.99),
+            "ttft_of_keys": {
+                key: {"p50": histogram.percentile(0.5), "p99": histogram.percentile(0.99)}
+                for key, histogram in sorted(self.to_first_token_of.items())
+            },
             "itl_p50": self.between_tokens.percentile(0.5),
             "itl_p99": self.between_tokens.percentile(0.99),
             "hit_rate": self.cached_tokens / max(1, self.prompt_tokens),

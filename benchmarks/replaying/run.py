@@ -35,12 +35,15 @@ class Variant:
     max_batch_prefill_tokens: int
     max_batch_size: int | None
     has_prefix_cache: bool
+    target_gap_seconds: float | None
+    pipeline_steps: int
     costs: StepCosts
 
     def scheduler(self) -> Scheduler:
         """A replica's scheduler.
 
-        As TGI's: blocks for all that a request may need before it starts, prefills by themselves, nothing found again.
+        As TGI's: blocks for all that a request may need before it starts, prefills by themselves, nothing found again,
+        one step after the other.
         """
         grows = self.policy == "grow"
         policy = Policy(
@@ -48,6 +51,7 @@ class Variant:
             max_batch_size=self.max_batch_size,
             is_chunked=grows,
             has_prefix_cache=grows and self.has_prefix_cache,
+            target_gap_seconds=self.target_gap_seconds if grows else None,
         )
         return Scheduler(policy, BlockAllocator(self.num_blocks, self.block_size))
 
@@ -59,7 +63,10 @@ class Variant:
 def replay(variant: Variant, advance: Callable[[int], None]) -> dict[str, Any]:
     """Run one variant; `advance` is told of requests that have come, how many at a time."""
     measures = Measures()
-    replicas = [SimulatedReplica(variant.scheduler(), variant.costs, measures) for _ in range(variant.num_replicas)]
+    steps = variant.pipeline_steps if variant.policy == "grow" else 1
+    replicas = [
+        SimulatedReplica(variant.scheduler(), variant.costs, measures, steps) for _ in range(variant.num_replicas)
+    ]
     begin = time.perf_counter()
     told = 0
 

@@ -2,6 +2,7 @@
 
 import heapq
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from funitel.proto.step import (
     StoppingParams,
     Tokens,
 )
+from funitel.router.placement import Standing, place
 from funitel.router.scheduler import Scheduler, StepPlan
 from funitel.router.sequence import Request, Sequence
 from replaying.costs import StepCosts
@@ -44,23 +46,26 @@ def sequence_of(number: int, arrival: Arrival) -> Sequence:
         input_ids=(shared,) * arrival.prefix_tokens + (own,) * (arrival.prompt_tokens - arrival.prefix_tokens),
         sampling=SAMPLING,
         stopping=StoppingParams(max_new_tokens=arrival.max_new_tokens),
+        key=arrival.key.encode(),
+        priority=arrival.priority,
     )
-    return Sequence(number, request)
+    return Sequence(number, request, arrived=arrival.at)
 
 
 class SimulatedReplica:
-    """One scheduler with its pool, and the step that is under way."""
+    """One scheduler with its pool, and the steps that are planned: one is computed, others have been sent behind it."""
 
-    def __init__(self, scheduler: Scheduler, costs: StepCosts, measures: Measures) -> None:
+    def __init__(self, scheduler: Scheduler, costs: StepCosts, measures: Measures, pipeline_steps: int) -> None:
         self.scheduler = scheduler
         self.is_asleep = True  # nothing is under way, and no event will wake it
         self.load_tokens = 0  # known tokens of all that wait or run
         self._costs = costs
         self._measures = measures
         self._rows: dict[int, Row] = {}
-        self._plan: StepPlan | None = None
+        self._pipeline_steps = pipeline_steps
+        self._plans: deque[StepPlan] = deque()  # sent and not settled, oldest first
         self._result = StepResult((), None)
-        self._givers: list[Row] = []  # of a token, in the step under way
+        self._givers: list[Row] = []  # of a token, in the step that is computed
         self._seconds = 0.0
         self._ends = array("d")  # of every step
 
@@ -77,15 +82,26 @@ class SimulatedReplica:
         self._rows[sequence.id] = Row(arrival, generation, arrival.completion_tokens, length=arrival.prompt_tokens)
         self.load_tokens += arrival.prompt_tokens
         self.scheduler.add(sequence)
+        if self._plans:
+            self._send_steps()
+
+    def _send_steps(self) -> None:
+        """Plan as far ahead as may be."""
+        while len(self._plans) < self._pipeline_steps:
+            self.scheduler.preempt()
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return
+            self._plans.append(plan)
 
     def begin(self, now: float) -> float | None:
-        """Plan a step and begin it; returns when it will end, None if there is nothing to do."""
-        scheduler, measures = self.scheduler, self._measures
-        scheduler.preempt()
-        plan = self._plan = scheduler.schedule()
-        self.is_asleep = plan is None
-        if plan is None:
+        """Begin the next step; returns when it will end, None if there is nothing to do."""
+        measures = self._measures
+        self._send_steps()
+        self.is_asleep = not self._plans
+        if self.is_asleep:
             return None
+        plan = self._plans[0]
         for start in plan.starts:
             row = self._rows[start.request_id]
             row.pending = row.length - start.cache_len
@@ -105,7 +121,9 @@ class SimulatedReplica:
         prompt_tokens = decode_rows = context = 0
         pairs = 0.0
         for sequence_id, count in plan.computed.items():
-            row = rows[sequence_id]
+            row = rows.get(sequence_id)
+            if row is None:
+                continue  # it ended, sooner than it might have, in the step before
             if count == row.pending == 1:
                 decode_rows += 1
                 context += row.length
@@ -136,12 +154,11 @@ class SimulatedReplica:
             measures.pool_used_queued.hold(used, seconds)
 
     def end(self) -> None:
-        """Commit the step under way, if any."""
-        if self._plan is None:
+        """Settle the step that was computed, if any."""
+        if not self._plans:
             return
-        self.scheduler.commit(self._plan, self._result, self._seconds)
+        self.scheduler.commit(self._plans.popleft(), self._result, self._seconds)
         self._note_tokens()
-        self._plan = None
 
     def _note_tokens(self) -> None:
         measures, ends = self._measures, self._ends
@@ -150,7 +167,7 @@ class SimulatedReplica:
         for row in self._givers:
             last, row.last_step = row.last_step, this
             if last < 0:
-                measures.to_first_token.add(ends[this] - row.arrival.at)
+                measures.note_first_token(row.arrival.key, ends[this] - row.arrival.at)
             elif last == this - 1:
                 num_steady += 1
             else:
@@ -198,5 +215,7 @@ def simulate(arrivals: Iterable[Arrival], replicas: Seq[SimulatedReplica], count
 
 
 def choose(replicas: Seq[SimulatedReplica], sequence: Sequence) -> int:
-    """Which replica a sequence goes to."""
-    return min(range(len(replicas)), key=lambda index: replicas[index].load_tokens)
+    """Which replica a sequence goes to, by the router's rule."""
+    if len(replicas) == 1:
+        return 0
+    return place([Standing(each.load_tokens, each.scheduler.cached_prefix_len(sequence)) for each in replicas])

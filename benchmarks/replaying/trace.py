@@ -8,11 +8,12 @@ import json
 import math
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 MAX_TOKENS = 2**24  # of a prompt or a completion, so that a damaged line is found before it fills the memory
+MAX_PRIORITY = 1000
 
 
 class TraceError(Exception):
@@ -33,6 +34,8 @@ class Arrival:
     max_new_tokens: int  # what it asked for
     prefix_group: int = 0
     prefix_tokens: int = 0
+    key: str = ""  # whose share of the service it takes
+    priority: int = 0  # lower is sooner
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.at) and self.at >= 0):
@@ -43,6 +46,7 @@ class Arrival:
             ("completion_tokens", 1, self.max_new_tokens),
             ("prefix_group", 0, 2**31 - 1),
             ("prefix_tokens", 0, self.prompt_tokens),
+            ("priority", -MAX_PRIORITY, MAX_PRIORITY),
         ):
             value = getattr(self, name)
             if not low <= value <= high:
@@ -127,6 +131,11 @@ def write(path: Path, arrivals: Iterable[Arrival]) -> int:
 
 
 TYPES: dict[str, Any] = {field.name: field.type for field in fields(Arrival)}
+ALLOWED: dict[Any, tuple[tuple[type, ...], str]] = {
+    float: ((int, float), "a number"),
+    int: ((int,), "an integer"),
+    str: ((str,), "a string"),
+}
 
 
 def _parse(line: str) -> Arrival:
@@ -136,14 +145,15 @@ def _parse(line: str) -> Arrival:
         raise TraceError(f"not JSON: {error}") from None
     if not isinstance(values, dict):
         raise TraceError(f"a JSON object is expected, not {type(values).__name__}")
-    values.setdefault("max_new_tokens", values.get("completion_tokens"))
+    if "completion_tokens" in values:
+        values.setdefault("max_new_tokens", values["completion_tokens"])
     for name, value in values.items():
         if name not in TYPES:
             raise TraceError(f"{name} is no field of a request; fields are {', '.join(TYPES)}")
-        is_number = isinstance(value, (int, float) if TYPES[name] is float else int) and not isinstance(value, bool)
-        if not is_number:
-            raise TraceError(f"{name} is {value!r}, must be {'a number' if TYPES[name] is float else 'an integer'}")
-    missing = [field.name for field in fields(Arrival) if field.name not in values and field.name[:6] != "prefix"]
-    if missing:
-        raise TraceError(f"{missing[0]} is missing")
+        allowed, words = ALLOWED[TYPES[name]]
+        if not isinstance(value, allowed) or isinstance(value, bool):
+            raise TraceError(f"{name} is {value!r}, must be {words}")
+    for field in fields(Arrival):
+        if field.name not in values and field.default is MISSING:
+            raise TraceError(f"{field.name} is missing")
     return Arrival(**values)

@@ -31,12 +31,12 @@ def arrival(at: float, prompt_tokens: int, completion_tokens: int, **fields: Any
     return trace.Arrival(at=at, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, **fields)
 
 
-def simulate(arrivals: list[Any], num_blocks: int = 100, num_replicas: int = 1, **policy: Any) -> Any:
+def simulate(arrivals: list[Any], num_blocks: int = 100, num_replicas: int = 1, steps: int = 2, **policy: Any) -> Any:
     """Measures of a replay with blocks of four tokens."""
     policy = {"max_batch_prefill_tokens": 64, "has_prefix_cache": True} | policy
     found = measures.Measures()
     replicas = [
-        simulation.SimulatedReplica(Scheduler(Policy(**policy), BlockAllocator(num_blocks, 4)), COSTS, found)
+        simulation.SimulatedReplica(Scheduler(Policy(**policy), BlockAllocator(num_blocks, 4)), COSTS, found, steps)
         for _ in range(num_replicas)
     ]
     simulation.simulate(arrivals, replicas, lambda count: None)
@@ -60,7 +60,7 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
 
 
 def test_who_comes_during_a_step_joins_the_next_and_waits_for_it() -> None:
-    found = simulate([arrival(0.0, 10, 30), arrival(0.5, 4, 1)])
+    found = simulate([arrival(0.0, 10, 30), arrival(0.5, 4, 1)], steps=1)
     first = 1.0 + 0.1 * 10 + 0.0001 * 55
     second = 1.0 + 0.1 * 4 + 0.0001 * 10 + 0.01 + 0.001 * 11
     assert found.to_first_token.percentile(1.0) == about(first + second - 0.5)
@@ -99,6 +99,47 @@ def test_reserving_admits_fewer_at_a_time_than_growing() -> None:
     assert grow.num_finished == reserve.num_finished == 24
     assert reserve.running.most == 2  # sixteen blocks each
     assert grow.running_queued.mean > 2 * reserve.running_queued.mean
+
+
+def test_a_step_sent_ahead_lets_nobody_in_whom_it_does_not_know() -> None:
+    arrivals = [arrival(0.0, 10, 30), arrival(2.5, 4, 1, key="late")]  # the second step is computed, the third sent
+    ends = []
+    for steps in (1, 2):
+        found = simulate(arrivals, steps=steps)
+        ends.append(found.to_first_token_of["late"].percentile(1.0))
+    assert ends[1] - ends[0] == pytest.approx(1.0 + 0.01 + 0.001 * 13, rel=0.05)
+
+
+def test_an_end_before_its_time_shows_a_step_later() -> None:
+    early, late = (simulate([arrival(0.0, 10, 5, max_new_tokens=most)]) for most in (9, 5))
+    assert early.completion_tokens == late.completion_tokens == 5
+    assert (early.num_steps, late.num_steps) == (6, 5)
+
+
+def test_keys_are_told_apart_and_served_fairly() -> None:
+    flood = [arrival(0.0, 16, 8, key="flood") for _ in range(40)]
+    report = simulate([*flood, arrival(1.0, 16, 8, key="one")], num_blocks=40).report()
+    assert report["ttft_of_keys"]["one"]["p99"] < 0.5 * report["ttft_of_keys"]["flood"]["p50"]
+
+
+def test_replicas_are_chosen_by_the_longest_prefix_that_is_there() -> None:
+    turns = [arrival(40.0 * i, 24, 4, prefix_group=i % 3, prefix_tokens=20) for i in range(9)]
+    found = simulate(turns, num_replicas=3)
+    assert found.cached_tokens == 6 * 20
+
+
+def test_the_load_of_a_replica_is_what_its_scheduler_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    place, seen = simulation.choose, []
+
+    def choose(replicas: Any, sequence: Any) -> int:
+        seen.extend((each.load_tokens, each.scheduler.load_tokens) for each in replicas)
+        return int(place(replicas, sequence))
+
+    monkeypatch.setattr(simulation, "choose", choose)
+    simulate([arrival(1.7 * i, 8 + i, 30 - i) for i in range(20)], num_replicas=2, num_blocks=30)
+    assert len(seen) == 40
+    assert all(ours == theirs for ours, theirs in seen)
+    assert any(ours for ours, _ in seen)
 
 
 def test_replicas_share_the_load() -> None:
@@ -144,6 +185,8 @@ LINE = {"at": 1.0, "prompt_tokens": 10, "completion_tokens": 5}
         (json.dumps(LINE | {"prefix_tokens": 11}), "prefix_tokens is 11, must be from 0 to 10"),
         (json.dumps(LINE | {"text": "hello"}), "text is no field of a request"),
         (json.dumps({"at": 1.0, "completion_tokens": 5}), "prompt_tokens is missing"),
+        (json.dumps({"at": 1.0, "prompt_tokens": 5}), "completion_tokens is missing"),
+        (json.dumps(LINE | {"key": 7}), "key is 7, must be a string"),
     ],
 )
 def test_a_line_that_is_no_request_is_named(line: str, message: str, tmp_path: Path) -> None:
@@ -183,6 +226,8 @@ def test_variants_in_processes_are_what_they_are_alone() -> None:
             max_batch_prefill_tokens=4096,
             max_batch_size=None,
             has_prefix_cache=True,
+            target_gap_seconds=None,
+            pipeline_steps=2,
             costs=COSTS,
         )
         for policy, num_replicas in (("grow", 1), ("reserve", 1), ("grow", 3))

@@ -180,12 +180,13 @@ class Scheduler:
         return max(sequences, key=place)
 
     def _missing_blocks(self) -> int:
-        return sum(self._growth(sequence, sequence.num_pending_ahead) for sequence in self.running.values())
-
-    def _growth(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks to be granted before `num_tokens` more are computed."""
-        computed, _ = sequence.ahead()
-        return max(0, self.blocks.blocks_for(computed + num_tokens) - len(sequence.blocks))
+        """Blocks to be granted before every running sequence can compute what it holds."""
+        size = self.blocks.block_size
+        missing = 0
+        for sequence in self.running.values():
+            computed, pending = sequence.ahead()
+            missing += max(0, -(-(computed + pending) // size) - len(sequence.blocks))
+        return missing
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when there is nothing to compute before a step in flight is committed."""
@@ -200,22 +201,30 @@ class Scheduler:
 
         One that ends with a step in flight computes nothing.
         """
-        running = {s.id: pending for s in self.running.values() if (pending := s.num_pending_ahead)}
-        grants = {i: self._grant(self.running[i], pending) for i, pending in running.items()}
-        computed = {i: int(self.running[i].is_decoding) for i in running}
-        for i, count in computed.items():
-            self.shares.charge(self.running[i], count)
-        hungry = [self.running[i] for i, pending in running.items() if pending > computed[i]]
+        computed: dict[int, int] = {}
+        told: dict[int, tuple[tuple[int, ...], int]] = {}  # blocks granted, tokens pending
+        hungry: list[Sequence] = []
+        for i, sequence in self.running.items():
+            begun, pending = sequence.ahead()
+            if not pending:
+                continue
+            granted = self._grant(sequence, begun + pending)
+            computed[i] = int(sequence.brings_token(begun, pending))
+            self.shares.charge(sequence, computed[i])
+            if pending > computed[i]:
+                hungry.append(sequence)
+            if granted or pending > 1:
+                told[i] = granted, pending
         starts = self._share_out(budget, hungry, computed, may_enter=may_enter)
-        rows = [
-            RowUpdate(i, granted, computed[i] if running[i] > 1 else None)
-            for i, granted in grants.items()
-            if granted or running[i] > 1
-        ]
+        rows = [RowUpdate(i, granted, computed[i] if pending > 1 else None) for i, (granted, pending) in told.items()]
         return self._plan(starts, rows, computed, budget)
 
     def _grant(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
-        granted = self.blocks.allocate(self._growth(sequence, num_tokens))
+        """Give a sequence the blocks that its first `num_tokens` need; returns the new ones."""
+        missing = self.blocks.blocks_for(num_tokens) - len(sequence.blocks)
+        if missing <= 0:
+            return ()
+        granted = self.blocks.allocate(missing)
         sequence.blocks.extend(granted)
         return granted
 
@@ -252,8 +261,8 @@ class Scheduler:
     def _go_on(self, sequence: Sequence, budget: ChunkBudget, computed: dict[int, int]) -> None:
         """Let a running sequence take what it can of `budget`."""
         begun = computed[sequence.id]
-        num_computed, _ = sequence.ahead()
-        count = budget.take(num_computed + begun, sequence.num_pending_ahead - begun)
+        num_computed, pending = sequence.ahead()
+        count = budget.take(num_computed + begun, pending - begun)
         computed[sequence.id] += count
         self.shares.charge(sequence, count)
 
@@ -317,8 +326,7 @@ class Scheduler:
 
     def _decode_load(self) -> StepLoad:
         """What the sequences that are already decoding make of the next step."""
-        decoding = [s for s in self.running.values() if s.is_decoding and s.num_pending_ahead]
-        contexts = [sequence.num_known for sequence in decoding]
+        contexts = [s.num_known for s in self.running.values() if s.brings_token(*s.ahead())]
         return StepLoad(len(contexts), sum(contexts))
 
     def _prefix(self, sequence: Sequence) -> tuple[int, ...]:

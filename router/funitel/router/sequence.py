@@ -66,29 +66,26 @@ class Sequence:
         return self.num_known - self.num_computed
 
     def ahead(self) -> tuple[int, int]:
-        """Tokens computed, and tokens known at least, once every step in flight is done.
+        """Once every step in flight is done: tokens computed, and tokens that the next step sent may compute.
 
         A step that computes all that is known brings one more token. It may bring several, when tokens are forced, or
-        the last one before its time; both show in its result, and no sooner.
+        the last one before its time; both show in its result, and no sooner. There is nothing left to compute when
+        those in flight bring the last token.
         """
-        computed, known = self.num_computed, self.num_known
+        num_prompt, computed = len(self.request.input_ids), self.num_computed
+        known = num_prompt + len(self.output_ids)
         for count in self.in_flight:
             computed += count
             known += computed == known
-        return computed, known
+        is_ending = known >= num_prompt + self.request.stopping.max_new_tokens
+        return computed, 0 if is_ending else known - computed
 
-    @property
-    def num_pending_ahead(self) -> int:
-        """Tokens that the next step sent may compute: none when those in flight bring its last token."""
-        computed, known = self.ahead()
-        is_ending = known >= len(self.request.input_ids) + self.request.stopping.max_new_tokens
-        return 0 if is_ending else known - computed
+    def brings_token(self, computed: int, pending: int) -> bool:
+        """Whether the next step sent brings a token, by what `ahead` says: the prompt is computed, or one is missing.
 
-    @property
-    def is_decoding(self) -> bool:
-        """Whether the next step sent brings a token: by then its prompt is computed, or one token is missing."""
-        computed, known = self.ahead()
-        return known - computed == 1 or computed >= len(self.request.input_ids)
+        Such a sequence decodes.
+        """
+        return pending == 1 or (pending > 0 and computed >= len(self.request.input_ids))
 
     def afresh(self) -> "Sequence":
         """The same sequence with nothing computed, as another replica begins with it."""
