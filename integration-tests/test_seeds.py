@@ -1,11 +1,16 @@
-"""A seeded sample is the same alone and in any company: joined, filtered, chunked, on one shard and on two."""
+"""A seeded sample is the same alone and in any company: joined, filtered, chunked, on one shard and on two.
+
+The short form asks a tiny model, whose noise is made in the same way, token by token.
+"""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from funitel_testing.clients import client_of, generate, stream
+from funitel_testing.tiny import save_tiny
 
 TOKENS = 16
 WAYS: dict[str, dict[str, Any]] = {
@@ -17,11 +22,15 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("num_shard", [1, 2])
 async def test_seeded_samples_do_not_depend_on_company(
-    num_shard: int, launch: Any, is_full: bool, figures: dict[str, object]
+    num_shard: int, launch: Any, tmp_path: Path, is_full: bool, figures: dict[str, object]
 ) -> None:
     seeds = range(50) if is_full else range(0, 50, 10)
+    model = ()
+    if not is_full:
+        model = ("--model-id", str(save_tiny("qwen3", tmp_path, max_position_embeddings=2048)))
     # A prefill budget of 24 tokens cuts every prompt below into chunks once others run.
     server = launch(
+        *model,
         *("--dtype", "float32", "--num-shard", str(num_shard)),
         *("--max-batch-total-tokens", "40000", "--max-batch-prefill-tokens", "24"),
     )

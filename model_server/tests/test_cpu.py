@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -234,9 +233,29 @@ def test_a_library_is_built_once_and_anew_when_its_source_changes(small_source: 
 
 def test_a_cache_that_cannot_be_written_does_without(small_source: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    script = f"""
+from pathlib import Path
+from funitel.model_server.cpu import build
+build.SOURCES = Path({str(small_source)!r})
+print(build.build(Path({str(tmp_path / "cache")!r})).is_file())
+"""
+    environ = os.environ | {"TMPDIR": str(temporary)}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environ, timeout=60)
+    assert done.stdout == "True\n", done.stderr
+    assert list(temporary.iterdir()) == []
+
+
+def test_what_was_built_is_used_where_there_is_no_compiler(
+    small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = build(tmp_path / "cache")
-    assert library.is_file()
-    shutil.rmtree(library.parent)
+    monkeypatch.setattr(building, "COMPILERS", ("no-such-compiler",))
+    assert build(tmp_path / "cache") == library
+    (small_source / "more.h").write_text("// another source\n")
+    with pytest.raises(CannotBuild, match="there is no C"):
+        build(tmp_path / "cache")
 
 
 def test_shards_that_start_together_build_once(small_source: Path, tmp_path: Path) -> None:
@@ -326,7 +345,8 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so(
     assert isinstance(fused.decoder, FusedDecoder)
     monkeypatch.setattr(building, "COMPILERS", ("no-such-compiler",))
     caplog.set_level(logging.WARNING)
-    plain = load_executor(folder, dtype="float32")
+    cache_dir = str(tmp_path / "nothing built")
+    plain = load_executor(folder, dtype="float32", cache_dir=cache_dir)
     assert not isinstance(plain.decoder, FusedDecoder)
     assert [record.getMessage() for record in caplog.records] == [
         "the model runs in torch, without the fused CPU step: there is no C++ compiler (no-such-compiler)"
@@ -334,7 +354,7 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so(
     sequence = start(3, [5, 6, 7, 8], max_new_tokens=12)
     assert ids_of(run_alone(fused, sequence)) == ids_of(run_alone(plain, sequence))
     with pytest.raises(SettingsError, match=r"--quantize int8 needs the fused CPU step: there is no C\+\+ compiler"):
-        load_executor(folder, dtype=None, quantize="int8")
+        load_executor(folder, dtype=None, quantize="int8", cache_dir=cache_dir)
 
 
 def test_every_source_file_is_in_the_build() -> None:

@@ -346,6 +346,17 @@ def test_a_refused_step_changes_nothing(executor: Executor) -> None:
         executor.decode([after.batch], [too_many])
 
 
+def test_no_sequence_outgrows_the_models_context(executor: Executor) -> None:
+    """Its last block may reach beyond it, and a table of learned positions has no more."""
+    blocks = tuple(range(1, 66))
+    with pytest.raises(InvalidRequest, match="request 1 would have 257 tokens, the model's context is 256"):
+        executor.prefill(1, [start(1, [7] * 257, blocks=blocks)])
+    full = executor.prefill(1, [start(1, [7] * 256, 9, blocks=blocks)])
+    assert full.batch is not None
+    with pytest.raises(InvalidRequest, match="257 tokens"):
+        executor.decode([full.batch])
+
+
 def test_a_batch_of_the_same_id_is_replaced(executor: Executor) -> None:
     executor.prefill(1, [start(1, PROMPT)])
     executor.prefill(1, [start(2, PROMPT)])

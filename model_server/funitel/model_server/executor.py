@@ -358,6 +358,11 @@ class Executor:
             raise InvalidRequest(
                 f"request {row.request_id} has {held} blocks, at most {self._table.max_blocks} are allowed"
             )
+        context = self.spec.max_position_embeddings
+        if row.num_cached + count > context:  # a table of learned positions has no more
+            raise InvalidRequest(
+                f"request {row.request_id} would have {row.num_cached + count} tokens, the model's context is {context}"
+            )
         needed = -(-(row.num_cached + count) // self.options.block_size)
         if count and needed > held:
             raise InvalidRequest(f"request {row.request_id} needs {needed} blocks for this step, it has {held}")

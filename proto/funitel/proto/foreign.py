@@ -148,6 +148,8 @@ INERT: tuple[Inert, ...] = (
     Inert(name="rocm_use_flash_attn_v2_triton", variable=_ON_SHARDS, why="AMD GPUs are not used"),
     Inert(name="rocm_use_custom_paged_attn", variable=_ON_SHARDS, why="AMD GPUs are not used"),
     Inert(name="rocm_use_skinny_gemm", variable=_ON_SHARDS, why="AMD GPUs are not used"),
+    Inert(name="aip_http_port", variable=("launcher", "router"), why="--port, or PORT, says where the server listens"),
+    Inert(name="debug", variable=_ON_SHARDS, why="there is no fake process group; --log-level says what is logged"),
     Inert(name="log_colorize", variable=("launcher", "router"), why="logs have no colours"),
     Inert(name="log_format", variable=("launcher", "router"), why="--json-output decides the form of the logs"),
 )

@@ -1,16 +1,18 @@
 """Compile the C++ step with the system's compiler, once for each instruction set, compiler and version of the source.
 
 What is built is kept in the cache folder under a name made of all three, so that hosts which share a home do not
-disturb each other and an upgrade builds anew.
+disturb each other and an upgrade builds anew. Where there is no compiler, what any has built of this source will do.
 """
 
+import atexit
 import hashlib
 import logging
+import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from funitel.model_server.cache import exclusive, install, scratch
@@ -42,17 +44,25 @@ def build(cache_dir: Path, instruction_set: str | None = None, *, source: str = 
     """Return the library for this CPU, compiled if it is not yet in `cache_dir`.
 
     Args:
-        cache_dir: where libraries are kept, in a folder of their own.
+        cache_dir: where libraries are kept, in a folder of their own; if it cannot be written, what is built is gone
+            when this process ends.
         instruction_set: name of a set the CPU has; the best one when not given.
         source: file that is compiled, with the headers beside it.
 
     Raises:
-        CannotBuild: the CPU lacks AVX2, there is no compiler, or it failed.
+        CannotBuild: the CPU lacks AVX2, there is no compiler and nothing built before, or it failed.
     """
     name, flags = _choose(cpu_flags(), instruction_set)
-    compiler = find_compiler()
+    stem = f"{name}-{_source_digest(flags, source)}"
+    try:
+        compiler = find_compiler()
+    except CannotBuild:
+        built = sorted((cache_dir / "cpu").glob(f"{stem}-*/{LIBRARY}"))
+        if not built:
+            raise
+        return built[0]
     command = [compiler, *FLAGS, *flags]
-    target = cache_dir / "cpu" / f"{name}-{_digest(command, source)}"
+    target = cache_dir / "cpu" / f"{stem}-{_compiler_digest(compiler)}"
     library = target / LIBRARY
     if library.is_file():
         return library
@@ -60,12 +70,16 @@ def build(cache_dir: Path, instruction_set: str | None = None, *, source: str = 
         with exclusive(target):
             if not library.is_file():
                 with scratch(target) as folder:
-                    _compile(command, source, folder / "done" / LIBRARY)
-                    install(folder / "done", target)
+                    # A name of its own: the compiler of a process that was killed may still be writing.
+                    done = folder / f"done-{os.getpid()}"
+                    _compile(command, source, done / LIBRARY)
+                    install(done, target)
         return library
     except OSError as error:
         logger.warning("the fused CPU step cannot be kept in %s: %s", cache_dir, error.strerror)
-    return _compile(command, source, Path(tempfile.mkdtemp(prefix="funitel-cpu-")) / LIBRARY)
+    folder = Path(tempfile.mkdtemp(prefix="funitel-cpu-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return _compile(command, source, folder / LIBRARY)
 
 
 def cpu_flags() -> frozenset[str]:
@@ -92,10 +106,13 @@ def _choose(has: Collection[str], asked: str | None) -> tuple[str, tuple[str, ..
     raise CannotBuild(f"the CPU lacks {asked or 'AVX2, FMA or F16C'}")
 
 
-def _digest(command: list[str], source: str) -> str:
-    digest = hashlib.sha256("\n".join(command).encode())
-    version = subprocess.run([command[0], "--version"], capture_output=True, check=False)
-    digest.update(version.stdout)
+def _compiler_digest(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False)
+    return hashlib.sha256(compiler.encode() + b"\n" + version.stdout).hexdigest()[:8]
+
+
+def _source_digest(flags: Sequence[str], source: str) -> str:
+    digest = hashlib.sha256("\n".join((*FLAGS, *flags)).encode())
     for path in [*sorted(SOURCES.glob("*.h")), SOURCES / source]:
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
