@@ -71,6 +71,8 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.delay: Callable[[], float] = lambda: 0.0  # seconds a step takes
         self.pause = asyncio.Event()
         self.pause.set()
+        self.is_well = asyncio.Event()  # Health is answered
+        self.is_well.set()
         self.pool_tokens = 400
         self.server: Any = None
         self.refuses_prompts_from = 1 << 32  # token ids the fake model does not know
@@ -96,6 +98,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         return pb.ServiceDiscoveryResponse(urls=self.urls)
 
     async def Health(self, request: Any, context: Any) -> pb.HealthResponse:
+        await self.is_well.wait()
         return pb.HealthResponse()
 
     async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:

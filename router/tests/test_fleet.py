@@ -38,10 +38,6 @@ class Running:
         for fake in self.replicas[replica]:
             await fake.die()
 
-    def prompts_at(self, replica: int) -> list[int]:
-        """How many requests each step took at a replica."""
-        return [len(step) for step in self.replicas[replica][0].steps]
-
 
 @asynccontextmanager
 async def running(
@@ -83,18 +79,13 @@ def expected(asked: Request) -> list[int]:
 
 
 async def run(fleet: Fleet, asked: Request, began: asyncio.Event | None = None) -> list[int]:
-    ids = []
+    ids: list[int] = []
     async with fleet.submit(asked) as stream:
         async for generation in stream:
             ids += generation.tokens.ids
             if began is not None:
                 began.set()
     return ids
-
-
-async def never(claim: Callable[[], bool], seconds: float = 0.05) -> None:
-    await asyncio.sleep(seconds)
-    assert not claim()
 
 
 async def holds(claim: Callable[[], bool], what: str) -> None:
@@ -231,6 +222,14 @@ async def test_an_idle_replica_that_dies_is_noticed(tmp_path: Path) -> None:
         for i in range(4):
             asked = request(first=100 * i)
             assert await run(run_.fleet, asked) == expected(asked)
+
+
+async def test_health_does_not_wait_for_a_replica_that_hangs(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_:
+        run_.replicas[0][0].is_well.clear()
+        await asyncio.wait_for(run_.fleet.health(), 2)
+        assert run_.value("funitel_replicas", state="serving") == 2
+        run_.replicas[0][0].is_well.set()
 
 
 async def test_one_dead_rank_takes_its_replica_along(tmp_path: Path) -> None:
