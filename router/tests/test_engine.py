@@ -25,7 +25,7 @@ from funitel.router.engine import Engine
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Request
 from funitel.router.settings import RouterSettings
-from funitel.router.shards import Shards
+from funitel.router.shards import ShardClient, Shards
 from funitel.router.warmup import connect
 
 
@@ -197,7 +197,8 @@ async def test_health_reflects_every_rank(tmp_path: Path) -> None:
         (tmp_path / "shard-1").unlink()
         shards = engine._replica.ranks
         assert isinstance(shards, Shards)
-        shards.clients[1]._channel = grpc.aio.insecure_channel(f"unix:{tmp_path}/gone")
+        await shards.clients[1].close()
+        shards.clients = (shards.clients[0], ShardClient(1, f"unix://{tmp_path}/gone"))
         with pytest.raises(ShardFailed, match="shard rank 1 does not answer"):
             await engine.health()
 

@@ -214,16 +214,21 @@ class Servicer(generate_pb2_grpc.TextGenerationServiceServicer):
         loop = asyncio.get_running_loop()
         answered: asyncio.Future[R] = loop.create_future()
 
-        def take(computed: "asyncio.Future[T]") -> None:
-            if computed.cancelled():  # the process ends
-                answered.cancel()
-                return
+        def compute() -> None:
             try:
-                answered.set_result(encode(computed.result()))
+                computed = call()
+            except Exception as error:
+                loop.call_soon_threadsafe(answered.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(take, computed)
+
+        def take(computed: T) -> None:
+            try:
+                answered.set_result(encode(computed))
             except Exception as error:
                 answered.set_exception(error)
 
-        loop.run_in_executor(self._compute, call).add_done_callback(take)
+        self._compute.submit(compute)
         return answered
 
 

@@ -56,14 +56,17 @@ class ShardClient:
         self.rank = rank
         self.url = url
         self._channel = grpc.aio.insecure_channel(target_of(url), options=OPTIONS)
+        self._methods: dict[str, Any] = {}
 
     def call(self, method: str, payload: bytes, response: type[T], timeout: float | None = None) -> Any:
         """Send now and return the awaitable call."""
-        function: Any = self._channel.unary_unary(
-            SERVICE + method,
-            request_serializer=None,
-            response_deserializer=response.FromString,  # type: ignore[attr-defined]
-        )
+        function = self._methods.get(method)
+        if function is None:
+            function = self._methods[method] = self._channel.unary_unary(
+                SERVICE + method,
+                request_serializer=None,
+                response_deserializer=response.FromString,  # type: ignore[attr-defined]
+            )
         return function(payload, timeout=timeout, metadata=tuple(tracing.inject().items()) or None)
 
     async def disconnected(self) -> None:
