@@ -62,6 +62,8 @@ class InstantShard:
         self._url = url
         self._num_tokens = num_tokens
         self._num_left = 0
+        self._num_executed = 0  # numbered calls
+        self._changed = asyncio.Condition()
         self._batches: dict[int, list[Row]] = {}
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -109,27 +111,42 @@ class InstantShard:
 
     async def _clear(self, request: pb.ClearCacheRequest) -> bytes:
         if request.HasField("id"):
+            await self._turn(request)
             self._batches.pop(request.id, None)
         else:
             self._batches.clear()
+            self._num_executed = 0
         return b""
 
     async def _filter(self, request: pb.FilterBatchRequest) -> bytes:
+        await self._turn(request)
         keep = set(request.request_ids)
-        rows = [row for row in self._batches.get(request.batch_id, []) if row.request_id in keep]
-        self._batches[request.batch_id] = rows
+        rows = [row for row in self._batches.pop(request.batch_id, []) if row.request_id in keep]
+        if rows:
+            self._batches[request.batch_id] = rows
         return pb.FilterBatchResponse(batch=_cached(request.batch_id, rows)).SerializeToString()
 
     async def _prefill(self, request: pb.PrefillRequest) -> bytes:
+        await self._turn(request)
+        batch_id = request.batch.id
         rows = [row_of(each) for each in request.batch.requests]
         chunks = {each.id: each.chunk_len for each in request.batch.requests}
-        if request.HasField("cached_batch"):
-            rows = self._batches.pop(request.cached_batch.id, []) + rows
-        return self._step(request.batch.id, rows, chunks, request.rows)
+        if request.HasField("cached_batch"):  # the new rows join it
+            batch_id = request.cached_batch.id
+            rows = self._batches.pop(batch_id, []) + rows
+        return self._step(batch_id, rows, chunks, request.rows)
 
     async def _decode(self, request: pb.DecodeRequest) -> bytes:
+        await self._turn(request)
         rows = [row for batch in request.batches for row in self._batches.pop(batch.id, [])]
         return self._step(request.batches[0].id, rows, {}, request.rows)
+
+    async def _turn(self, request: Any) -> None:
+        """Wait until the calls numbered before this one have been executed; they hardly ever come in another order."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: request.step_seq <= self._num_executed + 1)
+            self._num_executed = request.step_seq
+            self._changed.notify_all()
 
     def _step(self, batch_id: int, rows: list[Row], chunks: dict[int, int], updates: Iterable[pb.RowUpdate]) -> bytes:
         chunks |= {update.request_id: update.chunk_len for update in updates if update.HasField("chunk_len")}
@@ -138,7 +155,7 @@ class InstantShard:
         self._num_left -= 1
         if any(row.pending or not row.texts for row in rows):  # someone has no token yet
             self._num_left = self._num_tokens - 1
-        answer = pb.DecodeResponse(num_forwards=1, num_forward_rows=len(rows))
+        answer = pb.DecodeResponse(num_forwards=1, num_forward_rows=len(rows), total_ns=1)
         pieces = _generations(rows, is_last=self._num_left == 0)
         if rows and self._num_left:
             self._batches[batch_id] = rows

@@ -43,6 +43,8 @@ class BlockAllocator:
 
     def allocate(self, count: int) -> tuple[int, ...]:
         """Take `count` blocks of no content, from the cached ones last; the caller has checked `num_free`."""
+        if not count:
+            return ()
         assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
         taken = tuple(self._free.pop() if self._free else self._evict() for _ in range(count))
         self._users.update(dict.fromkeys(taken, 1))

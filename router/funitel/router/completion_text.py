@@ -42,7 +42,7 @@ class CompletionText:
             num_top: so many likeliest tokens at each place; None: no tokens at all.
             is_prompt_only: nothing is to be generated; the token that was all the same is not shown.
         """
-        self._transcript = Transcript(stop_sequences, num_top or 0)
+        self._transcript = Transcript(stop_sequences, num_top or 0, keeps_tokens=num_top is not None)
         self._num_top = num_top
         self._echo = echo
         self._offset = 0 if echo is None else len(echo)

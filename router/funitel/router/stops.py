@@ -44,6 +44,8 @@ class StopHoldback:
 
     def feed(self, text: str) -> str:
         """Take the next piece of a text that goes on; return what can no longer be part of a stop."""
+        if not self._matchers:
+            return self._show(text)
         for matcher in self._matchers:
             for character in text:
                 matcher.feed(character)

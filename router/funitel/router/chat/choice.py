@@ -31,7 +31,14 @@ class Choice:
         self._wants_tokens = top_logprobs is not None
         self._parallel_calls = parallel_calls
         self._reasoning, self._tools = _parsers(prompt)
-        self._transcript = Transcript(job.request.stopping.stop_sequences, top_logprobs or 0, _markers(prompt))
+        self._transcript = Transcript(
+            job.request.stopping.stop_sequences,
+            top_logprobs or 0,
+            _markers(prompt),
+            keeps_tokens=self._wants_tokens or self._reasoning is not None,  # those of thoughts are counted
+        )
+        # All that is generated is text, and of that the tokens do not matter: most answers, and cheaper by far.
+        self._is_plain = not self._wants_tokens and self._reasoning is None and self._tools is None
         self._length = 0  # characters of the transcript so far
         self._num_calls = 0
         self._reasoning_tokens = 0
@@ -45,8 +52,12 @@ class Choice:
             parts.append(Started())
         text = self._transcript.feed(generation)
         start, self._length = self._length, self._length + len(text)
-        pieces = self._pieces(text, start, is_last=generation.finished is not None)
-        parts += (part for piece in pieces for part in self._part(piece))
+        if self._is_plain:
+            if text:
+                parts.append(TextDelta(text))
+        else:
+            pieces = self._pieces(text, start, is_last=generation.finished is not None)
+            parts += (part for piece in pieces for part in self._part(piece))
         if generation.finished is not None:
             parts.append(self._finished(generation.finished))
         return parts

@@ -31,7 +31,16 @@ class _Marker:
 class Transcript:
     """The text of one answer before it is parsed. Whole and streamed answers are both made of what it returns."""
 
-    def __init__(self, stop_sequences: Sequence[str], num_top: int = 0, markers: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        stop_sequences: Sequence[str],
+        num_top: int = 0,
+        markers: Sequence[str] = (),
+        *,
+        keeps_tokens: bool = True,
+    ) -> None:
+        """`keeps_tokens`: whether anyone will take the tokens; without, there are none to take."""
+        self._keeps_tokens = keeps_tokens
         self._holdback = StopHoldback(stop_sequences)
         self._num_top = num_top
         self._markers = tuple(markers)
@@ -61,14 +70,17 @@ class Transcript:
                 self._kept.append(_Marker(self._num_plain, marker))
                 self._num_marked += len(marker)
             else:
-                start = self._num_plain + self._num_marked
-                self._pending.append(PlacedToken(start, self._scored(generation, place)))
+                if self._keeps_tokens:
+                    start = self._num_plain + self._num_marked
+                    self._pending.append(PlacedToken(start, self._scored(generation, place)))
                 self._num_plain += len(text)
             pieces.append(text)
         return "".join(pieces)
 
     def _with_markers(self, text: str, place: int) -> str:
         """Put back the markers that stand before the end of a text, which begins at `place`."""
+        if not self._kept:
+            return text
         pieces = []
         end = place + len(text)
         while self._kept and self._kept[0].place <= end:
