@@ -290,6 +290,13 @@ def test_servers_of_several_apis(start: Start, capsys: pytest.CaptureFixture[str
     assert len(last["times_better"]) == 3
 
 
+def test_one_server_given_twice_is_not_asked_the_same(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    fake = start()
+    measured(capsys, fake, fake, name=("chat", "tgi"), api=("openai-chat", "tgi"), num_requests=2)
+    prompts = [fake.prompt_of(body) for body in fake.bodies if len(fake.prompt_of(body).split()) == 20]
+    assert len(set(prompts)) == len(prompts) == 4
+
+
 def test_rates_and_drawn_lengths(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     fake = start()
     tables, last = measured(

@@ -107,14 +107,16 @@ class Bench:
                 streams if count is None else count, self._seed, "warm-up", target.name
             )
         )
-        bar.begin(f"{target.name}: warm-up")
         if prompts:
+            bar.begin(f"{target.name}: warm-up")
             await press(target, Level(concurrency=streams), prompts, (), lambda timeline: None)
 
     async def _measure(self, server: ServerResult, place: int, number: int, bar: Progress) -> None:
         """One level of one server; all servers are asked the same in a round, and something else in the next."""
-        level = self._levels[place]
-        count, key = self._num_requests(level), (self._seed, number, place)
+        level, targets = self._levels[place], [target.endpoint.url for target in self._targets]
+        # One server that is given twice, to compare its APIs, must not know the prompts from the first time.
+        twin = targets[: self._targets.index(server.target)].count(server.target.endpoint.url)
+        count, key = self._num_requests(level), (self._seed, number, place, twin)
         author = next((target for target in self._targets if target.counts_prompts), self._targets[0])
         prompts = await author.prepare(self._workload.asks(count, *key))
         label = f"round {number + 1} of {self._settings.rounds}, " if self._settings.rounds > 1 else ""
