@@ -4,6 +4,7 @@ Numbered calls are executed in order, and one after the other, as a real shard d
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -76,6 +77,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.pool_tokens = 400
         self.server: Any = None
         self.refuses_prompts_from = 1 << 32  # token ids the fake model does not know
+        self.has_no_scores_from = 1 << 32  # first tokens of prompts it has no scores but NaN for
 
     async def die(self) -> None:
         """End at once: every call under way fails, and none is answered any more."""
@@ -224,7 +226,10 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             return
         generation = response.generations.add(request_id=row.request.id)
         many, texts = len(new), [f"<{token}>" for token in new]
-        generation.tokens.CopyFrom(pb.Tokens(ids=new, logprobs=[-1.0] * many, texts=texts, is_special=[False] * many))
+        logprob = math.nan if row.tokens[0] >= self.has_no_scores_from else -1.0
+        generation.tokens.CopyFrom(
+            pb.Tokens(ids=new, logprobs=[logprob] * many, texts=texts, is_special=[False] * many)
+        )
         if row.is_finished:
             generation.generated_text.text = "done"
             generation.generated_text.generated_tokens = row.num_generated

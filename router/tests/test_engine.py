@@ -299,6 +299,18 @@ async def test_a_refused_newcomer_costs_the_others_nothing(tmp_path: Path) -> No
         assert all(fake.batches == {} for fake in shards)
 
 
+async def test_scores_that_are_no_numbers_fail_their_sequence_alone(tmp_path: Path) -> None:
+    async with running(tmp_path, 2) as (engine, shards, _):
+        for fake in shards:
+            fake.has_no_scores_from = 90
+        other = asyncio.create_task(run(engine, request(5, 30)))
+        with pytest.raises(StepFailed, match="scores are not numbers"):
+            await run(engine, request(5, 8, first=90))
+        with pytest.raises(StepFailed, match="scores are not numbers"):
+            await run(engine, request(5, 1, first=90))  # at its last token
+        assert await other == expected(request(5, 30))
+
+
 async def test_a_rank_that_hangs_is_given_up_once_another_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

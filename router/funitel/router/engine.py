@@ -293,6 +293,9 @@ class Engine:
             self._metrics.count_prefix(len(start.input_ids), start.cache_len)
 
     def _deliver(self, sequence: Sequence, generation: Generation) -> None:
+        if any(logprob != logprob for logprob in generation.tokens.logprobs):
+            self._fail(sequence, StepFailed("the model's scores are not numbers (NaN)"))
+            return
         stream = self._streams[sequence.id]
         if generation.finished is not None:
             self._forget(sequence)
