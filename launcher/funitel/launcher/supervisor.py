@@ -1,4 +1,4 @@
-"""The life of one deployment: download, all shards together, the router, and the way back.
+"""The life of one deployment: download, shards and router together, and the way back.
 
 A shard that ends on its own takes its replica with it; the last replica, or the router, everything. Until the
 deployment is ready any child does. A signal stops the router first and then the shards. Knows no model and no HTTP
@@ -77,8 +77,8 @@ class Supervisor:
         settings = self._settings = fit_to_model(self._settings, folder)
         logger.info("settings: %s", describe(settings))
         await self._start_shards(folder)
+        await self._start_router(folder)  # it answers 503 until the shards answer it
         await self._guarded(self._until_ready(self._shard_probes()))
-        await self._start_router(folder)
         await self._guarded(self._until_ready({self._running_router: self._probe_router}))
         self._is_ready = True
         announce(settings, seconds=time.monotonic() - started)

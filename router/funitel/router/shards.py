@@ -34,7 +34,7 @@ GRAMMAR_TIMEOUT_SECONDS = 30.0
 STEP_TIMEOUT_SECONDS = 300.0
 # Ranks answer together: once one has failed, the others have this long before they are given up.
 STRAGGLER_SECONDS = 5.0
-POLL_SECONDS = 0.5  # between two attempts to reach shards that are still loading
+POLL_SECONDS = 0.1  # between two attempts to reach shards that are still loading
 WAITING_SECONDS = 10.0  # between two lines that say that they are waited for
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -119,7 +119,7 @@ class Shards:
                     raise StartupError(f"no shard answers at {master_url}{after}: {error.message}") from error
             if said == began or time.monotonic() - said >= WAITING_SECONDS:
                 said = time.monotonic()
-                logger.info("waiting for the shards at %s since %.0f s of %g", master_url, waited, patience_seconds)
+                logger.info("waiting for the shards at %s since %.0f s", master_url, waited)
             await asyncio.sleep(min(POLL_SECONDS, patience_seconds))
 
     @classmethod
