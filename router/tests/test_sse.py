@@ -10,7 +10,7 @@ from starlette.types import Message
 
 from funitel.proto.errors import Cancelled, FunitelError, StepFailed
 from funitel.router.frames import named_frame
-from funitel.router.sse import EventStream, run_until_disconnect
+from funitel.router.sse import DirectSend, EventStream, run_until_disconnect
 
 
 class Event(BaseModel):
@@ -153,6 +153,59 @@ async def test_a_client_that_leaves_ends_the_producer_at_once(first: str | float
     async with asyncio.timeout(1.0):
         await running
     assert ended.is_set()
+
+
+async def test_an_event_waits_for_a_keep_alive_that_is_being_sent() -> None:
+    class Slow(Client):
+        async def send(self, message: Message) -> None:
+            await asyncio.sleep(0.1)
+            self.sent.append(message)
+
+    client = Slow()
+    await client.run(produce(0.1, "a"), keep_alive_seconds=0.05)
+    assert [message["type"] for message in client.sent][:2] == ["http.response.start", "http.response.body"]
+    assert client.body.startswith(b":\n\n")
+    assert client.body.replace(b":\n\n", b"") == b'data: {"text":"a"}\n\n'
+
+
+async def test_no_keep_alives_pile_up_behind_an_event_that_is_being_sent() -> None:
+    class Slow(Client):
+        async def send(self, message: Message) -> None:
+            if message.get("body") == b'data: {"text":"a"}\n\n':
+                await asyncio.sleep(0.3)
+            self.sent.append(message)
+
+    client = Slow()
+    await client.run(produce("a", "b"), keep_alive_seconds=0.05)
+    assert client.body == b'data: {"text":"a"}\n\ndata: {"text":"b"}\n\n'
+
+
+async def test_frames_pass_as_they_are() -> None:
+    async def events() -> AsyncGenerator[BaseModel | bytes, None]:
+        yield Event(text="a")
+        yield b"data: made before\n\n"
+
+    client = Client()
+    stream = EventStream(events(), lambda error: Event(text=error.message))
+    await stream({"type": "http"}, client.receive, client.send)
+    assert client.body == b'data: {"text":"a"}\n\ndata: made before\n\n'
+
+
+async def test_bodies_take_the_direct_way_and_the_start_every_layer() -> None:
+    server, layer = Client(), Client()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def through_layer(message: Message) -> None:
+            await layer.send(message)
+            await send(message)
+
+        stream = EventStream(produce("a", "b"), lambda error: Event(text=error.message), done=True)
+        await stream(scope, receive, through_layer)
+
+    await DirectSend(app)({"type": "http"}, server.receive, server.send)
+    assert [message["type"] for message in layer.sent] == ["http.response.start"]
+    assert [message["type"] for message in server.sent] == ["http.response.start", *["http.response.body"] * 3]
+    assert server.body.endswith(b'data: {"text":"b"}\n\ndata: [DONE]\n\n')
 
 
 async def test_a_client_that_reads_nothing_and_leaves_ends_the_producer() -> None:

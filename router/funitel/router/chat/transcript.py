@@ -58,6 +58,10 @@ class Transcript:
 
     def _take(self, generation: Generation) -> str:
         tokens = generation.tokens
+        if not self._keeps_tokens and not any(tokens.is_special):
+            text = "".join(tokens.texts)
+            self._num_plain += len(text)
+            return text
         specials = tokens.is_special or (False,) * len(tokens.ids)
         pieces = []
         for place, (text, special) in enumerate(zip(tokens.texts, specials, strict=True)):
