@@ -150,9 +150,9 @@ async def test_more_prompts_than_can_ever_run_are_refused_before_any_is_tokenize
         vertex = await client.post("/vertex", json={"instances": instances})
         kserve = await client.post(INFER, json=infer(*[["Hi"]] * num_prompts, parameters=parameters))
     for response, field in ((vertex, "instances"), (kserve, "inputs")):
-        assert response.status_code == 422
+        assert response.status_code == 429
         says = f"`{field}` times `best_of` must be <= 6. Given: {num_prompts * best_of}"
-        assert response.json()["error"] == f"Input validation error: {says}"
+        assert response.json()["error"] == f"Model is overloaded: {says}"
 
 
 async def test_a_failed_prediction_keeps_its_status(serve: Serve) -> None:

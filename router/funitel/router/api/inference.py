@@ -13,7 +13,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto import tracing
-from funitel.proto.errors import Incomplete, InvalidRequest
+from funitel.proto.errors import Incomplete, InvalidRequest, Overloaded
 from funitel.proto.step import GeneratedText, Generation
 from funitel.router.grammar import Grammar
 from funitel.router.schema import GenerateParameters
@@ -216,14 +216,14 @@ async def collect_all(jobs: Sequence[Job]) -> list[Answer]:
 
 
 def check_count(service: Service, field: str, best_of: Sequence[int]) -> None:
-    """Raise InvalidRequest for so many prompts, and sequences of each, that they could never run at once.
+    """Raise Overloaded, as TGI does, for so many prompts, and sequences of each, that they could never run at once.
 
     To be asked before any prompt is tokenized. A `best_of` that is too large by itself is refused for that, later.
     """
     settings = service.settings
     most, count = settings.max_concurrent_requests, sum(min(each, settings.max_best_of) for each in best_of)
     if count > most:
-        raise InvalidRequest(f"`{field}` times `best_of` must be <= {most}. Given: {count}", field)
+        raise Overloaded(f": `{field}` times `best_of` must be <= {most}. Given: {count}")
 
 
 async def collect_best(jobs: Sequence[Job], best_of: Sequence[int]) -> list[list[Answer]]:
