@@ -243,8 +243,8 @@ def test_a_replica_told_to_end_is_let_go(launch: Launch) -> None:
 
 
 def test_a_stubborn_rest_of_a_lost_replica_is_gone_in_the_end(launch: Launch) -> None:
-    fake = {"shard-0": {"dies_after": 2.0}, "shard-1": {"stubborn": True, "child": True}}
-    launched = launch(*REPLICAS, "-g", "1", fake=fake).until_ready()
+    launched = launch(*REPLICAS, "-g", "1", fake={"shard-1": {"stubborn": True, "child": True}}).until_ready()
+    os.kill(launched.entry("shard-0 start")["pid"], signal.SIGKILL)
     launched.until_said("1 of 2 replicas go on")
     launched.send(signal.SIGTERM)
     assert launched.wait() == 0
