@@ -10,6 +10,7 @@ import pytest
 from fakes import PIECES, FakeEngine
 
 from funitel.proto.errors import FunitelError, Overloaded, ShardFailed
+from funitel.router.api.arrival import Arrival
 from funitel.router.api.inference import Job, Prompt, collect_all, interleave, prepare, stream_headers, summed_headers
 from funitel.router.schema import GenerateParameters
 from funitel.router.service import Service
@@ -28,7 +29,7 @@ async def _job(model: Path, engine: FakeEngine, seed: int = 7) -> AsyncIterator[
     await service.start(engine.connect, fail)
     try:
         parameters = GenerateParameters(do_sample=True, seed=seed)
-        yield await prepare(service, parameters, Prompt("Hi"), stream=False, arrived=0.0)
+        yield await prepare(service, parameters, Prompt("Hi"), stream=False, arrived=Arrival(0.0))
     finally:
         await service.close()
 

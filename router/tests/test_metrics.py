@@ -58,6 +58,10 @@ OURS = {
     "funitel_responses_total": "counter",
     "funitel_preempted_total": "counter",
     "funitel_recomputed_tokens_total": "counter",
+    "funitel_queue_preempted": "gauge",
+    "funitel_queue_tokens": "gauge",
+    "funitel_refused_total": "counter",
+    "funitel_expired_total": "counter",
     "funitel_prefix_cache_queried_tokens_total": "counter",
     "funitel_prefix_cache_hit_tokens_total": "counter",
 }

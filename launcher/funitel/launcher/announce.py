@@ -31,6 +31,6 @@ def example(settings: ResolvedSettings) -> str:
         "model": settings.served_model_name,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
     }
-    key = """-H "Authorization: Bearer $API_KEY" """ if settings.api_key else ""
+    key = """-H "Authorization: Bearer $API_KEY" """ if settings.api_key or settings.api_key_file else ""
     target = f"{url(settings)}/v1/chat/completions"
     return f"curl {target} -H 'Content-Type: application/json' {key}-d '{json.dumps(body)}'"

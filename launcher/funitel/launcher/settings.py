@@ -10,6 +10,7 @@ from funitel.router.settings import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     RouterSettings,
+    check_api_key,
     check_prometheus_port,
     check_token_limits,
 )
@@ -95,6 +96,10 @@ class LauncherSettings:
     max_concurrent_requests: int = _router(
         "max_concurrent_requests", "Requests in flight at once; more are answered with 429."
     )
+    max_queued_tokens: int | None = _router(
+        "max_queued_tokens",
+        "Most prompt tokens that wait for their first step; more are answered with 429. Unbounded when not given.",
+    )
     max_best_of: int = _router("max_best_of", "Largest `best_of`.")
     max_stop_sequences: int = _router("max_stop_sequences", "Most stop sequences of a request.")
     max_top_n_tokens: int = _router("max_top_n_tokens", "Largest `top_n_tokens` and `top_logprobs`.")
@@ -171,6 +176,9 @@ class LauncherSettings:
         "max_stored_response_bytes", "Most bytes of JSON that those answers may take."
     )
     api_key: str | None = _router("api_key", "Bearer token that requests must carry.")
+    api_key_file: str | None = _router(
+        "api_key_file", "File of bearer tokens, one a line; a request must carry one of the keys."
+    )
     cors_allow_origin: tuple[str, ...] = _router(
         "cors_allow_origin", "Allowed CORS origin, repeatable; any when not given."
     )
@@ -204,6 +212,7 @@ class LauncherSettings:
             "--sharded true needs --num-shard > 1, given 1",
         )
         require(self.num_replicas >= 1, f"--num-replicas must be >= 1, given {self.num_replicas}")
+        check_api_key(self.api_key)
         check_prometheus_port(self.prometheus_port, self.port)
         require(
             self.max_batch_total_tokens is None or self.max_batch_total_tokens >= self.block_size,

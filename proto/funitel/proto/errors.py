@@ -17,7 +17,8 @@ Handlers and the servicer map by attribute, never by `isinstance` ladders.
     │   └── BatchSizeExceeded     more prompts than `--max-client-batch-size`
     ├── Unauthorized              missing or wrong API key
     ├── NotFound                  what a path names is not there
-    ├── Overloaded                too many requests at once
+    ├── Overloaded                too many requests at once, or no time left for this one
+    ├── DeadlineExceeded          the time the client gave has passed
     ├── NotReady                  starting or draining
     ├── Cancelled                 the client left
     ├── Incomplete                a generation ended without its final message
@@ -46,6 +47,8 @@ class FunitelError(Exception):
     grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     metric: ClassVar[str] = "generation"
     retry_after: ClassVar[bool] = False
+    position: int | None = None  # in the queue, where a refused request would have stood
+    wait_seconds: float | None = None  # estimated until it would have begun
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -167,7 +170,10 @@ class ModelNotFound(NotFound):
 
 
 class Overloaded(FunitelError):
-    """More concurrent requests than `--max-concurrent-requests`."""
+    """No place in the queue, by its bounds, by fairness, or within the time that the client gave.
+
+    Its place there and the estimated seconds until it would have begun, where they are known, are for the client.
+    """
 
     http_status = 429
     error_type = "overloaded"
@@ -175,6 +181,21 @@ class Overloaded(FunitelError):
     grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
     metric = "overloaded"
     retry_after = True
+
+    def __init__(self, message: str, position: int | None = None, wait_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.position = position
+        self.wait_seconds = wait_seconds
+
+
+class DeadlineExceeded(FunitelError):
+    """The time that the client gave for a request has passed before its answer was whole."""
+
+    http_status = 504
+    error_type = "timeout"
+    prefix = "Request timed out: "
+    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+    metric = "timeout"
 
 
 class NotReady(FunitelError):

@@ -1,7 +1,6 @@
 """Build the HTTP application: routes, key check, CORS, errors, and the service's life around them."""
 
 import asyncio
-import hmac
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -15,10 +14,12 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from funitel.proto.errors import FunitelError, Unauthorized
+from funitel.proto.errors import FunitelError
 from funitel.router.api.errors import ErrorBoundary, answer_error, answer_http_exception
+from funitel.router.api.keys import KeyCheck
 from funitel.router.api.route_notes import ResponseCount, RouteNote
 from funitel.router.api.routes import document, operations
+from funitel.router.key_file import read_keys
 from funitel.router.openapi import Operation
 from funitel.router.service import Connect, Service
 from funitel.router.settings import RouterSettings
@@ -43,6 +44,9 @@ def build_app(
         settings: the router's.
         connect: makes the engine, in seconds or minutes; started with the application.
         on_failure: told when that fails; the application goes on answering 503.
+
+    Raises:
+        SettingsError: the file of API keys is none.
     """
     service = Service(settings)
 
@@ -57,8 +61,9 @@ def build_app(
             await service.close()
 
     listed = operations(settings)
+    keys = read_keys(settings.api_key, settings.api_key_file)
     app = Starlette(
-        routes=[_route(operation, settings.api_key) for operation in listed],
+        routes=[_route(operation, keys) for operation in listed],
         middleware=[
             Middleware(DirectSend),
             *([] if settings.otlp_endpoint is None else [Middleware(Traced)]),
@@ -76,10 +81,10 @@ def build_app(
     return app
 
 
-def _route(operation: Operation, api_key: str | None) -> Route:
+def _route(operation: Operation, keys: tuple[str, ...]) -> Route:
     middleware = [Middleware(RouteNote, operation=operation)]
-    if api_key is not None and operation.is_protected:
-        middleware.append(Middleware(KeyCheck, key=api_key))
+    if keys and operation.is_protected:
+        middleware.append(Middleware(KeyCheck, keys=keys))
     return Route(operation.path, operation.handler, methods=[operation.method], middleware=middleware)
 
 
@@ -106,28 +111,3 @@ class MetricsPort:
             await PlainTextResponse("only /metrics is answered here\n", 404)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
-
-
-class KeyCheck:
-    """Refuse a request that carries neither `Authorization: Bearer <key>` nor `x-api-key: <key>`."""
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._key = key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = (_bearer(scope), _header(scope, b"x-api-key"))
-        if not any(hmac.compare_digest(key, self._key) for key in given):
-            raise Unauthorized("missing or wrong API key")
-        await self._app(scope, receive, send)
-
-
-def _bearer(scope: Scope) -> bytes:
-    """The token a request carries, or nothing."""
-    scheme, _, token = _header(scope, b"authorization").partition(b" ")
-    return token.strip() if scheme.lower() == b"bearer" else b""
-
-
-def _header(scope: Scope, name: bytes) -> bytes:
-    """The value of a request's header, or nothing."""
-    return next((value for key, value in scope["headers"] if key == name), b"")

@@ -12,15 +12,17 @@ from collections.abc import Callable
 from functools import partial
 
 from funitel.proto.errors import (
+    DeadlineExceeded,
     FunitelError,
     InvalidRequest,
     NotReady,
-    Overloaded,
     ShardFailed,
     StepFailed,
 )
 from funitel.proto.step import Generation
+from funitel.router.admission import Admission, Refused
 from funitel.router.chunking import MIN_CHUNK_TOKENS
+from funitel.router.deadlines import Deadlines
 from funitel.router.metrics import Metrics
 from funitel.router.peer import check_capabilities
 from funitel.router.pipeline import Pipeline
@@ -43,14 +45,15 @@ class Engine:
         scheduler: Scheduler,
         limits: Limits,
         metrics: Metrics,
-        max_concurrent_requests: int,
+        admission: Admission,
         pipeline_steps: int = 1,
     ) -> None:
         self.limits = limits
         self._replica = replica
         self._scheduler = scheduler
         self._metrics = metrics
-        self._max_concurrent_requests = max_concurrent_requests
+        self._admission = admission
+        self._deadlines = Deadlines(self._expire)
         self._streams: dict[int, TokenStream] = {}
         self._next_id = 0
         self._wake = asyncio.Event()
@@ -74,7 +77,8 @@ class Engine:
 
         Raises:
             InvalidRequest: the shards would ignore a part of it.
-            Overloaded: `max_concurrent_requests` are in flight.
+            Overloaded: there is no place for it, or it would wait longer than its deadline.
+            DeadlineExceeded: its deadline has passed.
             NotReady: the router is draining.
             ShardFailed: the engine has stopped.
         """
@@ -83,14 +87,19 @@ class Engine:
             raise NotReady("the server is shutting down")
         if self._loop.done():
             raise ShardFailed("the engine has stopped")
-        if len(self._streams) >= self._max_concurrent_requests:
-            raise Overloaded(f": {len(self._streams)} requests in flight, at most {self._max_concurrent_requests}")
         sequence = Sequence(self._next_id, request, arrived=time.monotonic())
         self._next_id += 1
         return self.accept(sequence)
 
-    def accept(self, sequence: Sequence) -> TokenStream:
-        """Queue a sequence that was checked as `submit` does; its id must be new here."""
+    def accept(self, sequence: Sequence, num_requests: int | None = None) -> TokenStream:
+        """Queue a sequence whose id is new here, if there is a place for it.
+
+        The bound on requests holds for `num_requests`, when others than those in flight here count too.
+
+        Raises:
+            Overloaded, DeadlineExceeded: as `submit`.
+        """
+        self._admit(sequence, self.num_requests if num_requests is None else num_requests)
         stream = TokenStream(sequence.request, cancel=partial(self._cancel, sequence))
         self._take(sequence, stream)
         return stream
@@ -113,6 +122,8 @@ class Engine:
             for sequence in sorted(here, key=lambda each: each.id)
             if sequence.id in self._streams  # a client may have left while its grammar is compiled
         ]
+        for sequence in here:
+            self._deadlines.forget(sequence)
         self._streams.clear()
         self._left.set()
         return handed_over
@@ -133,12 +144,37 @@ class Engine:
 
     def _take(self, sequence: Sequence, stream: TokenStream) -> None:
         self._streams[sequence.id] = stream
+        self._deadlines.watch(sequence)
         if sequence.request.sampling.grammar:
             task = asyncio.create_task(self._compile_and_queue(sequence))
             self._compiling[task] = sequence
             task.add_done_callback(self._compiling.pop)
         else:
             self._queue(sequence)
+
+    def _admit(self, sequence: Sequence, num_requests: int) -> None:
+        """Make sure that there is a place for a sequence; one of a key with more may lose its own."""
+        if sequence.request.deadline is not None and sequence.request.deadline <= sequence.arrived:
+            self._metrics.count_expired("arriving")
+            raise DeadlineExceeded("the deadline passed before the request was queued")
+        waiting, running = self._scheduler.waiting, self._scheduler.running.values()
+        try:
+            leaving = self._admission.check(sequence, num_requests, waiting, self._scheduler.shares, running)
+        except Refused as refused:
+            self._metrics.count_refused(refused.reason)
+            raise
+        if leaving is not None:
+            place = self._admission.place_of(leaving, waiting, running)
+            self._metrics.count_refused("displaced")
+            self._fail(leaving, Refused(": its place went to an API key that has fewer", place, "displaced"))
+
+    def _expire(self, sequence: Sequence) -> None:
+        """End a sequence whose deadline has passed; it is in no later step."""
+        is_running = sequence.id in self._scheduler.running
+        self._metrics.count_expired("running" if is_running else "waiting")
+        done = f"after {len(sequence.output_ids)} tokens" if sequence.output_ids else "before its first token"
+        self._fail(sequence, DeadlineExceeded(f"the deadline passed {done}"))
+        self._wake.set()
 
     def _queue(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
@@ -248,6 +284,8 @@ class Engine:
         except KeyError as error:
             raise ShardFailed(f"the shards gave no token for request {error}") from error
         self._pipeline.done()
+        num_tokens = sum(settled.plan.computed.values())
+        self._admission.throughput.observe_step(num_tokens, settled.seconds, time.monotonic())
         return delivered
 
     def _send_steps(self) -> None:
@@ -299,10 +337,12 @@ class Engine:
         stream = self._streams[sequence.id]
         if generation.finished is not None:
             self._forget(sequence)
+            self._admission.throughput.observe_end(sequence)
         stream.deliver(generation)
 
     def _forget(self, sequence: Sequence) -> TokenStream | None:
         self._left.set()
+        self._deadlines.forget(sequence)
         return self._streams.pop(sequence.id, None)
 
     # Failures -------------------------------------------------------------------------------------------------------
@@ -365,6 +405,7 @@ class Engine:
     def _report(self) -> None:
         scheduler, metrics = self._scheduler, self._metrics
         metrics.set_sequences(len(scheduler.waiting), len(scheduler.running))
+        metrics.set_queue(scheduler.waiting.num_preempted, scheduler.waiting.num_prompt_tokens)
         metrics.set_pool(scheduler.blocks.num_used, scheduler.blocks.num_free, scheduler.blocks.num_cached)
         metrics.set_batch_tokens(scheduler.blocks.num_used * scheduler.blocks.block_size)
         metrics.set_cached_batches(self._replica.num_batches)

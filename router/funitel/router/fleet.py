@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 
-from funitel.proto.errors import FunitelError, NotReady, Overloaded, ShardFailed, StartupError
+from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StartupError
 from funitel.proto.step import ShardInfo
 from funitel.router.engine import Engine
 from funitel.router.metrics import Metrics
@@ -46,11 +46,10 @@ class Member:
 class Fleet:
     """`Inference` over the engines of several replicas of one model."""
 
-    def __init__(self, members: Seq[Member], metrics: Metrics, max_concurrent_requests: int) -> None:
+    def __init__(self, members: Seq[Member], metrics: Metrics) -> None:
         self._members = tuple(members)
         self._serving = list(members)
         self._metrics = metrics
-        self._max_concurrent_requests = max_concurrent_requests
         self._next_id = 0
         self._newest: tuple[Request, Member] | None = None
         self._is_draining = False
@@ -73,7 +72,8 @@ class Fleet:
 
         Raises:
             InvalidRequest: the shards would ignore a part of it.
-            Overloaded: `max_concurrent_requests` are in flight.
+            Overloaded: there is no place for it, or it would wait longer than its deadline.
+            DeadlineExceeded: its deadline has passed.
             NotReady: the router is draining.
             ShardFailed: every replica is lost.
         """
@@ -82,14 +82,11 @@ class Fleet:
             raise NotReady("the server is shutting down")
         if not self._serving:
             raise ShardFailed("every replica is lost")
-        in_flight = sum(member.engine.num_requests for member in self._serving)
-        if in_flight >= self._max_concurrent_requests:
-            raise Overloaded(f": {in_flight} requests in flight, at most {self._max_concurrent_requests}")
         sequence = Sequence(self._next_id, request, arrived=time.monotonic())
         self._next_id += 1
         member = self._home_of_sibling(request) or self._choose(sequence)
         self._newest = request, member
-        return member.engine.accept(sequence)
+        return member.engine.accept(sequence, sum(member.engine.num_requests for member in self._serving))
 
     def _home_of_sibling(self, request: Request) -> Member | None:
         """Where the request before this one went, if it has the same prompt object: `n` and `best_of` make such."""
@@ -215,7 +212,7 @@ async def connect(settings: RouterSettings, metrics: Metrics) -> Inference:
         Member(index, engine, shards, view)
         for index, (engine, shards, view) in enumerate(zip(engines, found, views, strict=True))
     ]
-    return Fleet(members, metrics, settings.max_concurrent_requests)
+    return Fleet(members, metrics)
 
 
 def _check_alike(addresses: Seq[str], infos: Seq[ShardInfo]) -> None:

@@ -214,6 +214,19 @@ class Metrics:
         """Note that a sequence goes on with another replica than the one that was lost."""
         self._moved.inc()
 
+    def set_queue(self, num_preempted: int, num_tokens: int) -> None:
+        """Set how many of the waiting sequences wait to be resumed, and the prompt tokens of all that wait."""
+        self._waiting_preempted.set(num_preempted)
+        self._queued_tokens.set(num_tokens)
+
+    def count_refused(self, reason: str) -> None:
+        """Note that a sequence found no place: `requests`, `key`, `queued_tokens`, `deadline` or `displaced`."""
+        self._refused.labels(reason).inc()
+
+    def count_expired(self, state: str) -> None:
+        """Note that the deadline of a sequence passed while it was `arriving`, `waiting` or `running`."""
+        self._expired.labels(state).inc()
+
     def count_preempted(self, num_sequences: int, num_tokens: int) -> None:
         """Note sequences that gave their blocks back to wait again, and tokens computed again by resumed ones."""
         self._preempted.inc(num_sequences)
@@ -281,6 +294,10 @@ class Metrics:
         self._cancelled = self._counter("funitel_cancelled", "Sequences cancelled.")
         self._replicas = self._gauge("funitel_replicas", "Replicas, when there are several.", "state")
         self._moved = self._counter("funitel_moved", "Sequences moved to another replica when theirs was lost.")
+        self._waiting_preempted = self._gauge("funitel_queue_preempted", "Waiting sequences that are to be resumed.")
+        self._queued_tokens = self._gauge("funitel_queue_tokens", "Prompt tokens of waiting sequences.")
+        self._refused = self._counter("funitel_refused", "Sequences that found no place.", "reason")
+        self._expired = self._counter("funitel_expired", "Sequences whose deadline passed.", "state")
         self._preempted = self._counter("funitel_preempted", "Sequences preempted.")
         self._recomputed = self._counter("funitel_recomputed_tokens", "Tokens computed again after a preemption.")
         self._prefix_queried = self._counter("funitel_prefix_cache_queried_tokens", "Prompt tokens of new sequences.")

@@ -26,14 +26,15 @@ MEANINGS = {
     415: "The body is not declared as JSON",
     422: "A field breaks a rule; the message names it",
     424: "A model shard failed",
-    429: "Too many requests at once",
+    429: "Too many requests at once, or no time left for this one",
     500: "The generation ended without its last message",
     503: "The server is starting, stopping or broken",
-    529: "Too many requests at once",
+    504: "The time given with x-request-timeout has passed",
+    529: "Too many requests at once, or no time left for this one",
 }
 READ_FAILURES = (400, 413, 415, 422, 503)  # of a route that reads a body and needs the model's files
-GENERATION_FAILURES = (*READ_FAILURES, 424, 429, 500)
-ANTHROPIC_FAILURES = (400, 413, 415, 500, 503, 529)
+GENERATION_FAILURES = (*READ_FAILURES, 424, 429, 500, 504)
+ANTHROPIC_FAILURES = (400, 413, 415, 500, 503, 504, 529)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,10 @@ class ReplicaMetrics(Metrics):
         self._set_part(self._sequences.labels("waiting"), waiting)
         self._set_part(self._sequences.labels("running"), running)
 
+    def set_queue(self, num_preempted: int, num_tokens: int) -> None:
+        self._set_part(self._waiting_preempted, num_preempted)
+        self._set_part(self._queued_tokens, num_tokens)
+
     def set_batch_tokens(self, num_tokens: int) -> None:
         self._set_part(self._current_max_tokens, num_tokens)
 

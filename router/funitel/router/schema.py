@@ -20,6 +20,7 @@ from funitel.router.schema_types import (
     WITHIN_0_AND_1,
     Documented,
     NativeBody,
+    Priority,
     StopList,
     is_none,
 )
@@ -66,6 +67,9 @@ class GenerateParameters(NativeBody):
     # Beyond TGI's.
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         default=None, description="Only requests of the same salt share computed prefixes."
+    )
+    priority: Priority | None = Field(
+        default=None, description="Lower is sooner; a step is worth ten seconds of waiting. Wins over the header."
     )
     min_p: Annotated[F32, Documented(minimum=0, maximum=1)] | None = Field(
         default=None, description="Within 0..1; drop tokens less likely than this share of the likeliest."
@@ -240,6 +244,8 @@ class ErrorResponse(BaseModel):
 
     error: str
     error_type: str
+    queue_position: int | None = Field(default=None, exclude_if=is_none, description="Where it would have stood.")
+    estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)
 
 
 def ending(finished: GeneratedText) -> dict[str, Any]:

@@ -328,6 +328,8 @@ class AnthropicErrorResponse(BaseModel):
     type: Literal["error"] = "error"
     error: AnthropicErrorDetail
     request_id: str
+    queue_position: int | None = Field(default=None, exclude_if=is_none, description="Where it would have stood.")
+    estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)
 
 
 # Events of a stream

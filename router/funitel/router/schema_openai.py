@@ -19,7 +19,7 @@ from funitel.router.schema_openai_tools import (
     ToolDefinition,
     tools_and_choice,
 )
-from funitel.router.schema_types import F32, U32, StopList
+from funitel.router.schema_types import F32, U32, Priority, StopList, is_none
 
 U64_RANGE = 2**64
 MAX_CHOICES = 128  # OpenAI's
@@ -75,6 +75,9 @@ class SamplingFields(OpenAIBody):
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         default=None, description="Only requests of the same salt share computed prefixes."
     )
+    priority: Priority | None = Field(
+        default=None, description="Lower is sooner; a step is worth ten seconds of waiting. Wins over the header."
+    )
     seed: Annotated[int, Field(ge=-(2**63), lt=U64_RANGE)] | None = None
     n: Annotated[U32, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="Answers to generate.")
     stream: bool | None = False
@@ -106,6 +109,7 @@ class SamplingFields(OpenAIBody):
             stop=tuple(self.stop),
             ignore_eos=bool(self.ignore_eos),
             cache_salt=self.cache_salt or "",
+            priority=self.priority,
             top_logprobs=top_logprobs,
         )
 
@@ -221,3 +225,5 @@ class OpenAIErrorResponse(BaseModel):
 
     error: OpenAIError
     error_type: str
+    queue_position: int | None = Field(default=None, exclude_if=is_none, description="Where it would have stood.")
+    estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)

@@ -40,6 +40,9 @@ def is_none(value: Any) -> bool:
 
 MAX_UNKNOWN_FIELDS = 1000  # of one record; each would be an error, or a warning
 
+MOST_PRIORITY = 100
+
+Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
 U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]

@@ -40,6 +40,9 @@ class RouterSettings:
         None, "A second port that answers /metrics and nothing else; without it /metrics is on --port only."
     )
     max_concurrent_requests: int = setting(128, "Requests in flight at once; more are answered with 429.")
+    max_queued_tokens: int | None = setting(
+        None, "Most prompt tokens that wait for their first step; more are answered with 429. Unbounded when not given."
+    )
     max_best_of: int = setting(2, "Largest `best_of`.")
     max_stop_sequences: int = setting(4, "Most stop sequences of a request.")
     max_top_n_tokens: int = setting(5, "Largest `top_n_tokens` and `top_logprobs`.")
@@ -84,6 +87,7 @@ class RouterSettings:
     max_stored_responses: int = setting(1000, "Most answers of /v1/responses kept in memory; 0 keeps none.")
     max_stored_response_bytes: int = setting(64_000_000, "Most bytes of JSON that those answers may take.")
     api_key: str | None = setting(None, "Bearer token that requests must carry.")
+    api_key_file: str | None = setting(None, "File of bearer tokens, one a line; a request must carry one of the keys.")
     cors_allow_origin: tuple[str, ...] = setting((), "Allowed CORS origin, repeatable; any when not given.")
     aip_predict_route: str | None = setting(None, "A further path of /vertex; Vertex AI names it in this variable.")
     aip_health_route: str | None = setting(None, "A further path of /health; Vertex AI names it in this variable.")
@@ -133,6 +137,11 @@ class RouterSettings:
         ):
             value = getattr(self, name)
             require(value >= 0, f"--{name.replace('_', '-')} must be >= 0, given {value}")
+        check_api_key(self.api_key)
+        require(
+            self.max_queued_tokens is None or self.max_queued_tokens > 0,
+            f"--max-queued-tokens must be > 0, given {self.max_queued_tokens}",
+        )
         require(
             self.max_batch_size is None or self.max_batch_size > 0,
             f"--max-batch-size must be > 0, given {self.max_batch_size}",
@@ -172,6 +181,11 @@ class RouterSettings:
         if self.master_shard_address is not None:
             return f"tcp://{self.master_shard_address}"
         return f"unix://{self.master_shard_uds_path}"
+
+
+def check_api_key(api_key: str | None) -> None:
+    """Raise SettingsError for a key that a request without one would match."""
+    require(api_key != "", "--api-key must not be empty: leave it out to let every request in")
 
 
 def check_prometheus_port(prometheus_port: int | None, port: int) -> None:

@@ -77,6 +77,7 @@ class WaitingQueue:
         self._shares = shares
         self._by_key: dict[bytes, list[Sequence]] = {}  # each in its order
         self.num_prompt_tokens = 0  # of all
+        self.num_preempted = 0  # have run, and wait to be resumed
 
     def __len__(self) -> int:
         return sum(map(len, self._by_key.values()))
@@ -94,6 +95,7 @@ class WaitingQueue:
         """Let a sequence wait: a new one, or a preempted one, which has the turn it had."""
         insort(self._by_key.setdefault(sequence.request.key, []), sequence, key=_rank)
         self.num_prompt_tokens += len(sequence.request.input_ids)
+        self.num_preempted += sequence.was_started
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that waits."""
@@ -105,6 +107,7 @@ class WaitingQueue:
         if not queue:
             del self._by_key[key]
         self.num_prompt_tokens -= len(sequence.request.input_ids)
+        self.num_preempted -= sequence.was_started
 
     def first(self, passed_over: Container[int] = ()) -> Sequence | None:
         """Whose turn it is, save for sequences whose ids are in `passed_over`."""

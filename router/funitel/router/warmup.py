@@ -12,8 +12,10 @@ from funitel.proto.step import (
     WarmupLimits,
     WarmupResult,
 )
+from funitel.router.admission import Admission
 from funitel.router.blocks import BlockAllocator
 from funitel.router.engine import Engine
+from funitel.router.key_file import read_keys
 from funitel.router.metrics import Metrics
 from funitel.router.replica import Ranks, Replica
 from funitel.router.scheduler import Policy, Scheduler
@@ -74,7 +76,11 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Eng
     # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
     can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
     pipeline_steps = settings.pipeline_steps if can_overlap else 1
-    return Engine(replica, scheduler, limits, metrics, settings.max_concurrent_requests, pipeline_steps)
+    has_several_keys = len(read_keys(settings.api_key, settings.api_key_file)) > 1
+    admission = Admission(
+        settings.max_concurrent_requests, settings.max_queued_tokens, has_several_keys=has_several_keys
+    )
+    return Engine(replica, scheduler, limits, metrics, admission, pipeline_steps)
 
 
 async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupResult]:

@@ -1,6 +1,5 @@
 """Anthropic's routes: `/v1/messages` and `/v1/messages/count_tokens`."""
 
-import time
 import uuid
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -13,6 +12,7 @@ from funitel.proto.errors import InvalidRequest
 from funitel.router.anthropic_answer import MessageBuilder
 from funitel.router.anthropic_chat import chat_call, chat_sampling
 from funitel.router.api.answers import json_answer
+from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import anthropic_error, new_request_id, renaming
 from funitel.router.api.inference import generation_route, service_of
@@ -44,7 +44,7 @@ FIELDS = {
 @generation_route
 async def messages(http: HttpRequest) -> Response:
     """`/v1/messages`: the answer to a conversation, whole or streamed."""
-    arrived = time.monotonic()
+    arrived = Arrival.of(http)
     service = service_of(http)
     _check_version(http)
     body = await read_body(http, MessagesRequest, service.settings.payload_limit)
@@ -79,7 +79,7 @@ def _check_version(http: HttpRequest) -> None:
         raise InvalidRequest(f"header anthropic-version: must be {allowed}. Given: {version!r}", "anthropic-version")
 
 
-async def _prepare(service: Service, body: MessagesRequest, arrived: float) -> PreparedChat:
+async def _prepare(service: Service, body: MessagesRequest, arrived: Arrival) -> PreparedChat:
     with renaming(FIELDS):
         call = chat_call(body, chat_sampling(body))
         chat = await prepare_chat(service, call, stream=body.stream, arrived=arrived)
@@ -88,7 +88,7 @@ async def _prepare(service: Service, body: MessagesRequest, arrived: float) -> P
     return chat
 
 
-async def _complete(service: Service, body: MessagesRequest, arrived: float) -> tuple[MessageAnswer, dict[str, str]]:
+async def _complete(service: Service, body: MessagesRequest, arrived: Arrival) -> tuple[MessageAnswer, dict[str, str]]:
     chat = await _prepare(service, body, arrived)
     (answer,), headers = await chat.run()
     builder = _builder(service, chat, body)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from funitel.proto.errors import BatchSizeExceeded, InvalidRequest
 from funitel.router.api.answers import json_answer
+from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import openai_error, renaming
 from funitel.router.api.inference import (
@@ -46,7 +47,7 @@ NATIVE_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_token
 @generation_route
 async def completions(http: HttpRequest) -> Response:
     """`/v1/completions`: the texts that go on from one prompt or several."""
-    arrived = time.monotonic()
+    arrived = Arrival.of(http)
     service = service_of(http)
     body = await read_body(http, CompletionRequest, service.settings.payload_limit)
     if body.stream:
@@ -98,7 +99,7 @@ class _Batch:
         )
 
 
-async def _prepare(service: Service, body: CompletionRequest, arrived: float) -> _Batch:
+async def _prepare(service: Service, body: CompletionRequest, arrived: Arrival) -> _Batch:
     body.check(service.settings.max_best_of)
     prompts, each = body.prompts, body.num_sequences
     _check_count(service, len(prompts), each)
@@ -129,7 +130,7 @@ def _check_count(service: Service, num_prompts: int, each: int) -> None:
 
 
 async def _job(
-    service: Service, body: CompletionRequest, sampling: ChatSampling, prompt: GivenPrompt, arrived: float
+    service: Service, body: CompletionRequest, sampling: ChatSampling, prompt: GivenPrompt, arrived: Arrival
 ) -> Job:
     text = prompt.text
     if prompt.ids is not None:
@@ -159,7 +160,7 @@ def _check_ids(ids: Sequence[int], num_tokens: int) -> None:
 # Whole
 
 
-async def _complete(service: Service, body: CompletionRequest, arrived: float) -> tuple[Completion, dict[str, str]]:
+async def _complete(service: Service, body: CompletionRequest, arrived: Arrival) -> tuple[Completion, dict[str, str]]:
     batch = await _prepare(service, body, arrived)
     answers = await collect_all(batch.jobs)
     usage = batch.usage(sum(answer.finished.num_tokens for answer in answers))

@@ -4,10 +4,12 @@ Anthropic's is for its routes, and for whatever under `/v1` is asked with the he
 """
 
 import logging
+import math
 import re
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -24,7 +26,7 @@ from funitel.router.schema_openai import OpenAIError, OpenAIErrorResponse
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_SECONDS = 1
+LEAST_RETRY_SECONDS, MOST_RETRY_SECONDS = 1, 3600
 _OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 # Our statuses as Anthropic's status and type; what is not here is its own status and an invalid request, or 500.
 _ANTHROPIC = {
@@ -54,13 +56,20 @@ def renaming(fields: Mapping[str, str]) -> Iterator[None]:
 
 def native_error(error: FunitelError) -> ErrorResponse:
     """The shape of TGI's routes."""
-    return ErrorResponse(error=error.public_message, error_type=error.error_type)
+    return ErrorResponse(error=error.public_message, error_type=error.error_type, **_place(error))
 
 
 def openai_error(error: FunitelError) -> OpenAIErrorResponse:
     """The shape of OpenAI's routes."""
     param = error.param if isinstance(error, InvalidRequest | ModelNotFound) else None
-    return _openai_error(error.public_message, error.http_status, error.error_type, param, error.openai_code)
+    answer = _openai_error(error.public_message, error.http_status, error.error_type, param, error.openai_code)
+    return answer.model_copy(update=_place(error))
+
+
+def _place(error: FunitelError) -> dict[str, Any]:
+    """Where a refused request would have stood, and for how long."""
+    wait = None if error.wait_seconds is None else round(error.wait_seconds, 3)
+    return {"queue_position": error.position, "estimated_wait_seconds": wait}
 
 
 def _openai_error(
@@ -76,7 +85,7 @@ def anthropic_error(error: FunitelError, request_id: str) -> AnthropicErrorRespo
     """The shape of Anthropic's routes."""
     _, kind = _anthropic_kind(error.http_status)
     detail = AnthropicErrorDetail(type=kind, message=error.public_message)
-    return AnthropicErrorResponse(error=detail, request_id=request_id)
+    return AnthropicErrorResponse(error=detail, request_id=request_id, **_place(error))
 
 
 def _anthropic_kind(status: int) -> tuple[int, str]:
@@ -92,7 +101,7 @@ def new_request_id() -> str:
 def answer_error(request: Request, error: Exception) -> Response:
     """Answer a FunitelError; registered with the application."""
     assert isinstance(error, FunitelError)
-    headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if error.retry_after else {}
+    headers = _retry_headers(error)
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
         if is_native(request.scope):  # TGI's answer has no body
@@ -104,6 +113,19 @@ def answer_error(request: Request, error: Exception) -> Response:
     return json_answer(
         native_error(error) if is_native(request.scope) else openai_error(error), headers, status=error.http_status
     )
+
+
+def _retry_headers(error: FunitelError) -> dict[str, str]:
+    """When to come again, and what the queue is like."""
+    headers = {}
+    if error.retry_after:
+        seconds = min(max(math.ceil(error.wait_seconds or 0.0), LEAST_RETRY_SECONDS), MOST_RETRY_SECONDS)
+        headers["retry-after"] = str(seconds)
+    if error.position is not None:
+        headers["x-queue-position"] = str(error.position)
+    if error.wait_seconds is not None:
+        headers["x-estimated-wait"] = f"{error.wait_seconds:.3f}"
+    return headers
 
 
 def answer_http_exception(request: Request, error: Exception) -> Response:

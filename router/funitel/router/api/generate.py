@@ -1,6 +1,5 @@
 """TGI's native routes: `POST /`, `/generate` and `/generate_stream`."""
 
-import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -10,6 +9,7 @@ from starlette.responses import Response
 
 from funitel.proto.step import Generation
 from funitel.router.api.answers import json_answer
+from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import native_error
 from funitel.router.api.inference import (
@@ -52,7 +52,7 @@ _ANSWER_LIST = TypeAdapter(list[GenerateResponse])
 @generation_route
 async def compat_generate(http: HttpRequest) -> Response:
     """`POST /`: streams when asked, else an array of one answer; the prompt begins it by default."""
-    arrived = time.monotonic()
+    arrived = Arrival.of(http)
     service = service_of(http)
     body = await read_body(http, CompatGenerateRequest, service.settings.payload_limit)
     parameters = body.effective_parameters
@@ -69,7 +69,7 @@ async def compat_generate(http: HttpRequest) -> Response:
 @generation_route
 async def generate(http: HttpRequest) -> Response:
     """`/generate`: the whole completion."""
-    arrived = time.monotonic()
+    arrived = Arrival.of(http)
     service = service_of(http)
     body = await read_body(http, GenerateRequest, service.settings.payload_limit)
     work = _answer(service, body.effective_parameters, body.inputs, arrived)
@@ -80,7 +80,7 @@ async def generate(http: HttpRequest) -> Response:
 @generation_route
 async def generate_stream(http: HttpRequest) -> Response:
     """`/generate_stream`: the completion token by token."""
-    arrived = time.monotonic()
+    arrived = Arrival.of(http)
     service = service_of(http)
     body = await read_body(http, GenerateRequest, service.settings.payload_limit)
     return await _stream(service, body.effective_parameters, body.inputs, arrived)
@@ -90,7 +90,7 @@ async def generate_stream(http: HttpRequest) -> Response:
 
 
 async def _answer(
-    service: Service, parameters: GenerateParameters, inputs: str, arrived: float
+    service: Service, parameters: GenerateParameters, inputs: str, arrived: Arrival
 ) -> tuple[GenerateResponse, dict[str, str]]:
     job = await prepare(service, parameters, Prompt(inputs), stream=False, arrived=arrived)
     [[best, *others]] = await collect_best([job], [parameters.best_of or 1])
@@ -124,7 +124,7 @@ def _details_of(answer: Answer) -> dict[str, Any]:
 # Streamed answers
 
 
-async def _stream(service: Service, parameters: GenerateParameters, inputs: str, arrived: float) -> EventStream:
+async def _stream(service: Service, parameters: GenerateParameters, inputs: str, arrived: Arrival) -> EventStream:
     job = await prepare(service, parameters, Prompt(inputs), stream=True, arrived=arrived)
     return EventStream(_events(job, parameters), native_error, headers=stream_headers(job))
 

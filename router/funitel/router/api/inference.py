@@ -15,6 +15,7 @@ from starlette.responses import Response
 from funitel.proto import tracing
 from funitel.proto.errors import Incomplete, InvalidRequest, Overloaded
 from funitel.proto.step import GeneratedText, Generation
+from funitel.router.api.arrival import Arrival
 from funitel.router.grammar import Grammar
 from funitel.router.schema import GenerateParameters
 from funitel.router.schema_grammar import grammar_of
@@ -115,7 +116,7 @@ async def prepare(
     prompt: Prompt,
     *,
     stream: bool,
-    arrived: float,
+    arrived: Arrival,
     presence_penalty: float = 0.0,
     count_penalty: float = 0.0,
     raw_logprobs: bool = False,
@@ -152,7 +153,9 @@ async def prepare(
     if grammar is not None:  # last, as TGI does, and the dearest
         await _check_grammar(service, grammar)
     service.metrics.observe_prompt(len(request.input_ids), request.stopping.max_new_tokens)
-    return Job(service, request, arrived)
+    priority = arrived.priority if parameters.priority is None else parameters.priority
+    request = replace(request, key=arrived.key, priority=priority, deadline=arrived.deadline)
+    return Job(service, request, arrived.at)
 
 
 async def _check_grammar(service: Service, grammar: Grammar) -> None:

@@ -1,6 +1,5 @@
 """KServe's open inference protocol, in the shape TGI gives it."""
 
-import time
 from collections.abc import Sequence
 from itertools import chain
 
@@ -9,6 +8,7 @@ from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, LengthMismatch, NotUtf8
 from funitel.router.api.answers import json_answer
+from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
 from funitel.router.api.inference import (
     Answer,
@@ -62,14 +62,14 @@ async def model_metadata(http: HttpRequest) -> Response:
 @generation_route
 async def infer(http: HttpRequest) -> Response:
     """Generate for every input, side by side."""
-    arrived = time.monotonic()
+    arrived = Arrival.of(http)
     service = service_of(http)
     body = await read_body(http, KserveRequest, service.settings.payload_limit)
     answer, headers = await run_until_disconnect(http.receive, _answer(service, body, arrived))
     return json_answer(answer, headers)
 
 
-async def _answer(service: Service, body: KserveRequest, arrived: float) -> tuple[KserveResponse, dict[str, str]]:
+async def _answer(service: Service, body: KserveRequest, arrived: Arrival) -> tuple[KserveResponse, dict[str, str]]:
     if len(body.inputs) != len(body.outputs):
         raise LengthMismatch(
             f"`inputs` and `outputs` must have the same length. Given: {len(body.inputs)} and {len(body.outputs)}",

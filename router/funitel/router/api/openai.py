@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from funitel.proto.errors import ModelNotFound
 from funitel.router.api.answers import json_answer
+from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import openai_error, renaming
 from funitel.router.api.inference import generation_route, service_of
@@ -79,7 +80,7 @@ async def model(http: HttpRequest) -> Response:
 @generation_route
 async def chat_completions(http: HttpRequest) -> Response:
     """`/v1/chat/completions`: the answer to a chat, whole or streamed."""
-    arrived = time.monotonic()
+    arrived = Arrival.of(http)
     service = service_of(http)
     body = await read_body(http, ChatRequest, service.settings.payload_limit)
     body.refuse_unsupported()
@@ -90,12 +91,12 @@ async def chat_completions(http: HttpRequest) -> Response:
     return json_answer(completion, headers)
 
 
-async def _prepare(service: Service, body: ChatRequest, arrived: float) -> PreparedChat:
+async def _prepare(service: Service, body: ChatRequest, arrived: Arrival) -> PreparedChat:
     with renaming(NATIVE_NAMES):
         return await prepare_chat(service, body.call, stream=bool(body.stream), arrived=arrived)
 
 
-async def _complete(service: Service, body: ChatRequest, arrived: float) -> tuple[ChatCompletion, dict[str, str]]:
+async def _complete(service: Service, body: ChatRequest, arrived: Arrival) -> tuple[ChatCompletion, dict[str, str]]:
     chat = await _prepare(service, body, arrived)
     answers, headers = await chat.run()
     choices = [_choice(index, answer, body) for index, answer in enumerate(answers)]

@@ -1,6 +1,5 @@
 """`/invocations` of SageMaker and `/vertex` of Vertex AI: the other routes in other envelopes."""
 
-import time
 from itertools import chain
 
 from starlette.requests import Request as HttpRequest
@@ -9,6 +8,7 @@ from starlette.responses import Response
 from funitel.proto.errors import InvalidRequest, NoInstances
 from funitel.router.api import completions, generate, openai
 from funitel.router.api.answers import json_answer
+from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body, read_json
 from funitel.router.api.inference import (
     Handler,
@@ -52,7 +52,7 @@ async def invocations(http: HttpRequest) -> Response:
 @generation_route
 async def vertex(http: HttpRequest) -> Response:
     """`/vertex`: the texts of all instances, generated side by side."""
-    arrived = time.monotonic()
+    arrived = Arrival.of(http)
     service = service_of(http)
     body = await read_body(http, VertexRequest, service.settings.payload_limit)
     if not body.instances:
@@ -61,7 +61,7 @@ async def vertex(http: HttpRequest) -> Response:
     return json_answer(answer, headers)
 
 
-async def _predict(service: Service, body: VertexRequest, arrived: float) -> tuple[VertexResponse, dict[str, str]]:
+async def _predict(service: Service, body: VertexRequest, arrived: Arrival) -> tuple[VertexResponse, dict[str, str]]:
     best_of = [_best_of(instance) for instance in body.instances]
     check_count(service, "instances", best_of)
     jobs = [await _job(service, instance, arrived) for instance in body.instances]
@@ -71,14 +71,14 @@ async def _predict(service: Service, body: VertexRequest, arrived: float) -> tup
     return VertexResponse(predictions=texts), summed_headers(jobs, list(chain.from_iterable(ranked)))
 
 
-async def _job(service: Service, instance: GenerateRequest | ChatRequest, arrived: float) -> Job:
+async def _job(service: Service, instance: GenerateRequest | ChatRequest, arrived: Arrival) -> Job:
     if isinstance(instance, ChatRequest):
         return await _chat_job(service, instance, arrived)
     parameters = _vertex_parameters(instance)
     return await prepare(service, parameters, Prompt(instance.inputs), stream=False, arrived=arrived)
 
 
-async def _chat_job(service: Service, body: ChatRequest, arrived: float) -> Job:
+async def _chat_job(service: Service, body: ChatRequest, arrived: Arrival) -> Job:
     body.refuse_unsupported()
     chat = await prepare_chat(service, body.call, stream=False, arrived=arrived)
     if len(chat.jobs) != 1:

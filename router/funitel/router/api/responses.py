@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from funitel.proto.errors import FunitelError, InvalidRequest, NotFound
 from funitel.router.api.answers import json_answer
+from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body, shape_error
 from funitel.router.api.errors import renaming
 from funitel.router.api.inference import generation_route, service_of
@@ -51,7 +52,7 @@ Q = TypeVar("Q", bound=BaseModel)
 @generation_route
 async def create(http: HttpRequest) -> Response:
     """`POST /v1/responses`: the answer to a conversation, whole or streamed."""
-    arrived = time.monotonic()
+    arrived = Arrival.of(http)
     service = service_of(http)
     body = await read_body(http, ResponsesRequest, service.settings.payload_limit)
     if body.stream_options is not None and not body.stream:
@@ -139,12 +140,12 @@ class _Answering:
         self._items = items
         self.builder = ResponseBuilder(_begun(service, body), wants_logprobs=body.wants_logprobs)
 
-    async def prepare(self, arrived: float) -> PreparedChat:
+    async def prepare(self, arrived: Arrival) -> PreparedChat:
         with renaming(FIELDS):
             call = chat_call(self._body, self._items)
             return await prepare_chat(self._service, call, stream=bool(self._body.stream), arrived=arrived)
 
-    async def run(self, arrived: float) -> dict[str, str]:
+    async def run(self, arrived: Arrival) -> dict[str, str]:
         """Make the whole response; return the headers."""
         chat = await self.prepare(arrived)
         (answer,), headers = await chat.run()

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from funitel.proto.errors import InvalidRequest, ToolError
+from funitel.router.api.arrival import Arrival
 from funitel.router.api.inference import (
     Answer,
     Job,
@@ -75,14 +76,14 @@ def _assembled(choice: Choice, answer: Answer) -> ChatAnswer:
     return ChatAnswer.of(part for generation in answer.generations for part in choice.feed(generation))
 
 
-async def prepare_chat(service: Service, call: ChatCall, *, stream: bool, arrived: float) -> PreparedChat:
+async def prepare_chat(service: Service, call: ChatCall, *, stream: bool, arrived: Arrival) -> PreparedChat:
     """Render and tokenize a conversation and check what is asked of it.
 
     Args:
         service: the router's.
         call: the conversation and what is asked.
         stream: whether `parts` will be used rather than `run`.
-        arrived: when the request came, on the monotonic clock.
+        arrived: when the request came, and whose it is.
 
     Raises:
         NotReady: the shards do not answer yet.

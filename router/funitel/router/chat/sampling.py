@@ -29,6 +29,7 @@ class ChatSampling:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     cache_salt: str = ""
+    priority: int | None = None
     top_logprobs: int | None = None  # None: log-probabilities are not wanted; 0: those of the tokens themselves only
 
 
@@ -50,6 +51,7 @@ def parameters_of(sampling: ChatSampling, recommended: RecommendedSampling) -> G
         stop=list(sampling.stop),
         ignore_eos=sampling.ignore_eos,
         cache_salt=sampling.cache_salt,
+        priority=sampling.priority,
         seed=None if sampling.seed is None else sampling.seed % U64_RANGE,
         top_n_tokens=sampling.top_logprobs,
     )

@@ -1,0 +1,143 @@
+"""What may wait, and how long it will: bounds on requests and queued tokens, estimates from measured throughput. Pure.
+
+The engine asks before it queues a sequence, and tells what steps have computed and how sequences have ended.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+from funitel.proto.errors import Overloaded
+from funitel.router.sequence import Sequence
+from funitel.router.waiting import Shares, WaitingQueue
+
+DEFAULT_TOKENS_PER_SECOND = 100.0  # before anything was measured
+MEMORY_SECONDS = 10.0  # of computing, after which a measurement weighs 1 / e
+MEMORY_REQUESTS = 20.0  # of that many, as to how much of their allowed length they use
+OTHERS_SHARE = 8  # where several keys are known, one leaves an eighth of the places to the others
+LONGEST_RETRY_SECONDS = 3600
+
+
+class Throughput:
+    """How fast tokens are computed, and how much of what requests may generate they do generate."""
+
+    def __init__(self) -> None:
+        self._tokens = DEFAULT_TOKENS_PER_SECOND  # decaying sums, which begin as one second of the default
+        self._seconds = 1.0
+        self._last = -inf
+        self._used_share = 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt and completion tokens computed per second of computing; recent seconds weigh more."""
+        return self._tokens / self._seconds
+
+    def observe_step(self, num_tokens: int, seconds: float, now: float) -> None:
+        """Take into account a step that ends `now`, was sent `seconds` ago, and may have waited for the one before."""
+        busy = max(1e-6, min(seconds, now - self._last))
+        self._last = now
+        kept = max(0.0, 1.0 - busy / MEMORY_SECONDS)
+        self._tokens = kept * self._tokens + num_tokens
+        self._seconds = kept * self._seconds + busy
+
+    def observe_end(self, sequence: Sequence) -> None:
+        """Take into account how long a finished completion has become."""
+        used = len(sequence.output_ids) / sequence.request.stopping.max_new_tokens
+        self._used_share += (used - self._used_share) / MEMORY_REQUESTS
+
+    def work_of(self, sequence: Sequence) -> float:
+        """Tokens that are probably still to be computed for a sequence."""
+        expected = self._used_share * sequence.request.stopping.max_new_tokens
+        return max(1, sequence.num_pending) + max(0.0, expected - len(sequence.output_ids))
+
+
+class Refused(Overloaded):
+    """There is no place; `reason` is one of the bounds, for metrics."""
+
+    def __init__(self, message: str, place: "Place", reason: str) -> None:
+        super().__init__(message, place.position, place.wait_seconds)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sequence stands, or would stand: 1 enters next. Seconds until it enters are an estimate."""
+
+    position: int
+    wait_seconds: float
+
+
+class Admission:
+    """The bounds of one queue.
+
+    Args:
+        max_requests: most sequences that wait or run.
+        max_queued_tokens: most prompt tokens that wait; None for no bound. One prompt may always wait.
+        has_several_keys: whether a single key must leave places to others.
+    """
+
+    def __init__(
+        self, max_requests: int, max_queued_tokens: int | None = None, *, has_several_keys: bool = False
+    ) -> None:
+        self.throughput = Throughput()
+        self._max_requests = max_requests
+        self._max_queued_tokens = max_queued_tokens
+        left_to_others = max(1, max_requests // OTHERS_SHARE) if has_several_keys else 0
+        self._most_of_a_key = max(1, max_requests - left_to_others)
+
+    def place_of(self, newcomer: Sequence, queue: WaitingQueue, running: Iterable[Sequence]) -> Place:
+        """Where a newcomer would stand; with nobody ahead it waits at most for the first running one to end."""
+        ahead = queue.ahead_of(newcomer)
+        return Place(len(ahead) + 1, self._seconds(ahead, running) if len(queue) else 0.0)
+
+    def _seconds(self, ahead: Iterable[Sequence], running: Iterable[Sequence]) -> float:
+        left = [self.throughput.work_of(sequence) for sequence in running]
+        soonest = min(left, default=0.0) * len(left)  # all that runs advances alike
+        work = soonest + sum(map(self.throughput.work_of, ahead))
+        return work / self.throughput.tokens_per_second
+
+    def check(
+        self, newcomer: Sequence, num_requests: int, queue: WaitingQueue, shares: Shares, running: Iterable[Sequence]
+    ) -> Sequence | None:
+        """Say who must leave the queue for a newcomer, if somebody must.
+
+        That is the last of the key with most sequences, where the newcomer's has fewer by more than one.
+
+        Args:
+            newcomer: it is not counted yet.
+            num_requests: sequences that wait or run, here and wherever else the bound counts them.
+            queue: those that wait here.
+            shares: what each key has here.
+            running: those that run here.
+
+        Raises:
+            Overloaded: there is no place for it, or it would wait longer than its deadline.
+        """
+        own = shares.sequences_of(newcomer.request.key)
+        tokens = queue.num_prompt_tokens + len(newcomer.request.input_ids)
+        most_tokens = inf if self._max_queued_tokens is None or not len(queue) else self._max_queued_tokens
+        leaving, why, reason = None, "", ""
+        if num_requests >= self._max_requests:
+            leaving = self._last_of_the_greediest(own, queue, shares)
+            why, reason = f"{num_requests} requests in flight, at most {self._max_requests}", "requests"
+        elif own >= self._most_of_a_key:
+            why, reason = f"{own} requests of this API key in flight, at most {self._most_of_a_key}", "key"
+        elif tokens > most_tokens:
+            leaving = self._last_of_the_greediest(own, queue, shares)
+            if leaving is not None and tokens - len(leaving.request.input_ids) > most_tokens:
+                leaving = None
+            why, reason = f"{tokens} prompt tokens would wait, at most {self._max_queued_tokens}", "queued_tokens"
+        place = self.place_of(newcomer, queue, running) if why or newcomer.request.deadline is not None else None
+        if place is not None and leaving is None:
+            left = inf if newcomer.request.deadline is None else newcomer.request.deadline - newcomer.arrived
+            if not why and place.wait_seconds > left:
+                why, reason = f"it would wait {place.wait_seconds:.1f} s, more than the {left:.1f} s it has", "deadline"
+            if why:
+                raise Refused(f": {why}", place, reason)
+        return leaving
+
+    def _last_of_the_greediest(self, own: int, queue: WaitingQueue, shares: Shares) -> Sequence | None:
+        """Who gives its place to a key that has `own` sequences: nobody unless a key has more by two."""
+        counts = shares.sequences
+        lasts = [last for key in counts if counts[key] > own + 1 and (last := queue.newest_of(key)) is not None]
+        return max(lasts, key=lambda last: counts[last.request.key], default=None)
