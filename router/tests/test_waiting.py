@@ -217,7 +217,7 @@ def test_a_full_batch_makes_way_for_another_key_at_once() -> None:
 def test_a_full_pool_makes_way_for_another_key_at_once() -> None:
     scheduler, shard = flooded(num_blocks=100)
     before = scheduler.num_preempted
-    assert first_token_of(scheduler, shard, make_sequence(100, 8, 5, key=OTHER, cache_salt="x")) == 0
+    assert first_token_of(scheduler, shard, make_sequence(100, 8, 5, key=OTHER, cache_salt="x")) <= 1
     assert scheduler.num_preempted > before
 
 
