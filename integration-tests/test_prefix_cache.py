@@ -7,7 +7,7 @@ from typing import Any
 from funitel_testing.clients import client_of, generate, stream
 from funitel_testing.servers import Server
 
-FLAGS = ("--dtype", "float32", "--max-batch-total-tokens", "60000")
+FLAGS = ("--dtype", "float32", "--max-batch-total-tokens", "20000")
 BLOCK = 16
 
 
@@ -61,6 +61,25 @@ async def test_the_third_turn_of_a_chat_computes_what_is_new(launch: Any, figure
     figures["4.2 prompt tokens of three turns, and those computed"] = [prompt_tokens, computed]
     # What is new: the end of the answer, which shared no full block, the closing of the turn and the next question.
     assert all(count <= 2 * BLOCK + 16 for count in computed[1:])
+
+
+async def test_tenants_with_different_salts_share_nothing(launch: Any) -> None:
+    server: Server = launch(*FLAGS)
+    prompt = prefix_of(55)[:900]
+
+    async def cached(**salt: str) -> int:
+        body = {"prompt": prompt, "max_tokens": 1, **salt}
+        usage = (await client.post("/v1/completions", json=body)).json()["usage"]
+        found: int = usage["prompt_tokens_details"]["cached_tokens"]
+        assert 0 <= found < usage["prompt_tokens"]
+        return found
+
+    async with client_of(server.url) as client:
+        assert await cached() == 0
+        whole = await cached()
+        assert whole > 100
+        assert [await cached(cache_salt="a"), await cached(cache_salt="b")] == [0, 0]
+        assert [await cached(cache_salt="a"), await cached(cache_salt="b"), await cached()] == [whole] * 3
 
 
 async def test_tokens_do_not_depend_on_the_cache(launch: Any) -> None:

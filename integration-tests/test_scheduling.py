@@ -247,12 +247,12 @@ async def test_a_long_prompt_among_eight_streams(launch: Any, is_full: bool, fig
     if not is_full:
         pytest.skip("measures; the mechanism is tested above and in router/tests/test_step_time.py")
     table: dict[str, dict[str, float]] = {}
-    server: Server = launch("--max-batch-total-tokens", "60000")
+    server: Server = launch("--max-batch-total-tokens", "28000")
     table["default"] = await beside_streams(server, 7000, 8)
     usual = table["default"]["gap p50 without"]
     for factor in (1.6, 5.0):
         target = round(factor * usual)
-        server = launch("--max-batch-total-tokens", "60000", "--target-itl-ms", str(target))
+        server = launch("--max-batch-total-tokens", "28000", "--target-itl-ms", str(target))
         table[f"--target-itl-ms {target}"] = await beside_streams(server, 7000, 8)
     for setting, row in table.items():
         figures[f"4.3 {setting}"] = ", ".join(f"{name} {value:.2f}" for name, value in row.items())

@@ -52,6 +52,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         is_plain: bool = False,
         is_chunked: bool = True,
         has_prefix_cache: bool = True,
+        pool_tokens: int = 400,
     ) -> None:
         self.rank, self.urls, self.is_plain, self.is_chunked = rank, urls, is_plain, is_chunked
         self.has_prefix_cache = has_prefix_cache
@@ -74,7 +75,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.pause.set()
         self.is_well = asyncio.Event()  # Health is answered
         self.is_well.set()
-        self.pool_tokens = 400
+        self.pool_tokens = pool_tokens
         self.server: Any = None
         self.refuses_prompts_from = 1 << 32  # token ids the fake model does not know
         self.has_no_scores_from = 1 << 32  # first tokens of prompts it has no scores but NaN for

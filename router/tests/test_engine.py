@@ -264,6 +264,17 @@ async def test_prompts_longer_than_a_step_need_chunks(tmp_path: Path) -> None:
         assert engine.limits.max_input_tokens == 32
 
 
+async def test_no_request_is_longer_than_what_the_blocks_of_a_plain_peer_hold(tmp_path: Path) -> None:
+    shard = {"is_plain": True, "pool_tokens": 102}  # 25 blocks, and the first of them is never a sequence's
+    async with running(tmp_path, 1, shard) as (engine, _, _):
+        assert (engine.limits.max_input_tokens, engine.limits.max_total_tokens) == (32, 96)
+        longest = request(32, 64)
+        assert await asyncio.wait_for(run(engine, longest), 10) == expected(longest)
+    with pytest.raises(SettingsError, match="the KV pool holds 96 tokens, fewer than --max-total-tokens 97"):
+        async with running(tmp_path, 1, shard, max_total_tokens=97):
+            pass
+
+
 async def test_a_target_gap_needs_chunks(tmp_path: Path) -> None:
     for shard in ({"is_chunked": False}, {"is_plain": True}):
         with pytest.raises(SettingsError, match="--target-itl-ms 50.0 needs shards that compute prompts in chunks"):

@@ -53,7 +53,10 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Eng
         f"--target-itl-ms {settings.target_itl_ms} needs shards that compute prompts in chunks",
     )
     results = await _warm_up(replica, settings)
-    limits = _limits(settings, min(results, key=_triple), is_chunked)
+    smallest = min(results, key=_triple)
+    # A plain peer's pool counts block 0, which must stay unused.
+    num_blocks = (smallest.pool_tokens or 0) // block_size - (1 if is_plain else 0)
+    limits = _limits(settings, smallest, is_chunked, num_blocks * block_size)
     policy = Policy(
         max_batch_prefill_tokens=min(settings.max_batch_prefill_tokens, limits.pool_tokens),
         max_batch_size=settings.max_batch_size,
@@ -70,8 +73,6 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Eng
     metrics.set_limits(limits)
     metrics.set_pool_tokens(limits.pool_tokens)
     logger.info("connected shards=%d %s %s", len(replica.infos), limits, policy)
-    # A plain peer's pool counts block 0, which must stay unused.
-    num_blocks = limits.pool_tokens // block_size - (1 if is_plain else 0)
     scheduler = Scheduler(policy, BlockAllocator(num_blocks, block_size))
     # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
     can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
@@ -113,10 +114,16 @@ def _triple(result: WarmupResult) -> tuple[int, int, int]:
     return (result.pool_tokens or 0, result.max_input_tokens, result.max_total_tokens)
 
 
-def _limits(settings: RouterSettings, smallest: WarmupResult, is_chunked: bool) -> Limits:
+def _limits(settings: RouterSettings, smallest: WarmupResult, is_chunked: bool, most_tokens: int) -> Limits:
+    """Settle the limits; a request longer than the `most_tokens` that the blocks hold would wait for ever."""
     if smallest.pool_tokens is None:
         raise SettingsError("the shards run a padded model: funitel needs paged shards")
-    max_input = smallest.max_input_tokens
+    max_total = min(smallest.max_total_tokens, most_tokens)
+    require(
+        settings.max_total_tokens is None or settings.max_total_tokens <= most_tokens,
+        f"the KV pool holds {most_tokens} tokens, fewer than --max-total-tokens {settings.max_total_tokens}",
+    )
+    max_input = min(smallest.max_input_tokens, max_total - 1)
     if not is_chunked and max_input > settings.max_batch_prefill_tokens:
         if settings.max_input_tokens is not None:
             raise SettingsError(
@@ -126,6 +133,6 @@ def _limits(settings: RouterSettings, smallest: WarmupResult, is_chunked: bool) 
         max_input = settings.max_batch_prefill_tokens
     return Limits(
         max_input_tokens=max_input,
-        max_total_tokens=smallest.max_total_tokens,
+        max_total_tokens=max_total,
         pool_tokens=smallest.pool_tokens,
     )
