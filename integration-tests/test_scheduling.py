@@ -68,14 +68,10 @@ async def watching(client: httpx.AsyncClient) -> AsyncIterator[list[tuple[float,
 
 async def test_prompts_advance_under_a_target_that_cannot_be_held(launch: Any, model: Path) -> None:
     server: Server = launch("--model-id", str(model), "--max-batch-total-tokens", "65536", *IMPOSSIBLE)
-    async with client_of(server.url) as client, asyncio.TaskGroup() as group:
-        first = asyncio.Event()
-        running = group.create_task(kept_running(client, 0, first))
-        await first.wait()
+    async with client_of(server.url) as client, eight_streams(client, 5, count=1):
         before = server.metrics()
         answer = await stream(client, "y" * 800, max_new_tokens=2)
         after = server.metrics()
-        running.cancel()
     assert len(answer.ids) == 2
     steps = after["funitel_steps_total"] - before["funitel_steps_total"]
     assert steps >= 800 / FLOOR, "more than the least was computed although the target was missed by far"
@@ -175,26 +171,41 @@ async def what_cannot_fit_is_refused(server: Server) -> None:
 # Long prompts beside streams ------------------------------------------------------------------------------------------
 
 
-async def kept_running(client: httpx.AsyncClient, number: int, first: asyncio.Event, instants: Any = None) -> None:
-    """A stream that is begun again whenever it ends; notes when each token came, and tells when the first did."""
-    how = {"max_new_tokens": 2000, "ignore_eos": True, "details": True}
-    while True:
-        body = {"inputs": f"Stream {number}: once upon a time", "parameters": how}
-        async with client.stream("POST", "/generate_stream", json=body) as response:
-            assert response.status_code == 200
-            async for line in response.aiter_lines():
-                if line.startswith("data:"):
-                    first.set()
-                    if instants is not None:
-                        instants.append(time.monotonic())
-        if instants is not None:
-            instants.append(None)  # no gap from one stream to the next
+@asynccontextmanager
+async def eight_streams(client: httpx.AsyncClient, num_tokens: int, count: int = 8) -> AsyncIterator[list[list[float]]]:
+    """Streams that run while the `with` lasts, each of them `num_tokens` tokens long when it begins: their instants."""
+    streams: list[list[float]] = [[] for _ in range(count)]
+    tasks = [asyncio.create_task(endless(client, i, instants)) for i, instants in enumerate(streams)]
+    try:
+        while min(map(len, streams)) < num_tokens:
+            assert not any(task.done() for task in tasks), "a stream has ended"
+            await asyncio.sleep(0.01)
+        yield streams
+        assert not any(task.done() for task in tasks), "a stream has ended before the prompt was answered"
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def gaps_of(streams: list[list[float | None]], begin: float, end: float) -> list[float]:
-    """Gaps between tokens of each stream, of those that ended between two instants."""
-    pairs = [(a, b) for instants in streams for a, b in zip(instants, instants[1:], strict=False)]
-    return [b - a for a, b in pairs if a is not None and b is not None and begin <= b < end]
+async def endless(client: httpx.AsyncClient, number: int, instants: list[float]) -> None:
+    """A stream that outlasts the prompt beside it; notes when each token came."""
+    how = {"max_new_tokens": 8000, "ignore_eos": True}
+    body = {"inputs": f"Stream {number}: once upon a time", "parameters": how}
+    async with client.stream("POST", "/generate_stream", json=body) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line.startswith("data:"):
+                instants.append(time.monotonic())
+
+
+def gaps_of(streams: list[list[float]], indices: list[tuple[int, int]]) -> list[float]:
+    """Gaps before the tokens of each stream from one index to another."""
+    return [
+        now - before
+        for instants, (first, end) in zip(streams, indices, strict=True)
+        for before, now in zip(instants[first - 1 :], instants[first:end], strict=False)
+    ]
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -206,30 +217,23 @@ def long_prompt(number: int, num_tokens: int) -> str:
     return f"{number} " + "word and number " * (num_tokens // 3)
 
 
-async def beside_streams(server: Server, num_tokens: int, seconds: float) -> dict[str, float]:
-    """Time of a long prompt alone and among 8 streams, and the streams' gaps without and with it, in milliseconds."""
+async def beside_streams(server: Server, num_tokens: int) -> dict[str, float]:
+    """Time of a long prompt alone and among 8 streams, and gaps of the same tokens of the streams without and with it.
+
+    The same tokens, for streams become slower as they grow, and a long prompt lasts for hundreds of tokens. In ms.
+    """
     async with client_of(server.url) as client:
         await stream(client, long_prompt(0, num_tokens), max_new_tokens=1)  # a server's first long prompt learns
         alone = await stream(client, long_prompt(1, num_tokens), max_new_tokens=1)
-        streams: list[list[float | None]] = [[] for _ in range(8)]
-        started = [asyncio.Event() for _ in streams]
-        tasks = [
-            asyncio.create_task(kept_running(client, i, first, instants))
-            for i, (first, instants) in enumerate(zip(started, streams, strict=True))
-        ]
-        await asyncio.gather(*(first.wait() for first in started))
-        await asyncio.sleep(seconds / 4)
-        begin = time.monotonic()
-        await asyncio.sleep(seconds)
-        arrived = time.monotonic()
-        beside = await stream(client, long_prompt(2, num_tokens), max_new_tokens=1)
-        answered = beside.instants[0]
-        for task in tasks:
-            task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(end, asyncio.CancelledError) for end in ended), ended
-    without, during = gaps_of(streams, begin, arrived), gaps_of(streams, arrived, answered)
-    first_alone, first_beside = alone.instants[0] - alone.began, answered - beside.began
+        async with eight_streams(client, 50) as streams:
+            first = [len(instants) for instants in streams]
+            beside = await stream(client, long_prompt(2, num_tokens), max_new_tokens=1)
+            indices = [(begin, len(instants)) for begin, instants in zip(first, streams, strict=True)]
+        during = gaps_of(streams, indices)
+        async with eight_streams(client, max(end for _, end in indices)) as streams:
+            pass
+        without = gaps_of(streams, indices)
+    first_alone, first_beside = alone.instants[0] - alone.began, beside.instants[0] - beside.began
     return {
         "gap p50 without": 1e3 * statistics.median(without),
         "gap p99 without": 1e3 * percentile(without, 0.99),
@@ -247,13 +251,13 @@ async def test_a_long_prompt_among_eight_streams(launch: Any, is_full: bool, fig
     if not is_full:
         pytest.skip("measures; the mechanism is tested above and in router/tests/test_step_time.py")
     table: dict[str, dict[str, float]] = {}
-    server: Server = launch("--max-batch-total-tokens", "28000")
-    table["default"] = await beside_streams(server, 7000, 8)
+    server: Server = launch("--max-batch-total-tokens", "48000")
+    table["default"] = await beside_streams(server, 7000)
     usual = table["default"]["gap p50 without"]
     for factor in (1.6, 5.0):
         target = round(factor * usual)
-        server = launch("--max-batch-total-tokens", "28000", "--target-itl-ms", str(target))
-        table[f"--target-itl-ms {target}"] = await beside_streams(server, 7000, 8)
+        server = launch("--max-batch-total-tokens", "48000", "--target-itl-ms", str(target))
+        table[f"--target-itl-ms {target}"] = await beside_streams(server, 7000)
     for setting, row in table.items():
         figures[f"4.3 {setting}"] = ", ".join(f"{name} {value:.2f}" for name, value in row.items())
     tight, loose = (table[name] for name in list(table)[1:])
