@@ -44,6 +44,8 @@ def test_the_document_holds(server: Server, tmp_path: Path, is_full: bool, figur
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
     command += ["--checks", ",".join(CHECKS), "--continue-on-failure", "--no-color", "--no-shrink"]
     command += ["--report", "json", "--report-json-path", str(report), *(FULL if is_full else SHORT)]
+    # Most texts it draws are no segment of a path, so a route with nothing but a name in its path draws in vain.
+    command += ["--suppress-health-check", "filter_too_much"]
     environ = os.environ | {"SCHEMATHESIS_HOOKS": "funitel_testing.schemathesis_hooks"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=environ, cwd=tmp_path)
     assert report.exists(), ended.stdout + ended.stderr
