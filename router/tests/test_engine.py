@@ -287,7 +287,8 @@ async def test_a_target_gap_that_cannot_be_held_is_told_once_and_stalls_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, target_itl_ms: float | None, num_lines: int
 ) -> None:
     caplog.set_level("WARNING", "funitel")
-    async with running(tmp_path, target_itl_ms=target_itl_ms) as (engine, _, _):
+    async with running(tmp_path, target_itl_ms=target_itl_ms) as (engine, (fake,), _):
+        fake.delay = lambda: 0.002  # the early one is still running when the prompts come
         early = asyncio.create_task(run(engine, request(3, 150)))
         await asyncio.sleep(0.05)
         assert await run(engine, request(120, 3, first=9)) == expected(request(120, 3, first=9))

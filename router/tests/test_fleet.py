@@ -281,6 +281,8 @@ async def test_what_may_have_ended_its_replicas_is_not_let_loose_on_more(
 
 async def test_a_client_that_leaves_after_a_move_is_in_no_later_step(tmp_path: Path) -> None:
     async with running(tmp_path) as run_:
+        for (fake,) in run_.replicas:
+            fake.delay = lambda: 0.005  # it shall not end before it is left
         async with run_.fleet.submit(request(5, 150)) as stream:
             stream_ = aiter(stream)
             await anext(stream_)
