@@ -87,6 +87,8 @@ class Pipeline:
 
     def _note(self, call: Call) -> None:
         call.answered = time.monotonic()
+        if not call.answer.cancelled():
+            call.answer.exception()  # retrieved: who has lost its shards asks for no further answer
         for span in call.spans:
             span.end()
         self._wake()
