@@ -88,15 +88,15 @@ async def test_no_step_is_sent_for_a_sequence_whose_last_token_is_under_way(tmp_
 async def test_tokens_are_the_same_however_late_the_answers(
     tmp_path: Path, count: int, stride: int, shard: dict[str, Any]
 ) -> None:
-    """Requests join and leave while steps are under way, in a pool for a third of them."""
+    """Requests join and leave while steps are under way, in a pool for few of them."""
     chance = random.Random(count * 10 + stride)
-    async with running(tmp_path, count, shard) as (engine, shards):
+    async with running(tmp_path, count, shard | {"pool_tokens": 220}) as (engine, shards):
         for fake in shards:
             fake.stride = stride
             fake.delay = lambda: chance.choice((0.0, 0.0, 0.002))
 
         async def client(number: int) -> None:
-            await asyncio.sleep(chance.random() * 0.05)
+            await asyncio.sleep(chance.random() * 0.01)
             asked = request(chance.randrange(1, 20), chance.randrange(1, 120), first=number)
             leave_after = chance.choice((None, None, chance.randrange(1, 9)))
             found = await run(engine, asked, leave_after)
