@@ -118,7 +118,8 @@ async def test_a_grammar_costs_little_time_per_token(
 
         prose = {"type": "regex", "value": "([A-Za-z]{1,12} ){60}"}
         names = {"type": "array", "minItems": 12, "items": {"type": "string", "minLength": 3, "maxLength": 12}}
-        kinds = {"prose": prose, "schema": {"type": "json", "value": names}}
+        schema = {"type": "object", "properties": {"names": names}, "required": ["names"]}
+        kinds = {"prose": prose, "schema": {"type": "json", "value": schema}}
         rounds = [
             [await seconds_per_token(), *[await seconds_per_token(grammar=grammar) for grammar in kinds.values()]]
             for _ in range(12)
