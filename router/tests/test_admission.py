@@ -10,7 +10,7 @@ from test_engine import expected, request, run, running
 from test_scheduler import make_sequence
 
 from funitel.proto.errors import DeadlineExceeded, Overloaded
-from funitel.router.admission import DEFAULT_TOKENS_PER_SECOND, Admission, Refused, Throughput
+from funitel.router.admission import DEFAULT_TOKENS_PER_SECOND, Admission, InFlight, Refused, Throughput
 from funitel.router.sequence import Sequence
 from funitel.router.waiting import Shares, WaitingQueue
 
@@ -24,6 +24,18 @@ def queue_of(*sequences: Sequence) -> tuple[WaitingQueue, Shares]:
         shares.join(sequence.request.key)
         queue.add(sequence)
     return queue, shares
+
+
+def check(
+    admission: Admission,
+    newcomer: Sequence,
+    num_requests: int,
+    queue: WaitingQueue,
+    shares: Shares,
+    running: list[Sequence],
+) -> Sequence | None:
+    in_flight = InFlight(num_requests, shares.sequences_of(newcomer.request.key))
+    return admission.check(newcomer, in_flight, queue, shares, running)
 
 
 def test_throughput_is_what_was_measured_lately() -> None:
@@ -51,7 +63,7 @@ def test_a_full_house_says_where_one_would_stand_and_how_long() -> None:
     admission = Admission(4)
     queue, shares = queue_of(*(make_sequence(i, 50, 50) for i in range(4)))
     with pytest.raises(Refused, match=": 4 requests in flight, at most 4") as refused:
-        admission.check(make_sequence(9, 5, 5), 4, queue, shares, [])
+        check(admission, make_sequence(9, 5, 5), 4, queue, shares, [])
     assert refused.value.position == 5
     assert refused.value.wait_seconds == 4 * 100 / DEFAULT_TOKENS_PER_SECOND
     assert refused.value.reason == "requests"
@@ -62,11 +74,11 @@ def test_the_key_with_most_gives_its_last_place_to_one_with_fewer() -> None:
     flood = [make_sequence(i, 5, 5, key=A) for i in range(4)]
     flood[1].request = replace(flood[1].request, priority=5)
     queue, shares = queue_of(*flood)
-    assert admission.check(make_sequence(9, 5, 5, key=B), 4, queue, shares, []) is flood[1]
+    assert check(admission, make_sequence(9, 5, 5, key=B), 4, queue, shares, []) is flood[1]
     for sequence in flood:
         sequence.was_started = True  # what has begun is not thrown away
     with pytest.raises(Refused):
-        admission.check(make_sequence(9, 5, 5, key=B), 4, queue, shares, [])
+        check(admission, make_sequence(9, 5, 5, key=B), 4, queue, shares, [])
 
 
 def test_places_are_not_passed_to_and_fro() -> None:
@@ -74,27 +86,27 @@ def test_places_are_not_passed_to_and_fro() -> None:
     queue, shares = queue_of(*(make_sequence(i, 5, 5, key=A if i < 2 else B) for i in range(4)))
     for key in (A, B):
         with pytest.raises(Refused):
-            admission.check(make_sequence(9, 5, 5, key=key), 4, queue, shares, [])
+            check(admission, make_sequence(9, 5, 5, key=key), 4, queue, shares, [])
 
 
 def test_one_of_several_keys_leaves_places_to_the_others() -> None:
     admission = Admission(16, has_several_keys=True)
     queue, shares = queue_of(*(make_sequence(i, 5, 5, key=A) for i in range(14)))
     with pytest.raises(Refused, match=": 14 requests of this API key in flight, at most 14") as refused:
-        admission.check(make_sequence(20, 5, 5, key=A), 14, queue, shares, [])
+        check(admission, make_sequence(20, 5, 5, key=A), 14, queue, shares, [])
     assert refused.value.reason == "key"
-    assert admission.check(make_sequence(20, 5, 5, key=B), 14, queue, shares, []) is None
+    assert check(admission, make_sequence(20, 5, 5, key=B), 14, queue, shares, []) is None
     only = Admission(1, has_several_keys=True)
-    assert only.check(make_sequence(0, 5, 5, key=A), 0, *queue_of(), []) is None
+    assert check(only, make_sequence(0, 5, 5, key=A), 0, *queue_of(), []) is None
 
 
 def test_prompt_tokens_that_wait_are_bounded_but_one_prompt_may_always_wait() -> None:
     admission = Admission(100, max_queued_tokens=20)
-    assert admission.check(make_sequence(0, 50, 5), 0, *queue_of(), []) is None
+    assert check(admission, make_sequence(0, 50, 5), 0, *queue_of(), []) is None
     queue, shares = queue_of(make_sequence(0, 15, 5))
-    assert admission.check(make_sequence(1, 5, 5), 1, queue, shares, []) is None
+    assert check(admission, make_sequence(1, 5, 5), 1, queue, shares, []) is None
     with pytest.raises(Refused, match=": 21 prompt tokens would wait, at most 20") as refused:
-        admission.check(make_sequence(1, 6, 5), 1, queue, shares, [])
+        check(admission, make_sequence(1, 6, 5), 1, queue, shares, [])
     assert refused.value.reason == "queued_tokens"
 
 
@@ -105,10 +117,10 @@ def test_who_would_wait_longer_than_its_deadline_is_refused_at_once() -> None:
         hurried = make_sequence(1, 5, 5, deadline=10.0 + seconds)
         hurried.arrived = 10.0
         if fits:
-            assert admission.check(hurried, 1, queue, shares, []) is None
+            assert check(admission, hurried, 1, queue, shares, []) is None
         else:
             with pytest.raises(Refused, match=r": it would wait 2.0 s, more than the 1.5 s it has"):
-                admission.check(hurried, 1, queue, shares, [])
+                check(admission, hurried, 1, queue, shares, [])
 
 
 async def test_a_deadline_ends_a_running_sequence_and_frees_its_blocks_before_the_next_step(tmp_path: Path) -> None:

@@ -452,3 +452,21 @@ async def test_generations_of_several_tokens_reach_their_streams(tmp_path: Path,
         asked = [request(1 + 3 * i % 30, 1 + i % 9, first=i) for i in range(40)]
         answers = await asyncio.gather(*(run(engine, one) for one in asked))
         assert answers == [expected(one) for one in asked]
+
+
+async def test_what_was_answered_is_delivered_though_the_next_step_cannot_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path, pipeline_steps=1) as (engine, (fake,), _):
+        plan_next = engine._scheduler.schedule
+
+        def schedule() -> object:
+            if len(fake.steps) == 3:
+                raise AssertionError("made up")
+            return plan_next()
+
+        monkeypatch.setattr(engine._scheduler, "schedule", schedule)
+        short, long = request(5, 3), request(5, 30, first=9)
+        ends = await asyncio.gather(run(engine, short), run(engine, long), return_exceptions=True)
+        assert ends[0] == expected(short), "it had ended with the step before"
+        assert isinstance(ends[1], ShardFailed)

@@ -7,11 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from fake_shards import FakeShard, fake_shards, next_token
 from fakes import eventually
 
-from funitel.proto.errors import InvalidRequest, NotReady, Overloaded, SettingsError, ShardFailed, StartupError
+from funitel.proto.errors import (
+    InvalidRequest,
+    NotReady,
+    Overloaded,
+    SettingsError,
+    ShardFailed,
+    StartupError,
+    StepFailed,
+)
 from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
 from funitel.router import fleet as module
 from funitel.router.engine import Engine
@@ -289,9 +298,13 @@ async def test_a_client_that_leaves_after_a_move_is_in_no_later_step(tmp_path: P
             await run_.lose(0)
             await holds(lambda: bool(run_.replicas[1][0].steps), "it was moved")
             await anext(stream_)
-        await holds(lambda: run_.replicas[1][0].batches == {}, "the other replica let go of it")
-        assert run_.value("funitel_cancelled_total") == 1
+        fake = run_.replicas[1][0]
         await holds(lambda: run_.value("funitel_blocks", state="used") == 0, "its blocks are free")
+        await holds(lambda: fake.num_here == 0 and fake.batches == {}, "the other replica let go of it")
+        num_steps = len(fake.steps)
+        await asyncio.sleep(0.03)
+        assert len(fake.steps) == num_steps
+        assert run_.value("funitel_cancelled_total") == 1
 
 
 async def test_a_grammar_is_compiled_again_where_its_request_goes(tmp_path: Path) -> None:
@@ -396,3 +409,33 @@ async def test_what_the_shards_would_ignore_is_refused(tmp_path: Path) -> None:
     async with running(tmp_path, shard={"is_plain": True}) as run_:
         with pytest.raises(InvalidRequest, match="`min_p` is not supported"):
             run_.fleet.submit(request(min_p=0.1))
+
+
+async def test_a_replica_whose_steps_all_fail_is_lost_though_it_says_it_is_well(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_:
+        run_.replicas[0][0].failures = [grpc.StatusCode.INTERNAL] * 1000
+        failed = 0
+        for i in range(12):
+            try:
+                assert await run(run_.fleet, request(first=i)) == expected(request(first=i))
+            except StepFailed:
+                failed += 1
+        assert 0 < failed < 3, "the third step in a row that fails is the replica's fault"
+        assert run_.value("funitel_replicas", state="lost") == 1
+
+
+async def test_the_places_of_a_key_are_counted_over_all_replicas(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    async with running(tmp_path, api_key_file=str(keys), max_concurrent_requests=16) as run_:
+        for replica in run_.replicas:
+            replica[0].pause.clear()
+        tasks = [asyncio.create_task(run(run_.fleet, replace(request(first=i), key=b"a"))) for i in range(14)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(Overloaded, match="14 requests of this API key in flight, at most 14"):
+            run_.fleet.submit(replace(request(first=50), key=b"a"))
+        async with run_.fleet.submit(replace(request(first=51), key=b"b")):
+            pass
+        for replica in run_.replicas:
+            replica[0].pause.set()
+        await asyncio.gather(*tasks)

@@ -60,6 +60,17 @@ class Refused(Overloaded):
 
 
 @dataclass(frozen=True, slots=True)
+class InFlight:
+    """Sequences that have not ended: all, and those of one key."""
+
+    num_requests: int
+    of_key: int
+
+    def __add__(self, other: "InFlight") -> "InFlight":
+        return InFlight(self.num_requests + other.num_requests, self.of_key + other.of_key)
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Where a sequence stands, or would stand: 1 enters next. Seconds until it enters are an estimate."""
 
@@ -97,7 +108,12 @@ class Admission:
         return work / self.throughput.tokens_per_second
 
     def check(
-        self, newcomer: Sequence, num_requests: int, queue: WaitingQueue, shares: Shares, running: Iterable[Sequence]
+        self,
+        newcomer: Sequence,
+        in_flight: "InFlight",
+        queue: WaitingQueue,
+        shares: Shares,
+        running: Iterable[Sequence],
     ) -> Sequence | None:
         """Say who must leave the queue for a newcomer, if somebody must.
 
@@ -105,7 +121,7 @@ class Admission:
 
         Args:
             newcomer: it is not counted yet.
-            num_requests: sequences that wait or run, here and wherever else the bound counts them.
+            in_flight: sequences here and wherever else the bounds count them.
             queue: those that wait here.
             shares: what each key has here.
             running: those that run here.
@@ -113,7 +129,7 @@ class Admission:
         Raises:
             Overloaded: there is no place for it, or it would wait longer than its deadline.
         """
-        own = shares.sequences_of(newcomer.request.key)
+        own, num_requests = in_flight.of_key, in_flight.num_requests
         tokens = queue.num_prompt_tokens + len(newcomer.request.input_ids)
         most_tokens = inf if self._max_queued_tokens is None or not len(queue) else self._max_queued_tokens
         leaving, why, reason = None, "", ""

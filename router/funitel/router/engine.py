@@ -20,7 +20,7 @@ from funitel.proto.errors import (
     StepFailed,
 )
 from funitel.proto.step import Generation
-from funitel.router.admission import Admission, Refused
+from funitel.router.admission import Admission, InFlight, Refused
 from funitel.router.chunking import MIN_CHUNK_TOKENS
 from funitel.router.deadlines import Deadlines
 from funitel.router.metrics import Metrics
@@ -34,6 +34,8 @@ from funitel.router.step_time import StepTimeModel
 from funitel.router.stream import TokenStream
 
 logger = logging.getLogger(__name__)
+
+MOST_FAILED_STEPS = 3  # in a row, before it is no longer put down to those in them
 
 
 class Engine:
@@ -62,6 +64,7 @@ class Engine:
         self._left = asyncio.Event()  # set whenever a request ends
         self._is_draining = False
         self._has_given_up = False
+        self._num_failed_steps = 0  # since one has succeeded
         self._preempted = (0, 0)  # sequences, and tokens computed again, that metrics know of
         self._has_told_target = False
         self.on_lost: Callable[[FunitelError], None] | None = None  # told once shards are gone; is to call `give_up`
@@ -91,15 +94,15 @@ class Engine:
         self._next_id += 1
         return self.accept(sequence)
 
-    def accept(self, sequence: Sequence, num_requests: int | None = None) -> TokenStream:
+    def accept(self, sequence: Sequence, in_flight: InFlight | None = None) -> TokenStream:
         """Queue a sequence whose id is new here, if there is a place for it.
 
-        The bound on requests holds for `num_requests`, when others than those in flight here count too.
+        The bounds on requests hold for `in_flight`, when others than those here count too.
 
         Raises:
             Overloaded, DeadlineExceeded: as `submit`.
         """
-        self._admit(sequence, self.num_requests if num_requests is None else num_requests)
+        self._admit(sequence, in_flight or self.in_flight(sequence.request.key))
         stream = TokenStream(sequence.request, cancel=partial(self._cancel, sequence))
         self._take(sequence, stream)
         return stream
@@ -116,13 +119,15 @@ class Engine:
             task.cancel()
         for sequence in self._scheduler.running.values():
             sequence.num_losses += 1
-        here = (*self._scheduler.running.values(), *self._scheduler.waiting, *self._compiling.values())
+        scheduler = self._scheduler
+        # One whose grammar has just been compiled may still be among those that compile.
+        here = {s.id: s for s in (*scheduler.running.values(), *scheduler.waiting, *self._compiling.values())}
         handed_over = [
-            (sequence.afresh(), self._streams[sequence.id])
-            for sequence in sorted(here, key=lambda each: each.id)
-            if sequence.id in self._streams  # a client may have left while its grammar is compiled
+            (here[i].afresh(), self._streams[i])
+            for i in sorted(here)
+            if i in self._streams  # a client may have left while its grammar is compiled
         ]
-        for sequence in here:
+        for sequence in here.values():
             self._deadlines.forget(sequence)
         self._streams.clear()
         self._left.set()
@@ -132,6 +137,10 @@ class Engine:
     def num_requests(self) -> int:
         """Requests in flight."""
         return len(self._streams)
+
+    def in_flight(self, key: bytes) -> InFlight:
+        """Requests in flight: all, and those of an API key."""
+        return InFlight(len(self._streams), sum(stream.request.key == key for stream in self._streams.values()))
 
     @property
     def can_resume(self) -> bool:
@@ -152,14 +161,14 @@ class Engine:
         else:
             self._queue(sequence)
 
-    def _admit(self, sequence: Sequence, num_requests: int) -> None:
+    def _admit(self, sequence: Sequence, in_flight: InFlight) -> None:
         """Make sure that there is a place for a sequence; one of a key with more may lose its own."""
         if sequence.request.deadline is not None and sequence.request.deadline <= sequence.arrived:
             self._metrics.count_expired("arriving")
             raise DeadlineExceeded("the deadline passed before the request was queued")
         waiting, running = self._scheduler.waiting, self._scheduler.running.values()
         try:
-            leaving = self._admission.check(sequence, num_requests, waiting, self._scheduler.shares, running)
+            leaving = self._admission.check(sequence, in_flight, waiting, self._scheduler.shares, running)
         except Refused as refused:
             self._metrics.count_refused(refused.reason)
             raise
@@ -218,6 +227,9 @@ class Engine:
         self._loop.cancel()
         await asyncio.gather(self._loop, return_exceptions=True)
         await self._pipeline.drain()
+        if not self._has_given_up:  # rows of clients that left while the last steps were under way
+            self._pipeline.drop_all_but(())
+            await self._pipeline.drain()
         await self._replica.close()
 
     async def drained(self) -> None:
@@ -227,15 +239,21 @@ class Engine:
             await self._left.wait()
 
     async def _has_lost_shards(self, error: FunitelError) -> bool:
-        """Whether a call failed because a shard is gone; if so, who is to know was told, and nothing is left here."""
+        """Whether a call failed because a shard is gone; if so, who is to know was told, and nothing is left here.
+
+        A shard whose steps all fail is as good as gone, whatever it says of its health: with next to nothing to do, it
+        would be given all that comes.
+        """
         if self.on_lost is None:
             return False
-        try:
-            await self._replica.health()
-        except FunitelError:
-            self.on_lost(error)
-            return True
-        return False
+        if self._num_failed_steps < MOST_FAILED_STEPS:
+            try:
+                await self._replica.health()
+                return False
+            except FunitelError:
+                pass
+        self.on_lost(error)
+        return True
 
     # The loop -------------------------------------------------------------------------------------------------------
 
@@ -245,6 +263,7 @@ class Engine:
             try:
                 self._turn()
             except FunitelError as error:
+                self._num_failed_steps += not isinstance(error, InvalidRequest)
                 if not await self._has_lost_shards(error):
                     await self._recover(error)
                 continue
@@ -265,9 +284,11 @@ class Engine:
         """
         while self._pipeline.is_answered:
             delivered = self._settle()
-            self._send_steps()
-            for sequence, generation in delivered:
-                self._deliver(sequence, generation)
+            try:
+                self._send_steps()
+            finally:
+                for sequence, generation in delivered:
+                    self._deliver(sequence, generation)
         self._send_steps()
         self._report()
 
@@ -284,6 +305,7 @@ class Engine:
         except KeyError as error:
             raise ShardFailed(f"the shards gave no token for request {error}") from error
         self._pipeline.done()
+        self._num_failed_steps = 0
         num_tokens = sum(settled.plan.computed.values())
         self._admission.throughput.observe_step(num_tokens, settled.seconds, time.monotonic())
         return delivered
@@ -385,10 +407,14 @@ class Engine:
             sequence.enters_alone = True
 
     def _fail_step(self, plan: StepPlan | None, error: FunitelError) -> None:
-        """Give the error to the sequences of a step; to every running one where no other can be resumed."""
+        """Give the error to the sequences of a step; to every running one where no other can be resumed.
+
+        When dropping rows failed nobody is to blame, unless it goes on like this.
+        """
         logger.error("step failed: %s", error.message)
+        is_hopeless = not self.can_resume or self._num_failed_steps >= MOST_FAILED_STEPS
         for sequence in tuple(self._scheduler.running.values()):
-            if plan is None or sequence.id in plan.computed or not self.can_resume:
+            if is_hopeless or (plan is not None and sequence.id in plan.computed):
                 self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: FunitelError) -> None:
@@ -398,9 +424,12 @@ class Engine:
             stream.deliver(error)
 
     def _fail_all(self, error: FunitelError) -> None:
-        """Give every sequence, waiting ones too, the error."""
+        """Give every sequence, waiting ones too, the error; only those whose grammar is compiled stay."""
         for sequence in (*self._scheduler.running.values(), *self._scheduler.waiting):
             self._fail(sequence, error)
+        compiling = {sequence.id for sequence in self._compiling.values()}
+        for i in [i for i in self._streams if i not in compiling]:  # ended, and not told
+            self._streams.pop(i).deliver(error)
 
     def _report(self) -> None:
         scheduler, metrics = self._scheduler, self._metrics

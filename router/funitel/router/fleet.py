@@ -14,6 +14,7 @@ from functools import partial
 
 from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StartupError
 from funitel.proto.step import ShardInfo
+from funitel.router.admission import InFlight
 from funitel.router.engine import Engine
 from funitel.router.metrics import Metrics
 from funitel.router.peer import check_capabilities
@@ -86,7 +87,8 @@ class Fleet:
         self._next_id += 1
         member = self._home_of_sibling(request) or self._choose(sequence)
         self._newest = request, member
-        return member.engine.accept(sequence, sum(member.engine.num_requests for member in self._serving))
+        counts = [member.engine.in_flight(request.key) for member in self._serving]
+        return member.engine.accept(sequence, sum(counts, start=InFlight(0, 0)))
 
     def _home_of_sibling(self, request: Request) -> Member | None:
         """Where the request before this one went, if it has the same prompt object: `n` and `best_of` make such."""

@@ -130,7 +130,7 @@ class Scheduler:
             return self._last(self.running.values(), self._blocks_held())
         if not self.waiting or self.policy.is_plain:
             return None
-        newcomer = self._next_ready(set())
+        newcomer = self._next_ready(Counter())
         if newcomer is None:
             return None
         prefix = self._prefix(newcomer)
@@ -236,7 +236,7 @@ class Scheduler:
         Of one key, those that run come first. The first that finds no room keeps all behind it out.
         """
         starts: list[SequenceStart] = []
-        passed_over: set[int] = set()
+        passed_over: Counter[bytes] = Counter()
         while not budget.is_spent:
             newcomer = self._next_ready(passed_over) if may_enter else None
             oldest = min(hungry, key=self._level, default=None)
@@ -269,7 +269,7 @@ class Scheduler:
     def _level(self, sequence: Sequence) -> tuple[int, int]:
         return self.shares.level(sequence.request.key)
 
-    def _next_ready(self, passed_over: set[int]) -> Sequence | None:
+    def _next_ready(self, passed_over: Counter[bytes]) -> Sequence | None:
         """Who is next of those that wait.
 
         One whose next block a running sequence is computing right now is passed over until that block is published.
@@ -277,7 +277,7 @@ class Scheduler:
         while (sequence := self.waiting.first(passed_over)) is not None:
             if not self._is_being_computed(sequence, len(self._prefix(sequence))):
                 break
-            passed_over.add(sequence.id)
+            passed_over[sequence.request.key] += 1
         return sequence
 
     def _schedule_unchunked(self) -> StepPlan | None:

@@ -3,7 +3,6 @@
 import hashlib
 from array import array
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
 
 from funitel.proto.step import SamplingParams, StoppingParams
 
@@ -100,11 +99,10 @@ class Sequence:
         while len(self._block_keys) <= index:
             count = len(self._block_keys)
             parent = self._block_keys[-1] if count else hashlib.sha256(self.request.cache_salt.encode()).digest()
-            first = count * block_size
-            known = self.request.input_ids
-            if first + block_size > len(known):  # rare: only blocks of a completion come here
-                known = tuple(islice(chain(known, self.output_ids), first, first + block_size))
-                first = 0
-            tokens = array("I", known[first : first + block_size])
+            first, end = count * block_size, (count + 1) * block_size
+            tokens = array("I", self.request.input_ids[first:end])
+            num_given = len(self.request.input_ids)
+            if end > num_given:  # a block of the completion
+                tokens.extend(self.output_ids[max(0, first - num_given) : end - num_given])
             self._block_keys.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return self._block_keys[index]

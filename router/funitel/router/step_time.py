@@ -89,7 +89,7 @@ class StepTimeModel:
 
     def _must_probe(self, num_decodes: int) -> bool:
         few, many = sorted((num_decodes, self._last_plain_decodes))
-        return self._steps_since_plain >= PROBE_STEPS or many > PROBE_RATIO * few + 1
+        return not self._plain.num_observed or self._steps_since_plain >= PROBE_STEPS or many > PROBE_RATIO * few + 1
 
     def _seconds_left(self, load: StepLoad) -> float:
         """Seconds that prompt tokens may add to a plain step, so that 99 of 100 such steps are within the target."""

@@ -6,7 +6,8 @@ priority is worth `AGEING_SECONDS` of waiting, so that whoever waits comes to be
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from funitel.router.sequence import Sequence
 
@@ -109,10 +110,10 @@ class WaitingQueue:
         self.num_prompt_tokens -= len(sequence.request.input_ids)
         self.num_preempted -= sequence.was_started
 
-    def first(self, passed_over: Container[int] = ()) -> Sequence | None:
-        """Whose turn it is, save for sequences whose ids are in `passed_over`."""
-        heads = (next((s for s in queue if s.id not in passed_over), None) for queue in self._by_key.values())
-        return min((head for head in heads if head is not None), key=self._turn, default=None)
+    def first(self, passed_over: Mapping[bytes, int] = MappingProxyType({})) -> Sequence | None:
+        """Whose turn it is, save for so many of each key as were `passed_over`: the first in its queue."""
+        heads = (queue[i] for key, queue in self._by_key.items() if (i := passed_over.get(key, 0)) < len(queue))
+        return min(heads, key=self._turn, default=None)
 
     def _turn(self, sequence: Sequence) -> tuple[tuple[int, int], tuple[float, int]]:
         return self._shares.level(sequence.request.key), _rank(sequence)
