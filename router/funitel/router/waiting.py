@@ -7,7 +7,6 @@ priority is worth `AGEING_SECONDS` of waiting, so that whoever waits comes to be
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 
 from funitel.router.sequence import Sequence
 
@@ -110,9 +109,10 @@ class WaitingQueue:
         self.num_prompt_tokens -= len(sequence.request.input_ids)
         self.num_preempted -= sequence.was_started
 
-    def first(self, passed_over: Mapping[bytes, int] = MappingProxyType({})) -> Sequence | None:
+    def first(self, passed_over: Mapping[bytes, int] | None = None) -> Sequence | None:
         """Whose turn it is, save for so many of each key as were `passed_over`: the first in its queue."""
-        heads = (queue[i] for key, queue in self._by_key.items() if (i := passed_over.get(key, 0)) < len(queue))
+        over = passed_over or {}
+        heads = (queue[i] for key, queue in self._by_key.items() if (i := over.get(key, 0)) < len(queue))
         return min(heads, key=self._turn, default=None)
 
     def _turn(self, sequence: Sequence) -> tuple[tuple[int, int], tuple[float, int]]:
