@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "router.py"
-NUM_STREAMS, NUM_TOKENS = 50, 10
+NUM_STREAMS, NUM_TOKENS = 20, 200  # all are there before the first ends
 
 
 def test_every_route_streams_every_token_to_every_client() -> None:

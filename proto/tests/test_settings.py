@@ -236,6 +236,10 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "master_shard_uds_path": TEXT,
     "master_shard_address": st.none() | TEXT,
     "shard_connect_timeout": st.integers(0, 10**6),
+    "replica_address": st.lists(st.sampled_from(["unix:///tmp/a-0", "tcp://host:80"]), max_size=2, unique=True).map(
+        tuple
+    ),
+    "pipeline_steps": st.integers(1, 2),
     "revision": st.none() | TEXT,
     "hostname": TEXT,
     "port": st.integers(0, 40000),

@@ -10,7 +10,7 @@ from test_engine import expected, request, run, running
 from test_scheduler import make_sequence
 
 from funitel.proto.errors import DeadlineExceeded, Overloaded
-from funitel.router.admission import DEFAULT_TOKENS_PER_SECOND, Admission, InFlight, Refused, Throughput
+from funitel.router.admission import DEFAULT_TOKENS_PER_SECOND, Admission, InFlight, Throughput
 from funitel.router.sequence import Sequence
 from funitel.router.waiting import Shares, WaitingQueue
 
@@ -62,7 +62,7 @@ def test_expected_work_follows_how_long_completions_become() -> None:
 def test_a_full_house_says_where_one_would_stand_and_how_long() -> None:
     admission = Admission(4)
     queue, shares = queue_of(*(make_sequence(i, 50, 50) for i in range(4)))
-    with pytest.raises(Refused, match=": 4 requests in flight, at most 4") as refused:
+    with pytest.raises(Overloaded, match=": 4 requests in flight, at most 4") as refused:
         check(admission, make_sequence(9, 5, 5), 4, queue, shares, [])
     assert refused.value.position == 5
     assert refused.value.wait_seconds == 4 * 100 / DEFAULT_TOKENS_PER_SECOND
@@ -77,7 +77,7 @@ def test_the_key_with_most_gives_its_last_place_to_one_with_fewer() -> None:
     assert check(admission, make_sequence(9, 5, 5, key=B), 4, queue, shares, []) is flood[1]
     for sequence in flood:
         sequence.was_started = True  # what has begun is not thrown away
-    with pytest.raises(Refused):
+    with pytest.raises(Overloaded):
         check(admission, make_sequence(9, 5, 5, key=B), 4, queue, shares, [])
 
 
@@ -85,14 +85,14 @@ def test_places_are_not_passed_to_and_fro() -> None:
     admission = Admission(4)
     queue, shares = queue_of(*(make_sequence(i, 5, 5, key=A if i < 2 else B) for i in range(4)))
     for key in (A, B):
-        with pytest.raises(Refused):
+        with pytest.raises(Overloaded):
             check(admission, make_sequence(9, 5, 5, key=key), 4, queue, shares, [])
 
 
 def test_one_of_several_keys_leaves_places_to_the_others() -> None:
     admission = Admission(16, has_several_keys=True)
     queue, shares = queue_of(*(make_sequence(i, 5, 5, key=A) for i in range(14)))
-    with pytest.raises(Refused, match=": 14 requests of this API key in flight, at most 14") as refused:
+    with pytest.raises(Overloaded, match=": 14 requests of this API key in flight, at most 14") as refused:
         check(admission, make_sequence(20, 5, 5, key=A), 14, queue, shares, [])
     assert refused.value.reason == "key"
     assert check(admission, make_sequence(20, 5, 5, key=B), 14, queue, shares, []) is None
@@ -105,7 +105,7 @@ def test_prompt_tokens_that_wait_are_bounded_but_one_prompt_may_always_wait() ->
     assert check(admission, make_sequence(0, 50, 5), 0, *queue_of(), []) is None
     queue, shares = queue_of(make_sequence(0, 15, 5))
     assert check(admission, make_sequence(1, 5, 5), 1, queue, shares, []) is None
-    with pytest.raises(Refused, match=": 21 prompt tokens would wait, at most 20") as refused:
+    with pytest.raises(Overloaded, match=": 21 prompt tokens would wait, at most 20") as refused:
         check(admission, make_sequence(1, 6, 5), 1, queue, shares, [])
     assert refused.value.reason == "queued_tokens"
 
@@ -119,7 +119,7 @@ def test_who_would_wait_longer_than_its_deadline_is_refused_at_once() -> None:
         if fits:
             assert check(admission, hurried, 1, queue, shares, []) is None
         else:
-            with pytest.raises(Refused, match=r": it would wait 2.0 s, more than the 1.5 s it has"):
+            with pytest.raises(Overloaded, match=r": it would wait 2.0 s, more than the 1.5 s it has"):
                 check(admission, hurried, 1, queue, shares, [])
 
 
@@ -180,8 +180,8 @@ async def test_a_flood_gives_way_at_the_door_and_in_the_batch(tmp_path: Path) ->
         assert await answer == expected(other)
         assert not any(task.done() and task.exception() is None for task in flood), "it was served before the flood"
         answers = await asyncio.gather(*flood, return_exceptions=True)
-        assert [type(answer) for answer in answers].count(Refused) == 1
-        assert isinstance(answers[-1], Refused), "the last to come leaves"
+        assert [type(answer) for answer in answers].count(Overloaded) == 1
+        assert isinstance(answers[-1], Overloaded), "the last to come leaves"
         for i, answer in enumerate(answers[:-1]):
             assert answer == expected(request(5, 40, first=i)), "preempted, and resumed as it would have been"
         assert metrics.registry.get_sample_value("funitel_preempted_total") >= 1.0

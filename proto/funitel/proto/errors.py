@@ -17,6 +17,7 @@ Handlers and the servicer map by attribute, never by `isinstance` ladders.
     │   └── BatchSizeExceeded     more prompts than `--max-client-batch-size`
     ├── Unauthorized              missing or wrong API key
     ├── NotFound                  what a path names is not there
+    │   └── ModelNotFound         the model it names is not the one served
     ├── Overloaded                too many requests at once, or no time left for this one
     ├── DeadlineExceeded          the time the client gave has passed
     ├── NotReady                  starting or draining
@@ -172,7 +173,8 @@ class ModelNotFound(NotFound):
 class Overloaded(FunitelError):
     """No place in the queue, by its bounds, by fairness, or within the time that the client gave.
 
-    Its place there and the estimated seconds until it would have begun, where they are known, are for the client.
+    Its place there and the estimated seconds until it would have begun, where they are known, are for the client;
+    `reason` is the bound, for metrics.
     """
 
     http_status = 429
@@ -182,10 +184,13 @@ class Overloaded(FunitelError):
     metric = "overloaded"
     retry_after = True
 
-    def __init__(self, message: str, position: int | None = None, wait_seconds: float | None = None) -> None:
+    def __init__(
+        self, message: str, position: int | None = None, wait_seconds: float | None = None, reason: str = "requests"
+    ) -> None:
         super().__init__(message)
         self.position = position
         self.wait_seconds = wait_seconds
+        self.reason = reason
 
 
 class DeadlineExceeded(FunitelError):

@@ -51,14 +51,6 @@ class Throughput:
         return max(1, sequence.num_pending) + max(0.0, expected - len(sequence.output_ids))
 
 
-class Refused(Overloaded):
-    """There is no place; `reason` is one of the bounds, for metrics."""
-
-    def __init__(self, message: str, place: "Place", reason: str) -> None:
-        super().__init__(message, place.position, place.wait_seconds)
-        self.reason = reason
-
-
 @dataclass(frozen=True, slots=True)
 class InFlight:
     """Sequences that have not ended: all, and those of one key."""
@@ -149,7 +141,7 @@ class Admission:
             if not why and place.wait_seconds > left:
                 why, reason = f"it would wait {place.wait_seconds:.1f} s, more than the {left:.1f} s it has", "deadline"
             if why:
-                raise Refused(f": {why}", place, reason)
+                raise Overloaded(f": {why}", place.position, place.wait_seconds, reason)
         return leaving
 
     def _last_of_the_greediest(self, own: int, queue: WaitingQueue, shares: Shares) -> Sequence | None:

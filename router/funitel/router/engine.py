@@ -16,11 +16,12 @@ from funitel.proto.errors import (
     FunitelError,
     InvalidRequest,
     NotReady,
+    Overloaded,
     ShardFailed,
     StepFailed,
 )
 from funitel.proto.step import Generation
-from funitel.router.admission import Admission, InFlight, Refused
+from funitel.router.admission import Admission, InFlight
 from funitel.router.chunking import MIN_CHUNK_TOKENS
 from funitel.router.deadlines import Deadlines
 from funitel.router.metrics import Metrics
@@ -169,13 +170,14 @@ class Engine:
         waiting, running = self._scheduler.waiting, self._scheduler.running.values()
         try:
             leaving = self._admission.check(sequence, in_flight, waiting, self._scheduler.shares, running)
-        except Refused as refused:
+        except Overloaded as refused:
             self._metrics.count_refused(refused.reason)
             raise
         if leaving is not None:
             place = self._admission.place_of(leaving, waiting, running)
             self._metrics.count_refused("displaced")
-            self._fail(leaving, Refused(": its place went to an API key that has fewer", place, "displaced"))
+            lost = ": its place went to an API key that has fewer"
+            self._fail(leaving, Overloaded(lost, place.position, place.wait_seconds, "displaced"))
 
     def _expire(self, sequence: Sequence) -> None:
         """End a sequence whose deadline has passed; it is in no later step."""
