@@ -264,6 +264,7 @@ def test_a_replica_that_cannot_start_ends_all(launch: Launch) -> None:
 def test_json_output_is_json_on_every_line(launch: Launch) -> None:
     fake = {"shard-0": {"says": ['{"level": "INFO", "message": "mine"}', "plain words"]}}
     launched = launch("--json-output", fake=fake)
+    launched.until("shard-0 ready")
     launched.until("router ready")
     launched.send(signal.SIGTERM)
     assert launched.wait() == 0
