@@ -130,10 +130,10 @@ class Scheduler:
             return self._last(self.running.values(), self._blocks_held())
         if not self.waiting or self.policy.is_plain:
             return None
-        newcomer = self._next_ready(Counter())
-        if newcomer is None:
+        found = self._next_ready(Counter())
+        if found is None:
             return None
-        prefix = self._prefix(newcomer)
+        newcomer, prefix = found
         needed = self._missing_on_entry(newcomer, prefix)
         if not self._has_slot():
             taken = Counter(sequence.request.key for sequence in self.running.values())
@@ -238,13 +238,13 @@ class Scheduler:
         starts: list[SequenceStart] = []
         passed_over: Counter[bytes] = Counter()
         while not budget.is_spent:
-            newcomer = self._next_ready(passed_over) if may_enter else None
+            found = self._next_ready(passed_over) if may_enter else None
             oldest = min(hungry, key=self._level, default=None)
-            if oldest is not None and (newcomer is None or self._level(oldest) <= self._level(newcomer)):
+            if oldest is not None and (found is None or self._level(oldest) <= self._level(found[0])):
                 hungry.remove(oldest)
                 self._go_on(oldest, budget, computed)
-            elif newcomer is not None:
-                prefix = self._prefix(newcomer)
+            elif found is not None:
+                newcomer, prefix = found
                 num_cached = len(prefix) * self.blocks.block_size
                 first = budget.fit(num_cached, newcomer.num_known - num_cached)
                 may_enter = not (starts and newcomer.enters_alone) and self._has_room(newcomer, prefix, first)
@@ -269,16 +269,17 @@ class Scheduler:
     def _level(self, sequence: Sequence) -> tuple[int, int]:
         return self.shares.level(sequence.request.key)
 
-    def _next_ready(self, passed_over: Counter[bytes]) -> Sequence | None:
-        """Who is next of those that wait.
+    def _next_ready(self, passed_over: Counter[bytes]) -> tuple[Sequence, tuple[int, ...]] | None:
+        """Who is next of those that wait, and the published blocks it begins behind.
 
         One whose next block a running sequence is computing right now is passed over until that block is published.
         """
         while (sequence := self.waiting.first(passed_over)) is not None:
-            if not self._is_being_computed(sequence, len(self._prefix(sequence))):
-                break
+            prefix = self._prefix(sequence)
+            if not self._is_being_computed(sequence, len(prefix)):
+                return sequence, prefix
             passed_over[sequence.request.key] += 1
-        return sequence
+        return None
 
     def _schedule_unchunked(self) -> StepPlan | None:
         """Either a prefill of whole prompts by themselves, or a decode of everything that runs."""
