@@ -22,11 +22,11 @@ from funitel.proto.errors import (
 )
 from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
 from funitel.router.engine import Engine
+from funitel.router.fleet import connect
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Request
 from funitel.router.settings import RouterSettings
 from funitel.router.shards import ShardClient, Shards
-from funitel.router.warmup import connect
 
 
 @asynccontextmanager

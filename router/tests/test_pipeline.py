@@ -15,10 +15,10 @@ from fakes import eventually
 from funitel.proto.errors import FunitelError, InvalidRequest, SettingsError, StepFailed
 from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
 from funitel.router.engine import Engine
+from funitel.router.fleet import connect
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Request
 from funitel.router.settings import RouterSettings
-from funitel.router.warmup import connect
 
 
 @asynccontextmanager

@@ -23,10 +23,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from funitel.proto import tracing
 from funitel.proto.errors import SettingsError
 from funitel.proto.step import SamplingParams, StoppingParams
+from funitel.router.fleet import connect
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Request
 from funitel.router.settings import RouterSettings
-from funitel.router.warmup import connect
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"

@@ -1,4 +1,4 @@
-"""From shards that answer to an engine that serves: connect, warm up, settle the limits and the policy."""
+"""From shards that answer to an engine that serves: warm up, settle the limits and the policy."""
 
 import logging
 
@@ -21,21 +21,10 @@ from funitel.router.replica import Ranks, Replica
 from funitel.router.scheduler import Policy, Scheduler
 from funitel.router.sequence import Limits
 from funitel.router.settings import RouterSettings
-from funitel.router.shards import Shards
 
 logger = logging.getLogger(__name__)
 
 WARMUP_WORD = "test "  # one token or more, whatever the tokenizer
-
-
-async def connect(settings: RouterSettings, metrics: Metrics) -> Engine:
-    """Connect to the shards, warm them up and start the engine.
-
-    Raises:
-        StartupError: no shard answers, or settings, model and memory do not fit together.
-    """
-    ranks = await Shards.connect(settings.master_url, settings.shard_connect_timeout)
-    return await start(ranks, settings, metrics)
 
 
 async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Engine:
