@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from test_engine import expected, request, run, running
 from test_scheduler import make_sequence
+from test_waiting import waiting
 
 from funitel.proto.errors import DeadlineExceeded, Overloaded
 from funitel.router.admission import DEFAULT_TOKENS_PER_SECOND, Admission, InFlight, Throughput
@@ -15,15 +16,6 @@ from funitel.router.sequence import Sequence
 from funitel.router.waiting import Shares, WaitingQueue
 
 A, B = b"a", b"b"
-
-
-def queue_of(*sequences: Sequence) -> tuple[WaitingQueue, Shares]:
-    shares = Shares()
-    queue = WaitingQueue(shares)
-    for sequence in sequences:
-        shares.join(sequence.request.key)
-        queue.add(sequence)
-    return queue, shares
 
 
 def check(
@@ -61,7 +53,7 @@ def test_expected_work_follows_how_long_completions_become() -> None:
 
 def test_a_full_house_says_where_one_would_stand_and_how_long() -> None:
     admission = Admission(4)
-    queue, shares = queue_of(*(make_sequence(i, 50, 50) for i in range(4)))
+    queue, shares = waiting(*(make_sequence(i, 50, 50) for i in range(4)))
     with pytest.raises(Overloaded, match=": 4 requests in flight, at most 4") as refused:
         check(admission, make_sequence(9, 5, 5), 4, queue, shares, [])
     assert refused.value.position == 5
@@ -73,7 +65,7 @@ def test_the_key_with_most_gives_its_last_place_to_one_with_fewer() -> None:
     admission = Admission(4)
     flood = [make_sequence(i, 5, 5, key=A) for i in range(4)]
     flood[1].request = replace(flood[1].request, priority=5)
-    queue, shares = queue_of(*flood)
+    queue, shares = waiting(*flood)
     assert check(admission, make_sequence(9, 5, 5, key=B), 4, queue, shares, []) is flood[1]
     for sequence in flood:
         sequence.was_started = True  # what has begun is not thrown away
@@ -83,7 +75,7 @@ def test_the_key_with_most_gives_its_last_place_to_one_with_fewer() -> None:
 
 def test_places_are_not_passed_to_and_fro() -> None:
     admission = Admission(4)
-    queue, shares = queue_of(*(make_sequence(i, 5, 5, key=A if i < 2 else B) for i in range(4)))
+    queue, shares = waiting(*(make_sequence(i, 5, 5, key=A if i < 2 else B) for i in range(4)))
     for key in (A, B):
         with pytest.raises(Overloaded):
             check(admission, make_sequence(9, 5, 5, key=key), 4, queue, shares, [])
@@ -91,19 +83,19 @@ def test_places_are_not_passed_to_and_fro() -> None:
 
 def test_one_of_several_keys_leaves_places_to_the_others() -> None:
     admission = Admission(16, has_several_keys=True)
-    queue, shares = queue_of(*(make_sequence(i, 5, 5, key=A) for i in range(14)))
+    queue, shares = waiting(*(make_sequence(i, 5, 5, key=A) for i in range(14)))
     with pytest.raises(Overloaded, match=": 14 requests of this API key in flight, at most 14") as refused:
         check(admission, make_sequence(20, 5, 5, key=A), 14, queue, shares, [])
     assert refused.value.reason == "key"
     assert check(admission, make_sequence(20, 5, 5, key=B), 14, queue, shares, []) is None
     only = Admission(1, has_several_keys=True)
-    assert check(only, make_sequence(0, 5, 5, key=A), 0, *queue_of(), []) is None
+    assert check(only, make_sequence(0, 5, 5, key=A), 0, *waiting(), []) is None
 
 
 def test_prompt_tokens_that_wait_are_bounded_but_one_prompt_may_always_wait() -> None:
     admission = Admission(100, max_queued_tokens=20)
-    assert check(admission, make_sequence(0, 50, 5), 0, *queue_of(), []) is None
-    queue, shares = queue_of(make_sequence(0, 15, 5))
+    assert check(admission, make_sequence(0, 50, 5), 0, *waiting(), []) is None
+    queue, shares = waiting(make_sequence(0, 15, 5))
     assert check(admission, make_sequence(1, 5, 5), 1, queue, shares, []) is None
     with pytest.raises(Overloaded, match=": 21 prompt tokens would wait, at most 20") as refused:
         check(admission, make_sequence(1, 6, 5), 1, queue, shares, [])
@@ -112,7 +104,7 @@ def test_prompt_tokens_that_wait_are_bounded_but_one_prompt_may_always_wait() ->
 
 def test_who_would_wait_longer_than_its_deadline_is_refused_at_once() -> None:
     admission = Admission(100)
-    queue, shares = queue_of(make_sequence(0, 150, 50))
+    queue, shares = waiting(make_sequence(0, 150, 50))
     for seconds, fits in ((3.0, True), (1.5, False)):
         hurried = make_sequence(1, 5, 5, deadline=10.0 + seconds)
         hurried.arrived = 10.0
