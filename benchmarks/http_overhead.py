@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from funitel_testing.servers import Server, serving
+from funitel_testing.servers import Server, cpu_seconds, serving
 
 LAYOUTS = ("split", "shared")
 PIPELINE_STEPS = (2, 1)
@@ -168,12 +168,6 @@ def run_http(server: Server, streams: int, tokens: int) -> Run:
     seconds = time.monotonic() - begin
     cpu = {name: cpu_seconds(pid) - before[name] for name, pid in pids.items()}
     return Run(count, seconds, cpu | {"client": time.process_time() - client_cpu})
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time that the threads of a process have had, those that have ended left out."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 def pin(pid: int, cores: Sequence[int]) -> None:

@@ -38,7 +38,7 @@ import uvicorn
 import uvloop
 
 from funitel_testing.instant_shard import STAMP_DIGITS, stamp
-from funitel_testing.servers import free_port
+from funitel_testing.servers import cpu_seconds, free_port
 
 MAX_TOKENS = 4096  # the shard ends every stream before; it gives a token to those that wait for the others to begin
 ROUTES: dict[str, dict[str, Any]] = {
@@ -115,14 +115,6 @@ class Run:
     server_cpu: float
     client_cpu: float
     latencies: list[float]
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time all threads of a process have taken, user and system."""
-    total = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        total += int((task / "schedstat").read_text().split()[0])
-    return total / 1e9
 
 
 @dataclass(frozen=True)
