@@ -39,7 +39,18 @@ PURE = (
     "funitel.proto.step",
     *(
         f"funitel.router.{name}"
-        for name in ("scheduler", "blocks", "chunking", "step_time", "least_squares", "sequence", "waiting")
+        for name in (
+            "scheduler",
+            "blocks",
+            "chunking",
+            "step_time",
+            "least_squares",
+            "sequence",
+            "waiting",
+            "plan",
+            "entrance",
+            "giving_way",
+        )
     ),
 )
 PURE_STDLIB = {

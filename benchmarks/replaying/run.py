@@ -12,7 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 from funitel.router.blocks import BlockAllocator
-from funitel.router.scheduler import Policy, Scheduler
+from funitel.router.plan import Policy
+from funitel.router.scheduler import Scheduler
 from replaying.costs import StepCosts
 from replaying.measures import Measures
 from replaying.simulation import SimulatedReplica, simulate

@@ -17,7 +17,8 @@ from funitel.proto.step import (
     Tokens,
 )
 from funitel.router.placement import Standing, place
-from funitel.router.scheduler import Scheduler, StepPlan
+from funitel.router.plan import StepPlan
+from funitel.router.scheduler import Scheduler
 from funitel.router.sequence import Request, Sequence
 from replaying.costs import StepCosts
 from replaying.measures import Measures

@@ -151,7 +151,7 @@ async def test_a_deadline_kept_disturbs_nobody(tmp_path: Path) -> None:
     async with running(tmp_path) as (engine, _, metrics):
         assert await run(engine, replace(request(), deadline=time.monotonic() + 0.3)) == expected(request())
         await asyncio.sleep(0.35)
-        assert engine._deadlines._timers == {}
+        assert engine._requests._deadlines._timers == {}
         assert await run(engine, request()) == expected(request())
         assert "funitel_expired_total{" not in metrics.exposition().decode()
 

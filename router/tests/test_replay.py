@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from funitel.router.blocks import BlockAllocator
-from funitel.router.scheduler import Policy, Scheduler
+from funitel.router.plan import Policy
+from funitel.router.scheduler import Scheduler
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # last: scripts there have names that packages have too

@@ -21,7 +21,8 @@ from funitel.proto.step import (
     Tokens,
 )
 from funitel.router.blocks import BlockAllocator
-from funitel.router.scheduler import Policy, Scheduler, StepPlan
+from funitel.router.plan import Policy, StepPlan
+from funitel.router.scheduler import Scheduler
 from funitel.router.sequence import Request, Sequence
 
 BLOCK = 4

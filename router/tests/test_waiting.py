@@ -9,7 +9,8 @@ from test_scheduler import BLOCK, FakeShard, make_sequence
 
 from funitel.proto.step import FinishReason, GeneratedText, Generation, StepResult, Tokens
 from funitel.router.blocks import BlockAllocator
-from funitel.router.scheduler import Policy, Scheduler, StepPlan
+from funitel.router.plan import Policy, StepPlan
+from funitel.router.scheduler import Scheduler
 from funitel.router.sequence import Sequence
 from funitel.router.waiting import AGEING_SECONDS, MAX_IDLE_KEYS, Shares, WaitingQueue
 

@@ -59,7 +59,7 @@ class Fleet:
         metrics.set_limits(self.limits)
         self._report()
         for member in members:
-            member.engine.on_lost = partial(self._lose, member)
+            member.engine.tell_of_loss(partial(self._lose, member))
         self._watches = [asyncio.create_task(self._watch(member)) for member in members]
 
     @property

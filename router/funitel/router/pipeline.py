@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from funitel.proto import tracing
+from funitel.router.plan import StepPlan
 from funitel.router.replica import Replica, SentStep, StepAnswer
-from funitel.router.scheduler import StepPlan
 
 MOST_STEPS = 2  # what the ranks tolerate: a step that names rows which have ended in the one before it
 

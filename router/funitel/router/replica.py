@@ -21,7 +21,7 @@ from funitel.proto.step import (
     WarmupLimits,
     WarmupResult,
 )
-from funitel.router.scheduler import StepPlan
+from funitel.router.plan import StepPlan
 
 
 class Ranks(Protocol):

@@ -16,55 +16,17 @@ be found by its content is published only when committed, and is full: nobody wr
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from math import ceil
 
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StepResult
 from funitel.router.blocks import BlockAllocator
 from funitel.router.chunking import ChunkBudget, StepLoad
+from funitel.router.entrance import Entrance
+from funitel.router.giving_way import GivingWay
+from funitel.router.plan import Policy, StepPlan
 from funitel.router.sequence import Sequence
 from funitel.router.step_time import StepTimeModel
 from funitel.router.waiting import Shares, WaitingQueue
-
-# A newcomer leaves a block free for each running sequence, else it would soon be preempted again; but at most this
-# share of the pool, for what is free for growth is not used. On simulated loads of 64 requests for 4 times the pool 84
-# to 95 % of it were used without a bound, and 92 to 98 % with it, for some 5 % more tokens computed again.
-MOST_RESERVED = 1 / 25
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """Limits and rules of scheduling. `max_*` in tokens or sequences as named."""
-
-    max_batch_prefill_tokens: int
-    max_batch_size: int | None = None
-    is_chunked: bool = True  # prompts may be split and share steps; else blocks for whole requests at admission
-    has_prefix_cache: bool = False  # computed blocks are found again by their tokens
-    is_plain: bool = False  # the peer speaks TGI v3 without funitel's additions; never chunked
-    waiting_served_ratio: float = 0.3
-    max_waiting_tokens: int = 20
-    target_gap_seconds: float | None = None  # most time between a running stream's tokens; some plain steps if None
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: sequences that enter the shard, decisions about running rows, tokens computed per sequence.
-
-    `is_alone`: running rows sit out; the new ones become a batch of their own.
-    """
-
-    starts: tuple[SequenceStart, ...]
-    rows: tuple[RowUpdate, ...]
-    computed: dict[int, int]
-    load: StepLoad  # prompt tokens are all but one for each sequence that was already decoding
-    is_alone: bool = False
-
-    @property
-    def method(self) -> str:
-        """The call of the wire it is sent by, in lower case."""
-        return "prefill" if self.starts else "decode"
 
 
 class Scheduler:
@@ -78,8 +40,15 @@ class Scheduler:
         self.waiting = WaitingQueue(self.shares)
         self.running: dict[int, Sequence] = {}  # by id, oldest first
         self.num_preempted = 0
+        self._entrance = Entrance(policy, blocks, self.waiting, self.running)
+        self._giving_way = GivingWay(self.shares, self._entrance, self.running)
         self._in_flight: deque[StepPlan] = deque()  # oldest first
         self._steps_since_join = 0
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether a sequence can go on behind tokens that it has got already, here or elsewhere."""
+        return not self.policy.is_plain
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -127,57 +96,10 @@ class Scheduler:
     def _next_to_give_way(self) -> Sequence | None:
         """Who is to be preempted: while blocks are missing, or another key has not had its share of what is taken."""
         if self._missing_blocks() > self.blocks.num_free:
-            return self._last(self.running.values(), self._blocks_held())
+            return self._giving_way.to_growth()
         if not self.waiting or self.policy.is_plain:
             return None
-        found = self._next_ready(Counter())
-        if found is None:
-            return None
-        newcomer, prefix = found
-        needed = self._missing_on_entry(newcomer, prefix)
-        if not self._has_slot():
-            taken = Counter(sequence.request.key for sequence in self.running.values())
-            return self._richer_than(newcomer, 1, taken, dict.fromkeys(self.running, 1))
-        if not self._has_blocks(needed, prefix):
-            sizes = {sequence.id: len(sequence.blocks) for sequence in self.running.values()}
-            return self._richer_than(newcomer, needed, self._blocks_held(), sizes)
-        return None
-
-    def _richer_than(
-        self, newcomer: Sequence, needed: int, taken: Counter[bytes], sizes: Mapping[int, int]
-    ) -> Sequence | None:
-        """Who gives way to a newcomer: of a key that was given more, and still has as much taken without the sequence.
-
-        Args:
-            newcomer: whose turn it is.
-            needed: how much it would take, of whatever is short.
-            taken: how much of it each key has.
-            sizes: how much of it each running sequence has.
-        """
-        level, most = self._level(newcomer), taken[newcomer.request.key] + needed
-        richer = [
-            sequence
-            for sequence in self.running.values()
-            if self._level(sequence) > level and taken[sequence.request.key] - sizes[sequence.id] >= most
-        ]
-        return self._last(richer, taken) if richer else None
-
-    def _blocks_held(self) -> Counter[bytes]:
-        """How many blocks the sequences of each key hold."""
-        held: Counter[bytes] = Counter()
-        for sequence in self.running.values():
-            held[sequence.request.key] += len(sequence.blocks)
-        return held
-
-    def _last(self, sequences: Iterable[Sequence], taken: Mapping[bytes, int]) -> Sequence:
-        """Who gives way first: of the key that has taken most and was given most, the least urgent, then the newest."""
-
-        def place(sequence: Sequence) -> tuple[float, ...]:
-            request = sequence.request
-            given = self.shares.tokens_of(request.key)
-            return taken[request.key], given, request.priority, sequence.arrived, sequence.id
-
-        return max(sequences, key=place)
+        return self._giving_way.to_newcomer()
 
     def _missing_blocks(self) -> int:
         """Blocks to be granted before every running sequence can compute what it holds."""
@@ -238,7 +160,7 @@ class Scheduler:
         starts: list[SequenceStart] = []
         passed_over: Counter[bytes] = Counter()
         while not budget.is_spent:
-            found = self._next_ready(passed_over) if may_enter else None
+            found = self._entrance.next_ready(passed_over) if may_enter else None
             oldest = min(hungry, key=self._level, default=None)
             if oldest is not None and (found is None or self._level(oldest) <= self._level(found[0])):
                 hungry.remove(oldest)
@@ -247,12 +169,13 @@ class Scheduler:
                 newcomer, prefix = found
                 num_cached = len(prefix) * self.blocks.block_size
                 first = budget.fit(num_cached, newcomer.num_known - num_cached)
-                may_enter = not (starts and newcomer.enters_alone) and self._has_room(newcomer, prefix, first)
+                may_enter = not (starts and newcomer.enters_alone) and self._entrance.has_room(newcomer, prefix, first)
                 if may_enter:
-                    self._enter(newcomer, prefix)
+                    self._entrance.take(newcomer, prefix)
+                    self.running[newcomer.id] = newcomer
                     computed[newcomer.id] = budget.take(num_cached, newcomer.num_pending)
                     self.shares.charge(newcomer, computed[newcomer.id])
-                    starts.append(self._start(newcomer, computed[newcomer.id]))
+                    starts.append(self._entrance.start(newcomer, computed[newcomer.id]))
                     may_enter = not newcomer.enters_alone
             else:
                 break
@@ -268,18 +191,6 @@ class Scheduler:
 
     def _level(self, sequence: Sequence) -> tuple[int, int]:
         return self.shares.level(sequence.request.key)
-
-    def _next_ready(self, passed_over: Counter[bytes]) -> tuple[Sequence, tuple[int, ...]] | None:
-        """Who is next of those that wait, and the published blocks it begins behind.
-
-        One whose next block a running sequence is computing right now is passed over until that block is published.
-        """
-        while (sequence := self.waiting.first(passed_over)) is not None:
-            prefix = self._prefix(sequence)
-            if not self._is_being_computed(sequence, len(prefix)):
-                return sequence, prefix
-            passed_over[sequence.request.key] += 1
-        return None
 
     def _schedule_unchunked(self) -> StepPlan | None:
         """Either a prefill of whole prompts by themselves, or a decode of everything that runs."""
@@ -297,12 +208,19 @@ class Scheduler:
         return plan
 
     @property
-    def has_waited_long(self) -> bool:
+    def reason_to_join(self) -> str:
+        """Why sequences that the next step lets in would join running ones, in TGI's words."""
+        if self.policy.is_chunked:
+            return "chunking"
+        return "wait_exceeded" if self._has_waited_long else "backpressure"
+
+    @property
+    def _has_waited_long(self) -> bool:
         """Without chunked prefill: whether so many steps passed that who waits is let in whatever the ratio."""
         return self._steps_since_join >= self.policy.max_waiting_tokens
 
     def _should_join(self) -> bool:
-        if not self.running or self.has_waited_long:
+        if not self.running or self._has_waited_long:
             return True
         return len(self.waiting) >= max(1, self.policy.waiting_served_ratio * len(self.running))
 
@@ -330,91 +248,14 @@ class Scheduler:
         contexts = [s.num_known for s in self.running.values() if s.brings_token(*s.ahead())]
         return StepLoad(len(contexts), sum(contexts))
 
-    def _prefix(self, sequence: Sequence) -> tuple[int, ...]:
-        """Published blocks a waiting sequence can begin behind; its last known token is always computed."""
-        if not self._may_share(sequence):
-            return ()
-        size = self.blocks.block_size
-        return self.blocks.match(sequence.block_key(i, size) for i in range((sequence.num_known - 1) // size))
-
     def cached_prefix_len(self, sequence: Sequence) -> int:
         """Tokens at the beginning of a sequence, whoever has it, that are found computed here right now."""
-        return len(self._prefix(sequence)) * self.blocks.block_size
+        return len(self._entrance.prefix(sequence)) * self.blocks.block_size
 
     @property
     def load_tokens(self) -> int:
         """Tokens known of every sequence that runs or waits here."""
         return sum(sequence.num_known for sequence in (*self.running.values(), *self.waiting))
-
-    def _may_share(self, sequence: Sequence) -> bool:
-        return self.policy.has_prefix_cache and not sequence.request.prefill_logprobs
-
-    def _is_being_computed(self, sequence: Sequence, index: int) -> bool:
-        size = self.blocks.block_size
-        if not self._may_share(sequence) or (index + 1) * size >= sequence.num_known:
-            return False
-        key = sequence.block_key(index, size)
-        return any(
-            other.num_pending > 1 and other.num_known >= (index + 1) * size and other.block_key(index, size) == key
-            for other in self.running.values()
-        )
-
-    def _has_room(self, sequence: Sequence, prefix: Seq[int], count: int) -> bool:
-        """Whether a waiting sequence may enter, behind `prefix`, to compute `count` tokens first."""
-        # A resumed sequence may have outgrown the budget: it enters first, and takes the rest in its next step.
-        whole = min(sequence.num_known - len(prefix) * self.blocks.block_size, self.policy.max_batch_prefill_tokens)
-        if count < (1 if self.policy.is_chunked else whole):
-            return False
-        return self._has_slot() and self._has_blocks(self._missing_on_entry(sequence, prefix), prefix)
-
-    def _has_slot(self) -> bool:
-        return self.policy.max_batch_size is None or len(self.running) < self.policy.max_batch_size
-
-    def _has_blocks(self, needed: int, prefix: Seq[int]) -> bool:
-        reserved = min(len(self.running), ceil(self.blocks.num_blocks * MOST_RESERVED))
-        return needed + reserved <= self.blocks.num_free - self.blocks.num_idle(prefix)
-
-    def _enter(self, sequence: Sequence, prefix: Seq[int]) -> None:
-        """Make a waiting sequence a running one, behind `prefix`."""
-        self.waiting.remove(sequence)
-        self.blocks.share(prefix)
-        sequence.blocks.extend(prefix)
-        sequence.blocks.extend(self.blocks.allocate(self._missing_on_entry(sequence, prefix)))
-        sequence.num_computed = sequence.num_cached = len(prefix) * self.blocks.block_size
-        sequence.num_repeated = max(0, sequence.num_repeated - sequence.num_computed)
-        sequence.was_started = True
-        self.running[sequence.id] = sequence
-
-    def _missing_on_entry(self, sequence: Sequence, prefix: Seq[int]) -> int:
-        """Blocks a sequence must be granted on entry beside its prefix."""
-        return self.blocks.blocks_for(self._admission_tokens(sequence)) - len(prefix)
-
-    def _admission_tokens(self, sequence: Sequence) -> int:
-        """Tokens a sequence gets blocks for on entry: what is known, or all it may ever need."""
-        if not self.policy.is_chunked:  # the last token is returned but never computed
-            return len(sequence.request.input_ids) + sequence.request.stopping.max_new_tokens - 1
-        return sequence.num_known
-
-    def _start(self, sequence: Sequence, count: int) -> SequenceStart:
-        request, size = sequence.request, self.blocks.block_size
-        is_plain = self.policy.is_plain
-        num_slots = self._admission_tokens(sequence) if is_plain else 0
-        return SequenceStart(
-            request_id=sequence.id,
-            sampling=request.sampling,
-            stopping=request.stopping,
-            input_ids=() if is_plain else request.input_ids,
-            output_ids=tuple(sequence.output_ids),
-            blocks=tuple(sequence.blocks),
-            slots=tuple(sequence.blocks[i // size] * size + i % size for i in range(num_slots)),
-            cache_len=sequence.num_cached,
-            chunk_len=None if is_plain else count,
-            prefill_logprobs=request.prefill_logprobs,
-            top_n_tokens=request.top_n_tokens,
-            inputs=request.inputs if is_plain else "",
-            truncate=len(request.input_ids) if is_plain else 0,
-            add_special_tokens=request.add_special_tokens,
-        )
 
     # Results --------------------------------------------------------------------------------------------------------
 

@@ -17,8 +17,9 @@ from funitel.router.blocks import BlockAllocator
 from funitel.router.engine import Engine
 from funitel.router.key_file import read_keys
 from funitel.router.metrics import Metrics
+from funitel.router.plan import Policy
 from funitel.router.replica import Ranks, Replica
-from funitel.router.scheduler import Policy, Scheduler
+from funitel.router.scheduler import Scheduler
 from funitel.router.sequence import Limits
 from funitel.router.settings import RouterSettings
 

@@ -1,0 +1,120 @@
+"""How a waiting sequence enters: behind which blocks, with which more, and whether there is room. Pure."""
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from math import ceil
+
+from funitel.proto.step import SequenceStart
+from funitel.router.blocks import BlockAllocator
+from funitel.router.plan import Policy
+from funitel.router.sequence import Sequence
+from funitel.router.waiting import WaitingQueue
+
+# A newcomer leaves a block free for each running sequence, else it would soon be preempted again; but at most this
+# share of the pool, for what is free for growth is not used. On simulated loads of 64 requests for 4 times the pool 84
+# to 95 % of it were used without a bound, and 92 to 98 % with it, for some 5 % more tokens computed again.
+MOST_RESERVED = 1 / 25
+
+
+class Entrance:
+    """From those that wait to those that run, through the blocks that are free or can be shared."""
+
+    def __init__(
+        self, policy: Policy, blocks: BlockAllocator, waiting: WaitingQueue, running: Mapping[int, Sequence]
+    ) -> None:
+        self._policy = policy
+        self._blocks = blocks
+        self._waiting = waiting
+        self._running = running
+
+    def next_ready(self, passed_over: Counter[bytes]) -> tuple[Sequence, tuple[int, ...]] | None:
+        """Who is next of those that wait, and the published blocks it begins behind.
+
+        One whose next block a running sequence is computing right now is passed over until that block is published.
+        """
+        while (sequence := self._waiting.first(passed_over)) is not None:
+            prefix = self.prefix(sequence)
+            if not self._is_being_computed(sequence, len(prefix)):
+                return sequence, prefix
+            passed_over[sequence.request.key] += 1
+        return None
+
+    def prefix(self, sequence: Sequence) -> tuple[int, ...]:
+        """Published blocks a sequence can begin behind; its last known token is always computed."""
+        if not self._may_share(sequence):
+            return ()
+        size = self._blocks.block_size
+        return self._blocks.match(sequence.block_key(i, size) for i in range((sequence.num_known - 1) // size))
+
+    def _may_share(self, sequence: Sequence) -> bool:
+        return self._policy.has_prefix_cache and not sequence.request.prefill_logprobs
+
+    def _is_being_computed(self, sequence: Sequence, index: int) -> bool:
+        size = self._blocks.block_size
+        if not self._may_share(sequence) or (index + 1) * size >= sequence.num_known:
+            return False
+        key = sequence.block_key(index, size)
+        return any(
+            other.num_pending > 1 and other.num_known >= (index + 1) * size and other.block_key(index, size) == key
+            for other in self._running.values()
+        )
+
+    def has_room(self, sequence: Sequence, prefix: Seq[int], count: int) -> bool:
+        """Whether a waiting sequence may enter, behind `prefix`, to compute `count` tokens first."""
+        # A resumed sequence may have outgrown the budget: it enters first, and takes the rest in its next step.
+        whole = min(sequence.num_known - len(prefix) * self._blocks.block_size, self._policy.max_batch_prefill_tokens)
+        if count < (1 if self._policy.is_chunked else whole):
+            return False
+        return self.has_slot() and self.has_blocks(self.missing_blocks(sequence, prefix), prefix)
+
+    def has_slot(self) -> bool:
+        """Whether one more sequence may run."""
+        return self._policy.max_batch_size is None or len(self._running) < self._policy.max_batch_size
+
+    def has_blocks(self, needed: int, prefix: Seq[int]) -> bool:
+        """Whether so many blocks can be had beside `prefix`, and some are left for those that run."""
+        reserved = min(len(self._running), ceil(self._blocks.num_blocks * MOST_RESERVED))
+        return needed + reserved <= self._blocks.num_free - self._blocks.num_idle(prefix)
+
+    def missing_blocks(self, sequence: Sequence, prefix: Seq[int]) -> int:
+        """Blocks a sequence must be granted on entry beside its prefix."""
+        return self._blocks.blocks_for(self._admission_tokens(sequence)) - len(prefix)
+
+    def _admission_tokens(self, sequence: Sequence) -> int:
+        """Tokens a sequence gets blocks for on entry: what is known, or all it may ever need."""
+        if not self._policy.is_chunked:  # the last token is returned but never computed
+            return len(sequence.request.input_ids) + sequence.request.stopping.max_new_tokens - 1
+        return sequence.num_known
+
+    def take(self, sequence: Sequence, prefix: Seq[int]) -> None:
+        """Let a sequence wait no more: it gets its blocks, behind `prefix`."""
+        self._waiting.remove(sequence)
+        self._blocks.share(prefix)
+        sequence.blocks.extend(prefix)
+        sequence.blocks.extend(self._blocks.allocate(self.missing_blocks(sequence, prefix)))
+        sequence.num_computed = sequence.num_cached = len(prefix) * self._blocks.block_size
+        sequence.num_repeated = max(0, sequence.num_repeated - sequence.num_computed)
+        sequence.was_started = True
+
+    def start(self, sequence: Sequence, count: int) -> SequenceStart:
+        """Say to the shard how a sequence enters to compute `count` tokens."""
+        request, size = sequence.request, self._blocks.block_size
+        is_plain = self._policy.is_plain
+        num_slots = self._admission_tokens(sequence) if is_plain else 0
+        return SequenceStart(
+            request_id=sequence.id,
+            sampling=request.sampling,
+            stopping=request.stopping,
+            input_ids=() if is_plain else request.input_ids,
+            output_ids=tuple(sequence.output_ids),
+            blocks=tuple(sequence.blocks),
+            slots=tuple(sequence.blocks[i // size] * size + i % size for i in range(num_slots)),
+            cache_len=sequence.num_cached,
+            chunk_len=None if is_plain else count,
+            prefill_logprobs=request.prefill_logprobs,
+            top_n_tokens=request.top_n_tokens,
+            inputs=request.inputs if is_plain else "",
+            truncate=len(request.input_ids) if is_plain else 0,
+            add_special_tokens=request.add_special_tokens,
+        )

@@ -1,0 +1,49 @@
+"""What metrics and log are told of a scheduler's state after every turn. Event loop only."""
+
+import logging
+
+from funitel.router.chunking import MIN_CHUNK_TOKENS
+from funitel.router.metrics import Metrics
+from funitel.router.replica import Replica
+from funitel.router.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerReport:
+    """Queue, running sequences and pool as metrics; a target that cannot be held as a line of the log, once."""
+
+    def __init__(self, scheduler: Scheduler, replica: Replica, metrics: Metrics) -> None:
+        self._scheduler = scheduler
+        self._replica = replica
+        self._metrics = metrics
+        self._preempted = (0, 0)  # sequences, and tokens computed again, that metrics know of
+        self._has_told_target = False
+
+    def update(self) -> None:
+        """Tell how things stand now."""
+        scheduler, metrics = self._scheduler, self._metrics
+        metrics.set_sequences(len(scheduler.waiting), len(scheduler.running))
+        metrics.set_queue(scheduler.waiting.num_preempted, scheduler.waiting.num_prompt_tokens)
+        metrics.set_pool(scheduler.blocks.num_used, scheduler.blocks.num_free, scheduler.blocks.num_cached)
+        metrics.set_batch_tokens(scheduler.blocks.num_used * scheduler.blocks.block_size)
+        metrics.set_cached_batches(self._replica.num_batches)
+        preempted = (scheduler.num_preempted, scheduler.shares.num_repeated)
+        if preempted != self._preempted:
+            metrics.count_preempted(*(now - before for now, before in zip(preempted, self._preempted, strict=True)))
+            self._preempted = preempted
+        self._tell_missed_target()
+
+    def _tell_missed_target(self) -> None:
+        """Log once that the target is below what decoding alone takes."""
+        step_time = self._scheduler.step_time
+        if step_time.longest_plain_seconds is None or self._has_told_target:
+            return
+        self._has_told_target = True
+        logger.warning(
+            "--target-itl-ms %g cannot be held: decoding alone takes %.1f ms a step; beside running streams prompts "
+            "advance by %d tokens a step",
+            1e3 * (step_time.target_gap_seconds or 0.0),
+            1e3 * step_time.longest_plain_seconds,
+            MIN_CHUNK_TOKENS,
+        )

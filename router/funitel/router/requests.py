@@ -1,0 +1,62 @@
+"""Requests of one engine that have not ended: where their answers go, and by when. Event loop only."""
+
+import asyncio
+from collections.abc import Callable, Container
+
+from funitel.proto.errors import FunitelError
+from funitel.router.admission import InFlight
+from funitel.router.deadlines import Deadlines
+from funitel.router.scheduler import Scheduler
+from funitel.router.sequence import Sequence
+from funitel.router.stream import TokenStream
+
+
+class Requests:
+    """Streams by the ids of their sequences. `expire` is called at the deadline of one that has one."""
+
+    def __init__(self, scheduler: Scheduler, expire: Callable[[Sequence], None]) -> None:
+        self.streams: dict[int, TokenStream] = {}
+        self._scheduler = scheduler
+        self._deadlines = Deadlines(expire)
+        self._left = asyncio.Event()  # set whenever a request ends
+
+    def __len__(self) -> int:
+        return len(self.streams)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.id in self.streams
+
+    def in_flight(self, key: bytes) -> InFlight:
+        """How many there are: all, and those of an API key."""
+        return InFlight(len(self.streams), sum(stream.request.key == key for stream in self.streams.values()))
+
+    def add(self, sequence: Sequence, stream: TokenStream) -> None:
+        """Keep the stream of a sequence until it has ended."""
+        self.streams[sequence.id] = stream
+        self._deadlines.watch(sequence)
+
+    def forget(self, sequence: Sequence) -> TokenStream | None:
+        """Let go of a sequence that has ended; its stream, if it is here."""
+        self._left.set()
+        self._deadlines.forget(sequence)
+        return self.streams.pop(sequence.id, None)
+
+    def fail(self, sequence: Sequence, error: FunitelError) -> None:
+        """End a sequence, wherever it is; its client gets the error."""
+        self._scheduler.remove(sequence)
+        stream = self.forget(sequence)
+        if stream is not None:
+            stream.deliver(error)
+
+    def fail_all(self, error: FunitelError, but: Container[int] = ()) -> None:
+        """End every sequence, waiting ones too, but those of the ids in `but`."""
+        for sequence in (*self._scheduler.running.values(), *self._scheduler.waiting):
+            self.fail(sequence, error)
+        for i in [i for i in self.streams if i not in but]:  # ended, and not told
+            self.streams.pop(i).deliver(error)
+
+    async def drained(self) -> None:
+        """Return once no request is here."""
+        while self.streams:
+            self._left.clear()
+            await self._left.wait()

@@ -1,0 +1,249 @@
+"""The loop between scheduler and shards: settle, plan, send, deliver; and recover when a step fails.
+
+Runs on the event loop. A turn is made whenever something has happened: a step was answered, a request came or left. It
+takes answers into account in order, sends further steps before it delivers what was answered, and never waits; so the
+shards compute while tokens go to their clients (`pipeline`).
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Container
+
+from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed, StepFailed
+from funitel.proto.step import Generation
+from funitel.router.admission import Throughput
+from funitel.router.metrics import Metrics
+from funitel.router.pipeline import Pipeline
+from funitel.router.plan import StepPlan
+from funitel.router.replica import Replica
+from funitel.router.reporting import SchedulerReport
+from funitel.router.requests import Requests
+from funitel.router.scheduler import Scheduler
+from funitel.router.sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILED_STEPS = 3  # in a row, before it is no longer put down to those in them
+
+
+class StepLoop:
+    """Steps of one replica, for the sequences of `scheduler` and the streams of `requests`.
+
+    Args:
+        replica: computes the steps.
+        scheduler: plans them.
+        requests: get what comes of them.
+        metrics: told of every step.
+        throughput: told of every step and every end.
+        pipeline_steps: most steps under way.
+        compiling: ids of sequences whose grammar is compiled, which survive the failure of all others.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        scheduler: Scheduler,
+        requests: Requests,
+        metrics: Metrics,
+        throughput: Throughput,
+        pipeline_steps: int,
+        compiling: Container[int],
+    ) -> None:
+        self.on_lost: Callable[[FunitelError], None] | None = None  # told once shards are gone; is to call `give_up`
+        self._replica = replica
+        self._scheduler = scheduler
+        self._requests = requests
+        self._metrics = metrics
+        self._throughput = throughput
+        self._compiling = compiling
+        self._report = SchedulerReport(scheduler, replica, metrics)
+        self._woken = asyncio.Event()
+        self._pipeline = Pipeline(replica, pipeline_steps, self.wake)
+        self._has_given_up = False
+        self._num_failed_steps = 0  # since one has succeeded
+        self._task = asyncio.create_task(self._run(), name="engine")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is computed any more."""
+        return self._task.done()
+
+    def wake(self) -> None:
+        """Make a turn soon: something has happened."""
+        self._woken.set()
+
+    def give_up(self) -> None:
+        """Stop; the shards are not asked."""
+        self._has_given_up = True
+        self._task.cancel()
+
+    async def close(self) -> None:
+        """Stop once the calls under way are answered, and let go of the shards."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._pipeline.drain()
+        if not self._has_given_up:  # rows of clients that left while the last steps were under way
+            self._pipeline.drop_all_but(())
+            await self._pipeline.drain()
+        await self._replica.close()
+
+    async def has_lost_shards(self, error: FunitelError) -> bool:
+        """Whether a call failed because a shard is gone; if so, who is to know was told, and nothing is left here.
+
+        A shard whose steps all fail is as good as gone, whatever it says of its health: with next to nothing to do, it
+        would be given all that comes.
+        """
+        if self.on_lost is None:
+            return False
+        if self._num_failed_steps < MOST_FAILED_STEPS:
+            try:
+                await self._replica.health()
+                return False
+            except FunitelError:
+                pass
+        self.on_lost(error)
+        return True
+
+    async def _run(self) -> None:
+        while not self._has_given_up:
+            self._woken.clear()
+            try:
+                self._turn()
+            except FunitelError as error:
+                self._num_failed_steps += not isinstance(error, InvalidRequest)
+                if not await self.has_lost_shards(error):
+                    await self._recover(error)
+                continue
+            except Exception:
+                logger.exception("the engine stops")
+                failure = ShardFailed("the engine has stopped")
+                self._requests.fail_all(failure, self._compiling)
+                if self.on_lost is not None:
+                    self.on_lost(failure)
+                raise
+            await self._woken.wait()
+
+    def _turn(self) -> None:
+        """Settle what has been answered and send what may be sent; deliver meanwhile.
+
+        Raises:
+            FunitelError: the oldest call under way has failed.
+        """
+        while self._pipeline.is_answered:
+            delivered = self._settle()
+            try:
+                self._send_steps()
+            finally:
+                for sequence, generation in delivered:
+                    self._deliver(sequence, generation)
+        self._send_steps()
+        self._report.update()
+
+    def _settle(self) -> list[tuple[Sequence, Generation]]:
+        """Take the oldest answer into account; returns what to deliver."""
+        settled = self._pipeline.settle()
+        if settled.plan is None or settled.answer is None:
+            self._pipeline.done()
+            self._metrics.observe_filter("decode", settled.seconds)
+            return []
+        self._metrics.observe_step(settled.plan.method, settled.seconds, settled.answer.by_rank)
+        try:
+            delivered = self._scheduler.commit(settled.plan, settled.answer.combined, settled.seconds)
+        except KeyError as error:
+            raise ShardFailed(f"the shards gave no token for request {error}") from error
+        self._pipeline.done()
+        self._num_failed_steps = 0
+        self._throughput.observe_step(settled.plan.num_tokens, settled.seconds, time.monotonic())
+        return delivered
+
+    def _send_steps(self) -> None:
+        """Send steps while there is something to compute and not too many are under way.
+
+        Planning and sending happen without a pause between, so a client seen to leave is in no later step.
+        """
+        scheduler, pipeline = self._scheduler, self._pipeline
+        while pipeline.has_room:
+            scheduler.preempt()
+            pipeline.drop_all_but(scheduler.running)
+            if not pipeline.has_room:
+                return
+            joined = scheduler.reason_to_join if scheduler.running else None
+            plan = scheduler.schedule()
+            if plan is None:
+                return
+            self._send(plan, joined)
+
+    def _send(self, plan: StepPlan, joined: str | None) -> None:
+        begin = time.monotonic()
+        for start in plan.starts:
+            stream = self._requests.streams[start.request_id]
+            stream.timings.started = stream.timings.started or begin
+            if not start.output_ids:  # one that is resumed finds what is its own
+                stream.num_cached_tokens = start.cache_len
+                self._metrics.count_prefix(len(start.input_ids), start.cache_len)
+        if plan.starts:
+            self._metrics.observe_new_batch(len(plan.starts), joined)
+        self._metrics.count_step(plan.method)
+        self._pipeline.send(plan)
+
+    def _deliver(self, sequence: Sequence, generation: Generation) -> None:
+        if any(logprob != logprob for logprob in generation.tokens.logprobs):
+            self._requests.fail(sequence, StepFailed("the model's scores are not numbers (NaN)"))
+            return
+        stream = self._requests.streams[sequence.id]
+        if generation.finished is not None:
+            self._requests.forget(sequence)
+            self._throughput.observe_end(sequence)
+        stream.deliver(generation)
+
+    # Failures -------------------------------------------------------------------------------------------------------
+
+    async def _recover(self, error: FunitelError) -> None:
+        """The oldest call under way has failed: whom it concerns gets the error, all others begin again.
+
+        The shards hold nothing afterwards. What they computed in later calls is not taken into account: a sequence
+        that is resumed computes the same once more.
+        """
+        call = self._pipeline.oldest
+        plan = call.plan if call is not None else None
+        await self._pipeline.drain()
+        self._scheduler.abandon()
+        if plan is not None:
+            self._metrics.count_step_failure(plan.method)
+        can_resume = self._scheduler.can_resume
+        if isinstance(error, InvalidRequest) and plan is not None and plan.starts and can_resume:
+            self._refuse(plan, error)
+        else:
+            self._fail_step(plan, error if isinstance(error, ShardFailed) else StepFailed(error.message))
+        self._scheduler.preempt_all()
+        try:
+            await self._replica.clear()
+        except FunitelError as failure:
+            if not await self.has_lost_shards(failure):
+                self._requests.fail_all(failure, self._compiling)
+
+    def _refuse(self, plan: StepPlan, error: InvalidRequest) -> None:
+        """The shards refused a step and changed nothing: a newcomer is to blame, and gets the error.
+
+        Of several nobody knows which; they enter again one by one.
+        """
+        logger.warning("a step was refused: %s", error.message)
+        running = self._scheduler.running
+        newcomers = [running[start.request_id] for start in plan.starts if start.request_id in running]
+        if len(plan.starts) == 1:
+            for sequence in newcomers:
+                self._requests.fail(sequence, error)
+        for sequence in newcomers:
+            sequence.enters_alone = True
+
+    def _fail_step(self, plan: StepPlan | None, error: FunitelError) -> None:
+        """Give the error to the sequences of a step; to every running one where no other can be resumed.
+
+        When dropping rows failed nobody is to blame, unless it goes on like this.
+        """
+        logger.error("step failed: %s", error.message)
+        is_hopeless = not self._scheduler.can_resume or self._num_failed_steps >= MOST_FAILED_STEPS
+        for sequence in tuple(self._scheduler.running.values()):
+            if is_hopeless or (plan is not None and sequence.id in plan.computed):
+                self._requests.fail(sequence, error)
