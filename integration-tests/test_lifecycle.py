@@ -200,6 +200,7 @@ async def _refusal(server: Server) -> str:
 
 async def test_a_second_sigint_does_not_wait(start: Start, model: Path) -> None:
     server = start("--model-id", str(model), *TWO).wait_ready()
+    assert "collectives=shared-memory" in server.log.read_text()
     footprint = server.footprint()
     with long_stream(server, CONTEXT - 100) as task:
         await until_running(server)

@@ -38,7 +38,10 @@ def oracle_logits(folder: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
 
 
 def rank_logits(folder: Path, prompts: list[list[int]], size: int, tmp_path: Path) -> list[list[torch.Tensor]]:
-    """Run `size` ranks, each a process of its own, and return rank 0's logits: in torch, and by the fused step."""
+    """Run `size` ranks, each a process of its own, and return rank 0's logits.
+
+    In torch and by the fused step through gloo, and by the fused step in shared memory.
+    """
     job = {"folder": str(folder), "prompts": prompts, "num_decode": NUM_DECODE, "size": size, "port": free_port()}
     (tmp_path / "job.json").write_text(json.dumps(job | {"tiers": ["", Tier.FLOAT32.name]}))
     ranks = [
@@ -68,9 +71,13 @@ def test_ranks_together_equal_transformers(family: str, size: int, tmp_path: Pat
     folder = save_tiny(family, tmp_path / "model")
     prompts = make_prompts(288)
     expected = oracle_logits(folder, prompts)
-    for found in rank_logits(folder, prompts, size, tmp_path):
+    logits = rank_logits(folder, prompts, size, tmp_path)
+    for found in logits:
         for ours, theirs in zip(found, expected, strict=True):
             assert (ours - theirs).abs().max() < TOLERANCE
+    _, through_gloo, in_shared_memory = logits
+    if size == 2:  # there is but one order to add two numbers in
+        assert all(map(torch.equal, through_gloo, in_shared_memory))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """One rank of a forward test: logits of every position, computed in chunks beside other rows, then token by token.
 
-Usage: forward_worker.py FOLDER_WITH_JOB RANK. Rank 0 saves logits.pt, a list for each tier of the job.
+Usage: forward_worker.py FOLDER_WITH_JOB RANK. Rank 0 saves logits.pt: a list for each tier of the job, and the last of
+them again in shared memory.
 """
 
+import ctypes
 import json
 import os
 import sys
@@ -17,6 +19,7 @@ from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.native import load_library
+from funitel.model_server.cpu.ranks import SharedMemoryRanks
 from funitel.model_server.cpu.tiers import Tier
 from funitel.model_server.decoder import Decoder, Forward
 from funitel.model_server.families import spec_of
@@ -35,7 +38,11 @@ def main() -> None:
     torch.set_num_threads(1)
     parallel = TensorParallel.join(rank, job["size"], "127.0.0.1", job["port"], CPU)
     tiers = [Tier[name] if name else None for name in job["tiers"]]
-    logits = [run(Path(job["folder"]), parallel, job["prompts"], job["num_decode"], tier) for tier in tiers]
+    folder, prompts, num_decode = Path(job["folder"]), job["prompts"], job["num_decode"]
+    logits = [run(folder, parallel, prompts, num_decode, tier) for tier in tiers]
+    ranks = SharedMemoryRanks.meet(parallel, fused_library())
+    assert isinstance(ranks, SharedMemoryRanks), ranks
+    logits.append(run(folder, ranks, prompts, num_decode, tiers[-1]))
     if rank == 0:
         torch.save(logits, work / "logits.pt")
     parallel.leave()
@@ -67,12 +74,17 @@ def fused_decoder(
     block_size: int = BLOCK_SIZE,
     instruction_set: str | None = None,
 ) -> FusedDecoder:
-    """The model of `folder` in the fused step; the library comes from the cache that FUNITEL_CACHE names."""
-    cache_dir = Path(os.environ.get("FUNITEL_CACHE") or DEFAULT_CACHE_DIR).expanduser()
-    library = load_library(build(cache_dir, instruction_set))
+    """The model of `folder` in the fused step."""
+    library = fused_library(instruction_set)
     spec = spec_of(read_json(folder / "config.json"))
     weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
     return FusedDecoder(spec, weights, parallel, library, tier=tier, block_size=block_size, num_threads=num_threads)
+
+
+def fused_library(instruction_set: str | None = None) -> ctypes.CDLL:
+    """The library of the fused step, from the cache that FUNITEL_CACHE names."""
+    cache_dir = Path(os.environ.get("FUNITEL_CACHE") or DEFAULT_CACHE_DIR).expanduser()
+    return load_library(build(cache_dir, instruction_set))
 
 
 @torch.inference_mode()

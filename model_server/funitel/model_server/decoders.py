@@ -1,5 +1,6 @@
 """A decoder loaded with its weights: the fused step where this CPU and the model have it, else torch."""
 
+import ctypes
 import logging
 import os
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from funitel.model_server.attention import TorchAttention
 from funitel.model_server.cpu import decoder as fused
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.native import load_library
+from funitel.model_server.cpu.ranks import SharedMemoryRanks
 from funitel.model_server.cpu.scores import FusedScores
 from funitel.model_server.cpu.tiers import Tier
 from funitel.model_server.decoder import Decoder, Forward
@@ -36,13 +38,17 @@ class Footprint(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A decoder, and what the rest of the shard must know of it. `precision` is that of the weights."""
+    """A decoder, and what the rest of the shard must know of it.
+
+    `precision` is that of the weights, `parallel` the ranks as the decoder reduces over them.
+    """
 
     name: str
     decoder: Forward
     scores: ScoreMath
     precision: str
     kv_dtype: torch.dtype
+    parallel: TensorParallel
     footprint: Footprint
 
 
@@ -56,6 +62,7 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
         scores=TorchScores(),
         precision=str(weights.dtype),
         kv_dtype=weights.dtype,
+        parallel=parallel,
         footprint=weights,
     )
 
@@ -82,6 +89,7 @@ def load_fused(
             raise SettingsError(f"--quantize int8 needs the fused CPU step: {reason}")
         logger.warning("the model runs in torch, without the fused CPU step: %s", reason)
         return None
+    parallel = _in_shared_memory(parallel, library)
     weights.dtype = torch.float32  # what the engine takes; the tier says what becomes of it
     decoder = fused.FusedDecoder(
         spec,
@@ -101,5 +109,17 @@ def load_fused(
         scores=FusedScores(decoder.program.engine),
         precision=precision,
         kv_dtype=decoder.kv_dtype,
+        parallel=parallel,
         footprint=decoder.program,
     )
+
+
+def _in_shared_memory(parallel: TensorParallel, library: ctypes.CDLL) -> TensorParallel:
+    """The ranks in shared memory where they can; else as they are, with the reason logged."""
+    if parallel.size == 1:
+        return parallel
+    ranks = SharedMemoryRanks.meet(parallel, library)
+    if isinstance(ranks, SharedMemoryRanks):
+        return ranks
+    logger.info("ranks reduce through %s, without shared memory: %s", parallel.name, ranks)
+    return parallel

@@ -50,16 +50,19 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     loaded = loaded or load_torch(settings, spec, weights, parallel)
     options = _options(settings, device, loaded.kv_dtype, eos_token_ids)
     logger.info(
-        "loaded model=%s architecture=%s device=%s step=%s precision=%s threads=%d weight_bytes=%d",
+        "loaded model=%s architecture=%s device=%s step=%s precision=%s threads=%d collectives=%s weight_bytes=%d",
         folder,
         spec.architecture,
         device,
         loaded.name,
         loaded.precision,
         torch.get_num_threads(),
+        loaded.parallel.name,
         loaded.footprint.held_bytes,
     )
-    return Executor(spec, loaded.decoder, codec, parallel, options, loaded.scores), _info(settings, options, loaded)
+    return Executor(spec, loaded.decoder, codec, loaded.parallel, options, loaded.scores), _info(
+        settings, options, loaded
+    )
 
 
 def _stretched(spec: ModelSpec, settings: ModelServerSettings) -> ModelSpec:

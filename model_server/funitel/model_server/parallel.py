@@ -70,6 +70,11 @@ class TensorParallel:
         self.size = size
         self.device = device or torch.device("cpu")
 
+    @property
+    def name(self) -> str:
+        """What the collectives go through."""
+        return str(dist.get_backend()) if self.size > 1 else "none"
+
     @classmethod
     def join(cls, rank: int, size: int, address: str, port: int, device: torch.device) -> "TensorParallel":
         """Meet the other ranks at tcp://address:port; NCCL on a GPU, gloo on a CPU."""

@@ -8,6 +8,7 @@ import torch
 from funitel.model_server.batch import ForwardBatch
 from funitel.model_server.cpu.native import DONE, Batch, Buffer
 from funitel.model_server.cpu.program import Program
+from funitel.model_server.cpu.ranks import SharedMemoryRanks
 from funitel.model_server.cpu.tiers import Tier
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.parallel import TensorParallel
@@ -41,6 +42,8 @@ class FusedDecoder:
         )
         self._engine = self.program.engine
         self._parallel = parallel
+        if isinstance(parallel, SharedMemoryRanks):
+            self._engine.join(parallel)
         self._vocab_size = spec.vocab_size
         start, end = parallel.split(spec.vocab_size)
         self._local_vocab = end - start

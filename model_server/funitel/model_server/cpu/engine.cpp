@@ -1,6 +1,6 @@
 // A decoder step as one call: a program of operations over a batch, run by a few threads. Knows no model by name; the
-// program, the weights and the sizes come from `program.py`, and the sums over other ranks are the caller's, between
-// two calls.
+// program, the weights and the sizes come from `program.py`. Sums over other ranks are taken in memory that all have
+// mapped, or are the caller's, between two calls.
 #include <algorithm>
 #include <memory>
 #include <new>
@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "matrix.h"
 #include "memory.h"
+#include "ranks.h"
 #include "scores.h"
 #include "threads.h"
 #include "vector.h"
@@ -25,7 +26,7 @@ enum Code : int32_t {
     kRotate,     // queries and keys get positions, keys and values go to the pool   a: layer, b, c: norms or -1
     kAttend,     // attended = attention            a: layer, b: window or 0
     kAdd,        // x += partial
-    kReduce,     // return: a buffer is to be summed over the ranks                  a: buffer
+    kReduce,     // sum a buffer over the ranks, or return for the caller to do it   a: buffer
     kSelect,     // go on with the tokens whose logits are wanted
 };
 enum Buffer : int32_t { kX, kQkv, kAttended, kHidden, kPartial, kLogits };
@@ -56,7 +57,7 @@ struct Batch {
     float* logits;   // [num_logits, logits_stride]
 };
 
-constexpr int kDone = -1, kNoMemory = -2;
+constexpr int kDone = -1, kNoMemory = -2, kLostRank = -3;
 
 namespace {
 
@@ -137,13 +138,21 @@ class Engine {
     std::vector<float> frequencies;  // of rotary positions, empty for none
     std::vector<Operation> program;
 
-    // Go on with a program from operation `at`; returns the one after the next kReduce, kDone or kNoMemory.
+    // The ranks to sum over, if they meet in memory; they outlive the last step.
+    Ranks* ranks = nullptr;
+
+    // Go on with a program from operation `at`. Returns kDone, kNoMemory or kLostRank, or where to go on when the caller
+    // has done the kReduce before it: `ranks` is null.
     int run(const Batch& batch, int at) {
         threads_.begin_step();
         batch_ = &batch;
         if (at == 0 && !begin()) return kNoMemory;
         for (size_t i = at; i < program.size(); i++) {
-            if (program[i].code == kReduce) return static_cast<int>(i) + 1;
+            if (program[i].code == kReduce) {
+                if (ranks == nullptr) return static_cast<int>(i) + 1;
+                if (!reduce(buffer(program[i].a))) return kLostRank;
+                continue;
+            }
             if (program[i].code == kSelect) {
                 if (batch.num_logits == 0) return kDone;
                 num_rows_ = batch.num_logits;
@@ -383,6 +392,15 @@ class Engine {
             float* x = batch_->x + size_t(row) * shape_.hidden_size;
             const float* part = batch_->partial + size_t(row) * shape_.hidden_size;
             for (int i = 0; i < shape_.hidden_size; i++) x[i] += part[i];
+        });
+    }
+
+    bool reduce(float* x) {
+        return ranks->sum(x, size_t(num_rows_) * shape_.hidden_size, [&](size_t count, auto work) {
+            constexpr size_t each = 16384;
+            for_each(threads_, divide_up(count, each), [&](int chunk, int) {
+                work(chunk * each, std::min(count, (chunk + 1) * each));
+            });
         });
     }
 
@@ -664,6 +682,8 @@ void funitel_frequencies(Engine* engine, const float* values, int32_t count) {
 void funitel_program(Engine* engine, const funitel::Operation* operations, int32_t count) {
     engine->program.assign(operations, operations + count);
 }
+
+void funitel_join(Engine* engine, funitel::Ranks* ranks) { engine->ranks = ranks; }
 
 // See Engine::run.
 int32_t funitel_run(Engine* engine, const funitel::Batch* batch, int32_t at) {

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from funitel.model_server.cpu.ranks import SharedMemoryRanks
 from funitel.model_server.cpu.tiers import Tier
 from funitel.proto.errors import NotEnoughMemory
 
-DONE, NO_MEMORY = -1, -2
+DONE, NO_MEMORY, LOST_RANK = -1, -2, -3
 
 
 class Code(IntEnum):
@@ -115,11 +116,19 @@ def load_library(path: Path) -> ctypes.CDLL:
         "funitel_vector": (number, [address, address, size]),
         "funitel_frequencies": (None, [address, address, number]),
         "funitel_program": (None, [address, address, number]),
+        "funitel_join": (None, [address, address]),
         "funitel_run": (number, [address, address, number]),
         "funitel_allow_scores": (None, [address, address, number, number, address]),
         "funitel_warp_scores": (number, [address, address, address, number, number, address]),
         "funitel_best_scores": (None, [address, address, number, number, address, address]),
         "funitel_draw_scores": (None, [address, address, address, number, number, address, address]),
+        "funitel_ranks_bytes": (size, [number]),
+        "funitel_ranks": (address, [number, number, number, size]),
+        "funitel_ranks_release": (None, [address]),
+        "funitel_ranks_lost_rank": (number, [address]),
+        "funitel_ranks_sum": (number, [address, address, size]),
+        "funitel_ranks_broadcast": (number, [address, address, size, number]),
+        "funitel_ranks_gather": (number, [address, address, number, address, address]),
     }
     for name, (result, arguments) in declared.items():
         function = getattr(library, name)
@@ -141,6 +150,7 @@ class Engine:
 
     def __init__(self, library: ctypes.CDLL, shape: Shape) -> None:
         self._library = library
+        self._ranks: SharedMemoryRanks | None = None
         self._handle = library.funitel_engine(ctypes.byref(shape))
         if not self._handle:
             raise NotEnoughMemory("there is no memory for the threads of the CPU engine")
@@ -199,9 +209,17 @@ class Engine:
         program = (Operation * len(operations))(*(Operation(*operation) for operation in operations))
         self._library.funitel_program(self._handle, program, len(operations))
 
+    def join(self, ranks: SharedMemoryRanks) -> None:
+        """Sum over ranks in shared memory, so that `run` does not return for it."""
+        self._ranks = ranks
+        self._library.funitel_join(self._handle, ranks.handle)
+
     def run(self, batch: Batch, at: int) -> int:
         """Run the program from operation `at`; returns where to go on after a reduction, or DONE."""
-        return _checked(self._library.funitel_run(self._handle, ctypes.byref(batch), at), "this step")
+        result = _checked(self._library.funitel_run(self._handle, ctypes.byref(batch), at), "this step")
+        if result == LOST_RANK and self._ranks is not None:
+            raise self._ranks.lost()
+        return result
 
     # Scores: [rows, vocab_size] float32, contiguous. See `scores.h`.
 
