@@ -1,6 +1,7 @@
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
+UNIT_TESTS := proto/tests router/tests model_server/tests launcher/tests llm/tests
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 
 .DEFAULT_GOAL := help
@@ -16,7 +17,9 @@ serve: setup ## serve the demo model on port 3000; make serve ARGS="--port 3001 
 	@$(BIN)/funitel $(ARGS)
 
 test: check ## everything CI runs; ARGS="-m slow" runs the slow tests instead
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	@failed=0; for tests in "-n 2 --dist loadfile $(UNIT_TESTS)" integration-tests; do \
+		$(BIN)/pytest -m "not slow" $$tests $(ARGS); case $$? in 0|5) ;; *) failed=1 ;; esac; \
+	done; exit $$failed
 
 check: setup ## format, lint, types, generated code and pages, version
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
