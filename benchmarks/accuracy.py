@@ -27,6 +27,7 @@ from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.tiers import Tier
 from funitel.model_server.decoder import Decoder, Forward
 from funitel.model_server.families import spec_of
+from funitel.model_server.gguf_blocks import BLOCKS
 from funitel.model_server.hub import DEFAULT_CACHE_DIR, resolve
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.parallel import HeadSplit, TensorParallel
@@ -43,7 +44,7 @@ class Rounded(Weights):
 
     def read(self, name, shape, *, rows=None, columns=None):  # type: ignore[no-untyped-def]
         weight = super().read(name, shape, rows=rows, columns=columns)
-        if weight.dim() < 2 or self.tier is Tier.FLOAT32:
+        if weight.dim() < 2 or self.tier in (Tier.FLOAT32, Tier.GGUF):
             return weight
         if self.tier is Tier.FLOAT16:
             return weight.half().float()
@@ -108,6 +109,8 @@ def main() -> None:
     exact = torch_logits(folder, windows, Tier.FLOAT32)
     table = {"torch float32": compare(exact, exact, windows)}
     for tier in Tier:
+        if tier is Tier.GGUF and not (folder / BLOCKS).is_file():
+            continue
         weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
         decoder = FusedDecoder(
             spec, weights, TensorParallel(), library, tier=tier, block_size=BLOCK_SIZE, num_threads=2

@@ -15,7 +15,7 @@ from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.ranks import SharedMemoryRanks
 from funitel.model_server.cpu.scores import FusedScores
-from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.cpu.tiers import MADE, Tier
 from funitel.model_server.decoder import Decoder, Forward
 from funitel.model_server.hub import DEFAULT_CACHE_DIR
 from funitel.model_server.parallel import TensorParallel
@@ -26,6 +26,8 @@ from funitel.model_server.weights import Weights
 from funitel.proto.errors import SettingsError
 
 logger = logging.getLogger(__name__)
+
+_EXACT = "--dtype float32 keeps them exact"
 
 
 class Footprint(Protocol):
@@ -85,8 +87,8 @@ def load_fused(
     if not parallel.smallest(library is not None):
         reason = reason or "another rank does not have it"
     if library is None or reason is not None:
-        if settings.quantize == "int8" and weights.quantization is None:
-            raise SettingsError(f"--quantize int8 needs the fused CPU step: {reason}")
+        if settings.quantize in MADE and weights.quantization is None:
+            raise SettingsError(f"--quantize {settings.quantize} needs the fused CPU step: {reason}")
         logger.warning("the model runs in torch, without the fused CPU step: %s", reason)
         return None
     parallel = _in_shared_memory(parallel, library)
@@ -100,9 +102,8 @@ def load_fused(
         block_size=settings.block_size,
         num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
     )
-    if settings.dtype is None and settings.quantize is None:
-        logger.info("weights are kept as %s, the default on a CPU; --dtype float32 keeps them exact", tier.label)
-    precision = "int8" if tier is Tier.INT8 else f"torch.{tier.label}"
+    _log_tier(decoder, is_default=settings.dtype is None and settings.quantize is None)
+    precision = tier.label if tier in MADE.values() else f"torch.{tier.label}"
     return Loaded(
         name="fused",
         decoder=decoder,
@@ -123,3 +124,19 @@ def _in_shared_memory(parallel: TensorParallel, library: ctypes.CDLL) -> TensorP
         return ranks
     logger.info("ranks reduce through %s, without shared memory: %s", parallel.name, ranks)
     return parallel
+
+
+def _log_tier(decoder: fused.FusedDecoder, *, is_default: bool) -> None:
+    """Say how weights are kept where nobody asked, and which of a GGUF's are not as they were."""
+    kinds = decoder.program.kinds
+    others = [layers for layers, kind in kinds.items() if not kind.has_blocks]
+    if is_default and decoder.tier is Tier.GGUF:
+        types = ", ".join(sorted({kind.name for kind in kinds.values() if kind.has_blocks}))
+        logger.info("weights are kept as the blocks of the GGUF (%s), the default on a CPU; %s", types, _EXACT)
+    elif is_default:
+        logger.info("weights are kept as %s, the default on a CPU; %s", decoder.tier.label, _EXACT)
+    if decoder.tier is Tier.GGUF and others:
+        message = "of %d matrices %d are kept as int8, as they are not blocks of one type that can be used: %s%s"
+        some = ", ".join("+".join(layers) for layers in others[:2])
+        logger.info(message, len(kinds), len(others), some, ", ..." if len(others) > 2 else "")
+        logger.debug("kept as int8: %s", others)

@@ -1,4 +1,4 @@
-"""Turn a GGUF file into a Hugging Face folder that holds the same model in float32.
+"""Turn a GGUF file into a Hugging Face folder that holds the same model in float32, and its blocks as they are.
 
 A row of `ARCHITECTURES` says how one architecture's settings and tensors are named on both sides. Every
 tensor of the file must be known, every expected one present. `hub` owns the folder and makes this atomic.
@@ -8,19 +8,23 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from funitel.model_server.gguf_blocks import BLOCKS, BlockType
 from funitel.model_server.gguf_reader import GgufFile, read_gguf
 from funitel.model_server.gguf_tokenizer import build_tokenizer, special_token_id
 from funitel.model_server.progress import Progress
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
+Scalar = TypeVar("Scalar", bound=np.generic)
 _OPTIONAL = frozenset({"output.weight", "rope_freqs.weight"})
 
 
@@ -41,7 +45,7 @@ class Architecture:
 
 
 def convert_gguf(path: Path, folder: Path) -> None:
-    """Write `path` as config, generation config, float32 safetensors and tokenizer files into `folder`.
+    """Write `path` as config, generation config, float32 safetensors, blocks and tokenizer files into `folder`.
 
     Raises: `UnsupportedModel` naming what is not supported, `WeightsError` for a damaged or incomplete file.
     """
@@ -71,7 +75,8 @@ def convert_gguf(path: Path, folder: Path) -> None:
     _write_json(folder / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
     _write_json(folder / "tokenizer_config.json", built.settings)
     built.tokenizer.save(str(folder / "tokenizer.json"))
-    _write_safetensors(gguf, architecture, names, folder / "model.safetensors")
+    _write_weights(gguf, architecture, names, folder / "model.safetensors")
+    _write_blocks(gguf, architecture, names, folder / BLOCKS)
 
 
 def _end_token_ids(gguf: GgufFile) -> int | list[int] | None:
@@ -105,25 +110,57 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_safetensors(gguf: GgufFile, architecture: Architecture, names: Mapping[str, str], path: Path) -> None:
-    """Stream the tensors out, so that no more than one is in memory at a time."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor to be written; `read` gives its values when their turn has come."""
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    num_bytes: int
+    read: Callable[[], npt.NDArray[Any]]
+
+
+def _write_weights(gguf: GgufFile, architecture: Architecture, names: Mapping[str, str], path: Path) -> None:
+    tensors = []
     for name, hf_name in names.items():
         shape = gguf.shape(name)
         if _numberless(name) in architecture.transposed:
             shape = shape[::-1]
-        start, end = end, end + 4 * math.prod(shape)
-        header[hf_name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        read = partial(_restored, gguf, architecture, name)
+        tensors.append(_Tensor(hf_name, "F32", shape, 4 * math.prod(shape), read))
+    _write_safetensors(path, tensors, {"format": "pt"}, f"converting {gguf.path.name}")
+
+
+def _write_blocks(gguf: GgufFile, architecture: Architecture, names: Mapping[str, str], path: Path) -> None:
+    """Write the blocks of matrices that are computed on as they are; no file where there are none."""
+    tensors, types = [], {}
+    for name, hf_name in names.items():
+        blocks = gguf.tensors[name]
+        if blocks.tensor_type.name in BlockType.__members__ and blocks.data.ndim == 2:
+            read = partial(_with_halves, gguf, architecture, name, blocks.data)
+            tensors.append(_Tensor(hf_name, "U8", blocks.data.shape, blocks.data.nbytes, read))
+            types[hf_name] = blocks.tensor_type.name
+    if tensors:
+        path.parent.mkdir()
+        _write_safetensors(path, tensors, types, f"copying blocks of {gguf.path.name}")
+
+
+def _write_safetensors(path: Path, tensors: Sequence[_Tensor], metadata: Mapping[str, str], label: str) -> None:
+    """Stream the tensors out, so that no more than one is in memory at a time."""
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.num_bytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    progress = Progress(f"converting {gguf.path.name}", end)
+    progress = Progress(label, end)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for name in names:
-            values = _restored(gguf, architecture, name)
-            file.write(values.data)
-            progress.advance(values.nbytes)
+        for tensor in tensors:
+            file.write(np.ascontiguousarray(tensor.read()).data)
+            progress.advance(tensor.num_bytes)
     progress.finish()
 
 
@@ -132,15 +169,21 @@ def _restored(gguf: GgufFile, architecture: Architecture, name: str) -> npt.NDAr
     values = gguf.dequantise(name)
     if _numberless(name) in architecture.transposed:
         values = values.T
+    return _with_halves(gguf, architecture, name, values)
+
+
+def _with_halves(
+    gguf: GgufFile, architecture: Architecture, name: str, rows: npt.NDArray[Scalar]
+) -> npt.NDArray[Scalar]:
+    """Return a tensor's rows, of values or of blocks, in Hugging Face's order."""
     heads = architecture.interleaved.get(_numberless(name))
-    if heads is not None:
-        num_heads = _num_heads(gguf, heads)
-        if len(values) % (2 * num_heads):
-            raise WeightsError(f"{gguf.path}: tensor {name} has {len(values)} rows for {num_heads} heads")
-        # [num_heads, head_dim / 2, 2, hidden_size]
-        halves = values.reshape(num_heads, -1, 2, values.shape[-1])
-        values = halves.swapaxes(1, 2).reshape(values.shape)
-    return np.ascontiguousarray(values)
+    if heads is None:
+        return rows
+    num_heads = _num_heads(gguf, heads)
+    if len(rows) % (2 * num_heads):
+        raise WeightsError(f"{gguf.path}: tensor {name} has {len(rows)} rows for {num_heads} heads")
+    halves = rows.reshape(num_heads, -1, 2, rows.shape[-1])  # [num_heads, head_dim / 2, 2, hidden_size or bytes]
+    return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _numberless(name: str) -> str:

@@ -20,7 +20,7 @@ from funitel.proto.errors import SettingsError, StartupError, WeightsError
 
 DEFAULT_CACHE_DIR = Path("~/.cache/funitel")
 
-CONVERSION = 3
+CONVERSION = 4
 """Version of what `gguf_convert` writes; raise it when the same GGUF gives other files: caches convert anew."""
 
 

@@ -9,7 +9,7 @@ import torch
 
 from funitel.model_server.attention import TorchAttention
 from funitel.model_server.checkpoint import read_json
-from funitel.model_server.cpu.tiers import Tier, choose_tier
+from funitel.model_server.cpu.tiers import MADE, choose_tier
 from funitel.model_server.decoders import Loaded, load_fused, load_torch
 from funitel.model_server.executor import Executor, ExecutorOptions
 from funitel.model_server.families import spec_of
@@ -39,9 +39,9 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
     tier = None
     if device.type == "cpu":
-        tier = choose_tier(settings.dtype, settings.quantize, weights.quantization)
-    is_made_int8 = settings.quantize == "int8" and weights.quantization is None and tier is Tier.INT8
-    if not is_made_int8:
+        tier = choose_tier(settings.dtype, settings.quantize, weights.quantization, has_blocks=weights.has_blocks)
+    is_made = weights.quantization is None and tier is not None and tier is MADE.get(settings.quantize or "")
+    if not is_made:
         check_flag(settings.quantize, weights.quantization)
     codec = TextCodec(folder)
     eos_token_ids = find_eos(folder, codec)

@@ -10,9 +10,9 @@ from funitel.proto.settings import require, setting
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 MOST_STRETCH = 1024.0  # of rotary positions; no model makes sense far beyond its trained context
-QUANTIZATIONS = ("gptq", "compressed-tensors", "int8", "q4")
+QUANTIZATIONS = ("gptq", "compressed-tensors", "int8", "q4", "gguf")
 """What `--quantize` may ask of a checkpoint: the first two as its config.json names them, int8 and q4 the two kinds of
-compressed-tensors that `funitel-server quantize` writes."""
+compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class KernelSettings:
     cache_dir: str | None = setting(
         None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
     )
-    tier: str = setting("int8", "Precision of the weights.", choices=("float32", "float16", "int8"), env=None)
+    tier: str = setting("int8", "Precision of the weights.", choices=("float32", "float16", "int8", "gguf"), env=None)
     rows: Counts = setting(Counts("1,4,16,64"), "Tokens in a step, such as 1,16.", env=None)
     num_threads: int | None = setting(None, "Compute threads; the cores this process may use when not given.")
     footprint_mib: int | None = setting(

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from funitel.model_server.blocks import BlockFile
+from funitel.model_server.gguf_blocks import BLOCKS, BlockType
 from funitel.model_server.progress import Progress
 from funitel.model_server.quantization import find_quantization
 from funitel.model_server.storage import (
@@ -55,6 +57,7 @@ class Weights:
         if not self._files:
             raise WeightsError(f"{folder} holds no *.safetensors weights")
         self.prefix = prefix if any(name.startswith(prefix) for name in self._files) else ""
+        self._blocks = BlockFile(folder / BLOCKS) if (folder / BLOCKS).is_file() else None
         self.quantization = find_quantization(folder) or gptq_tensors(self._files)
         self._storages = open_storages(self._files, self.quantization)
         num_elements = sum(prod(storage.shape) for storage in self._storages.values())
@@ -112,6 +115,30 @@ class Weights:
         if is_transposed and not isinstance(self._find(name), QuantizedStorage):
             return self.read(name, [num_inputs, num_outputs], rows=columns, columns=rows).t().contiguous()
         return self.read(name, [num_outputs, num_inputs], rows=rows, columns=columns)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the model comes from a GGUF with blocks that can be read as they are."""
+        return self._blocks is not None
+
+    def block_type(self, stem: str, columns: Range | None = None) -> BlockType | None:
+        """The type of a linear layer's blocks; None where it has none, or where `columns` would cut one."""
+        return None if self._blocks is None else self._blocks.type_of(f"{stem}.weight", columns)
+
+    def read_blocks(
+        self,
+        stem: str,
+        num_outputs: int,
+        num_inputs: int,
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+    ) -> torch.Tensor:
+        """Read the blocks of a linear layer that has a `block_type`, in place of `read_linear`: [outputs, bytes]."""
+        assert self._blocks is not None
+        name = f"{stem}.weight"
+        self._count_whole(self._find(name), is_sharded=rows is not None or columns is not None)
+        return self._blocks.read(name, (num_outputs, num_inputs), rows, columns)
 
     def _find(self, name: str) -> Storage:
         if name in self._storages:

@@ -6,6 +6,7 @@
 #include <new>
 
 #include "attention.h"
+#include "block_products.h"
 #include "matrix.h"
 #include "memory.h"
 #include "ranks.h"
@@ -172,6 +173,16 @@ class Engine {
         for_each(threads_, divide_up(count, kLanes), [&](int chunk, int) {
             for (int i = chunk * kLanes; i < std::min(count, (chunk + 1) * kLanes); i++) {
                 matrix.set_row(part, first + i, source + i * row_stride, stride);
+            }
+        });
+    }
+
+    // The same from GGUF blocks, the outputs `row_bytes` apart.
+    void fill_blocks(Matrix& matrix, int part, int first, int count, const uint8_t* source, size_t row_bytes) {
+        threads_.begin_step();
+        for_each(threads_, divide_up(count, kLanes), [&](int chunk, int) {
+            for (int i = chunk * kLanes; i < std::min(count, (chunk + 1) * kLanes); i++) {
+                matrix.set_blocks(part, first + i, source + i * row_bytes);
             }
         });
     }
@@ -410,6 +421,9 @@ class Engine {
             case kFloat32: return linear_of<float, float>(matrix, operation);
             case kFloat16: return linear_of<Half, float>(matrix, operation);
             case kInt8: return linear_of<int8_t, int32_t>(matrix, operation);
+            case kQ4_0: return linear_of<BlockQ4_0, OperandBlock>(matrix, operation);
+            case kQ4_1: return linear_of<BlockQ4_1, OperandBlock>(matrix, operation);
+            case kQ8_0: return linear_of<BlockQ8_0, OperandBlock>(matrix, operation);
         }
     }
 
@@ -423,8 +437,7 @@ class Engine {
         int units_each = std::max(1, units * num_blocks / wanted);
         int num_groups = divide_up(units, units_each);
         float* target = buffer(operation.c);
-        size_t width = stride(operation.c), tile_size = size_t(kTileRows) * matrix.depth;
-        if (matrix.kind == kInt8) tile_size /= 2;  // pairs
+        size_t width = stride(operation.c), tile_size = matrix.tile_bytes() / sizeof(X);
         for_each(threads_, num_groups * num_blocks, [&](int chunk, int) {
             int group = chunk / num_blocks, block = chunk % num_blocks;
             int last_unit = std::min(units, (group + 1) * units_each);
@@ -656,6 +669,14 @@ void funitel_rows(Engine* engine, int32_t matrix, int32_t part, int32_t first, i
                   int64_t row_stride, int64_t input_stride, const float* bias) {
     funitel::Matrix& target = *engine->matrices[matrix];
     engine->fill(target, part, first, count, source, row_stride, input_stride);
+    for (int32_t i = 0; bias != nullptr && i < count; i++) target.set_bias(part, first + i, bias[i]);
+}
+
+// Outputs [first, first + count) of a part of a matrix of blocks, as they lie in a GGUF, `row_bytes` apart.
+void funitel_blocks(Engine* engine, int32_t matrix, int32_t part, int32_t first, int32_t count, const uint8_t* source,
+                    int64_t row_bytes, const float* bias) {
+    funitel::Matrix& target = *engine->matrices[matrix];
+    engine->fill_blocks(target, part, first, count, source, row_bytes);
     for (int32_t i = 0; bias != nullptr && i < count; i++) target.set_bias(part, first + i, bias[i]);
 }
 

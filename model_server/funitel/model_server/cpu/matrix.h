@@ -1,19 +1,21 @@
 // Weights in panels of sixteen outputs, and their product with a few rows of activations.
 //
-// Every output is a sum over the inputs in a fixed order (float kinds), or one exact integer sum (int8), whatever the
-// number of rows and threads: a row's result does not depend on what shares the batch.
+// Every output is a sum over the inputs in a fixed order (float kinds), one exact integer sum (int8), or one for each
+// block in a fixed order (GGUF's), whatever the number of rows and threads: a row's result does not depend on what shares
+// the batch.
 #pragma once
 
 #include <algorithm>
 #include <cstdlib>
 #include <vector>
 
+#include "blocks.h"
 #include "memory.h"
 #include "vector.h"
 
 namespace funitel {
 
-enum Kind : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2 };
+enum Kind : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2, kQ4_0 = 3, kQ4_1 = 4, kQ8_0 = 5 };
 
 // Rows multiplied at a time; activations are laid out for it: [tile of rows][input][row of the tile].
 #if defined(__AVX512F__)
@@ -32,6 +34,25 @@ constexpr int panels_at_once(int rows) {
 }
 constexpr int kMaxPanels = 4;
 
+using OperandBlock = LevelBlock<kTileRows>;
+
+constexpr bool has_blocks(Kind kind) { return kind >= kQ4_0; }
+
+template <class B>
+struct Of {
+    using Block = B;
+};
+
+// Call `function` with the type of a kind's blocks.
+template <class Function>
+auto with_block(Kind kind, Function function) {
+    switch (kind) {
+        case kQ4_0: return function(Of<BlockQ4_0>());
+        case kQ4_1: return function(Of<BlockQ4_1>());
+        default: return function(Of<BlockQ8_0>());
+    }
+}
+
 struct Matrix {
     Kind kind;
     int num_outputs;  // of one part
@@ -49,7 +70,7 @@ struct Matrix {
         : kind(kind), num_outputs(outputs), num_inputs(inputs), num_parts(parts) {
         num_panels = (outputs + kLanes - 1) / kLanes * parts;
         depth = kind == kInt8 ? (inputs + 1) & ~1 : inputs;
-        panel_bytes = size_t(depth) * kLanes * element_bytes();
+        panel_bytes = has_blocks(kind) ? num_blocks() * block_bytes() : size_t(depth) * kLanes * element_bytes();
     }
 
     bool allocate() {
@@ -59,6 +80,15 @@ struct Matrix {
 
     size_t element_bytes() const { return kind == kFloat32 ? 4 : kind == kFloat16 ? 2 : 1; }
     size_t num_bytes() const { return panel_bytes * num_panels + (scales.size() + bias.size()) * sizeof(float); }
+    int num_blocks() const { return depth / kBlockInputs; }
+    size_t block_bytes() const {
+        return with_block(kind, [](auto of) { return sizeof(typename decltype(of)::Block); });
+    }
+    // Of a tile of activations laid out for this matrix.
+    size_t tile_bytes() const {
+        if (has_blocks(kind)) return num_blocks() * sizeof(OperandBlock);
+        return size_t(kTileRows) * depth * (kind == kInt8 ? sizeof(int16_t) : sizeof(float));
+    }
     int lane_of(int output) const { return output % kLanes; }
     int panel_of(int part, int output) const { return output / kLanes * num_parts + part; }
     const uint8_t* panel(int index) const { return data.as<uint8_t>() + panel_bytes * index; }
@@ -80,6 +110,16 @@ struct Matrix {
         }
     }
 
+    // Take one output's blocks as they lie in a GGUF.
+    void set_blocks(int part, int output, const uint8_t* source) {
+        uint8_t* panel_start = data.as<uint8_t>() + panel_bytes * panel_of(part, output);
+        with_block(kind, [&](auto of) {
+            using Block = typename decltype(of)::Block;
+            Block* target = reinterpret_cast<Block*>(panel_start);
+            for (int b = 0; b < num_blocks(); b++) target[b].take(lane_of(output), source + b * Block::kFileBytes);
+        });
+    }
+
     void set_bias(int part, int output, float value) {
         if (bias.empty()) bias.assign(size_t(num_panels) * kLanes, 0.0f);
         bias[size_t(panel_of(part, output)) * kLanes + lane_of(output)] = value;
@@ -92,8 +132,14 @@ struct Matrix {
         size_t place = size_t(input) * kLanes + lane;
         if (kind == kFloat32) return reinterpret_cast<const float*>(source)[place];
         if (kind == kFloat16) return _cvtsh_ss(reinterpret_cast<const Half*>(source)[place].bits);
-        return reinterpret_cast<const int8_t*>(source)[int8_place(input, lane)] *
-               scales[size_t(panel_of(0, output)) * kLanes + lane];
+        if (kind == kInt8) {
+            return reinterpret_cast<const int8_t*>(source)[int8_place(input, lane)] *
+                   scales[size_t(panel_of(0, output)) * kLanes + lane];
+        }
+        return with_block(kind, [&](auto of) {
+            using Block = typename decltype(of)::Block;
+            return reinterpret_cast<const Block*>(source)[input / kBlockInputs].at(lane, input % kBlockInputs);
+        });
     }
 
     // The largest sum of magnitudes of an output's weights in one panel.
@@ -145,6 +191,11 @@ struct Operand {
     // Lay out row `row` of the activations for `matrix`: at least its depth, rounded up to 16, can be read.
     void set_row(const Matrix& matrix, int row, const float* x) {
         size_t tile = row / kTileRows, place = row % kTileRows;
+        if (has_blocks(matrix.kind)) {
+            OperandBlock* target = values.as<OperandBlock>() + tile * matrix.num_blocks();
+            int zero = with_block(matrix.kind, [](auto of) { return decltype(of)::Block::kZero; });
+            return set_levels(target, static_cast<int>(place), x, matrix.num_blocks(), zero);
+        }
         if (matrix.kind != kInt8) {
             float* target = values.as<float>() + tile * kTileRows * matrix.depth + place;
             for (int i = 0; i < matrix.num_inputs; i++) target[size_t(i) * kTileRows] = x[i];

@@ -9,20 +9,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from funitel.model_server.blocks import BlockFile
 from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.native import Batch, Buffer, Code, Engine, Mode, Shape, load_library
 from funitel.model_server.cpu.program import matrix_bytes
 from funitel.model_server.cpu.roofs import Roofs, largest_cache_bytes
-from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.cpu.tiers import Kind, Tier
 from funitel.model_server.families import spec_of
+from funitel.model_server.gguf_blocks import BLOCK_INPUTS, BLOCKS, BlockType
 from funitel.model_server.hub import DEFAULT_CACHE_DIR, resolve
 from funitel.model_server.settings import KernelSettings
 from funitel.model_server.spec import ModelSpec
@@ -59,12 +61,12 @@ def held_against(
 class Product:
     """The product of some rows with matrices of one shape, one after the other."""
 
-    def __init__(self, engine: Engine, tier: Tier, num_outputs: int, num_inputs: int, count: int) -> None:
+    def __init__(self, engine: Engine, kind: Kind, num_outputs: int, num_inputs: int, count: int) -> None:
         self._engine, self._num_inputs, self._count = engine, num_inputs, count
         program: list[tuple[int, ...]] = []
-        weight = torch.randn(num_outputs, num_inputs)
+        weight = _random_weight(kind, num_outputs, num_inputs)
         for _ in range(count):
-            matrix, _ = engine.add_matrix(tier, num_outputs, num_inputs, [[(weight, None)]])
+            matrix, _ = engine.add_matrix(kind, num_outputs, num_inputs, [[(weight, None)]])
             program += [(Code.PREPARE, Buffer.X, 0, matrix), (Code.LINEAR, matrix, Mode.STORE, Buffer.HIDDEN)]
         engine.set_program(program)
 
@@ -97,6 +99,29 @@ def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     }
 
 
+def kinds_of(tier: Tier, spec: ModelSpec, folder: Path) -> dict[str, Kind]:
+    """How each matrix of `shapes_of` is kept: of a GGUF as the blocks of the first layer.
+
+    Raises:
+        StartupError: there are no blocks.
+    """
+    names, first = spec.names, spec.names.prefix
+    layers = {
+        "qkv": first + (names.qkv or names.q).format(i=0),
+        "out": first + names.out.format(i=0),
+        "up": first + names.up.format(i=0),
+        "down": first + names.down.format(i=0),
+        "head": first + names.embedding if spec.is_tied else names.head,
+    }
+    if tier is not Tier.GGUF:
+        return dict.fromkeys(layers, tier.kind)
+    if not (folder / BLOCKS).is_file():
+        raise StartupError(f"--tier gguf: {folder} holds no blocks of a GGUF")
+    file = BlockFile(folder / BLOCKS)
+    types = {shape: file.type_of(f"{layer}.weight") for shape, layer in layers.items()}
+    return {shape: Kind[found.name] if found else tier.kind for shape, found in types.items()}
+
+
 def measure_kernels(settings: KernelSettings) -> None:
     """Print a line for each shape and number of rows; the last line is one JSON object.
 
@@ -105,13 +130,15 @@ def measure_kernels(settings: KernelSettings) -> None:
     """
     tier = Tier[settings.tier.upper()]
     cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
-    spec = spec_of(read_json(resolve(settings.model_id, cache_dir=cache_dir).folder / "config.json"))
+    folder = resolve(settings.model_id, cache_dir=cache_dir).folder
+    spec = spec_of(read_json(folder / "config.json"))
+    kinds = kinds_of(tier, spec, folder)
     num_threads = settings.num_threads or len(os.sched_getaffinity(0))
     footprint = settings.footprint_mib << 20 if settings.footprint_mib else _footprint()
     libraries = (cache_dir or DEFAULT_CACHE_DIR).expanduser()
     try:
         roofs = Roofs(libraries, num_threads=num_threads, num_bytes=footprint)
-        table = list(_rows(tier, spec, settings.rows, build(libraries), roofs, num_threads, footprint))
+        table = list(_rows(kinds, spec, settings.rows, build(libraries), roofs, num_threads, footprint))
     except CannotBuild as error:
         raise StartupError(f"the fused CPU step cannot be measured: {error}") from error
     print(
@@ -135,23 +162,30 @@ def measure_kernels(settings: KernelSettings) -> None:
 
 
 def _rows(
-    tier: Tier, spec: ModelSpec, all_rows: tuple[int, ...], library: Path, roofs: Roofs, threads: int, footprint: int
+    kinds: Mapping[str, Kind],
+    spec: ModelSpec,
+    all_rows: tuple[int, ...],
+    library: Path,
+    roofs: Roofs,
+    threads: int,
+    footprint: int,
 ) -> Iterator[Row]:
     """Measure all, then hold it against the best that the roofs have been."""
     engine_library = load_library(library)
     taken: list[tuple[str, int, float, int, int]] = []
     for name, (num_outputs, num_inputs) in shapes_of(spec).items():
-        label = f"{name} {num_inputs}->{num_outputs}"
+        kind = kinds[name]
+        label = f"{name} {num_inputs}->{num_outputs}" + (f" {kind.name}" if kind.has_blocks else "")
         if sys.stderr.isatty():
             print(f"\r\x1b[K{label}", end="", file=sys.stderr, flush=True)
         # Roofs are measured again beside every shape: on a shared machine one moment says little.
-        roofs.measure(tier)
-        num_bytes = matrix_bytes(tier, num_outputs, num_inputs)
+        roofs.measure(kind)
+        num_bytes = matrix_bytes(kind, num_outputs, num_inputs)
         engine = Engine(engine_library, _shape(num_outputs, num_inputs, threads))
-        product = Product(engine, tier, num_outputs, num_inputs, -(-footprint // num_bytes))
+        product = Product(engine, kind, num_outputs, num_inputs, -(-footprint // num_bytes))
         for rows in all_rows:
             taken.append((label, rows, product.seconds(rows), num_bytes, num_outputs * num_inputs))
-    roofs.measure(tier)
+    roofs.measure(kind)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     for label, rows, seconds, num_bytes, num_weights in taken:
@@ -164,6 +198,17 @@ def _rows(
             read_bytes_s=roofs.read_bytes_s,
             multiply_s=roofs.multiply_s,
         )
+
+
+def _random_weight(kind: Kind, num_outputs: int, num_inputs: int) -> torch.Tensor:
+    """Weights as `Engine.add_matrix` takes them; blocks of any codes with one scale, so that no sum is infinite."""
+    if not kind.has_blocks:
+        return torch.randn(num_outputs, num_inputs)
+    size = BlockType[kind.name].value
+    blocks = torch.randint(0, 256, (num_outputs, num_inputs // BLOCK_INPUTS, size), dtype=torch.uint8)
+    num_scales = size % 16 // 2  # before 16 or 32 bytes of codes: scale and perhaps minimum
+    blocks[..., : 2 * num_scales] = torch.full([num_scales], 0.01, dtype=torch.float16).view(torch.uint8)
+    return blocks.flatten(1)
 
 
 def _shape(num_outputs: int, num_inputs: int, threads: int) -> Shape:

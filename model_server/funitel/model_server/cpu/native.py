@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from funitel.model_server.cpu.ranks import SharedMemoryRanks
-from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.cpu.tiers import Kind
 from funitel.proto.errors import NotEnoughMemory
 
 DONE, NO_MEMORY, LOST_RANK = -1, -2, -3
@@ -112,6 +112,7 @@ def load_library(path: Path) -> ctypes.CDLL:
         "funitel_num_threads": (number, [address]),
         "funitel_matrix": (number, [address, *[number] * 4]),
         "funitel_rows": (None, [address, *[number] * 4, address, size, size, address]),
+        "funitel_blocks": (None, [address, *[number] * 4, address, size, address]),
         "funitel_matrix_done": (size, [address, number]),
         "funitel_vector": (number, [address, address, size]),
         "funitel_frequencies": (None, [address, address, number]),
@@ -166,31 +167,26 @@ class Engine:
         return int(self._library.funitel_num_threads(self._handle))
 
     def add_matrix(
-        self, tier: Tier, num_outputs: int, num_inputs: int, parts: Sequence[Sequence[tuple[torch.Tensor, Any]]]
+        self, kind: Kind, num_outputs: int, num_inputs: int, parts: Sequence[Sequence[tuple[torch.Tensor, Any]]]
     ) -> tuple[int, int]:
         """Pack a matrix and return its index and its bytes.
 
         Args:
-            parts: one, or gate and up; each a list of (weight [outputs, num_inputs], bias or None), float32, which
-                together have `num_outputs` outputs.
+            parts: one, or gate and up; each a list of (weight, bias or None), which together have `num_outputs`
+                outputs: float32 [outputs, num_inputs], or of kinds with blocks uint8 [outputs, bytes].
         """
         index = _checked(
-            self._library.funitel_matrix(self._handle, tier.value, num_outputs, num_inputs, len(parts)), "weights"
+            self._library.funitel_matrix(self._handle, kind, num_outputs, num_inputs, len(parts)), "weights"
         )
         for number, part in enumerate(parts):
             first = 0
             for weight, bias in part:
-                self._library.funitel_rows(
-                    self._handle,
-                    index,
-                    number,
-                    first,
-                    weight.shape[0],
-                    weight.data_ptr(),
-                    weight.stride(0),
-                    weight.stride(1),
-                    None if bias is None else bias.data_ptr(),
-                )
+                place = self._handle, index, number, first, weight.shape[0], weight.data_ptr()
+                biases = None if bias is None else bias.data_ptr()
+                if kind.has_blocks:
+                    self._library.funitel_blocks(*place, weight.stride(0), biases)
+                else:
+                    self._library.funitel_rows(*place, *weight.stride(), biases)
                 first += weight.shape[0]
         return index, int(self._library.funitel_matrix_done(self._handle, index))
 

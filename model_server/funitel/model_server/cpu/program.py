@@ -4,11 +4,13 @@ Says the same as `decoder.Decoder`, operation by operation; that one stays the o
 """
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 
 from funitel.model_server.cpu.native import Buffer, Code, Engine, Mode, Shape
-from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.cpu.tiers import Kind, Tier
+from funitel.model_server.gguf_blocks import BlockType
 from funitel.model_server.layers import Rotary, qkv_parts
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.spec import Activation, ModelSpec, Norm, Position
@@ -18,13 +20,24 @@ from funitel.model_server.weights import Weights
 _ACTIVATIONS = (Activation.SILU, Activation.GELU, Activation.GELU_TANH, Activation.RELU)  # as numbered in C++
 _LANES = 16  # outputs of a panel
 
-Part = list[tuple[torch.Tensor, torch.Tensor | None]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Some outputs of a matrix: a layer's, or of them this rank's share: `rows` are outputs, `columns` inputs."""
+
+    layer: str
+    num_outputs: int
+    num_inputs: int
+    rows: Range | None = None
+    columns: Range | None = None
+    bias: torch.Tensor | None = None
 
 
 class Program:
     """This rank's share of a model as an engine's program. Takes every tensor of `weights` and refuses leftovers.
 
-    `held_bytes`, `sharded_bytes` and `total_sharded_bytes` are those of `Weights`, of what the engine keeps.
+    `held_bytes`, `sharded_bytes` and `total_sharded_bytes` are those of `Weights`, of what the engine keeps. `kinds`
+    says how each matrix is kept, by the names of its layers.
     """
 
     def __init__(
@@ -41,6 +54,7 @@ class Program:
         self.held_bytes = 0
         self.sharded_bytes = 0
         self.total_sharded_bytes = 0
+        self.kinds: dict[tuple[str, ...], Kind] = {}
         self._spec = spec
         self._weights = weights
         self._parallel = parallel
@@ -105,8 +119,8 @@ class Program:
     def _vocabulary(self, name: str) -> int:
         spec = self._spec
         rows = self._parallel.split(spec.vocab_size)
-        weight = self._weights.read(f"{name}.weight", [spec.vocab_size, spec.hidden_size], rows=rows)
-        return self._matrix([[(weight, None)]], spec.vocab_size, spec.hidden_size)
+        piece = Piece(layer=name, num_outputs=spec.vocab_size, num_inputs=spec.hidden_size, rows=rows)
+        return self._matrix([[piece]], spec.vocab_size, is_transposed=False)
 
     def _attention(self, index: int) -> None:
         spec, heads, dim = self._spec, self._heads, self._spec.head_dim
@@ -116,8 +130,8 @@ class Program:
 
         norm = self._norm(name(spec.names.attention_norm))
         parts = qkv_parts(spec, heads, name)
-        read = [self._columns(*part, spec.hidden_size, has_bias=spec.has_qkv_bias) for part in parts]
-        qkv = self._matrix([read], (spec.num_heads + 2 * spec.num_kv_heads) * dim, spec.hidden_size)
+        pieces = [self._columns(*part, spec.hidden_size, has_bias=spec.has_qkv_bias) for part in parts]
+        qkv = self._matrix([pieces], (spec.num_heads + 2 * spec.num_kv_heads) * dim)
         norms = [-1, -1]
         if spec.has_qk_norm:
             norms = [self._norm(name(template), dim)[0] for template in (spec.names.q_norm, spec.names.k_norm)]
@@ -144,7 +158,7 @@ class Program:
             [self._columns(name(template), units, self._units, spec.hidden_size, has_bias=spec.has_mlp_bias)]
             for template in inputs
         ]
-        up = self._matrix(parts, units, spec.hidden_size)
+        up = self._matrix(parts, units)
         down = self._rows(name(spec.names.down), units, self._units, has_bias=spec.has_mlp_bias)
         mode = Mode.GATE if spec.is_gated else Mode.ACTIVATE
         self._operations += [
@@ -165,30 +179,52 @@ class Program:
             (Code.ADD,),
         ]
 
-    def _columns(
-        self, name: str, num_outputs: int, rows: Range, num_inputs: int, *, has_bias: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _columns(self, name: str, num_outputs: int, rows: Range, num_inputs: int, *, has_bias: bool) -> Piece:
         """This rank's outputs of a layer split by output."""
-        read, is_transposed = self._weights.read_linear, self._spec.names.is_transposed
-        weight = read(name, num_outputs, num_inputs, rows=rows, is_transposed=is_transposed)
-        return weight, self._weights.read(f"{name}.bias", [num_outputs], rows=rows) if has_bias else None
+        bias = self._weights.read(f"{name}.bias", [num_outputs], rows=rows) if has_bias else None
+        return Piece(layer=name, num_outputs=num_outputs, num_inputs=num_inputs, rows=rows, bias=bias)
 
     def _rows(self, name: str, num_inputs: int, columns: Range, *, has_bias: bool) -> int:
         """This rank's inputs of a layer split by input, packed; rank 0 adds the bias."""
-        num_outputs, is_transposed = self._spec.hidden_size, self._spec.names.is_transposed
-        weight = self._weights.read_linear(name, num_outputs, num_inputs, columns=columns, is_transposed=is_transposed)
+        num_outputs = self._spec.hidden_size
         bias = self._weights.read(f"{name}.bias", [num_outputs]) if has_bias else None
-        return self._matrix([[(weight, bias if self._parallel.rank == 0 else None)]], num_outputs, num_inputs)
+        bias = bias if self._parallel.rank == 0 else None
+        piece = Piece(layer=name, num_outputs=num_outputs, num_inputs=num_inputs, columns=columns, bias=bias)
+        return self._matrix([[piece]], num_outputs)
 
-    def _matrix(self, parts: list[Part], all_outputs: int, all_inputs: int) -> int:
-        """Pack a matrix that is split between ranks; `all_*` are the sizes of each part unsplit."""
-        num_outputs = sum(weight.shape[0] for weight, _ in parts[0])
-        num_inputs = parts[0][0][0].shape[1]
-        index, num_bytes = self.engine.add_matrix(self._tier, num_outputs, num_inputs, parts)
+    def _matrix(self, parts: list[list[Piece]], all_outputs: int, *, is_transposed: bool | None = None) -> int:
+        """Pack a matrix that is split between ranks; `all_outputs` are those of each part unsplit.
+
+        `is_transposed`: how the checkpoint stores it, where that is not how the family stores its layers.
+        """
+        kind = self._kind([piece for part in parts for piece in part])
+        if is_transposed is None:
+            is_transposed = self._spec.names.is_transposed
+        read = [[(self._read(piece, kind, is_transposed), piece.bias) for piece in part] for part in parts]
+        num_outputs = sum(weight.shape[0] for weight, _ in read[0])
+        first, last = parts[0][0].columns or (0, parts[0][0].num_inputs)
+        index, num_bytes = self.engine.add_matrix(kind, num_outputs, last - first, read)
         self.held_bytes += num_bytes
         self.sharded_bytes += num_bytes
-        self.total_sharded_bytes += matrix_bytes(self._tier, all_outputs, all_inputs, len(parts))
+        self.total_sharded_bytes += matrix_bytes(kind, all_outputs, parts[0][0].num_inputs, len(parts))
         return index
+
+    def _kind(self, pieces: list[Piece]) -> Kind:
+        """How the matrix of these pieces is kept: as blocks where all have the same type and no block is cut."""
+        kind = self._tier.kind
+        if self._tier is Tier.GGUF:
+            types = {self._weights.block_type(piece.layer, piece.columns) for piece in pieces}
+            found = types.pop() if len(types) == 1 else None
+            kind = kind if found is None else Kind[found.name]
+        self.kinds[tuple(dict.fromkeys(piece.layer for piece in pieces))] = kind
+        return kind
+
+    def _read(self, piece: Piece, kind: Kind, is_transposed: bool) -> torch.Tensor:
+        """Weights as `Engine.add_matrix` takes them."""
+        sizes = piece.layer, piece.num_outputs, piece.num_inputs
+        if kind.has_blocks:
+            return self._weights.read_blocks(*sizes, rows=piece.rows, columns=piece.columns)
+        return self._weights.read_linear(*sizes, rows=piece.rows, columns=piece.columns, is_transposed=is_transposed)
 
     def _norm(self, name: str, size: int | None = None) -> tuple[int, int]:
         """Indices of weight and bias, -1 for none."""
@@ -202,9 +238,11 @@ class Program:
         return self.engine.add_vector(values)
 
 
-def matrix_bytes(tier: Tier, num_outputs: int, num_inputs: int, num_parts: int = 1) -> int:
+def matrix_bytes(kind: Kind, num_outputs: int, num_inputs: int, num_parts: int = 1) -> int:
     """Bytes a matrix takes in the engine, biases left out."""
-    panels = -(-num_outputs // _LANES) * num_parts
-    depth = num_inputs + num_inputs % 2 if tier is Tier.INT8 else num_inputs
-    scales = 4 if tier is Tier.INT8 else 0
-    return panels * _LANES * (depth * tier.element_bytes + scales)
+    outputs = -(-num_outputs // _LANES) * _LANES * num_parts
+    if kind.has_blocks:
+        return outputs * BlockType[kind.name].row_bytes(num_inputs)
+    if kind is Kind.INT8:
+        return outputs * (num_inputs + num_inputs % 2 + 4)  # pairs of inputs, a scale
+    return outputs * num_inputs * (4 if kind is Kind.FLOAT32 else 2)

@@ -158,7 +158,7 @@ double funitel_roofs_multiply(Roofs* roofs, int32_t kind) {
     int num_chunks = 16 * roofs->threads.count();
     std::atomic<int64_t> done{0};
     double seconds = funitel::timed(*roofs, num_chunks, [&](int) {
-        done += kind == funitel::kInt8 ? funitel::multiply_int8() : funitel::multiply_float();
+        done += kind >= funitel::kInt8 ? funitel::multiply_int8() : funitel::multiply_float();
     });
     return done.load() / seconds;
 }

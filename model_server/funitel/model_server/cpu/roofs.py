@@ -4,7 +4,7 @@ import ctypes
 from pathlib import Path
 
 from funitel.model_server.cpu.build import build
-from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.cpu.tiers import Kind
 from funitel.proto.errors import NotEnoughMemory
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -37,12 +37,12 @@ class Roofs:
             self._library.funitel_roofs_release(self._handle)
             self._handle = None
 
-    def measure(self, tier: Tier, passes: int = 3) -> None:
+    def measure(self, kind: Kind, passes: int = 3) -> None:
         """Measure both again: `read_bytes_s`, bytes a second, and `multiply_s`, multiply-adds a second."""
         for _ in range(passes):
             for way in range(self._library.funitel_roofs_num_reads()):
                 self.read_bytes_s = max(self.read_bytes_s, self._library.funitel_roofs_read(self._handle, way))
-            self.multiply_s = max(self.multiply_s, self._library.funitel_roofs_multiply(self._handle, tier.value))
+            self.multiply_s = max(self.multiply_s, self._library.funitel_roofs_multiply(self._handle, kind))
 
 
 def largest_cache_bytes() -> int:
