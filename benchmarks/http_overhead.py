@@ -47,9 +47,10 @@ def prompts_of(count: int) -> list[str]:
     return [f"Write {i + 3} things about the number {i * 7 + 11} and explain each of them:" for i in range(count)]
 
 
-def dtype_of(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The flag that says so, if it was given."""
-    return ("--dtype", arguments.dtype) if arguments.dtype else ()
+def precision_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The flags that say so, if they were given."""
+    given = {"--dtype": arguments.dtype, "--quantize": arguments.quantize}
+    return tuple(word for flag, value in given.items() if value for word in (flag, value))
 
 
 # In process
@@ -62,7 +63,12 @@ def work(arguments: argparse.Namespace) -> None:
     from funitel.model_server.settings import ModelServerSettings
     from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams, WarmupLimits
 
-    settings = ModelServerSettings(model_id=arguments.model, dtype=arguments.dtype, num_threads=arguments.threads)
+    settings = ModelServerSettings(
+        model_id=arguments.model,
+        dtype=arguments.dtype,
+        quantize=arguments.quantize,
+        num_threads=arguments.threads,
+    )
     executor, info = load(settings, resolve(arguments.model).folder)
 
     def start(number: int, prompt: str, tokens: int, room: int) -> SequenceStart:
@@ -95,7 +101,7 @@ class Worker:
     """The executor in a process of its own."""
 
     def __init__(self, arguments: argparse.Namespace, threads: int) -> None:
-        command = [sys.executable, __file__, arguments.model, *dtype_of(arguments), "--threads", str(threads)]
+        command = [sys.executable, __file__, arguments.model, *precision_of(arguments), "--threads", str(threads)]
         self._process = subprocess.Popen([*command, "--work"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pid = self._process.pid
         if self._answer() != "ready":
@@ -189,7 +195,7 @@ def compare(arguments: argparse.Namespace, layout: str) -> list[dict[str, Any]]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers: dict[int, Server] = {}
         for steps in PIPELINE_STEPS:
-            flags = ("--model-id", arguments.model, *dtype_of(arguments), "--num-threads", str(threads))
+            flags = ("--model-id", arguments.model, *precision_of(arguments), "--num-threads", str(threads))
             server = stack.enter_context(serving(folder, *flags, *POOL_FLAGS, "--pipeline-steps", str(steps)))
             pin(server.shard_pids()[0], for_shard)
             pin(server.router_pid(), for_others)
@@ -247,6 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--dtype", help="precision, as the server is told; its default when not given")
+    parser.add_argument("--quantize", help="as the server is told")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
@@ -263,7 +270,7 @@ def main() -> None:
     names += " router_us_per_token shard_extra_us_per_token client_us_per_token"
     print("  ".join(f"{name:>8}" for name in names.split()), flush=True)
     rows = [row for layout in arguments.layouts for row in compare(arguments, layout)]
-    conditions = {"model": arguments.model, "dtype": arguments.dtype, "tokens": arguments.tokens}
+    conditions = {"model": arguments.model, "precision": precision_of(arguments), "tokens": arguments.tokens}
     print(json.dumps(conditions | {"rounds": arguments.rounds, "rows": rows}))
 
 

@@ -143,14 +143,14 @@ class ModelServerSettings:
     device: str = setting("auto", "Where the model runs.", choices=DEVICES)
     dtype: str | None = setting(
         None,
-        "Precision of weights and KV. When not given, bfloat16 on a GPU; on a CPU floating-point weights become int8 "
-        "and KV float16, or both float32 where the fused CPU step cannot be built.",
+        "Precision of weights and KV. When not given, bfloat16 on a GPU; on a CPU the blocks of a GGUF stay as they "
+        "are, floating-point weights become int8, and KV float16, or all float32 where the fused CPU step cannot be built.",
         choices=DTYPES,
     )
     quantize: str | None = setting(
         None,
         "How the checkpoint's weights must be quantised; as its config.json says when not given. On a CPU int8 also "
-        "makes int8 of floating-point weights as they are loaded.",
+        "makes int8 of floating-point weights as they are loaded, and gguf computes on the blocks of a GGUF as they are.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
     )
