@@ -65,6 +65,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     calibration = parser.add_argument_group("calibration")
     calibration.add_argument("--calibrate", nargs="?", const="smollm2-135m-instruct", metavar="MODEL")
     calibration.add_argument("--dtype", help="as the shard's flag")
+    calibration.add_argument("--quantize", help="as the shard's flag")
     calibration.add_argument("--num-threads", type=_count, help="as the shard's flag")
     calibration.add_argument("--steps", type=_count, default=8, help="timed of each shape")
     return parser.parse_args(argv)
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _calibrate(options: argparse.Namespace) -> None:
     from replaying.calibration import as_record, calibrate  # torch, which nothing else here needs
 
-    costs, samples = calibrate(options.calibrate, options.dtype, options.num_threads, options.steps)
+    costs, samples = calibrate(options.calibrate, options.dtype, options.quantize, options.num_threads, options.steps)
     print(json.dumps(as_record(costs, samples)))
 
 

@@ -128,10 +128,12 @@ def measure(executor: Executor, shape: Shape, num_steps: int) -> Sample:
 
 
 def calibrate(
-    model_id: str, dtype: str | None, num_threads: int | None, num_steps: int
+    model_id: str, dtype: str | None, quantize: str | None, num_threads: int | None, num_steps: int
 ) -> tuple[StepCosts, list[Sample]]:
     """Measure every shape that fits into the model's context, with a progress bar on stderr."""
-    settings = ModelServerSettings(model_id=model_id, dtype=dtype, num_threads=num_threads, block_size=BLOCK_SIZE)
+    settings = ModelServerSettings(
+        model_id=model_id, dtype=dtype, quantize=quantize, num_threads=num_threads, block_size=BLOCK_SIZE
+    )
     executor, _ = load(settings, resolve(model_id).folder)
     warm = SequenceStart(
         request_id=0, sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=1), input_ids=(1,) * 64

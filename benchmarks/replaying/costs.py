@@ -37,6 +37,6 @@ class StepCosts:
 
 
 # SmolLM2-135M-Instruct, int8 weights, one shard with two threads on two cores of a virtual machine with AVX-512, shared
-# with other work: least of six steps a shape, 2026-11, `python benchmarks/replay.py --calibrate --steps 6`. The median
-# step was 20 % off this fit.
+# with other work: least of six steps a shape, 2026-11, the median step 20 % off this fit.
+# `python benchmarks/replay.py --calibrate --quantize int8 --steps 6`
 DEMO_COSTS = StepCosts(base=0.0100, prompt_token=4.6e-4, decode_row=2.0e-3, context_token=2.8e-6, prompt_pair=7.7e-7)

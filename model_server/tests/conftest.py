@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quantize
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -48,8 +48,12 @@ def _make_gguf(
     metadata: Callable[[GGUFWriter], None] | None = None,
     tensors: dict[str, npt.NDArray[Any]] | None = None,
     settings: dict[str, Any] | None = None,
+    types: dict[str, GGMLQuantizationType] | None = None,
 ) -> PreTrainedModel:
-    """`metadata` and `tensors` (bytes are Q4_1 blocks) add to the file, `settings` to the configuration."""
+    """`metadata` and `tensors` (bytes are Q4_1 blocks) add to the file, `settings` to the configuration.
+
+    The model's own tensors that `types` names are quantised.
+    """
     torch.manual_seed(seed)
     auto: Any = AutoModelForCausalLM
     model: PreTrainedModel = auto.from_config(_config(architecture, settings or {}), dtype=torch.float32).eval()
@@ -62,6 +66,9 @@ def _make_gguf(
         metadata(writer)
     for name, values in (_gguf_tensors(model, architecture) | (tensors or {})).items():
         raw_dtype = GGMLQuantizationType.Q4_1 if values.dtype == np.uint8 else None
+        if types and name in types:
+            raw_dtype = types[name]
+            values = quantize(values, raw_dtype)
         writer.add_tensor(name, values, raw_dtype=raw_dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

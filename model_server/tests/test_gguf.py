@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from funitel.model_server.blocks import BlockFile
 from funitel.model_server.checkpoint import check_folder
+from funitel.model_server.gguf_blocks import BLOCKS
 from funitel.model_server.gguf_convert import convert_gguf
 from funitel.model_server.gguf_reader import read_gguf
 from funitel.model_server.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
@@ -104,6 +107,37 @@ def test_quantised_tensors_get_their_exact_values(make_gguf: MakeGguf, tmp_path:
     expected = gguf.dequantize(blocks, gguf.GGMLQuantizationType.Q4_1)
     np.testing.assert_array_equal(torch.as_tensor(embeddings).detach().numpy(), expected)
     assert np.abs(expected - values).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "types"),
+    [
+        ("llama", {"attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "Q4_1"}),  # rows of heads are put in another order
+        ("gpt2", {"attn_qkv": "Q4_0", "ffn_up": "Q4_1"}),  # the float32 weights lie the other way round
+    ],
+)
+def test_blocks_are_kept_as_they_are_beside_the_values_they_stand_for(
+    make_gguf: MakeGguf, tmp_path: Path, architecture: str, types: dict[str, str]
+) -> None:
+    numbers = {f"blk.1.{name}.weight": gguf.GGMLQuantizationType[kind] for name, kind in types.items()}
+    others = {"token_embd.weight": gguf.GGMLQuantizationType.F16}
+    make_gguf(tmp_path / "tiny.gguf", architecture, types=numbers | others)
+    folder = converted(tmp_path / "tiny.gguf")
+    blocks, values = BlockFile(folder / BLOCKS), load_file(folder / "model.safetensors")
+    found = {name: kind for name in values if (kind := blocks.type_of(name)) is not None}
+    assert sorted(kind.name for kind in found.values()) == sorted(types.values())
+    for name, kind in found.items():
+        expected = values[name].t() if architecture == "gpt2" else values[name]
+        rows = blocks.read(name, (expected.shape[0], expected.shape[1]), None, None).numpy()
+        stand_for = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind.name])
+        np.testing.assert_array_equal(stand_for, expected.numpy())
+        part = blocks.read(name, (expected.shape[0], expected.shape[1]), (2, 5), (0, 32)).numpy()
+        np.testing.assert_array_equal(part, rows[2:5])
+
+
+def test_a_gguf_without_blocks_leaves_none(make_gguf: MakeGguf, tmp_path: Path) -> None:
+    make_gguf(tmp_path / "tiny.gguf")
+    assert not (converted(tmp_path / "tiny.gguf") / BLOCKS).exists()
 
 
 def test_an_untied_gpt2_keeps_its_output_weights(make_gguf: MakeGguf, tmp_path: Path) -> None:

@@ -144,13 +144,13 @@ class ModelServerSettings:
     dtype: str | None = setting(
         None,
         "Precision of weights and KV. When not given, bfloat16 on a GPU; on a CPU the blocks of a GGUF stay as they "
-        "are, floating-point weights become int8, and KV float16, or all float32 where the fused CPU step cannot be built.",
+        "are, floating-point weights become int8 and KV float16, or all float32 where the fused step cannot be built.",
         choices=DTYPES,
     )
     quantize: str | None = setting(
         None,
         "How the checkpoint's weights must be quantised; as its config.json says when not given. On a CPU int8 also "
-        "makes int8 of floating-point weights as they are loaded, and gguf computes on the blocks of a GGUF as they are.",
+        "makes int8 of floating-point weights as they are loaded, and gguf keeps the blocks of a GGUF.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
     )
