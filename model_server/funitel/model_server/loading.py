@@ -13,6 +13,7 @@ from funitel.model_server.cpu.tiers import MADE, choose_tier
 from funitel.model_server.decoders import Loaded, load_fused, load_torch
 from funitel.model_server.executor import Executor, ExecutorOptions
 from funitel.model_server.families import spec_of
+from funitel.model_server.hub import is_outdated
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.quantization import check_flag
 from funitel.model_server.settings import ModelServerSettings
@@ -40,6 +41,8 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     tier = None
     if device.type == "cpu":
         tier = choose_tier(settings.dtype, settings.quantize, weights.quantization, has_blocks=weights.has_blocks)
+        if not weights.has_blocks and is_outdated(folder):
+            logger.warning("%s was converted by an older version, without blocks: name the GGUF as --model-id", folder)
     is_made = weights.quantization is None and tier is not None and tier is MADE.get(settings.quantize or "")
     if not is_made:
         check_flag(settings.quantize, weights.quantization)
