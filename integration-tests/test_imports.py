@@ -50,6 +50,9 @@ PURE = (
             "plan",
             "entrance",
             "giving_way",
+            "running",
+            "sharing_out",
+            "lead",
         )
     ),
 )

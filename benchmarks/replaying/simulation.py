@@ -1,6 +1,7 @@
 """Replicas in virtual time: the router's own scheduler and block allocator, and a shard that only takes time."""
 
 import heapq
+import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from funitel.proto.step import (
     StoppingParams,
     Tokens,
 )
+from funitel.router.lead import plan_after
 from funitel.router.placement import Standing, place
 from funitel.router.plan import StepPlan
 from funitel.router.scheduler import Scheduler
@@ -68,6 +70,7 @@ class SimulatedReplica:
         self._result = StepResult((), None)
         self._givers: list[Row] = []  # of a token, in the step that is computed
         self._seconds = 0.0
+        self._plan_from = 0.0  # instant from which a second step may be planned
         self._ends = array("d")  # of every step
 
     def submit(self, sequence: Sequence, arrival: Arrival) -> None:
@@ -84,21 +87,32 @@ class SimulatedReplica:
         self.load_tokens += arrival.prompt_tokens
         self.scheduler.add(sequence)
         if self._plans:
-            self._send_steps()
+            self._send_steps(arrival.at)
 
-    def _send_steps(self) -> None:
+    def _send_steps(self, now: float) -> None:
         """Plan as far ahead as may be."""
-        while len(self._plans) < self._pipeline_steps:
+        while len(self._plans) < self._pipeline_steps and (not self._plans or now >= self._plan_from):
             self.scheduler.preempt()
             plan = self.scheduler.schedule()
             if plan is None:
                 return
             self._plans.append(plan)
 
-    def begin(self, now: float) -> float | None:
-        """Begin the next step; returns when it will end, None if there is nothing to do."""
+    def advance(self, now: float) -> float | None:
+        """Do what is due: plan a further step, or end one and begin the next.
+
+        Returns when there will be something to do again; None if nothing is under way.
+        """
+        if self._ends and now < self._ends[-1]:
+            self._send_steps(now)
+            return self._ends[-1]
+        self._end()
+        return self._begin(now)
+
+    def _begin(self, now: float) -> float | None:
         measures = self._measures
-        self._send_steps()
+        self._plan_from = math.inf  # until the first is known
+        self._send_steps(now)
         self.is_asleep = not self._plans
         if self.is_asleep:
             return None
@@ -112,7 +126,9 @@ class SimulatedReplica:
         self._seconds = self._compute(plan)
         self._measure(self._seconds)
         self._ends.append(now + self._seconds)
-        return self._ends[-1]
+        self._plan_from = now + plan_after(plan.predicted_seconds)
+        self._send_steps(now)
+        return self._ends[-1] if self._plan_from <= now else min(self._plan_from, self._ends[-1])
 
     def _compute(self, plan: StepPlan) -> float:
         """Do a shard's part of a step; returns the seconds it takes."""
@@ -154,7 +170,7 @@ class SimulatedReplica:
             measures.running_queued.hold(running, seconds)
             measures.pool_used_queued.hold(used, seconds)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Settle the step that was computed, if any."""
         if not self._plans:
             return
@@ -191,13 +207,12 @@ def _last(row: Row) -> Generation:
 
 def simulate(arrivals: Iterable[Arrival], replicas: Seq[SimulatedReplica], count: Callable[[int], None]) -> None:
     """Run every arrival to its end; `count` is told how many have come."""
-    events: list[tuple[float, int]] = []  # (time, replica): its step ends, or it wakes
+    events: list[tuple[float, int]] = []  # (time, replica): its step ends, it plans, or it wakes
 
     def work_until(limit: float) -> None:
         while events and events[0][0] < limit:
             now, index = events[0]
-            replicas[index].end()
-            until = replicas[index].begin(now)
+            until = replicas[index].advance(now)
             if until is None:
                 heapq.heappop(events)
             else:

@@ -124,6 +124,29 @@ def test_keys_are_told_apart_and_served_fairly() -> None:
     assert report["ttft_of_keys"]["one"]["p99"] < 0.5 * report["ttft_of_keys"]["flood"]["p50"]
 
 
+@pytest.mark.parametrize(
+    ("flood", "prompt_tokens"),
+    [((180, 64), 183), ((180, 64), 600), ((20, 150), 183), ((1000, 1), 183)],
+    ids=["usual", "a longer prompt", "short prompts", "long prompts and no streams"],
+)
+def test_a_key_that_asks_now_and_then_hardly_notices_the_flood_of_another(
+    flood: tuple[int, int], prompt_tokens: int
+) -> None:
+    """Its time to first token over that of an idle server, whatever the flood is made of."""
+
+    def first_token(*others: Any) -> float:
+        asks = [arrival(10.03 + 2.1 * i, prompt_tokens, 8, key="other") for i in range(7)]
+        warm_up = [arrival(0.0, 4, 8), *(arrival(1.0 + i, 183, 8) for i in range(3))]
+        found = measures.Measures()
+        policy = Policy(max_batch_prefill_tokens=4096, has_prefix_cache=True, max_batch_size=8)
+        replica = simulation.SimulatedReplica(Scheduler(policy, BlockAllocator(2500, 16)), costs.DEMO_COSTS, found, 2)
+        simulation.simulate([*warm_up, *sorted([*others, *asks], key=lambda a: a.at)], [replica], lambda count: None)
+        return float(found.to_first_token_of["other"].percentile(0.5))
+
+    at_once = [arrival(9.0, *flood, key="flood") for _ in range(100)]
+    assert first_token(*at_once) < 1.9 * first_token()
+
+
 def test_replicas_are_chosen_by_the_longest_prefix_that_is_there() -> None:
     turns = [arrival(40.0 * i, 24, 4, prefix_group=i % 3, prefix_tokens=20) for i in range(9)]
     found = simulate(turns, num_replicas=3)

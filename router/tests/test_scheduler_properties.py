@@ -262,6 +262,20 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert begins.setdefault(block, known[:end]) == known[:end]
 
     @invariant()
+    def only_who_is_settled_is_not_looked_at(self) -> None:
+        """Whoever just decodes has blocks for as many steps as foreseen, and does not end in them."""
+        if not hasattr(self, "scheduler"):
+            return
+        for i, sequence in self.scheduler.running.items():
+            count = sequence.num_plain_steps
+            assert (count == 0) == (i in self.scheduler._running.unsettled)
+            if count:
+                computed, pending = sequence.ahead()
+                assert pending == 1
+                assert computed + count <= len(sequence.blocks) * BLOCK
+                assert computed + count < sequence.num_prompt + sequence.request.stopping.max_new_tokens
+
+    @invariant()
     def what_is_found_by_its_tokens_is_there(self) -> None:
         for wish in getattr(self, "wishes", {}).values():
             sequence = wish.sequence

@@ -13,8 +13,10 @@ from funitel.router.step_time import (
     FIRST_SHARED_TOKENS,
     GAP_FACTOR,
     IDLE_STEP_SECONDS,
+    IDLE_STEP_SECONDS_OF_SEVERAL,
     PROBE_STEPS,
     SHARED_GROWTH,
+    URGENT_FACTOR,
     StepTimeModel,
 )
 
@@ -233,6 +235,39 @@ def test_alone_a_prompt_takes_big_chunks_but_bounded_steps() -> None:
     assert len(steps) < 70
     assert max(true for _, true, _ in steps) < 1.15 * IDLE_STEP_SECONDS
     assert statistics.median(true for _, true, _ in steps[3:]) > 0.8 * IDLE_STEP_SECONDS
+
+
+def test_where_several_keys_are_known_prompts_alone_leave_room_for_another() -> None:
+    machine = Machine(base=0.005, per_token=0.001)
+    machine.prompt(4000, num_decodes=0)
+    usual = machine.model.budget(4096, StepLoad())
+    several = machine.model.budget(4096, StepLoad(), has_several_keys=True)
+    assert several.fit(0, 4096, is_urgent=True) == usual.fit(0, 4096) > 300
+    assert several.take(0, 4096) < 100
+    assert machine.seconds(several.load) < 1.1 * IDLE_STEP_SECONDS_OF_SEVERAL
+
+
+def test_the_urgent_get_four_fifths_of_the_machine_unless_there_is_a_target() -> None:
+    plain = StepLoad(8, 1600)
+    for target, factor in ((None, URGENT_FACTOR), (0.04, 0.04 / Machine().seconds(plain))):
+        machine = Machine(target=target)
+        machine.decode()
+        machine.prompt(2000)
+        machine.prompt(200)  # of usual size, so that the urgent may have as many
+        budget = machine.model.budget(4096, StepLoad(8, 1600))
+        budget.take(0, 4096, is_urgent=True)
+        assert machine.seconds(budget.load) < 1.1 * factor * machine.seconds(plain)
+        assert machine.seconds(budget.load) > 0.8 * min(factor, 3.5) * machine.seconds(plain)
+
+
+def test_a_step_of_any_kind_is_predicted() -> None:
+    machine = Machine(per_chunk_step=0.002)
+    assert machine.model.seconds(StepLoad(3, 60)) == machine.model.seconds(StepLoad(0, 0, 20, 210)) == 0.0
+    machine.prompt(3000, num_decodes=0)
+    machine.decode()
+    machine.prompt(3000)
+    for load in (StepLoad(8, 1600), StepLoad(0, 0, 300, 300 * 151), StepLoad(8, 1600, 32, 32 * 500, 484)):
+        assert machine.model.seconds(load) == pytest.approx(machine.seconds(load), rel=0.1)
 
 
 def test_a_prompt_of_many_chunks_shares_its_step_with_short_ones() -> None:

@@ -157,6 +157,37 @@ def test_time_away_earns_no_credit_and_leaving_clears_no_debt() -> None:
     assert shares.tokens_of(OTHER) == 0
 
 
+def test_time_away_earns_some_credit_where_it_is_given() -> None:
+    shares = Shares(credit=400)
+    busy = make_sequence(0, 5, 5, key=b"busy")
+    shares.join(b"busy")
+    shares.charge(busy, 1000)
+    assert shares.tokens_of(OTHER) == 600
+    other = make_sequence(1, 5, 5, key=OTHER)
+    shares.join(OTHER)
+    shares.charge(other, 100)
+    shares.leave(OTHER)
+    assert shares.tokens_of(OTHER) == 700, "to leave and come back gives nothing"
+    shares.charge(busy, 1000)
+    shares.join(OTHER)
+    assert shares.tokens_of(OTHER) == 1600, "nor does to stay away for longer give more"
+
+
+def test_who_stays_least_is_seen_from_all_that_have_requests() -> None:
+    shares = Shares()
+    for key in (b"a", b"b"):
+        assert not shares.stays_least(b"a", 0), "nobody to compare with"
+        shares.join(key)
+    shares.charge_key(b"b", 100)
+    assert shares.stays_least(b"a", 100)
+    assert not shares.stays_least(b"a", 101)
+    assert not shares.stays_least(b"b", 0)
+    shares.join(b"c")
+    assert not shares.stays_least(b"a", 100)
+    shares.leave(b"c")
+    assert shares.stays_least(b"a", 100)
+
+
 def test_idle_keys_are_not_remembered_without_end() -> None:
     shares = Shares()
     shares.join(b"busy")
@@ -231,6 +262,29 @@ def test_the_prompt_budget_goes_to_the_key_that_was_given_least() -> None:
         next(running)
     assert first_token_of(scheduler, shard, make_sequence(1, 16, 2, key=OTHER, cache_salt="x")) <= 3
     assert long.num_pending > 1
+
+
+def test_a_short_prompt_of_a_key_that_was_given_less_is_computed_beside_streams_at_once() -> None:
+    """A long one, one of the same key and one under a target of milliseconds keep to the usual chunks."""
+
+    def first_chunk(prompt_len: int, key: bytes, **policy: float) -> int:
+        scheduler, shard = make_scheduler(4000, 4096, **policy), QuickShard
+        flood = [make_sequence(i, 200, 500, key=FLOODER, cache_salt=str(i)) for i in range(4)]
+        for sequence in flood:
+            scheduler.add(sequence)
+        running = steps(scheduler, shard(scheduler))
+        while not all(len(sequence.output_ids) > 400 for sequence in flood):
+            next(running)
+        newcomer = make_sequence(100, prompt_len, 5, key=key, cache_salt="x")
+        scheduler.add(newcomer)
+        while not (newcomer.num_computed or newcomer.output_ids):
+            next(running)
+        return newcomer.num_computed
+
+    usual = first_chunk(1000, FLOODER)
+    assert first_chunk(1000, OTHER) > 1.5 * usual
+    assert first_chunk(2000, OTHER) == usual
+    assert first_chunk(1000, OTHER, target_gap_seconds=0.025) == first_chunk(1000, FLOODER, target_gap_seconds=0.025)
 
 
 def test_a_key_has_no_more_than_its_share_taken() -> None:

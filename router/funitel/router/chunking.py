@@ -56,33 +56,55 @@ class PromptCosts:
         return min(most, int(2 * left / (a + sqrt(a * a + 2 * b * left))))
 
 
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """So many prompt tokens, within so many seconds."""
+
+    tokens: int
+    seconds: float = inf
+
+
 class ChunkBudget:
-    """What prompt tokens one step may still compute: so many, within so many seconds. Notes the load they make."""
+    """What prompt tokens one step may still compute. Notes the load they make.
+
+    Args:
+        most: for all of them together.
+        costs: what they take.
+        load: of the step without them.
+        urgent: in place of `most`, for those that are urgent; what these take is taken from the others.
+    """
 
     def __init__(
-        self, most_tokens: int, seconds: float = inf, costs: PromptCosts | None = None, load: StepLoad | None = None
+        self,
+        most: Allowance,
+        costs: PromptCosts | None = None,
+        load: StepLoad | None = None,
+        urgent: Allowance | None = None,
     ) -> None:
         self.load = load or StepLoad()
-        self._tokens = most_tokens
-        self._seconds = seconds
+        self._most = most
+        self._urgent = urgent or most
         self._costs = costs or PromptCosts()
+        self._tokens = 0  # spent
+        self._seconds = 0.0
 
     @property
     def is_spent(self) -> bool:
-        """Whether not even the cheapest token may be added."""
+        """Whether not even the cheapest token may be added, but for an urgent one."""
         return self.fit(0, 1) == 0
 
-    def fit(self, context: int, wanted: int) -> int:
+    def fit(self, context: int, wanted: int, *, is_urgent: bool = False) -> int:
         """How many of `wanted` tokens behind `context` others may be computed; the step's first chunk has a floor."""
-        most = min(wanted, self._tokens)
+        allowed = self._urgent if is_urgent else self._most
+        most = max(0, min(wanted, allowed.tokens - self._tokens))
         floor = MIN_CHUNK_TOKENS if self.load.num_prompt_tokens == 0 else 0
-        return min(most, max(floor, self._costs.tokens_within(self._seconds, context, most)))
+        return min(most, max(floor, self._costs.tokens_within(allowed.seconds - self._seconds, context, most)))
 
-    def take(self, context: int, wanted: int) -> int:
+    def take(self, context: int, wanted: int, *, is_urgent: bool = False) -> int:
         """Spend the budget on what `fit` says of the same arguments; returns how many tokens that is."""
-        count = self.fit(context, wanted)
+        count = self.fit(context, wanted, is_urgent=is_urgent)
         if count:
-            self._tokens -= count
-            self._seconds -= self._costs.seconds(context, count)
+            self._tokens += count
+            self._seconds += self._costs.seconds(context, count)
             self.load.add_chunk(context, count)
         return count

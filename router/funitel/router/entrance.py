@@ -1,13 +1,13 @@
 """How a waiting sequence enters: behind which blocks, with which more, and whether there is room. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from math import ceil
 
 from funitel.proto.step import SequenceStart
 from funitel.router.blocks import BlockAllocator
 from funitel.router.plan import Policy
+from funitel.router.running import Running
 from funitel.router.sequence import Sequence
 from funitel.router.waiting import WaitingQueue
 
@@ -20,9 +20,8 @@ MOST_RESERVED = 1 / 25
 class Entrance:
     """From those that wait to those that run, through the blocks that are free or can be shared."""
 
-    def __init__(
-        self, policy: Policy, blocks: BlockAllocator, waiting: WaitingQueue, running: Mapping[int, Sequence]
-    ) -> None:
+    def __init__(self, policy: Policy, blocks: BlockAllocator, waiting: WaitingQueue, running: Running) -> None:
+        self.block_size = blocks.block_size
         self._policy = policy
         self._blocks = blocks
         self._waiting = waiting
@@ -44,37 +43,37 @@ class Entrance:
         """Published blocks a sequence can begin behind; its last known token is always computed."""
         if not self._may_share(sequence):
             return ()
-        size = self._blocks.block_size
+        size = self.block_size
         return self._blocks.match(sequence.block_key(i, size) for i in range((sequence.num_known - 1) // size))
 
     def _may_share(self, sequence: Sequence) -> bool:
         return self._policy.has_prefix_cache and not sequence.request.prefill_logprobs
 
     def _is_being_computed(self, sequence: Sequence, index: int) -> bool:
-        size = self._blocks.block_size
+        size = self.block_size
         if not self._may_share(sequence) or (index + 1) * size >= sequence.num_known:
             return False
         key = sequence.block_key(index, size)
         return any(
             other.num_pending > 1 and other.num_known >= (index + 1) * size and other.block_key(index, size) == key
-            for other in self._running.values()
+            for other in self._running.unsettled.values()
         )
 
     def has_room(self, sequence: Sequence, prefix: Seq[int], count: int) -> bool:
         """Whether a waiting sequence may enter, behind `prefix`, to compute `count` tokens first."""
         # A resumed sequence may have outgrown the budget: it enters first, and takes the rest in its next step.
-        whole = min(sequence.num_known - len(prefix) * self._blocks.block_size, self._policy.max_batch_prefill_tokens)
+        whole = min(sequence.num_known - len(prefix) * self.block_size, self._policy.max_batch_prefill_tokens)
         if count < (1 if self._policy.is_chunked else whole):
             return False
         return self.has_slot() and self.has_blocks(self.missing_blocks(sequence, prefix), prefix)
 
     def has_slot(self) -> bool:
         """Whether one more sequence may run."""
-        return self._policy.max_batch_size is None or len(self._running) < self._policy.max_batch_size
+        return self._policy.max_batch_size is None or len(self._running.by_id) < self._policy.max_batch_size
 
     def has_blocks(self, needed: int, prefix: Seq[int]) -> bool:
         """Whether so many blocks can be had beside `prefix`, and some are left for those that run."""
-        reserved = min(len(self._running), ceil(self._blocks.num_blocks * MOST_RESERVED))
+        reserved = min(len(self._running.by_id), ceil(self._blocks.num_blocks * MOST_RESERVED))
         return needed + reserved <= self._blocks.num_free - self._blocks.num_idle(prefix)
 
     def missing_blocks(self, sequence: Sequence, prefix: Seq[int]) -> int:
@@ -93,13 +92,13 @@ class Entrance:
         self._blocks.share(prefix)
         sequence.blocks.extend(prefix)
         sequence.blocks.extend(self._blocks.allocate(self.missing_blocks(sequence, prefix)))
-        sequence.num_computed = sequence.num_cached = len(prefix) * self._blocks.block_size
+        sequence.num_computed = sequence.num_cached = len(prefix) * self.block_size
         sequence.num_repeated = max(0, sequence.num_repeated - sequence.num_computed)
         sequence.was_started = True
 
     def start(self, sequence: Sequence, count: int) -> SequenceStart:
         """Say to the shard how a sequence enters to compute `count` tokens."""
-        request, size = sequence.request, self._blocks.block_size
+        request, size = sequence.request, self.block_size
         is_plain = self._policy.is_plain
         num_slots = self._admission_tokens(sequence) if is_plain else 0
         return SequenceStart(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from funitel.proto import tracing
+from funitel.router.lead import plan_after
 from funitel.router.plan import StepPlan
 from funitel.router.replica import Replica, SentStep, StepAnswer
 
@@ -55,6 +56,14 @@ class Pipeline:
         if self.num_steps == 1:
             return not self._calls
         return sum(call.plan is not None for call in self._calls) < self.num_steps
+
+    def seconds_to_plan(self) -> float:
+        """How long the plan of the next step can wait, where there is room for it."""
+        step = next((call for call in self._calls if call.plan is not None), None)
+        if step is None or step.plan is None or step.answered is not None:
+            return 0.0
+        begun = max(step.sent, self._last_answered)
+        return begun + plan_after(step.plan.predicted_seconds) - time.monotonic()
 
     @property
     def oldest(self) -> Call | None:

@@ -32,6 +32,7 @@ class StepPlan:
     computed: dict[int, int]
     load: StepLoad  # prompt tokens are all but one for each sequence that was already decoding
     is_alone: bool = False
+    predicted_seconds: float = 0.0  # that the shards will take; 0 where nothing was learnt yet
 
     @property
     def method(self) -> str:

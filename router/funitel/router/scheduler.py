@@ -15,16 +15,18 @@ them is granted them by a later step, which the shards execute later, and in whi
 be found by its content is published only when committed, and is full: nobody writes there any more.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence as Seq
 
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StepResult
 from funitel.router.blocks import BlockAllocator
-from funitel.router.chunking import ChunkBudget, StepLoad
+from funitel.router.chunking import Allowance, ChunkBudget, StepLoad
 from funitel.router.entrance import Entrance
 from funitel.router.giving_way import GivingWay
 from funitel.router.plan import Policy, StepPlan
+from funitel.router.running import Running
 from funitel.router.sequence import Sequence
+from funitel.router.sharing_out import SharingOut
 from funitel.router.step_time import StepTimeModel
 from funitel.router.waiting import Shares, WaitingQueue
 
@@ -36,12 +38,14 @@ class Scheduler:
         self.policy = policy
         self.blocks = blocks
         self.step_time = StepTimeModel(policy.target_gap_seconds)
-        self.shares = Shares()
+        self.shares = Shares(credit=policy.max_batch_prefill_tokens)
         self.waiting = WaitingQueue(self.shares)
-        self.running: dict[int, Sequence] = {}  # by id, oldest first
         self.num_preempted = 0
-        self._entrance = Entrance(policy, blocks, self.waiting, self.running)
+        self._running = Running(blocks, self.shares)
+        self.running = self._running.by_id  # oldest first
+        self._entrance = Entrance(policy, blocks, self.waiting, self._running)
         self._giving_way = GivingWay(self.shares, self._entrance, self.running)
+        self._sharing_out = SharingOut(self.shares, self._entrance, self._running)
         self._in_flight: deque[StepPlan] = deque()  # oldest first
         self._steps_since_join = 0
 
@@ -57,16 +61,11 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, finished or cancelled, wherever it is; its blocks are free at once."""
-        if self.running.pop(sequence.id, None) is None:
+        if not self._running.leave(sequence):
             if sequence not in self.waiting:
                 return
             self.waiting.remove(sequence)
         self.shares.leave(sequence.request.key)
-        self._release(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        self.blocks.free(sequence.blocks)
-        sequence.blocks.clear()
 
     # Planning -------------------------------------------------------------------------------------------------------
 
@@ -86,8 +85,7 @@ class Scheduler:
             self._preempt(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
-        del self.running[sequence.id]
-        self._release(sequence)
+        self._running.leave(sequence)
         sequence.num_repeated += sequence.num_computed
         sequence.num_computed = 0
         self.waiting.add(sequence)
@@ -95,20 +93,11 @@ class Scheduler:
 
     def _next_to_give_way(self) -> Sequence | None:
         """Who is to be preempted: while blocks are missing, or another key has not had its share of what is taken."""
-        if self._missing_blocks() > self.blocks.num_free:
+        if self._running.missing_blocks() > self.blocks.num_free:
             return self._giving_way.to_growth()
         if not self.waiting or self.policy.is_plain:
             return None
         return self._giving_way.to_newcomer()
-
-    def _missing_blocks(self) -> int:
-        """Blocks to be granted before every running sequence can compute what it holds."""
-        size = self.blocks.block_size
-        missing = 0
-        for sequence in self.running.values():
-            computed, pending = sequence.ahead()
-            missing += max(0, -(-(computed + pending) // size) - len(sequence.blocks))
-        return missing
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when there is nothing to compute before a step in flight is committed."""
@@ -116,93 +105,39 @@ class Scheduler:
             return None  # what is in flight comes first
         if not self.policy.is_chunked:
             return self._schedule_unchunked()
-        return self._mixed_step(self._chunk_budget(), may_enter=True)
+        return self._mixed_step(may_enter=True)
 
-    def _mixed_step(self, budget: ChunkBudget, *, may_enter: bool) -> StepPlan | None:
-        """Let every decoding sequence compute a token, and share `budget` among prompts and forced spans.
-
-        One that ends with a step in flight computes nothing.
-        """
-        computed: dict[int, int] = {}
-        told: dict[int, tuple[tuple[int, ...], int]] = {}  # blocks granted, tokens pending
-        hungry: list[Sequence] = []
-        for i, sequence in self.running.items():
-            begun, pending = sequence.ahead()
-            if not pending:
-                continue
-            granted = self._grant(sequence, begun + pending)
-            computed[i] = int(sequence.brings_token(begun, pending))
-            self.shares.charge(sequence, computed[i])
-            if pending > computed[i]:
-                hungry.append(sequence)
-            if granted or pending > 1:
-                told[i] = granted, pending
-        starts = self._share_out(budget, hungry, computed, may_enter=may_enter)
-        rows = [RowUpdate(i, granted, computed[i] if pending > 1 else None) for i, (granted, pending) in told.items()]
-        return self._plan(starts, rows, computed, budget)
-
-    def _grant(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
-        """Give a sequence the blocks that its first `num_tokens` need; returns the new ones."""
-        missing = self.blocks.blocks_for(num_tokens) - len(sequence.blocks)
-        if missing <= 0:
-            return ()
-        granted = self.blocks.allocate(missing)
-        sequence.blocks.extend(granted)
-        return granted
-
-    def _share_out(
-        self, budget: ChunkBudget, hungry: list[Sequence], computed: dict[int, int], *, may_enter: bool
-    ) -> list[SequenceStart]:
-        """Give `budget` to running sequences that have more to compute and to waiting ones, in fair order.
-
-        Of one key, those that run come first. The first that finds no room keeps all behind it out.
-        """
+    def _mixed_step(self, *, may_enter: bool) -> StepPlan | None:
+        """Let every decoding sequence compute a token, and share out what may be computed of prompts and spans."""
+        part = self._running.decode()
         starts: list[SequenceStart] = []
-        passed_over: Counter[bytes] = Counter()
-        while not budget.is_spent:
-            found = self._entrance.next_ready(passed_over) if may_enter else None
-            oldest = min(hungry, key=self._level, default=None)
-            if oldest is not None and (found is None or self._level(oldest) <= self._level(found[0])):
-                hungry.remove(oldest)
-                self._go_on(oldest, budget, computed)
-            elif found is not None:
-                newcomer, prefix = found
-                num_cached = len(prefix) * self.blocks.block_size
-                first = budget.fit(num_cached, newcomer.num_known - num_cached)
-                may_enter = not (starts and newcomer.enters_alone) and self._entrance.has_room(newcomer, prefix, first)
-                if may_enter:
-                    self._entrance.take(newcomer, prefix)
-                    self.running[newcomer.id] = newcomer
-                    computed[newcomer.id] = budget.take(num_cached, newcomer.num_pending)
-                    self.shares.charge(newcomer, computed[newcomer.id])
-                    starts.append(self._entrance.start(newcomer, computed[newcomer.id]))
-                    may_enter = not newcomer.enters_alone
-            else:
-                break
-        return starts
+        if part.hungry or (may_enter and self.waiting):
+            starts = self._sharing_out.share_out(
+                self._budget(part.load), part.computed, part.hungry, may_enter=may_enter
+            )
+        rows = [
+            RowUpdate(i, granted, part.computed[i] if pending > 1 else None)
+            for i, (granted, pending) in part.told.items()
+        ]
+        return self._plan(starts, rows, part.computed, part.load)
 
-    def _go_on(self, sequence: Sequence, budget: ChunkBudget, computed: dict[int, int]) -> None:
-        """Let a running sequence take what it can of `budget`."""
-        begun = computed[sequence.id]
-        num_computed, pending = sequence.ahead()
-        count = budget.take(num_computed + begun, pending - begun)
-        computed[sequence.id] += count
-        self.shares.charge(sequence, count)
-
-    def _level(self, sequence: Sequence) -> tuple[int, int]:
-        return self.shares.level(sequence.request.key)
+    def _budget(self, load: StepLoad) -> ChunkBudget:
+        """What may be computed of prompts beside the decoding sequences of `load`."""
+        most = self.policy.max_batch_prefill_tokens
+        if not self.policy.is_chunked:
+            return ChunkBudget(Allowance(most), load=load)
+        return self.step_time.budget(most, load, has_several_keys=self.shares.num_known_keys > 1)
 
     def _schedule_unchunked(self) -> StepPlan | None:
         """Either a prefill of whole prompts by themselves, or a decode of everything that runs."""
-        most = self.policy.max_batch_prefill_tokens
         if self._should_join():
-            budget = ChunkBudget(most)
+            budget = self._budget(StepLoad())
             computed: dict[int, int] = {}
-            starts = self._share_out(budget, [], computed, may_enter=True)
+            starts = self._sharing_out.share_out(budget, computed, [], may_enter=True)
             if starts:
                 self._steps_since_join = 0
-                return self._plan(starts, [], computed, budget, is_alone=True)
-        plan = self._mixed_step(ChunkBudget(most, load=self._decode_load()), may_enter=False)
+                return self._plan(starts, [], computed, budget.load, is_alone=True)
+        plan = self._mixed_step(may_enter=False)
         if plan is not None:
             self._steps_since_join += 1
         return plan
@@ -229,24 +164,18 @@ class Scheduler:
         starts: Seq[SequenceStart],
         rows: Seq[RowUpdate],
         computed: dict[int, int],
-        budget: ChunkBudget,
+        load: StepLoad,
         is_alone: bool = False,
     ) -> StepPlan | None:
         if not computed:
             return None
-        plan = StepPlan(tuple(starts), tuple(rows), computed, budget.load, is_alone)
+        predicted = self.step_time.seconds(load)
+        plan = StepPlan(tuple(starts), tuple(rows), computed, load, is_alone, predicted)
         self._in_flight.append(plan)
+        running = self.running
         for sequence_id, count in computed.items():
-            self.running[sequence_id].in_flight.append(count)
+            running[sequence_id].in_flight.append(count)
         return plan
-
-    def _chunk_budget(self) -> ChunkBudget:
-        return self.step_time.budget(self.policy.max_batch_prefill_tokens, self._decode_load())
-
-    def _decode_load(self) -> StepLoad:
-        """What the sequences that are already decoding make of the next step."""
-        contexts = [s.num_known for s in self.running.values() if s.brings_token(*s.ahead())]
-        return StepLoad(len(contexts), sum(contexts))
 
     def cached_prefix_len(self, sequence: Sequence) -> int:
         """Tokens at the beginning of a sequence, whoever has it, that are found computed here right now."""
@@ -269,42 +198,48 @@ class Scheduler:
         assert self._in_flight, "no step is in flight"
         assert plan is self._in_flight[0], "results come in the order of their plans"
         by_id = {generation.request_id: generation for generation in result.generations}
-        for sequence_id, count in plan.computed.items():
+        for sequence_id in plan.computed.keys() - by_id.keys():
             sequence = self.running.get(sequence_id)
-            if sequence is not None and sequence.num_pending == count and sequence_id not in by_id:
+            if sequence is not None and sequence.num_pending == plan.computed[sequence_id]:
                 raise KeyError(sequence_id)
         self._in_flight.popleft()
         # What the ranks measured, for steps wait for one another; `seconds` when they measured nothing.
         self.step_time.observe(plan.load, result.total_ns / 1e9 or seconds)
         delivered = []
+        running, publishes, size = self.running, self.policy.has_prefix_cache, self.blocks.block_size
         for sequence_id, count in plan.computed.items():
-            sequence = self.running.get(sequence_id)
+            sequence = running.get(sequence_id)
             if sequence is None:
                 continue
-            sequence.in_flight.pop(0)
-            self._advance(sequence, count)
+            del sequence.in_flight[0]
+            begun = sequence.num_computed
+            sequence.num_computed = computed = begun + count
+            if publishes and begun // size != computed // size:
+                self._publish(sequence, begun // size, computed // size)
             if sequence.num_pending > 0:
                 continue
             generation = by_id[sequence_id]
-            sequence.output_ids.extend(generation.tokens.ids)
-            if self.policy.is_plain:  # of several tokens, which were speculated, such a shard has computed all but one
-                sequence.num_computed = sequence.num_known - 1
+            ids = generation.tokens.ids
+            sequence.output_ids.extend(ids)
+            if len(ids) != 1:
+                self._note_several(sequence)
             if generation.finished is not None:
                 self.remove(sequence)
             delivered.append((sequence, generation))
         return delivered
 
+    def _note_several(self, sequence: Sequence) -> None:
+        """A sequence got more than the one token that was foreseen: the rest of a forced span, or speculated ones."""
+        self._running.unsettle(sequence)
+        if self.policy.is_plain:  # such a shard has computed all but one of those that it speculated
+            sequence.num_computed = sequence.num_known - 1
+
+    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
+        """Make blocks known that have been filled: those from `first` up to `end`."""
+        for i in range(first, end):
+            self.blocks.publish(sequence.blocks[i], sequence.block_key(i, self.blocks.block_size))
+
     def abandon(self) -> None:
         """Forget the steps in flight: one has failed, and what the others did is not taken into account."""
         self._in_flight.clear()
-        for sequence in self.running.values():
-            sequence.in_flight.clear()
-
-    def _advance(self, sequence: Sequence, count: int) -> None:
-        """Note that `count` more tokens are computed, and publish the blocks they have filled."""
-        size = self.blocks.block_size
-        first = sequence.num_computed // size
-        sequence.num_computed += count
-        if self.policy.has_prefix_cache:
-            for i in range(first, sequence.num_computed // size):
-                self.blocks.publish(sequence.blocks[i], sequence.block_key(i, size))
+        self._running.forget_steps()

@@ -52,17 +52,22 @@ class Sequence:
     was_started: bool = False  # it has entered a step, and may wait to be resumed
     num_repeated: int = 0  # tokens that were computed once and lost; to be computed again at no charge
     num_losses: int = 0  # replicas that were lost while it ran there
+    num_plain_steps: int = 0  # for so many it certainly computes a token, needs no block, and is not at its end
+    num_prompt: int = field(init=False)  # tokens
     _block_keys: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.input_ids)
 
     @property
     def num_known(self) -> int:
         """Prompt and completion tokens so far."""
-        return len(self.request.input_ids) + len(self.output_ids)
+        return self.num_prompt + len(self.output_ids)
 
     @property
     def num_pending(self) -> int:
         """Known tokens whose KV is still to be computed; one while decoding, more after a forced span."""
-        return self.num_known - self.num_computed
+        return self.num_prompt + len(self.output_ids) - self.num_computed
 
     def ahead(self) -> tuple[int, int]:
         """Once every step in flight is done: tokens computed, and tokens that the next step sent may compute.
@@ -71,12 +76,11 @@ class Sequence:
         the last one before its time; both show in its result, and no sooner. There is nothing left to compute when
         those in flight bring the last token.
         """
-        num_prompt, computed = len(self.request.input_ids), self.num_computed
-        known = num_prompt + len(self.output_ids)
+        computed, known = self.num_computed, self.num_known
         for count in self.in_flight:
             computed += count
             known += computed == known
-        is_ending = known >= num_prompt + self.request.stopping.max_new_tokens
+        is_ending = known >= self.num_prompt + self.request.stopping.max_new_tokens
         return computed, 0 if is_ending else known - computed
 
     def brings_token(self, computed: int, pending: int) -> bool:
@@ -84,12 +88,14 @@ class Sequence:
 
         Such a sequence decodes.
         """
-        return pending == 1 or (pending > 0 and computed >= len(self.request.input_ids))
+        return pending == 1 or (pending > 0 and computed >= self.num_prompt)
 
     def afresh(self) -> "Sequence":
         """The same sequence with nothing computed, as another replica begins with it."""
         repeated = self.num_repeated + self.num_computed
-        return replace(self, blocks=[], in_flight=[], num_computed=0, num_cached=0, num_repeated=repeated)
+        return replace(
+            self, blocks=[], in_flight=[], num_computed=0, num_cached=0, num_repeated=repeated, num_plain_steps=0
+        )
 
     def block_key(self, index: int, block_size: int) -> bytes:
         """Key of the content of block `index`, whose tokens are known: SHA-256 over the block before it and its tokens.

@@ -60,6 +60,7 @@ class StepLoop:
         self._report = SchedulerReport(scheduler, replica, metrics)
         self._woken = asyncio.Event()
         self._pipeline = Pipeline(replica, pipeline_steps, self.wake)
+        self._timer: asyncio.TimerHandle | None = None  # wakes when the next step is to be planned
         self._has_given_up = False
         self._num_failed_steps = 0  # since one has succeeded
         self._task = asyncio.create_task(self._run(), name="engine")
@@ -81,6 +82,8 @@ class StepLoop:
     async def close(self) -> None:
         """Stop once the calls under way are answered, and let go of the shards."""
         self._task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await self._pipeline.drain()
         if not self._has_given_up:  # rows of clients that left while the last steps were under way
@@ -164,6 +167,10 @@ class StepLoop:
         """
         scheduler, pipeline = self._scheduler, self._pipeline
         while pipeline.has_room:
+            delay = pipeline.seconds_to_plan()
+            if delay > 0.0:
+                self._wake_in(delay)
+                return
             scheduler.preempt()
             pipeline.drop_all_but(scheduler.running)
             if not pipeline.has_room:
@@ -173,6 +180,11 @@ class StepLoop:
             if plan is None:
                 return
             self._send(plan, joined)
+
+    def _wake_in(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.wake)
 
     def _send(self, plan: StepPlan, joined: str | None) -> None:
         begin = time.monotonic()

@@ -5,18 +5,24 @@ ones of a long prompt more, for they attend to all before them. From both follow
 streams run, what keeps the gap between their tokens within the target; else what keeps the server responsive.
 """
 
-from funitel.router.chunking import MIN_CHUNK_TOKENS, ChunkBudget, PromptCosts, StepLoad
+from funitel.router.chunking import MIN_CHUNK_TOKENS, Allowance, ChunkBudget, PromptCosts, StepLoad
 from funitel.router.least_squares import LeastSquares
 
 # Without a target, a step that carries prompt tokens may take so many plain decode steps: gaps stay under 3 times the
 # usual, and prompts, given the larger part of the machine, take under 3 times what they take alone.
 GAP_FACTOR = 2.5
-# With no stream running a step may take this long: new requests and cancellations wait for at most one step.
+# An urgent prompt, of a key that was given less than those whose streams run, may make it so many: it is given four
+# fifths of the machine, and there are few such steps, for it is short.
+URGENT_FACTOR = 5.0
+# With no stream running a step may take this long: new requests and cancellations wait for at most one step. Where
+# several keys are known one of them may come at any time: what it would wait for is less, but for an urgent prompt.
 IDLE_STEP_SECONDS = 0.5
+IDLE_STEP_SECONDS_OF_SEVERAL = 0.1
 FIRST_SHARED_TOKENS = 8  # in a first step beside a stream
 FIRST_ALONE_TOKENS = 64  # in a first step with no stream to keep flowing
 # A step computes at most so many times the tokens of those before it: beyond them nothing was measured.
 SHARED_GROWTH = 2
+URGENT_GROWTH = 4
 ALONE_GROWTH = 4
 REACH_MEMORY = 0.95
 # Of 100 steps 99 are to be in time, so the plan is for less than the target by the ratio that 99 stay under.
@@ -49,13 +55,19 @@ class StepTimeModel:
         self._plain_tail = _Tail()
         self._last_plain_decodes = 0  # sequences of the last plain step
         self._steps_since_plain = 0
-        self._shared = _PromptSteps(FIRST_SHARED_TOKENS, SHARED_GROWTH)
+        self._shared = _PromptSteps(FIRST_SHARED_TOKENS / SHARED_GROWTH)
         self._shared_tail = _Tail()
-        self._alone = _PromptSteps(FIRST_ALONE_TOKENS, ALONE_GROWTH)
+        self._alone = _PromptSteps(FIRST_ALONE_TOKENS / ALONE_GROWTH)
 
     def plain_seconds(self, load: StepLoad) -> float:
         """Predict a step of the decoding sequences of `load` alone; 0 before any was measured."""
         return self._plain.predict(_decode_features(load))
+
+    def seconds(self, load: StepLoad) -> float:
+        """Predict any step; 0 before one like it was measured."""
+        if load.num_decodes == 0:
+            return self._alone.predict(load)
+        return self.plain_seconds(load) + (self._shared.predict(load) if load.num_prompt_tokens else 0.0)
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Take one measured step into account."""
@@ -74,51 +86,65 @@ class StepTimeModel:
             self._shared_tail.observe(seconds / max(plain + self._shared.predict(load), 1e-9))
         self._shared.observe(load, max(0.0, seconds - plain))
 
-    def budget(self, most_tokens: int, load: StepLoad) -> ChunkBudget:
+    def budget(self, most_tokens: int, load: StepLoad, *, has_several_keys: bool = False) -> ChunkBudget:
         """At most `most_tokens` prompt tokens for the next step beside the decoding sequences of `load`.
 
         None at all in the few steps that measure what decoding alone takes.
         """
         if load.num_decodes == 0:
-            most = min(most_tokens, self._alone.most_tokens)
-            return ChunkBudget(most, IDLE_STEP_SECONDS - self._alone.fixed_seconds, self._alone.costs, load)
+            most = min(most_tokens, self._alone.most_tokens(ALONE_GROWTH))
+            fixed = self._alone.fixed_seconds
+            usual = IDLE_STEP_SECONDS_OF_SEVERAL if has_several_keys else IDLE_STEP_SECONDS
+            urgent = Allowance(most, IDLE_STEP_SECONDS - fixed)
+            return ChunkBudget(Allowance(most, usual - fixed), self._alone.costs, load, urgent)
         if self.target_gap_seconds is None and self._must_probe(load.num_decodes):
-            return ChunkBudget(0, load=load)
-        most = min(most_tokens, self._shared.most_tokens)
-        return ChunkBudget(most, self._seconds_left(load) - self._shared.fixed_seconds, self._shared.costs, load)
+            return ChunkBudget(Allowance(0), load=load)
+        within = self._allowance(most_tokens, load, GAP_FACTOR, SHARED_GROWTH)
+        most_urgent = within
+        if self.target_gap_seconds is None:
+            most_urgent = self._allowance(most_tokens, load, URGENT_FACTOR, URGENT_GROWTH)
+        return ChunkBudget(within, self._shared.costs, load, most_urgent)
 
     def _must_probe(self, num_decodes: int) -> bool:
         few, many = sorted((num_decodes, self._last_plain_decodes))
         return not self._plain.num_observed or self._steps_since_plain >= PROBE_STEPS or many > PROBE_RATIO * few + 1
 
-    def _seconds_left(self, load: StepLoad) -> float:
-        """Seconds that prompt tokens may add to a plain step, so that 99 of 100 such steps are within the target."""
+    def _allowance(self, most_tokens: int, load: StepLoad, factor: float, growth: int) -> Allowance:
+        most = min(most_tokens, self._shared.most_tokens(growth))
+        return Allowance(most, self._seconds_left(load, factor) - self._shared.fixed_seconds)
+
+    def _seconds_left(self, load: StepLoad, factor: float) -> float:
+        """Seconds that prompt tokens may add to a plain step, so that 99 of 100 such steps are within the target.
+
+        Without one, within `factor` plain steps.
+        """
         plain = self.plain_seconds(load)
         target = self.target_gap_seconds
         if target is None:  # noise that plain steps have too does not count against the others
-            return GAP_FACTOR * plain * min(1.0, self._plain_tail.ratio / self._shared_tail.ratio) - plain
+            return factor * plain * min(1.0, self._plain_tail.ratio / self._shared_tail.ratio) - plain
         if plain > target:
             self.longest_plain_seconds = max(plain, self.longest_plain_seconds or 0.0)
         return target / self._shared_tail.ratio - plain
 
 
 class _PromptSteps:
-    """Steps that carry prompt tokens: what those cost, and how many of them a step may try."""
+    """Steps that carry prompt tokens: what those cost, and how many of them a step may try.
 
-    def __init__(self, first_tokens: int, growth: int) -> None:
+    `reach` is how many tokens a step is taken to have had before there was any.
+    """
+
+    def __init__(self, reach: float) -> None:
         self._fit = LeastSquares(4)  # the last feature is the step itself
-        self._growth = growth
-        self._reach = first_tokens / growth
+        self._reach = reach
 
     @property
     def num_observed(self) -> int:
         """Steps learnt from."""
         return self._fit.num_observed
 
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of a step that is not far larger than those before."""
-        return max(MIN_CHUNK_TOKENS, int(self._growth * self._reach))
+    def most_tokens(self, growth: int) -> int:
+        """Tokens of a step that is not far larger than those before: at most so many times."""
+        return max(MIN_CHUNK_TOKENS, int(growth * self._reach))
 
     @property
     def costs(self) -> PromptCosts:

@@ -17,10 +17,12 @@ MAX_IDLE_KEYS = 1000  # remembered for what they were given, while others are bu
 class Shares:
     """How many tokens were computed for each key that has sequences, or had some while others were busy.
 
-    A key that comes back has at least the count of the one that was given the least: time away earns no credit.
+    A key that comes, or comes back, has its own count, but at least that of the key that was given the least, save for
+    `credit` tokens: time away earns so much and no more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, credit: int = 0) -> None:
+        self._credit = credit
         self._tokens: dict[bytes, int] = {}
         self._sequences: Counter[bytes] = Counter()  # waiting or running
         self.num_repeated = 0  # tokens computed again, of all keys
@@ -28,7 +30,7 @@ class Shares:
     def join(self, key: bytes) -> None:
         """Note that a key has one more sequence."""
         if not self._sequences[key]:
-            self._tokens[key] = max(self._tokens.get(key, 0), self._least())
+            self._tokens[key] = self.tokens_of(key)
         self._sequences[key] += 1
 
     def leave(self, key: bytes) -> None:
@@ -42,8 +44,9 @@ class Shares:
         elif len(self._tokens) - len(self._sequences) > MAX_IDLE_KEYS:
             self._tokens = {busy: self._tokens[busy] for busy in self._sequences}
 
-    def _least(self) -> int:
-        return min((self._tokens[key] for key in self._sequences if self._sequences[key]), default=0)
+    def _least_on_return(self) -> int:
+        least = min((self._tokens[key] for key in self._sequences if self._sequences[key]), default=0)
+        return max(0, least - self._credit)
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """Count tokens that a step computes for a sequence; those lost to preemption are not counted twice."""
@@ -52,9 +55,25 @@ class Shares:
         self.num_repeated += repeated
         self._tokens[sequence.request.key] += num_tokens - repeated
 
+    def charge_key(self, key: bytes, num_tokens: int) -> None:
+        """Count tokens of sequences of a key that have lost none."""
+        self._tokens[key] += num_tokens
+
+    def stays_least(self, key: bytes, num_tokens: int) -> bool:
+        """Whether other keys have sequences, and were all given as much as this one with so many tokens more."""
+        given = self.tokens_of(key) + num_tokens
+        return len(self._sequences) > 1 and all(
+            given <= self._tokens[other] for other in self._sequences if other != key
+        )
+
+    @property
+    def num_known_keys(self) -> int:
+        """Keys that have sequences, or had some while others did."""
+        return len(self._tokens)
+
     def tokens_of(self, key: bytes) -> int:
         """What a key was given, by the count that decides whose turn it is."""
-        return max(self._tokens.get(key, 0), 0 if self._sequences[key] else self._least())
+        return max(self._tokens.get(key, 0), 0 if self._sequences[key] else self._least_on_return())
 
     def sequences_of(self, key: bytes) -> int:
         """How many sequences of a key wait or run."""
