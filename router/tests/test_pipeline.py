@@ -68,12 +68,31 @@ async def test_so_many_steps_are_under_way(tmp_path: Path, shard: dict[str, Any]
         for fake in shards:
             fake.pause.clear()
         task = asyncio.create_task(run(engine, request()))
-        await asyncio.sleep(0.1)
-        assert [fake.num_here for fake in shards] == [most, most]
+
+        async def are_full() -> bool:
+            return [fake.num_here for fake in shards] == [most, most]
+
+        await eventually(are_full, "so many steps are under way")
         for fake in shards:
             fake.pause.set()
         assert await task == expected(request())
         assert [fake.most_here for fake in shards] == [most, most]
+
+
+async def test_who_comes_early_in_a_long_step_is_in_the_next(tmp_path: Path) -> None:
+    """The plan of a step waits while the one before it has long to go; the ranks do not wait for it."""
+    async with running(tmp_path) as (engine, (fake,)):
+        fake.delay = lambda: 0.1
+        async with engine.submit(request(5, 12)) as stream:
+            answers = aiter(stream)
+            for _ in range(6):
+                await anext(answers)
+            await asyncio.sleep(0.02)
+            assert fake.num_here == 1
+            next_step = len(fake.steps)
+            assert await run(engine, request(3, 1, first=50)) == expected(request(3, 1, first=50))
+            assert fake.steps[next_step] == [0, 1]
+            assert fake.most_here == 2
 
 
 async def test_no_step_is_sent_for_a_sequence_whose_last_token_is_under_way(tmp_path: Path) -> None:
