@@ -10,8 +10,11 @@ import pytest
 from fakes import PIECES, FakeEngine
 
 from funitel.proto.errors import FunitelError, Overloaded, ShardFailed
+from funitel.proto.step import Generation
 from funitel.router.api.arrival import Arrival
-from funitel.router.api.inference import Job, Prompt, collect_all, interleave, prepare, stream_headers, summed_headers
+from funitel.router.api.headers import stream_headers, summed_headers
+from funitel.router.api.inference import Job, Prompt, prepare
+from funitel.router.api.runs import collect_all, stream_all
 from funitel.router.schema import GenerateParameters
 from funitel.router.service import Service
 from funitel.router.settings import RouterSettings
@@ -41,16 +44,20 @@ def _sample(job: Job, name: str) -> float:
 
 async def _texts(jobs: list[Job]) -> list[str]:
     texts = [""] * len(jobs)
-    async with interleave(jobs) as generations:
-        async for place, generation in generations:
-            texts[place] += "".join(generation.tokens.texts)
+
+    def take(place: int, generation: Generation) -> None:
+        texts[place] += "".join(generation.tokens.texts)
+
+    await stream_all(jobs, take)
     return texts
 
 
 async def _leave_after_one(jobs: list[Job]) -> None:
-    async with interleave(jobs) as generations:
-        await anext(generations)
-        raise asyncio.CancelledError
+    came = asyncio.Event()
+    running = asyncio.create_task(stream_all(jobs, lambda place, generation: came.set()))
+    await came.wait()
+    running.cancel()
+    await running
 
 
 async def test_siblings_differ_in_their_seeds_alone(model: Path, engine: FakeEngine) -> None:
@@ -92,7 +99,7 @@ async def test_collect_all_ends_with_the_first_failure(model: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_interleave_yields_every_generation_with_its_place(model: Path, engine: FakeEngine, count: int) -> None:
+async def test_every_generation_is_taken_with_its_place(model: Path, engine: FakeEngine, count: int) -> None:
     async with _job(model, engine) as job:
         assert await _texts(job.siblings(count)) == ["".join(PIECES) + "</s>"] * count
         assert _sample(job, "tgi_request_success_total") == 1
@@ -101,7 +108,7 @@ async def test_interleave_yields_every_generation_with_its_place(model: Path, en
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_leaving_interleave_early_cancels_all(model: Path, count: int) -> None:
+async def test_leaving_early_cancels_all(model: Path, count: int) -> None:
     engine = FakeEngine(pause=0.01)
     async with _job(model, engine) as job:
         with pytest.raises(asyncio.CancelledError):
@@ -112,10 +119,25 @@ async def test_leaving_interleave_early_cancels_all(model: Path, count: int) -> 
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_interleave_raises_the_first_failure(model: Path, count: int) -> None:
+async def test_the_first_failure_is_raised(model: Path, count: int) -> None:
     engine = FakeEngine(error=ShardFailed("rank 1 died"), fails_at=1)
     async with _job(model, engine) as job:
         with pytest.raises(ShardFailed):
             await _texts(job.siblings(count))
         failures = job.service.metrics.registry.get_sample_value("tgi_request_failure_total", {"err": "generation"})
         assert failures == 1
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_failure_to_take_what_came_ends_its_request_alone(model: Path, count: int) -> None:
+    def fail(place: int, generation: Generation) -> None:
+        raise ZeroDivisionError
+
+    engine = FakeEngine(pause=0.01)
+    async with _job(model, engine) as job:
+        other = asyncio.create_task(_texts([job]))
+        await asyncio.sleep(0)
+        with pytest.raises(ZeroDivisionError):
+            await stream_all(job.siblings(count), fail)
+        assert len(engine.cancelled) == count
+        assert await other == ["".join(PIECES) + "</s>"]

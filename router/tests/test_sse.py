@@ -1,7 +1,6 @@
 """Frames, keep-alives, errors and clients that leave, without any route."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from starlette.types import Message
 
 from funitel.proto.errors import Cancelled, FunitelError, StepFailed
 from funitel.router.frames import named_frame
-from funitel.router.sse import DirectSend, EventStream, run_until_disconnect
+from funitel.router.sse import DirectSend, EventStream, Producer, Put, run_until_disconnect
 
 
 class Event(BaseModel):
@@ -39,20 +38,24 @@ class Client:
     def body(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.sent)
 
-    async def run(self, events: AsyncGenerator[BaseModel, None], **options: Any) -> None:
-        stream = EventStream(events, lambda error: Event(text=error.message), **options)
+    async def run(self, producer: Producer, **options: Any) -> None:
+        stream = EventStream(producer, lambda error: Event(text=error.message), **options)
         await stream({"type": "http"}, self.receive, self.send)
 
 
-async def produce(*items: str | float | Exception) -> AsyncGenerator[Event, None]:
-    """Yield strings, sleep for numbers, raise errors."""
-    for item in items:
-        if isinstance(item, str):
-            yield Event(text=item)
-        elif isinstance(item, Exception):
-            raise item
-        else:
-            await asyncio.sleep(item)
+def produce(*items: str | float | Exception | BaseModel | bytes) -> Producer:
+    """Put in strings as events, and events as they are; sleep for numbers, raise errors."""
+
+    async def producer(put: Put) -> None:
+        for item in items:
+            if isinstance(item, Exception):
+                raise item
+            if isinstance(item, float):
+                await asyncio.sleep(item)
+            else:
+                put(Event(text=item) if isinstance(item, str) else item)
+
+    return producer
 
 
 async def test_frames_and_headers() -> None:
@@ -109,13 +112,8 @@ async def test_an_exception_nobody_expected_tells_nothing(caplog: pytest.LogCapt
 
 async def test_events_can_have_names_and_keep_alives_can_be_events() -> None:
     client = Client()
-
-    async def events() -> AsyncGenerator[NamedEvent, None]:
-        yield NamedEvent(type="first")
-        await asyncio.sleep(0.15)
-        yield NamedEvent(type="second")
-
-    await client.run(events(), frame=named_frame, keep_alive=b"event: ping\n\n", keep_alive_seconds=0.1)
+    events = produce(NamedEvent(type="first"), 0.15, NamedEvent(type="second"))
+    await client.run(events, frame=named_frame, keep_alive=b"event: ping\n\n", keep_alive_seconds=0.1)
     first, ping, second, _ = client.body.split(b"\n\n")
     assert first == b'event: first\ndata: {"type":"first"}'
     assert ping == b"event: ping"
@@ -139,15 +137,14 @@ async def test_a_long_wait_for_the_first_event_sends_the_headers() -> None:
 async def test_a_client_that_leaves_ends_the_producer_at_once(first: str | float) -> None:
     ended = asyncio.Event()
 
-    async def forever() -> AsyncGenerator[Event, None]:
+    async def forever(put: Put) -> None:
         try:
-            async for event in produce(first, 60.0):
-                yield event
+            await produce(first, 60.0)(put)
         finally:
             ended.set()
 
     client = Client()
-    running = asyncio.create_task(client.run(forever()))
+    running = asyncio.create_task(client.run(forever))
     await asyncio.sleep(0.05)
     client.gone.set()
     async with asyncio.timeout(1.0):
@@ -181,13 +178,8 @@ async def test_no_keep_alives_pile_up_behind_an_event_that_is_being_sent() -> No
 
 
 async def test_frames_pass_as_they_are() -> None:
-    async def events() -> AsyncGenerator[BaseModel | bytes, None]:
-        yield Event(text="a")
-        yield b"data: made before\n\n"
-
     client = Client()
-    stream = EventStream(events(), lambda error: Event(text=error.message))
-    await stream({"type": "http"}, client.receive, client.send)
+    await client.run(produce("a", b"data: made before\n\n"))
     assert client.body == b'data: {"text":"a"}\n\ndata: made before\n\n'
 
 
@@ -211,9 +203,9 @@ async def test_bodies_take_the_direct_way_and_the_start_every_layer() -> None:
 async def test_a_client_that_reads_nothing_and_leaves_ends_the_producer() -> None:
     ended = asyncio.Event()
 
-    async def flood() -> AsyncGenerator[Event, None]:
+    async def flood(put: Put) -> None:
         try:
-            yield Event(text="a")
+            await produce("a", 60.0)(put)
         finally:
             ended.set()
 
@@ -222,7 +214,7 @@ async def test_a_client_that_reads_nothing_and_leaves_ends_the_producer() -> Non
             await asyncio.sleep(60.0)
 
     client = Stuck()
-    running = asyncio.create_task(client.run(flood()))
+    running = asyncio.create_task(client.run(flood))
     await asyncio.sleep(0.05)
     client.gone.set()
     async with asyncio.timeout(1.0):

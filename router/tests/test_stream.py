@@ -80,3 +80,16 @@ async def test_leaving_early_cancels_and_leaving_at_the_end_does_not() -> None:
     async with make(lambda: cancelled.append("late")) as stream:
         stream.deliver(generation(1, is_last=True))
     assert cancelled == ["early"]
+
+
+async def test_a_listener_is_told_of_what_came_before_and_of_the_rest_as_it_is_delivered() -> None:
+    heard: list[Generation | FunitelError] = []
+    stream = make()
+    first, second, error = generation(1), generation(2), StepFailed("broken")
+    stream.deliver(first)
+    stream.listen(heard.append)
+    assert heard == [first]
+    stream.deliver(second)
+    assert heard == [first, second]
+    stream.deliver(error)
+    assert heard == [first, second, error]

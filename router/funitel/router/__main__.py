@@ -26,6 +26,7 @@ from funitel.router.api.routes import document
 from funitel.router.app import build_app
 from funitel.router.fleet import connect
 from funitel.router.settings import RouterSettings
+from funitel.router.sse import DirectSend
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Server(uvicorn.Server):
 
 def _uvicorn_config(app: Starlette) -> uvicorn.Config:
     return uvicorn.Config(
-        app,
+        DirectSend(app),
         loop="uvloop",
         http="httptools",
         ws="none",

@@ -23,7 +23,6 @@ from funitel.router.key_file import read_keys
 from funitel.router.openapi import Operation
 from funitel.router.service import Connect, Service
 from funitel.router.settings import RouterSettings
-from funitel.router.sse import DirectSend
 from funitel.router.tracing import Traced
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,6 @@ def build_app(
     app = Starlette(
         routes=[_route(operation, keys) for operation in listed],
         middleware=[
-            Middleware(DirectSend),
             *([] if settings.otlp_endpoint is None else [Middleware(Traced)]),
             Middleware(ResponseCount, metrics=service.metrics),
             Middleware(MetricsPort, port=settings.prometheus_port),

@@ -1,13 +1,11 @@
 """Server-Sent Events, and answers that end the work behind them when the client leaves.
 
-Knows no route: a producer yields records or finished frames, and how an error looks is the route's business.
+Knows no route: a producer puts in records or finished frames, and how an error looks is the route's business.
 """
 
 import asyncio
 import logging
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -16,9 +14,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import Cancelled, FunitelError
 from funitel.router.frames import Event, frame
+from funitel.router.outlet import Outlet
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Put = Callable[[Event], None]  # sends an event, now or once the client reads again
+Producer = Callable[[Put], Awaitable[None]]
 
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b":\n\n"
@@ -60,7 +61,7 @@ async def _end(*tasks: "asyncio.Future[Any]") -> None:
 
 
 class DirectSend:
-    """Note in a request's scope how to send past all layers below this one.
+    """Around an application: note in a request's scope how to send past all of its layers.
 
     They look at nothing but the start of an answer, and each would cost every token a call.
     """
@@ -74,7 +75,7 @@ class DirectSend:
 
 
 class EventStream(Response):
-    """Send what a producer yields as events.
+    """Send what a producer puts in as events.
 
     An error before the first event is raised, to become an ordinary answer with its own status; only when
     nothing comes for the keep-alive time are the headers sent early. A later error becomes the last event.
@@ -83,7 +84,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        events: AsyncGenerator[Event, None],
+        producer: Producer,
         error_event: Callable[[FunitelError], BaseModel],
         *,
         done: bool = False,
@@ -95,7 +96,8 @@ class EventStream(Response):
         """Prepare a stream; nothing runs yet.
 
         Args:
-            events: the producer; its first event decides between an answer of its own and an ordinary error.
+            producer: puts in the events until it returns; its first event decides between an answer of its own and an
+                ordinary error. What a client does not read waits for it, so the producer's output must be bounded.
             error_event: shapes an error as the route's clients expect it.
             done: whether `[DONE]` ends the stream, after an error too.
             headers: further response headers.
@@ -106,7 +108,7 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self.init_headers(HEADERS | dict(headers or {}))
-        self._events = events
+        self._producer = producer
         self._error_event = error_event
         self._done = done
         self._frame = frame
@@ -114,72 +116,36 @@ class EventStream(Response):
         self._keep_alive_seconds = keep_alive_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wire = _Wire(send, scope.get(DIRECT, send), self.raw_headers)
+        outlet = Outlet(send, scope.get(DIRECT, send), self.raw_headers)
         try:
-            await run_until_disconnect(receive, self._run(wire))
+            await run_until_disconnect(receive, self._run(outlet))
         except Cancelled:
             logger.debug("the client left a stream")
+        finally:
+            outlet.abandon()
 
-    async def _run(self, wire: "_Wire") -> None:
-        keep_alive = asyncio.ensure_future(wire.repeat(self._keep_alive, self._keep_alive_seconds))
+    async def _run(self, outlet: Outlet) -> None:
+        keep_alive = asyncio.ensure_future(outlet.repeat(self._keep_alive, self._keep_alive_seconds))
         try:
-            await self._send_events(wire)
+            await self._produce(outlet)
+            await outlet.end(DONE if self._done else b"")
         finally:
             await _end(keep_alive)
-        await wire.send(DONE if self._done else b"", more=False)
 
-    async def _send_events(self, wire: "_Wire") -> None:
+    async def _produce(self, outlet: Outlet) -> None:
+        write, frame = outlet.write, self._frame
+
+        def put(event: Event) -> None:
+            write(event if isinstance(event, bytes) else frame(event))
+
         try:
-            async with aclosing(self._events) as events:
-                async for event in events:
-                    await wire.send(event if isinstance(event, bytes) else self._frame(event))
+            await self._producer(put)
         except FunitelError as error:
-            if not wire.started:
+            if not outlet.is_started:
                 raise
-            await wire.send(self._frame(self._error_event(error)))
+            put(self._error_event(error))
         except Exception:
-            if not wire.started:
+            if not outlet.is_started:
                 raise
             logger.exception("a stream failed")
-            await wire.send(self._frame(self._error_event(FunitelError("internal error"))))
-
-
-class _Wire:
-    """The sending half of one response; frames of the keep-alive never cut into others."""
-
-    def __init__(self, send_start: Send, send_body: Send, raw_headers: list[tuple[bytes, bytes]]) -> None:
-        self.started = False
-        self._send_start = send_start
-        self._send_body = send_body
-        self._raw_headers = raw_headers
-        self._is_sending = False  # an event
-        self._keeping_alive = asyncio.Lock()  # held while a keep-alive is sent
-        self._last_sent = time.monotonic()
-
-    async def send(self, data: bytes, *, more: bool = True) -> None:
-        """Send an event, or what ends the answer; after a keep-alive that is on its way."""
-        if self._keeping_alive.locked():
-            async with self._keeping_alive:
-                pass
-        self._is_sending = True
-        await self._send(data, more)
-        self._is_sending = False
-
-    async def repeat(self, data: bytes, seconds: float) -> None:
-        """Send `data` whenever `seconds` pass without an event."""
-        while True:
-            idle = time.monotonic() - self._last_sent
-            if self._is_sending:  # the client does not read
-                await asyncio.sleep(seconds)
-            elif idle >= seconds:
-                async with self._keeping_alive:
-                    await self._send(data, more=True)
-            else:
-                await asyncio.sleep(seconds - idle)
-
-    async def _send(self, data: bytes, more: bool) -> None:
-        if not self.started:
-            self.started = True
-            await self._send_start({"type": "http.response.start", "status": 200, "headers": self._raw_headers})
-        await self._send_body({"type": "http.response.body", "body": data, "more_body": more})
-        self._last_sent = time.monotonic()
+            put(self._error_event(FunitelError("internal error")))

@@ -34,10 +34,14 @@ class Timings:
         return end - (self.started or end)
 
 
-class TokenStream:
-    """The answer of one request: iterate for its generations; leaving the `async with` early cancels it.
+Event = Generation | FunitelError
 
-    The last generation carries `finished`. Iteration raises the FunitelError that ended the request otherwise.
+
+class TokenStream:
+    """The answer of one request: listen to it, or iterate over its generations; leaving `async with` early cancels it.
+
+    The last generation carries `finished`. A request that ends otherwise ends with a FunitelError, which iteration
+    raises. Whoever listens is told of each event as it is delivered: no task has to wake up for it.
     """
 
     def __init__(self, request: Request, cancel: Callable[[], None]) -> None:
@@ -46,8 +50,9 @@ class TokenStream:
         self.num_cached_tokens = 0  # of the prompt, found computed by an earlier request
         self._cancel = cancel
         self._place = tracing.current()
+        self._listener: Callable[[Event], None] | None = None
         # One task iterates, so a deque and what it waits for do; asyncio.Queue costs several times as much a token.
-        self._events: deque[Generation | FunitelError] = deque()
+        self._events: deque[Event] = deque()
         self._arrival: asyncio.Future[None] | None = None
         self._done = False
         self._is_exhausted = False
@@ -56,7 +61,16 @@ class TokenStream:
         """Let the answer go on elsewhere, where `cancel` ends it."""
         self._cancel = cancel
 
-    def deliver(self, event: Generation | FunitelError) -> None:
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        """Tell `listener` of every event, of those that came before at once; instead of iteration, and for good.
+
+        It is called by the engine, between two steps: it must neither raise nor take long.
+        """
+        self._listener = listener
+        while self._events:
+            listener(self._events.popleft())
+
+    def deliver(self, event: Event) -> None:
         """Hand over the next event; called by the engine on the event loop."""
         now = time.monotonic()
         if isinstance(event, FunitelError):
@@ -65,6 +79,9 @@ class TokenStream:
             self.timings.first_token = self.timings.first_token or now
             if event.finished is not None:
                 self._end(now)
+        if self._listener is not None:
+            self._listener(event)
+            return
         self._events.append(event)
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)

@@ -1,10 +1,8 @@
 """Anthropic's routes: `/v1/messages` and `/v1/messages/count_tokens`."""
 
 import uuid
-from collections.abc import AsyncGenerator
 from functools import partial
 
-from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -16,7 +14,7 @@ from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import anthropic_error, new_request_id, renaming
 from funitel.router.api.inference import generation_route, service_of
-from funitel.router.chat import PreparedChat, count_prompt_tokens, prepare_chat
+from funitel.router.chat import Part, PreparedChat, count_prompt_tokens, prepare_chat
 from funitel.router.frames import named_frame
 from funitel.router.schema_anthropic import (
     CountTokensRequest,
@@ -29,7 +27,7 @@ from funitel.router.schema_anthropic import (
     TokenCount,
 )
 from funitel.router.service import Service
-from funitel.router.sse import EventStream, run_until_disconnect
+from funitel.router.sse import EventStream, Put, run_until_disconnect
 
 VERSIONS = ("2023-06-01", "2026-10-21")  # their events are the same; the sampling the later one drops is taken in both
 FIELDS = {
@@ -52,7 +50,7 @@ async def messages(http: HttpRequest) -> Response:
     if body.stream:
         chat = await _prepare(service, body, arrived)
         return EventStream(
-            _events(service, chat, body),
+            partial(_stream, service, chat, body),
             partial(anthropic_error, request_id=request_id),
             headers=chat.stream_headers | {"request-id": request_id},
             frame=named_frame,
@@ -98,11 +96,14 @@ async def _complete(service: Service, body: MessagesRequest, arrived: Arrival) -
     return builder.message, headers
 
 
-async def _events(service: Service, chat: PreparedChat, body: MessagesRequest) -> AsyncGenerator[BaseModel, None]:
+async def _stream(service: Service, chat: PreparedChat, body: MessagesRequest, put: Put) -> None:
     builder = _builder(service, chat, body)
-    async for _, part in chat.parts():
+
+    def take(_index: int, part: Part) -> None:
         for event in builder.feed(part):
-            yield event
+            put(event)
+
+    await chat.stream(take)
 
 
 def _builder(service: Service, chat: PreparedChat, body: MessagesRequest) -> MessageBuilder:

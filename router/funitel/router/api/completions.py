@@ -2,33 +2,26 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import BatchSizeExceeded, InvalidRequest
+from funitel.proto.step import Generation
 from funitel.router.api.answers import json_answer
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import openai_error, renaming
-from funitel.router.api.inference import (
-    Answer,
-    Job,
-    Prompt,
-    collect_all,
-    generation_route,
-    interleave,
-    prepare,
-    service_of,
-    stream_headers,
-    summed_headers,
-)
+from funitel.router.api.headers import stream_headers, summed_headers
+from funitel.router.api.inference import Job, Prompt, generation_route, prepare, service_of
+from funitel.router.api.runs import Answer, collect_all, stream_all
 from funitel.router.chat.sampling import U64_RANGE, ChatSampling, parameters_of
 from funitel.router.completion_text import Addition, CompletionText, joined
-from funitel.router.frames import HOLE, Event, Template
+from funitel.router.frames import HOLE, Template
 from funitel.router.schema_completions import (
     Completion,
     CompletionChoice,
@@ -38,7 +31,7 @@ from funitel.router.schema_completions import (
 )
 from funitel.router.schema_openai_answers import PromptTokensDetails, Usage
 from funitel.router.service import Service
-from funitel.router.sse import EventStream, run_until_disconnect
+from funitel.router.sse import EventStream, Put, run_until_disconnect
 
 # Native names of what a completion calls otherwise.
 NATIVE_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "logprobs"}
@@ -52,8 +45,7 @@ async def completions(http: HttpRequest) -> Response:
     body = await read_body(http, CompletionRequest, service.settings.payload_limit)
     if body.stream:
         batch = await _prepare(service, body, arrived)
-        events = _events(batch)
-        return EventStream(events, openai_error, done=True, headers=stream_headers(*batch.jobs))
+        return EventStream(partial(_stream, batch), openai_error, done=True, headers=stream_headers(*batch.jobs))
     completion, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
     return json_answer(completion, headers)
 
@@ -192,7 +184,7 @@ def _choice(index: int, addition: Addition) -> CompletionChoice:
 # Streamed
 
 
-async def _events(batch: _Batch) -> AsyncGenerator[Event, None]:
+async def _stream(batch: _Batch, put: Put) -> None:
     """For each sequence its text as it comes, and last why it ended; then, if asked, a count of tokens.
 
     As TGI does, the last chunk counts where a client does not say whether to.
@@ -203,20 +195,23 @@ async def _events(batch: _Batch) -> AsyncGenerator[Event, None]:
         Template(CompletionChunk(**head, choices=[_choice(index, Addition(HOLE, None))])) for index in range(len(texts))
     ]
     num_tokens, num_running = 0, len(batch.jobs)
-    async with interleave(batch.jobs) as generations:
-        async for index, generation in generations:
-            addition = texts[index].feed(generation)
-            if addition.finished is not None:
-                num_tokens += addition.finished.num_tokens
-                num_running -= 1
-            elif addition.logprobs is None:
-                if addition.text:
-                    yield more[index].fill(addition.text)
-                continue
-            elif not addition.text and not addition.logprobs.tokens:
-                continue
-            counts = not num_running and batch.body.stream_options is None
-            usage = batch.usage(num_tokens) if counts else None
-            yield CompletionChunk(**head, choices=[_choice(index, addition)], usage=usage)
+
+    def take(index: int, generation: Generation) -> None:
+        nonlocal num_tokens, num_running
+        addition = texts[index].feed(generation)
+        if addition.finished is not None:
+            num_tokens += addition.finished.num_tokens
+            num_running -= 1
+        elif addition.logprobs is None:
+            if addition.text:
+                put(more[index].fill(addition.text))
+            return
+        elif not addition.text and not addition.logprobs.tokens:
+            return
+        counts = not num_running and batch.body.stream_options is None
+        usage = batch.usage(num_tokens) if counts else None
+        put(CompletionChunk(**head, choices=[_choice(index, addition)], usage=usage))
+
+    await stream_all(batch.jobs, take)
     if batch.body.include_usage:
-        yield CompletionChunk(**head, choices=[], usage=batch.usage(num_tokens))
+        put(CompletionChunk(**head, choices=[], usage=batch.usage(num_tokens)))

@@ -1,6 +1,6 @@
 """TGI's native routes: `POST /`, `/generate` and `/generate_stream`."""
 
-from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -12,19 +12,10 @@ from funitel.router.api.answers import json_answer
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import native_error
-from funitel.router.api.inference import (
-    Answer,
-    Job,
-    Prompt,
-    answer_headers,
-    collect_best,
-    generation_route,
-    interleave,
-    prepare,
-    service_of,
-    stream_headers,
-)
-from funitel.router.frames import HOLE, Event, Template
+from funitel.router.api.headers import answer_headers, stream_headers
+from funitel.router.api.inference import Job, Prompt, generation_route, prepare, service_of
+from funitel.router.api.runs import Answer, collect_best, stream_all
+from funitel.router.frames import HOLE, Template
 from funitel.router.schema import (
     BestOfSequence,
     CompatGenerateRequest,
@@ -41,7 +32,7 @@ from funitel.router.schema import (
 )
 from funitel.router.sequence import Request
 from funitel.router.service import Service
-from funitel.router.sse import EventStream, run_until_disconnect
+from funitel.router.sse import EventStream, Put, run_until_disconnect
 
 _ANSWER_LIST = TypeAdapter(list[GenerateResponse])
 
@@ -126,21 +117,24 @@ def _details_of(answer: Answer) -> dict[str, Any]:
 
 async def _stream(service: Service, parameters: GenerateParameters, inputs: str, arrived: Arrival) -> EventStream:
     job = await prepare(service, parameters, Prompt(inputs), stream=True, arrived=arrived)
-    return EventStream(_events(job, parameters), native_error, headers=stream_headers(job))
+    return EventStream(partial(_events, job, parameters), native_error, headers=stream_headers(job))
 
 
-async def _events(job: Job, parameters: GenerateParameters) -> AsyncGenerator[Event, None]:
+async def _events(job: Job, parameters: GenerateParameters, put: Put) -> None:
     index = 0
-    async with interleave([job]) as generations:
-        async for _, generation in generations:
-            if generation.finished is None and not generation.top_tokens:
-                for id, text, logprob, special in Token.rows_of(generation.tokens):
-                    index += 1
-                    yield _TOKEN.fill(index, id, text, logprob, special)
-                continue
-            for event in _events_of(generation, index, parameters, job.request):
-                index = event.index
-                yield event
+
+    def take(_place: int, generation: Generation) -> None:
+        nonlocal index
+        if generation.finished is None and not generation.top_tokens:
+            for id, text, logprob, special in Token.rows_of(generation.tokens):
+                index += 1
+                put(_TOKEN.fill(index, id, text, logprob, special))
+            return
+        for event in _events_of(generation, index, parameters, job.request):
+            index = event.index
+            put(event)
+
+    await stream_all([job], take)
 
 
 # One token and nothing else.

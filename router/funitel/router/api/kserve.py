@@ -10,16 +10,9 @@ from funitel.proto.errors import InvalidRequest, LengthMismatch, NotUtf8
 from funitel.router.api.answers import json_answer
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
-from funitel.router.api.inference import (
-    Answer,
-    Prompt,
-    check_count,
-    collect_best,
-    generation_route,
-    prepare,
-    service_of,
-    summed_headers,
-)
+from funitel.router.api.headers import summed_headers
+from funitel.router.api.inference import Prompt, generation_route, prepare, service_of
+from funitel.router.api.runs import Answer, check_count, collect_best
 from funitel.router.schema import GenerateParameters
 from funitel.router.schema_platforms import (
     KserveInput,

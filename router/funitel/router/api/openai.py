@@ -2,7 +2,8 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -29,7 +30,7 @@ from funitel.router.chat import (
     ToolCallStart,
     prepare_chat,
 )
-from funitel.router.frames import HOLE, Event, Template
+from funitel.router.frames import HOLE, Template
 from funitel.router.schema_openai import ChatRequest, Model, ModelList
 from funitel.router.schema_openai_answers import (
     AnsweredToolCall,
@@ -50,7 +51,7 @@ from funitel.router.schema_openai_answers import (
     Usage,
 )
 from funitel.router.service import Service
-from funitel.router.sse import EventStream, run_until_disconnect
+from funitel.router.sse import EventStream, Put, run_until_disconnect
 
 # Native names of what a chat calls otherwise.
 NATIVE_NAMES = {
@@ -86,7 +87,8 @@ async def chat_completions(http: HttpRequest) -> Response:
     body.refuse_unsupported()
     if body.stream:
         chat = await _prepare(service, body, arrived)
-        return EventStream(_events(service, chat, body), openai_error, done=True, headers=chat.stream_headers)
+        stream = partial(_stream, service, chat, body)
+        return EventStream(stream, openai_error, done=True, headers=chat.stream_headers)
     completion, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
     return json_answer(completion, headers)
 
@@ -127,24 +129,30 @@ def _tool_call(call: ToolCall) -> AnsweredToolCall:
     return AnsweredToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
 
 
-async def _events(service: Service, chat: PreparedChat, body: ChatRequest) -> AsyncGenerator[Event, None]:
+async def _stream(service: Service, chat: PreparedChat, body: ChatRequest, put: Put) -> None:
     """A chunk with the role, chunks of text and one that says why it ended, for each choice; if asked, a count."""
     head = _head(service, body)
     more: dict[tuple[int, type[Part]], Template] = {}  # chunks of nothing but text, by choice and what it is
     ends = []
-    async for index, part in chat.parts():
-        if isinstance(part, TextDelta | ReasoningDelta) and not body.logprobs:
+
+    def take(index: int, part: Part) -> None:
+        if isinstance(part, _TEXTS) and not body.logprobs:
             key = index, type(part)
             if key not in more:
                 choice = _chunk_choice(index, type(part)(HOLE), body)
                 more[key] = Template(ChatCompletionChunk(**head, choices=[choice]))
-            yield more[key].fill_all(part.text)
-            continue
-        yield ChatCompletionChunk(**head, choices=[_chunk_choice(index, part, body)])
+            put(more[key].fill_all(part.text))
+            return
+        put(ChatCompletionChunk(**head, choices=[_chunk_choice(index, part, body)]))
         if isinstance(part, Finished):
             ends.append(part)
+
+    await chat.stream(take)
     if body.include_usage:
-        yield ChatCompletionChunk(**head, choices=[], usage=_usage(ends))
+        put(ChatCompletionChunk(**head, choices=[], usage=_usage(ends)))
+
+
+_TEXTS = (TextDelta, ReasoningDelta)
 
 
 def _chunk_choice(index: int, part: Part, body: ChatRequest) -> ChunkChoice:

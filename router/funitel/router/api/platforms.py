@@ -10,17 +10,9 @@ from funitel.router.api import completions, generate, openai
 from funitel.router.api.answers import json_answer
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body, read_json
-from funitel.router.api.inference import (
-    Handler,
-    Job,
-    Prompt,
-    check_count,
-    collect_best,
-    generation_route,
-    prepare,
-    service_of,
-    summed_headers,
-)
+from funitel.router.api.headers import summed_headers
+from funitel.router.api.inference import Handler, Job, Prompt, generation_route, prepare, service_of
+from funitel.router.api.runs import check_count, collect_best
 from funitel.router.chat import prepare_chat
 from funitel.router.schema import GenerateParameters, GenerateRequest
 from funitel.router.schema_openai import ChatRequest

@@ -1,7 +1,8 @@
 """OpenAI's `/v1/responses`: answers that are kept, so that they can be retrieved and gone on from."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -14,7 +15,7 @@ from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body, shape_error
 from funitel.router.api.errors import renaming
 from funitel.router.api.inference import generation_route, service_of
-from funitel.router.chat import PreparedChat, count_prompt_tokens, prepare_chat
+from funitel.router.chat import Part, PreparedChat, count_prompt_tokens, prepare_chat
 from funitel.router.frames import named_frame
 from funitel.router.responses_answer import ResponseBuilder, new_id
 from funitel.router.responses_chat import chat_call, conversation
@@ -36,7 +37,7 @@ from funitel.router.schema_responses_answers import (
     ResponseReasoning,
 )
 from funitel.router.service import Service
-from funitel.router.sse import EventStream, run_until_disconnect
+from funitel.router.sse import EventStream, Put, run_until_disconnect
 
 FIELDS = {
     "inputs": "input",
@@ -60,7 +61,8 @@ async def create(http: HttpRequest) -> Response:
     answering = _Answering(service, body, conversation(body, service.responses))
     if body.stream:
         chat = await answering.prepare(arrived)
-        return EventStream(answering.events(chat), answering.failed, headers=chat.stream_headers, frame=named_frame)
+        stream = partial(answering.stream, chat)
+        return EventStream(stream, answering.failed, headers=chat.stream_headers, frame=named_frame)
     headers = await run_until_disconnect(http.receive, answering.run(arrived))
     return json_answer(answering.builder.response, headers)
 
@@ -155,13 +157,16 @@ class _Answering:
         self._store()
         return headers
 
-    async def events(self, chat: PreparedChat) -> AsyncGenerator[BaseModel, None]:
+    async def stream(self, chat: PreparedChat, put: Put) -> None:
         """Make the response event by event; what is stored is there when the last event is sent."""
-        async for _, part in chat.parts():
+
+        def take(_index: int, part: Part) -> None:
             for event in self.builder.feed(part):
                 if self.builder.response.status != "in_progress":
                     self._store()
-                yield event
+                put(event)
+
+        await chat.stream(take)
 
     def failed(self, error: FunitelError) -> BaseModel:
         """The event that says so; a failed response is stored too."""

@@ -1,23 +1,16 @@
 """Run a chat: check it, render it, generate its choices, hand out their parts."""
 
 import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from funitel.proto.errors import InvalidRequest, ToolError
+from funitel.proto.step import Generation
 from funitel.router.api.arrival import Arrival
-from funitel.router.api.inference import (
-    Answer,
-    Job,
-    Prompt,
-    answer_headers,
-    collect_all,
-    interleave,
-    prepare,
-    stream_headers,
-    summed_headers,
-)
+from funitel.router.api.headers import answer_headers, stream_headers, summed_headers
+from funitel.router.api.inference import Job, Prompt, prepare
+from funitel.router.api.runs import Answer, collect_all, stream_all
 from funitel.router.chat.answer import ChatAnswer
 from funitel.router.chat.call import ChatCall
 from funitel.router.chat.choice import Choice
@@ -40,16 +33,18 @@ class PreparedChat:
         """Response headers of a streamed answer."""
         return stream_headers(*self.jobs)
 
-    async def parts(self) -> AsyncGenerator[tuple[int, Part], None]:
-        """Generate every choice side by side; yield parts as they come, with the index of their choice.
+    async def stream(self, take: Callable[[int, Part], None]) -> None:
+        """Generate every choice side by side; give `take` their parts as they come, with the index of their choice.
 
-        Leaving early cancels all. An error that ends one choice ends all and is raised.
+        Leaving early cancels all. An error that ends one choice, or one of `take`, ends all and is raised.
         """
         choices = self._choices()
-        async with interleave(self.jobs) as generations:
-            async for index, generation in generations:
-                for part in choices[index].feed(generation):
-                    yield index, part
+
+        def feed(index: int, generation: Generation) -> None:
+            for part in choices[index].feed(generation):
+                take(index, part)
+
+        await stream_all(self.jobs, feed)
 
     async def run(self) -> tuple[list[ChatAnswer], dict[str, str]]:
         """Generate every choice; return them in order, and the response headers."""

@@ -1,0 +1,105 @@
+"""The sending half of one streamed answer: what is written is sent at once, or waits until the client reads again.
+
+A server's `send` is a coroutine, but one that waits for nothing while the connection takes what it is given. So it is
+run by whoever has something to send, as far as it goes, and no task has to wake up for each token of a stream. A task
+takes over where it does have to wait: once the client reads again it sends what has come meanwhile, in one piece.
+"""
+
+import asyncio
+import time
+from collections.abc import Generator
+from typing import Any
+
+from starlette.types import Message, Send
+
+
+class Outlet:
+    """Sends one answer whose length is not known before. Event loop only."""
+
+    def __init__(self, send_start: Send, send_body: Send, raw_headers: list[tuple[bytes, bytes]]) -> None:
+        """Send nothing yet; the start of the answer, and its body, may take different ways."""
+        self.is_started = False
+        self._send_start = send_start
+        self._send_body = send_body
+        self._raw_headers = raw_headers
+        self._waiting: list[bytes] = []
+        self._clearing: asyncio.Task[None] | None = None  # sends what waits, while the client does not read
+        self._last_sent = time.monotonic()
+
+    def write(self, data: bytes) -> None:
+        """Send more of the body, after what waits."""
+        if not self.is_started:
+            self._start()
+        if self._clearing is not None:
+            self._waiting.append(data)
+            return
+        rest = _begun(self._send_body({"type": "http.response.body", "body": data, "more_body": True}))
+        if rest is not None:
+            self._clearing = asyncio.ensure_future(self._clear(rest))
+        self._last_sent = time.monotonic()
+
+    async def end(self, data: bytes) -> None:
+        """Send the last of the body, once everything before it was sent."""
+        if not self.is_started:
+            self._start()
+        if self._clearing is not None:
+            await self._clearing
+        await self._send_body({"type": "http.response.body", "body": data, "more_body": False})
+
+    def abandon(self) -> None:
+        """Send nothing more."""
+        if self._clearing is not None:
+            self._clearing.cancel()
+
+    async def repeat(self, data: bytes, seconds: float) -> None:
+        """Send `data` whenever `seconds` pass without anything else, unless the client does not read."""
+        while True:
+            idle = time.monotonic() - self._last_sent
+            if idle < seconds:
+                await asyncio.sleep(seconds - idle)
+            elif self._clearing is not None:
+                await asyncio.sleep(seconds)
+            else:
+                self.write(data)
+
+    def _start(self) -> None:
+        self.is_started = True
+        start: Message = {"type": "http.response.start", "status": 200, "headers": self._raw_headers}
+        rest = _begun(self._send_start(start))
+        if rest is not None:
+            self._clearing = asyncio.ensure_future(self._clear(rest))
+
+    async def _clear(self, rest: "_Rest") -> None:
+        await rest
+        while self._waiting:
+            data = b"".join(self._waiting)
+            self._waiting.clear()
+            await self._send_body({"type": "http.response.body", "body": data, "more_body": True})
+            self._last_sent = time.monotonic()
+        self._clearing = None
+
+
+class _Rest:
+    """What is left of an awaitable that was begun by hand, and what it waits for."""
+
+    def __init__(self, steps: Generator[Any, None, None], awaited: Any) -> None:
+        self._steps = steps
+        self._awaited = awaited
+
+    def __await__(self) -> Generator[Any, None, None]:
+        try:
+            yield self._awaited
+        except BaseException:  # this task is cancelled
+            self._steps.close()
+            raise
+        yield from self._steps
+
+
+def _begun(sending: Any) -> _Rest | None:
+    """Run an awaitable as far as it goes without waiting; return the rest, if there is one."""
+    steps = sending.__await__()
+    try:
+        awaited = next(steps)
+    except StopIteration:
+        return None
+    return _Rest(steps, awaited)
