@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from fake_shards import FakeShard, fake_shards, next_token
+from fakes import eventually
 
 from funitel.proto.errors import (
     InvalidRequest,
@@ -301,8 +302,11 @@ async def test_a_target_gap_that_cannot_be_held_is_told_once_and_stalls_nobody(
 async def test_a_refused_newcomer_costs_the_others_nothing(tmp_path: Path) -> None:
     async with running(tmp_path, 2) as (engine, shards, _):
         old = asyncio.create_task(run(engine, request(5, 40)))
-        await asyncio.sleep(0.02)
-        assert shards[0].steps
+
+        async def has_begun() -> bool:
+            return bool(shards[0].steps)
+
+        await eventually(has_begun, "a step")
         for fake in shards:
             fake.refuses_prompts_from = 90
         with pytest.raises(InvalidRequest, match="refused"):
