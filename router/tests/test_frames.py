@@ -6,11 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from pydantic_core import to_json
 
+from funitel.proto.errors import FunitelError
+from funitel.router.chat import TextDelta
 from funitel.router.frames import HOLE, Template, frame, named_frame
+from funitel.router.responses_answer import ResponseBuilder
 from funitel.router.schema import StreamResponse, Token
+from funitel.router.schema_anthropic import ContentBlockDelta, InputAddition, TextAddition, ThinkingAddition
 from funitel.router.schema_completions import CompletionChoice, CompletionChunk
 from funitel.router.schema_openai_answers import ChatCompletionChunk, ChunkChoice, Delta
+from funitel.router.schema_responses_answers import ModelResponse, TextDeltaEvent
 
 HOSTILE = (
     "",
@@ -72,9 +78,32 @@ def test_values_of_other_types_too(text: str, index: int, number: float, flag: b
     template = Template(empty)
     assert template.fill(index, 7, text, number, flag) == frame(token_event(index, 7, text, number, flag))
     assert template.fill(index, 7, text, None, flag) == frame(token_event(index, 7, text, None, flag))
+    assert template.insert(b"%d" % index, b"7", to_json(text), b"null", to_json(flag)) == template.fill(
+        index, 7, text, None, flag
+    )
     assert Template(chat_chunk(HOLE)).fill(text) == frame(chat_chunk(text))
 
 
 def test_named_events_keep_their_names() -> None:
     template = Template(Named.model_construct(number=HOLE, ratio=HOLE, text="100%"), is_named=True)
     assert template.fill(5, -1e-7) == named_frame(Named(number=5, ratio=-1e-7, text="100%"))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("addition", [TextAddition, ThinkingAddition, InputAddition])
+def test_additions_to_a_message_too(addition: Any, text: str) -> None:
+    [field] = set(addition.model_fields) - {"type"}
+    template = Template(ContentBlockDelta(index=2, delta=addition(**{field: HOLE})), is_named=True)
+    assert template.fill(text) == named_frame(ContentBlockDelta(index=2, delta=addition(**{field: text})))
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_a_response_is_streamed_as_its_records_are_written(text: str) -> None:
+    builder = ResponseBuilder(ModelResponse.model_construct(output=[]), wants_logprobs=False)
+    *_, first = builder.feed(TextDelta(text))
+    [second] = builder.feed(TextDelta(text))
+    place = {"item_id": builder.response.output[0].id, "output_index": 0, "logprobs": []}
+    assert first == named_frame(TextDeltaEvent(sequence_number=2, **place, delta=text))
+    assert second == named_frame(TextDeltaEvent(sequence_number=3, **place, delta=text))
+    builder.failed(FunitelError("broken"))
+    assert builder.response.output[0].content[0].text == 2 * text  # type: ignore[union-attr]

@@ -87,7 +87,7 @@ async def test_a_listener_is_told_of_what_came_before_and_of_the_rest_as_it_is_d
     stream = make()
     first, second, error = generation(1), generation(2), StepFailed("broken")
     stream.deliver(first)
-    stream.listen(heard.append)
+    stream.listen(lambda event, now: heard.append(event))
     assert heard == [first]
     stream.deliver(second)
     assert heard == [first, second]

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pydantic_core
-from pydantic import BaseModel
 
 from funitel.router.chat import (
     EndReason,
@@ -17,6 +16,7 @@ from funitel.router.chat import (
     ToolCallArguments,
     ToolCallStart,
 )
+from funitel.router.frames import HOLE, Event, Template
 from funitel.router.schema_anthropic import (
     Content,
     ContentBlockDelta,
@@ -39,6 +39,8 @@ from funitel.router.schema_anthropic import (
     ToolUseContent,
 )
 
+Addition = TextAddition | ThinkingAddition | SignatureAddition | InputAddition
+
 
 class MessageBuilder:
     """Feed the parts of one answer; get its events. `message` is what they amount to."""
@@ -57,28 +59,29 @@ class MessageBuilder:
         self._shows_thinking = shows_thinking
         self._omits_thinking = omits_thinking
         self._is_open = False  # whether more of the last block may come
-        self._gathered = ""  # text of the open block so far
+        self._gathered: list[str] = []  # text of the open block so far
+        self._more: Template  # more of the open block
 
-    def feed(self, part: Part) -> Iterator[BaseModel]:
+    def feed(self, part: Part) -> Iterator[Event]:
         """Take the next part; yield the events it makes."""
         match part:
             case Started():
                 yield MessageStart(message=self.message.model_copy(deep=True))
             case TextDelta(text=text):
-                yield from self._opened(TextContent(text=""))
-                self._gathered += text
-                yield self._delta(TextAddition(text=text))
+                yield from self._opened(TextContent(text=""), TextAddition(text=HOLE))
+                yield self._added(text)
             case ReasoningDelta(text=text) if self._shows_thinking:
-                yield from self._opened(ThinkingContent(thinking="", signature=""))
-                self._gathered += text
+                yield from self._opened(ThinkingContent(thinking="", signature=""), ThinkingAddition(thinking=HOLE))
+                added = self._added(text)
                 if not self._omits_thinking:
-                    yield self._delta(ThinkingAddition(thinking=text))
+                    yield added
             case ToolCallStart():
                 yield from self._closed()
-                yield from self._opened(ToolUseContent(id=part.id, name=part.name, input={}))
+                yield from self._opened(
+                    ToolUseContent(id=part.id, name=part.name, input={}), InputAddition(partial_json=HOLE)
+                )
             case ToolCallArguments(delta=delta):
-                self._gathered += delta
-                yield self._delta(InputAddition(partial_json=delta))
+                yield self._added(delta)
             case Finished():
                 yield from self._closed()
                 yield from self._ended(part)
@@ -87,36 +90,43 @@ class MessageBuilder:
     def _last(self) -> int:
         return len(self.message.content) - 1
 
-    def _opened(self, block: Content) -> Iterator[BaseModel]:
-        """Begin a block, unless one of its kind is open."""
+    def _opened(self, block: Content, addition: Addition) -> Iterator[Event]:
+        """Begin a block, to which such additions come, unless one of its kind is open."""
         if self._is_open and self.message.content[-1].type == block.type:
             return
         yield from self._closed()
         self.message.content.append(block)
         self._is_open = True
+        self._more = Template(self._delta(addition), is_named=True)
         yield ContentBlockStart(index=self._last, content_block=block.model_copy())
 
-    def _closed(self) -> Iterator[BaseModel]:
+    def _added(self, text: str) -> bytes:
+        """Add to the open block; the event that says so."""
+        self._gathered.append(text)
+        return self._more.fill(text)
+
+    def _closed(self) -> Iterator[Event]:
         """End the open block, if there is one."""
         if not self._is_open:
             return
+        gathered = "".join(self._gathered)
         match self.message.content[-1]:
             case TextContent() as block:
-                block.text = self._gathered
+                block.text = gathered
             case ThinkingContent() as block:
-                block.thinking = "" if self._omits_thinking else self._gathered
-                block.signature = hashlib.sha256(self._gathered.encode()).hexdigest()
+                block.thinking = "" if self._omits_thinking else gathered
+                block.signature = hashlib.sha256(gathered.encode()).hexdigest()
                 yield self._delta(SignatureAddition(signature=block.signature))
             case ToolUseContent() as block:
-                block.input = _input(self._gathered)
+                block.input = _input(gathered)
         self._is_open = False
-        self._gathered = ""
+        self._gathered.clear()
         yield ContentBlockStop(index=self._last)
 
-    def _delta(self, addition: TextAddition | ThinkingAddition | SignatureAddition | InputAddition) -> BaseModel:
+    def _delta(self, addition: Addition) -> ContentBlockDelta:
         return ContentBlockDelta(index=self._last, delta=addition)
 
-    def _ended(self, finished: Finished) -> Iterator[BaseModel]:
+    def _ended(self, finished: Finished) -> Iterator[Event]:
         reason = _stop_reason(finished, self._max_tokens)
         stop = finished.stop_sequence if reason == "stop_sequence" else None
         self.message.stop_reason, self.message.stop_sequence = reason, stop

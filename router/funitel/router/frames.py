@@ -50,6 +50,10 @@ class Template:
         """The frame with these values in its holes, in the order in which they stand there."""
         return self._format % tuple(map(to_json, values))
 
+    def insert(self, *rendered: bytes) -> bytes:
+        """The same with values that are JSON already."""
+        return self._format % rendered
+
     def fill_all(self, value: Any) -> bytes:
         """The frame with the same value in every hole."""
         return self._format % ((to_json(value),) * self._num_holes)

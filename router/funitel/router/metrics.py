@@ -20,7 +20,7 @@ from prometheus_client import (
 )
 
 from funitel.proto.errors import FunitelError
-from funitel.proto.step import Generation, StepResult
+from funitel.proto.step import StepResult
 from funitel.router.sequence import Limits
 from funitel.router.stream import Timings
 from funitel.router.tallies import HistogramTally, SummaryTally
@@ -93,17 +93,15 @@ class Metrics:
         self._input_length.observe(num_tokens)
         self._max_new_tokens.observe(max_new_tokens)
 
-    def observe_generation(self, generation: Generation) -> None:
-        """Note the tokens one step brought for one request."""
-        self._skipped_tokens.observe(len(generation.tokens.ids) - 1)
-
-    def observe_first_token(self, seconds: float) -> None:
-        """Note the time from submission to the first token."""
+    def observe_first_token(self, seconds: float, num_tokens: int) -> None:
+        """Note the time from submission to a request's first token, and how many came with it."""
         self._first_token.observe(seconds)
+        self._skipped_tokens.observe(num_tokens - 1)
 
-    def observe_next_token(self, seconds: float) -> None:
-        """Note the time between two tokens of one request."""
+    def observe_next_token(self, seconds: float, num_tokens: int) -> None:
+        """Note the time between two tokens of one request, and how many came with the second."""
         self._inter_token.observe(seconds)
+        self._skipped_tokens.observe(num_tokens - 1)
 
     def observe_success(self, validation_seconds: float, timings: Timings, num_tokens: int) -> None:
         """Note that a request got its whole answer of so many tokens."""

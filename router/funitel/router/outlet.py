@@ -7,10 +7,10 @@ takes over where it does have to wait: once the client reads again it sends what
 
 import asyncio
 import time
-from collections.abc import Generator
+from collections.abc import Awaitable, Generator
 from typing import Any
 
-from starlette.types import Message, Send
+from starlette.types import Send
 
 
 class Outlet:
@@ -33,9 +33,7 @@ class Outlet:
         if self._clearing is not None:
             self._waiting.append(data)
             return
-        rest = _begun(self._send_body({"type": "http.response.body", "body": data, "more_body": True}))
-        if rest is not None:
-            self._clearing = asyncio.ensure_future(self._clear(rest))
+        self._begin(self._send_body({"type": "http.response.body", "body": data, "more_body": True}))
         self._last_sent = time.monotonic()
 
     async def end(self, data: bytes) -> None:
@@ -64,10 +62,16 @@ class Outlet:
 
     def _start(self) -> None:
         self.is_started = True
-        start: Message = {"type": "http.response.start", "status": 200, "headers": self._raw_headers}
-        rest = _begun(self._send_start(start))
-        if rest is not None:
-            self._clearing = asyncio.ensure_future(self._clear(rest))
+        self._begin(self._send_start({"type": "http.response.start", "status": 200, "headers": self._raw_headers}))
+
+    def _begin(self, sending: Awaitable[None]) -> None:
+        """Send as far as nothing has to be waited for; leave the rest to a task, if there is one."""
+        steps = sending.__await__()
+        try:
+            awaited = next(steps)
+        except StopIteration:
+            return
+        self._clearing = asyncio.ensure_future(self._clear(_Rest(steps, awaited)))
 
     async def _clear(self, rest: "_Rest") -> None:
         await rest
@@ -93,13 +97,3 @@ class _Rest:
             self._steps.close()
             raise
         yield from self._steps
-
-
-def _begun(sending: Any) -> _Rest | None:
-    """Run an awaitable as far as it goes without waiting; return the rest, if there is one."""
-    steps = sending.__await__()
-    try:
-        awaited = next(steps)
-    except StopIteration:
-        return None
-    return _Rest(steps, awaited)

@@ -17,6 +17,7 @@ from funitel.router.chat import (
     ToolCallArguments,
     ToolCallStart,
 )
+from funitel.router.frames import HOLE, Template
 from funitel.router.schema_responses import Status
 from funitel.router.schema_responses_answers import (
     ArgumentsDeltaEvent,
@@ -47,7 +48,8 @@ from funitel.router.schema_responses_answers import (
 LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
 
 Event = (
-    ResponseEvent
+    bytes  # a frame
+    | ResponseEvent
     | ItemEvent
     | PartEvent
     | TextDeltaEvent
@@ -72,17 +74,21 @@ class ResponseBuilder:
         self.response = response
         self._wants_logprobs = wants_logprobs
         self._open: OutputItem | None = None  # the last item, while more of it may come
+        self._gathered: list[str] = []  # text of the open item so far
+        self._more: Template  # more of the open item
         self._num_events = 0
 
     def feed(self, part: Part) -> Iterator[Event]:
         """Take the next part; yield the events it makes."""
         for event in self._events(part):
-            event.sequence_number = self._num_events
+            if not isinstance(event, bytes):
+                event.sequence_number = self._num_events
             self._num_events += 1
             yield event
 
     def failed(self, error: FunitelError) -> ResponseEvent:
         """The event that ends a stream which fails."""
+        self._write_gathered()
         self.response.status = "failed"
         self.response.error = ResponseError(code="server_error", message=error.public_message)
         return ResponseEvent(type="response.failed", response=self.response, sequence_number=self._num_events)
@@ -99,10 +105,9 @@ class ResponseBuilder:
             case ToolCallStart():
                 yield from self._closed("completed")
                 yield from self._opened(OutputFunctionCall(id=new_id("fc"), call_id=part.id, name=part.name))
+                self._more = _template(ArgumentsDeltaEvent, **self._place)
             case ToolCallArguments():
-                assert isinstance(self._open, OutputFunctionCall)
-                self._open.arguments += part.delta
-                yield ArgumentsDeltaEvent(**self._place, delta=part.delta)
+                yield self._added(part.delta)
             case Finished():
                 is_cut = part.reason is EndReason.LENGTH
                 yield from self._closed("incomplete" if is_cut else "completed")
@@ -114,11 +119,14 @@ class ResponseBuilder:
             yield from self._opened(OutputMessage(id=new_id("msg")))
             assert isinstance(self._open, OutputMessage)
             self._open.content.append(OutputText())
+            self._more = _template(TextDeltaEvent, **self._place, logprobs=[])
             yield PartEvent(type="response.content_part.added", **self._place, part=OutputText())
-        content = self._open.content[0]
-        logprobs = _logprobs(part.tokens) if self._wants_logprobs else []
-        content.text += part.text
-        content.logprobs += logprobs
+        if not self._wants_logprobs:
+            yield self._added(part.text)
+            return
+        self._gathered.append(part.text)
+        logprobs = _logprobs(part.tokens)
+        self._open.content[0].logprobs += logprobs
         yield TextDeltaEvent(**self._place, delta=part.text, logprobs=logprobs)
 
     def _reasoning(self, part: ReasoningDelta) -> Iterator[Event]:
@@ -127,9 +135,24 @@ class ResponseBuilder:
             yield from self._opened(OutputReasoning(id=new_id("rs")))
             assert isinstance(self._open, OutputReasoning)
             self._open.content.append(ReasoningPart())
+            self._more = _template(ReasoningDeltaEvent, **self._place)
             yield PartEvent(type="response.content_part.added", **self._place, part=ReasoningPart())
-        self._open.content[0].text += part.text
-        yield ReasoningDeltaEvent(**self._place, delta=part.text)
+        yield self._added(part.text)
+
+    def _added(self, text: str) -> bytes:
+        """Add to the open item; the event that says so, the next one."""
+        self._gathered.append(text)
+        return self._more.fill(self._num_events, text)
+
+    def _write_gathered(self) -> None:
+        """Put into the open item what was added to it."""
+        text = "".join(self._gathered)
+        self._gathered.clear()
+        match self._open:
+            case OutputMessage(content=[content]) | OutputReasoning(content=[content]):
+                content.text += text
+            case OutputFunctionCall() as call:
+                call.arguments += text
 
     @property
     def _place(self) -> dict[str, Any]:
@@ -148,6 +171,7 @@ class ResponseBuilder:
         item = self._open
         if item is None:
             return
+        self._write_gathered()
         item.status = status
         match item:
             case OutputMessage(content=[text]):
@@ -177,6 +201,11 @@ class ResponseBuilder:
         self.response.status = "completed"
         self.response.completed_at = int(time.time())
         return ResponseEvent(type="response.completed", response=self.response)
+
+
+def _template(kind: type[TextDeltaEvent | ReasoningDeltaEvent | ArgumentsDeltaEvent], **fields: Any) -> Template:
+    """Events of one kind that differ in their number and in what they add."""
+    return Template(kind.model_construct(sequence_number=HOLE, delta=HOLE, **fields), is_named=True)
 
 
 def _logprobs(tokens: Sequence[ScoredToken]) -> list[Logprob]:

@@ -35,6 +35,7 @@ class Timings:
 
 
 Event = Generation | FunitelError
+Listener = Callable[[Event, float], None]  # is told of an event, and the instant it was delivered
 
 
 class TokenStream:
@@ -50,7 +51,7 @@ class TokenStream:
         self.num_cached_tokens = 0  # of the prompt, found computed by an earlier request
         self._cancel = cancel
         self._place = tracing.current()
-        self._listener: Callable[[Event], None] | None = None
+        self._listener: Listener | None = None
         # One task iterates, so a deque and what it waits for do; asyncio.Queue costs several times as much a token.
         self._events: deque[Event] = deque()
         self._arrival: asyncio.Future[None] | None = None
@@ -61,14 +62,14 @@ class TokenStream:
         """Let the answer go on elsewhere, where `cancel` ends it."""
         self._cancel = cancel
 
-    def listen(self, listener: Callable[[Event], None]) -> None:
+    def listen(self, listener: Listener) -> None:
         """Tell `listener` of every event, of those that came before at once; instead of iteration, and for good.
 
         It is called by the engine, between two steps: it must neither raise nor take long.
         """
         self._listener = listener
         while self._events:
-            listener(self._events.popleft())
+            listener(self._events.popleft(), time.monotonic())
 
     def deliver(self, event: Event) -> None:
         """Hand over the next event; called by the engine on the event loop."""
@@ -80,7 +81,7 @@ class TokenStream:
             if event.finished is not None:
                 self._end(now)
         if self._listener is not None:
-            self._listener(event)
+            self._listener(event, now)
             return
         self._events.append(event)
         if self._arrival is not None and not self._arrival.done():

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
+from pydantic_core import to_json
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -128,7 +129,8 @@ async def _events(job: Job, parameters: GenerateParameters, put: Put) -> None:
         if generation.finished is None and not generation.top_tokens:
             for id, text, logprob, special in Token.rows_of(generation.tokens):
                 index += 1
-                put(_TOKEN.fill(index, id, text, logprob, special))
+                rendered = b"%d" % index, b"%d" % id, to_json(text), to_json(logprob), _JSON[special]
+                put(_TOKEN.insert(*rendered))
             return
         for event in _events_of(generation, index, parameters, job.request):
             index = event.index
@@ -146,6 +148,7 @@ _TOKEN = Template(
         details=None,
     )
 )
+_JSON = {False: b"false", True: b"true"}
 
 
 def _events_of(

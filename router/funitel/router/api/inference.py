@@ -75,17 +75,15 @@ class Job:
         """Arrival until queued."""
         return self.validated - self.arrived
 
-    def measure(self, stream: TokenStream, generation: Generation) -> None:
-        """Note what its stream has just brought."""
-        metrics = self.service.metrics
-        now = time.monotonic()
+    def measure(self, stream: TokenStream, generation: Generation, now: float) -> None:
+        """Note what its stream brought at an instant."""
+        metrics, num_tokens = self.service.metrics, len(generation.tokens.ids)
         if self.latest_token is None:
             self.num_cached_tokens = stream.num_cached_tokens
-            metrics.observe_first_token(now - stream.timings.submitted)
+            metrics.observe_first_token(now - stream.timings.submitted, num_tokens)
         else:
-            metrics.observe_next_token(now - self.latest_token)
+            metrics.observe_next_token(now - self.latest_token, num_tokens)
         self.latest_token = now
-        metrics.observe_generation(generation)
 
     def succeeded(self, timings: Timings, num_tokens: int) -> None:
         """Note that the whole answer was computed."""

@@ -59,14 +59,14 @@ class _Run:
         for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
             stream.listen(partial(self._hear, place, job, stream))
 
-    def _hear(self, place: int, job: Job, stream: TokenStream, event: Event) -> None:
+    def _hear(self, place: int, job: Job, stream: TokenStream, event: Event, now: float) -> None:
         if self.ended.done():
             return
         if isinstance(event, FunitelError):
             self.ended.set_exception(event)
             return
         try:
-            job.measure(stream, event)
+            job.measure(stream, event, now)
             self._take(place, event)
         except Exception as error:  # is the request's, and nobody else's: the engine goes on
             self.ended.set_exception(error)

@@ -37,7 +37,7 @@ class Started:
     """The first token was generated; nothing may be shown yet."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would treble the cost of what every token is made of
 class TextDelta:
     """More of the answer's text; `tokens` are those that begin in it, where log-probabilities were asked for."""
 
@@ -45,7 +45,7 @@ class TextDelta:
     tokens: tuple[ScoredToken, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would treble the cost of what every token is made of
 class ReasoningDelta:
     """More of what the model thinks before it answers."""
 
