@@ -65,15 +65,15 @@ inline ByteReader reader(const int8_t (&codes)[kBlockInputs / 2][2 * kLanes], in
     return {codes[group * kGroupPairs] + part * kPartWords};
 }
 
-// sums[r][p] += the products of row r with block p of as many panels, `panel_size` blocks apart.
+// sums[r][p] += the products of row r with block p of as many panels.
 template <class Block, int R, int P>
-inline void add_block(const Block* w, size_t panel_size, const OperandBlock& x, Words (&sums)[R][P][kParts]) {
+inline void add_block(const Block* w, const OperandBlock& x, Words (&sums)[R][P][kParts]) {
     for (int group = 0; group < kGroups; group++) {
 #pragma GCC unroll 2
         for (int part = 0; part < kParts; part++) {
             decltype(reader(w->codes, 0, 0)) readers[P];
 #pragma GCC unroll 4
-            for (int p = 0; p < P; p++) readers[p] = reader(w[p * panel_size].codes, group, part);
+            for (int p = 0; p < P; p++) readers[p] = reader(w[p].codes, group, part);
 #pragma GCC unroll 4
             for (int i = 0; i < kGroupPairs; i++) {
                 Words weights[P];
@@ -92,18 +92,18 @@ inline void add_block(const Block* w, size_t panel_size, const OperandBlock& x, 
 
 // As the other kinds' of matrix.h; found by the type of the weights.
 template <class Block, int R, int P>
-inline void multiply(const Block* w, size_t panel_size, const OperandBlock* x, int depth, F16 (&out)[R][P]) {
+inline void multiply(const Block* w, const OperandBlock* x, int depth, F16 (&out)[R][P]) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) out[r][p] = splat(0.0f);
     }
-    for (int b = 0; b < depth / kBlockInputs; b++, w++, x++) {
+    for (int b = 0; b < depth / kBlockInputs; b++, w += kPair, x++) {
         Words sums[R][P][kParts];
         F16 scales[P], minimums[P];
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
-            const Block& block = w[p * panel_size];
+            const Block& block = w[p];
             for (size_t i = 0; i < sizeof(Block); i += 64) fetch(reinterpret_cast<const uint8_t*>(&block) + i);
             scales[p] = load(block.scales);
             if constexpr (Block::kHasMinimums) minimums[p] = load(block.minimums);
@@ -116,7 +116,7 @@ inline void multiply(const Block* w, size_t panel_size, const OperandBlock* x, i
                 for (int part = 0; part < kParts; part++) sums[r][p][part] = start;
             }
         }
-        add_block(w, panel_size, *x, sums);
+        add_block(w, *x, sums);
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             F16 scale = splat(x->scales[r]), total = splat(x->sums[r]);

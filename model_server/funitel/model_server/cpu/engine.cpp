@@ -361,6 +361,16 @@ class Engine {
         });
     }
 
+    // The same for rows that become the operand: the rows of a tile share cache lines, so one thread lays them all out.
+    template <class Function>
+    void for_operand(Function function) {
+        operand_.begin(num_rows_);
+        for_each(threads_, operand_.num_tiles(), [&](int tile, int thread) {
+            int first = tile * operand_.tile_rows;
+            for (int row = first; row < first + operand_.rows_of(tile); row++) function(row, thread);
+        });
+    }
+
     void embed(const Matrix& table, int first) {
         for_rows([&](int row, int) {
             int64_t id = batch_->token_ids[row] - first;
@@ -382,7 +392,7 @@ class Engine {
         const Matrix& matrix = *matrices[operation.c];
         const float* weight = vectors[operation.a].data();
         const float* bias = operation.b < 0 ? nullptr : vectors[operation.b].data();
-        for_rows([&](int row, int thread) {
+        for_operand([&](int row, int thread) {
             int64_t token = selected_ == nullptr ? row : selected_[row];
             float* y = scratch_[thread].row.as<float>();
             normalise(batch_->x + token * shape_.hidden_size, y, shape_.hidden_size, weight, bias,
@@ -395,7 +405,7 @@ class Engine {
         const Matrix& matrix = *matrices[operation.c];
         const float* source = buffer(operation.a);
         size_t width = stride(operation.a);
-        for_rows([&](int row, int) { operand_.set_row(matrix, row, source + row * width); });
+        for_operand([&](int row, int) { operand_.set_row(matrix, row, source + row * width); });
     }
 
     void add_partial() {
@@ -427,39 +437,37 @@ class Engine {
         }
     }
 
-    // Chunks are groups of panels times blocks of rows. A group's panels are small enough for the innermost cache
-    // while the rows of a block pass by; both are only a matter of speed.
+    // A chunk is a pair of panels times a block of rows. The pair stays in the innermost cache while the rows pass by, and
+    // so do the rows in the next one while the pairs of a thread's range pass by.
     template <class W, class X>
     void linear_of(const Matrix& matrix, const Operation& operation) {
-        constexpr int tiles_each = 96 / kTileRows, chunks_per_thread = 8;
-        int num_tiles = divide_up(num_rows_, kTileRows), num_blocks = divide_up(num_tiles, tiles_each);
-        int units = divide_up(matrix.num_panels, kMaxPanels), wanted = threads_.count() * chunks_per_thread;
-        int units_each = std::max(1, units * num_blocks / wanted);
-        int num_groups = divide_up(units, units_each);
+        constexpr int tiles_each = 96 / kTileRows;
+        int num_tiles = operand_.num_tiles(), num_blocks = divide_up(num_tiles, tiles_each);
         float* target = buffer(operation.c);
-        size_t width = stride(operation.c), tile_size = matrix.tile_bytes() / sizeof(X);
-        for_each(threads_, num_groups * num_blocks, [&](int chunk, int) {
-            int group = chunk / num_blocks, block = chunk % num_blocks;
-            int last_unit = std::min(units, (group + 1) * units_each);
-            int last_tile = std::min(num_tiles, (block + 1) * tiles_each);
-            for (int unit = group * units_each; unit < last_unit; unit++) {
-                int first = unit * kMaxPanels, last = std::min(matrix.num_panels, first + kMaxPanels);
-                for (int tile = block * tiles_each; tile < last_tile; tile++) {
-                    int row = tile * kTileRows, count = std::min(kTileRows, num_rows_ - row);
-                    const X* x = operand_.values.template as<X>() + tile * tile_size;
-                    linear_tile<W, X>(matrix, operation, x, first, last, row, count, target + row * width, width);
-                }
+        size_t width = stride(operation.c);
+        for_each(threads_, matrix.num_pairs() * num_blocks, [&](int chunk, int) {
+            int pair = chunk / num_blocks, block = chunk % num_blocks;
+            for (int tile = block * tiles_each; tile < std::min(num_tiles, (block + 1) * tiles_each); tile++) {
+                int row = tile * operand_.tile_rows, count = operand_.rows_of(tile);
+                const X* x = operand_.tile<X>(matrix, tile);
+                linear_tile<W, X>(matrix, operation, x, pair, row, count, target + row * width, width);
             }
         });
     }
 
     template <class W, class X>
-    void linear_tile(const Matrix& matrix, const Operation& operation, const X* x, int first, int last, int row,
-                     int count, float* target, size_t width) {
+    void linear_tile(const Matrix& matrix, const Operation& operation, const X* x, int pair, int row, int count,
+                     float* target, size_t width) {
         float gates[kTileRows][kLanes];
         const Mode mode = static_cast<Mode>(operation.b);
         const Activation activation = static_cast<Activation>(operation.d);
         const float* scales = operand_.scales.as<float>() + row;
+        // The lines to be written arrive while the products are made: of wide rows no two are in one page.
+        const int panels = mode == kGate ? 1 : kPair;
+        for (int r = 0; r < count; r++) {
+            const float* y = target + r * width + size_t(pair) * panels * kLanes;
+            for (int p = 0; p < panels; p++) __builtin_prefetch(y + p * kLanes, 1);
+        }
         auto finish = [&](int r, int panel, F16 value) {
             if (mode == kGate) {
                 if (panel % 2 == 0) return store(gates[r], activate(activation, value));
@@ -474,7 +482,7 @@ class Engine {
         };
         switch (count) {
 #define FUNITEL_CASE(R) \
-    case R: return multiply_tile<W, X, R>(matrix, x, first, last, scales, finish);
+    case R: return multiply_tile<W, X, R>(matrix, x, pair, scales, finish);
             FUNITEL_CASE(1)
             FUNITEL_CASE(2)
             FUNITEL_CASE(3)

@@ -1,4 +1,5 @@
-// Weights in panels of sixteen outputs, and their product with a few rows of activations.
+// Weights in panels of sixteen outputs, and their product with a few rows of activations. Two panels lie together, input
+// by input, so that the product of a row reads memory as one stream.
 //
 // Every output is a sum over the inputs in a fixed order (float kinds), one exact integer sum (int8), or one for each
 // block in a fixed order (GGUF's), whatever the number of rows and threads: a row's result does not depend on what shares
@@ -17,22 +18,23 @@ namespace funitel {
 
 enum Kind : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2, kQ4_0 = 3, kQ4_1 = 4, kQ8_0 = 5 };
 
-// Rows multiplied at a time; activations are laid out for it: [tile of rows][input][row of the tile].
+// The most rows multiplied at a time.
 #if defined(__AVX512F__)
 constexpr int kTileRows = 12;
 #else
 constexpr int kTileRows = 6;
 #endif
 
-// Panels multiplied at a time, so that the accumulators fill the registers.
+constexpr int kPair = 2;  // panels that lie together
+
+// Panels of a pair multiplied at a time, so that the accumulators fit in the registers.
 constexpr int panels_at_once(int rows) {
 #if defined(__AVX512F__)
-    return rows <= 6 ? 4 : 2;
+    return kPair;
 #else
-    return rows <= 1 ? 4 : rows <= 3 ? 2 : 1;
+    return rows <= 3 ? kPair : 1;
 #endif
 }
-constexpr int kMaxPanels = 4;
 
 using OperandBlock = LevelBlock<kTileRows>;
 
@@ -59,64 +61,67 @@ struct Matrix {
     int num_inputs;
     int num_parts;  // 2: gate and up, in alternate panels
     int num_panels;
-    int depth;           // inputs, made even for int8
-    size_t panel_bytes;  // of one panel
-    int levels = 0;      // int8: largest magnitude of a quantised activation
+    int depth;          // inputs, made even for int8
+    size_t pair_bytes;  // of a pair of panels; the scales of int8 are at its end
+    int levels = 0;     // int8: largest magnitude of a quantised activation
     Memory data;
-    std::vector<float> scales;  // [num_panels * 16], int8
-    std::vector<float> bias;    // [num_panels * 16], empty for none
+    std::vector<float> bias;  // [num_panels * 16], empty for none
 
     Matrix(Kind kind, int outputs, int inputs, int parts)
         : kind(kind), num_outputs(outputs), num_inputs(inputs), num_parts(parts) {
         num_panels = (outputs + kLanes - 1) / kLanes * parts;
         depth = kind == kInt8 ? (inputs + 1) & ~1 : inputs;
-        panel_bytes = has_blocks(kind) ? num_blocks() * block_bytes() : size_t(depth) * kLanes * element_bytes();
+        pair_bytes = weight_bytes() + (kind == kInt8 ? kPair * kLanes * sizeof(float) : 0);
     }
 
-    bool allocate() {
-        if (kind == kInt8) scales.assign(size_t(num_panels) * kLanes, 0.0f);
-        return data.grow(panel_bytes * num_panels);
-    }
+    bool allocate() { return data.grow(pair_bytes * num_pairs()); }
 
+    int num_pairs() const { return (num_panels + kPair - 1) / kPair; }
     size_t element_bytes() const { return kind == kFloat32 ? 4 : kind == kFloat16 ? 2 : 1; }
-    size_t num_bytes() const { return panel_bytes * num_panels + (scales.size() + bias.size()) * sizeof(float); }
+    // What one panel has for an input, a pair of inputs in int8, or a block.
+    size_t step_bytes() const {
+        if (has_blocks(kind)) return with_block(kind, [](auto of) { return sizeof(typename decltype(of)::Block); });
+        return kLanes * element_bytes() * (kind == kInt8 ? 2 : 1);
+    }
     int num_blocks() const { return depth / kBlockInputs; }
-    size_t block_bytes() const {
-        return with_block(kind, [](auto of) { return sizeof(typename decltype(of)::Block); });
-    }
-    // Of a tile of activations laid out for this matrix.
-    size_t tile_bytes() const {
-        if (has_blocks(kind)) return num_blocks() * sizeof(OperandBlock);
-        return size_t(kTileRows) * depth * (kind == kInt8 ? sizeof(int16_t) : sizeof(float));
-    }
+    int num_steps() const { return has_blocks(kind) ? num_blocks() : kind == kInt8 ? depth / 2 : depth; }
+    size_t weight_bytes() const { return num_steps() * kPair * step_bytes(); }  // of a pair
+    size_t num_bytes() const { return pair_bytes * num_pairs() + bias.size() * sizeof(float); }
     int lane_of(int output) const { return output % kLanes; }
     int panel_of(int part, int output) const { return output / kLanes * num_parts + part; }
-    const uint8_t* panel(int index) const { return data.as<uint8_t>() + panel_bytes * index; }
+    // The first step of a panel; the others follow, each kPair steps after the one before.
+    uint8_t* panel(int index) const {
+        return data.as<uint8_t>() + pair_bytes * (index / kPair) + step_bytes() * (index % kPair);
+    }
+    float* scales(int index) const {
+        uint8_t* pair = data.as<uint8_t>() + pair_bytes * (index / kPair);
+        return reinterpret_cast<float*>(pair + weight_bytes()) + index % kPair * kLanes;
+    }
 
     // Take one output's weights [num_inputs], `stride` floats apart.
     void set_row(int part, int output, const float* source, size_t stride) {
         int index = panel_of(part, output), lane = lane_of(output);
-        uint8_t* target = data.as<uint8_t>() + panel_bytes * index;
+        uint8_t* target = panel(index);
         if (kind == kFloat32) {
-            float* values = reinterpret_cast<float*>(target) + lane;
-            for (int i = 0; i < num_inputs; i++) values[size_t(i) * kLanes] = source[i * stride];
+            float* values = reinterpret_cast<float*>(target);
+            for (int i = 0; i < num_inputs; i++) values[place(i, lane)] = source[i * stride];
         } else if (kind == kFloat16) {
-            Half* values = reinterpret_cast<Half*>(target) + lane;
+            Half* values = reinterpret_cast<Half*>(target);
             for (int i = 0; i < num_inputs; i++) {
-                values[size_t(i) * kLanes].bits = _cvtss_sh(source[i * stride], _MM_FROUND_TO_NEAREST_INT);
+                values[place(i, lane)].bits = _cvtss_sh(source[i * stride], _MM_FROUND_TO_NEAREST_INT);
             }
         } else {
-            scales[size_t(index) * kLanes + lane] = quantize_row(target, lane, source, stride);
+            scales(index)[lane] = quantize_row(target, lane, source, stride);
         }
     }
 
     // Take one output's blocks as they lie in a GGUF.
     void set_blocks(int part, int output, const uint8_t* source) {
-        uint8_t* panel_start = data.as<uint8_t>() + panel_bytes * panel_of(part, output);
+        uint8_t* start = panel(panel_of(part, output));
         with_block(kind, [&](auto of) {
             using Block = typename decltype(of)::Block;
-            Block* target = reinterpret_cast<Block*>(panel_start);
-            for (int b = 0; b < num_blocks(); b++) target[b].take(lane_of(output), source + b * Block::kFileBytes);
+            Block* target = reinterpret_cast<Block*>(start);
+            for (int b = 0; b < num_blocks(); b++) target[b * kPair].take(lane_of(output), source + b * Block::kFileBytes);
         });
     }
 
@@ -127,18 +132,14 @@ struct Matrix {
 
     // One weight, as the products use it.
     float at(int output, int input) const {
-        const uint8_t* source = panel(panel_of(0, output));
-        int lane = lane_of(output);
-        size_t place = size_t(input) * kLanes + lane;
-        if (kind == kFloat32) return reinterpret_cast<const float*>(source)[place];
-        if (kind == kFloat16) return _cvtsh_ss(reinterpret_cast<const Half*>(source)[place].bits);
-        if (kind == kInt8) {
-            return reinterpret_cast<const int8_t*>(source)[int8_place(input, lane)] *
-                   scales[size_t(panel_of(0, output)) * kLanes + lane];
-        }
+        int index = panel_of(0, output), lane = lane_of(output);
+        const uint8_t* source = panel(index);
+        if (kind == kFloat32) return reinterpret_cast<const float*>(source)[place(input, lane)];
+        if (kind == kFloat16) return _cvtsh_ss(reinterpret_cast<const Half*>(source)[place(input, lane)].bits);
+        if (kind == kInt8) return reinterpret_cast<const int8_t*>(source)[int8_place(input, lane)] * scales(index)[lane];
         return with_block(kind, [&](auto of) {
             using Block = typename decltype(of)::Block;
-            return reinterpret_cast<const Block*>(source)[input / kBlockInputs].at(lane, input % kBlockInputs);
+            return reinterpret_cast<const Block*>(source)[input / kBlockInputs * kPair].at(lane, input % kBlockInputs);
         });
     }
 
@@ -148,7 +149,7 @@ struct Matrix {
         const int8_t* values = reinterpret_cast<const int8_t*>(panel(index));
         int32_t sums[kLanes * 2] = {};
         for (int i = 0; i < depth / 2; i++) {
-            for (int place = 0; place < kLanes * 2; place++) sums[place] += std::abs(values[i * kLanes * 2 + place]);
+            for (int j = 0; j < kLanes * 2; j++) sums[j] += std::abs(values[int8_place(i * 2, 0) + j]);
         }
         int32_t most = 1;
         for (int lane = 0; lane < kLanes; lane++) most = std::max(most, sums[lane * 2] + sums[lane * 2 + 1]);
@@ -160,7 +161,9 @@ struct Matrix {
         levels = static_cast<int>(std::min<int64_t>(32767, std::numeric_limits<int32_t>::max() / heaviest_output));
     }
 
-    static size_t int8_place(int input, int lane) { return (size_t(input / 2) * kLanes + lane) * 2 + input % 2; }
+    // Of a weight, from the start of its panel.
+    static size_t place(int input, int lane) { return size_t(input) * kPair * kLanes + lane; }
+    static size_t int8_place(int input, int lane) { return (size_t(input / 2) * kPair * kLanes + lane) * 2 + input % 2; }
 
   private:
     float quantize_row(uint8_t* target, int lane, const float* source, size_t stride) {
@@ -176,38 +179,53 @@ struct Matrix {
     }
 };
 
-// Activations as the kernels read them, in tiles of kTileRows rows: floats, or pairs of int16 with a scale per row.
+// Activations as the kernels read them: [tile of rows][input][row of the tile], floats, or pairs of int16 with a scale per
+// row. Tiles are as equal as can be, and the last is as narrow as it has rows: few rows take little of the caches.
 struct Operand {
     Memory values;
     Memory scales;
+    int num_rows = 0;
+    int tile_rows = 0;  // of all tiles but the last, which may have fewer
 
     bool reserve(int rows, int inputs) {
-        size_t tiles = (size_t(rows) + kTileRows - 1) / kTileRows;
-        size_t depth = size_t(inputs + 1) & ~size_t(1);
-        return values.grow(tiles * kTileRows * depth * sizeof(float)) &&
-               scales.grow(tiles * kTileRows * sizeof(float));
+        size_t depth = size_t(inputs + 1) & ~size_t(1), tiles = (size_t(rows) + kTileRows - 1) / kTileRows;
+        return values.grow(tiles * kTileRows * depth * sizeof(float)) && scales.grow(rows * sizeof(float));
+    }
+
+    // Rows are to follow, as many as this.
+    void begin(int rows) {
+        num_rows = rows;
+        int tiles = std::max(1, (rows + kTileRows - 1) / kTileRows);
+        tile_rows = (rows + tiles - 1) / tiles;
+    }
+
+    int num_tiles() const { return (num_rows + tile_rows - 1) / tile_rows; }
+    int rows_of(int tile) const { return std::min(tile_rows, num_rows - tile * tile_rows); }
+
+    // X is float, int32_t for pairs of int16, or OperandBlock, which has room for kTileRows rows.
+    template <class X>
+    X* tile(const Matrix& matrix, int index) const {
+        return values.as<X>() + size_t(index) * matrix.num_steps() * (has_blocks(matrix.kind) ? 1 : tile_rows);
     }
 
     // Lay out row `row` of the activations for `matrix`: at least its depth, rounded up to 16, can be read.
     void set_row(const Matrix& matrix, int row, const float* x) {
-        size_t tile = row / kTileRows, place = row % kTileRows;
+        int index = row / tile_rows, place = row % tile_rows, rows = rows_of(index);
         if (has_blocks(matrix.kind)) {
-            OperandBlock* target = values.as<OperandBlock>() + tile * matrix.num_blocks();
             int zero = with_block(matrix.kind, [](auto of) { return decltype(of)::Block::kZero; });
-            return set_levels(target, static_cast<int>(place), x, matrix.num_blocks(), zero);
+            return set_levels(tile<OperandBlock>(matrix, index), place, x, matrix.num_blocks(), zero);
         }
-        if (matrix.kind != kInt8) {
-            float* target = values.as<float>() + tile * kTileRows * matrix.depth + place;
-            for (int i = 0; i < matrix.num_inputs; i++) target[size_t(i) * kTileRows] = x[i];
+        if (matrix.kind == kInt8) {
+            scales.as<float>()[row] = quantize(matrix, x, tile<int32_t>(matrix, index) + place, rows);
             return;
         }
-        int32_t* target = values.as<int32_t>() + tile * kTileRows * (matrix.depth / 2) + place;
-        scales.as<float>()[row] = quantize(matrix, x, target);
+        float* target = tile<float>(matrix, index) + place;
+        for (int i = 0; i < matrix.num_inputs; i++) target[size_t(i) * rows] = x[i];
     }
 
   private:
-    // Write pairs of levels, kTileRows apart; returns the size of a level, not a number where an input is none.
-    static float quantize(const Matrix& matrix, const float* x, int32_t* target) {
+    // Write pairs of levels, `stride` apart; returns the size of a level, not a number where an input is none.
+    static float quantize(const Matrix& matrix, const float* x, int32_t* target, size_t stride) {
         int n = matrix.num_inputs;
         F16 most = splat(0.0f), probe = splat(0.0f);
         for (int i = 0; i < n; i += kLanes) {
@@ -223,7 +241,7 @@ struct Operand {
             for (int j = 0; j < kLanes && i + j < n; j += 2) {
                 int32_t pair;
                 std::memcpy(&pair, levels + j, sizeof pair);
-                target[size_t(i + j) / 2 * kTileRows] = pair;
+                target[size_t(i + j) / 2 * stride] = pair;
             }
         }
         return largest_value / matrix.levels + sum(probe);
@@ -231,9 +249,9 @@ struct Operand {
 };
 
 // The weights of a step come from memory, and the processor's own prefetching stops at every page: ask for what is
-// needed 1 KiB later. Measured 2026-11 on one core with AVX-512: 12 % less time with one row, 15 % with four.
+// needed 3 KiB later.
 inline void fetch(const void* source) {
-    _mm_prefetch(static_cast<const char*>(source) + 1024, _MM_HINT_T0);
+    _mm_prefetch(static_cast<const char*>(source) + 3072, _MM_HINT_T0);
 }
 
 // Inputs summed in one go by the float kinds; the sums of such runs are then added in order. Rounding errors grow with
@@ -242,7 +260,7 @@ constexpr int kRun = 128;
 
 // out[r][p] = the products of row r of a tile with panel p. `x` is the tile, `w` the first panel.
 template <class W, int R, int P>
-inline void multiply(const W* w, size_t panel_size, const float* x, int depth, F16 (&out)[R][P]) {
+inline void multiply(const W* w, const float* x, int depth, F16 (&out)[R][P]) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
@@ -260,13 +278,13 @@ inline void multiply(const W* w, size_t panel_size, const float* x, int depth, F
             F16 weights[P];
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) {
-                const W* source = w + p * panel_size + size_t(i) * kLanes;
+                const W* source = w + (size_t(i) * kPair + p) * kLanes;
                 fetch(source);
                 weights[p] = load(source);
             }
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
-                F16 value = splat(x[size_t(i) * kTileRows + r]);
+                F16 value = splat(x[size_t(i) * R + r]);
 #pragma GCC unroll 4
                 for (int p = 0; p < P; p++) sums[r][p] = fma(value, weights[p], sums[r][p]);
             }
@@ -294,7 +312,7 @@ inline void add_products(__m512i& sum, __m512i weights, __m512i pair) {
 }
 
 template <int R, int P>
-inline void multiply(const int8_t* w, size_t panel_size, const int32_t* x, int depth, F16 (&out)[R][P]) {
+inline void multiply(const int8_t* w, const int32_t* x, int depth, F16 (&out)[R][P]) {
     __m512i sums[R][P];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
@@ -305,13 +323,13 @@ inline void multiply(const int8_t* w, size_t panel_size, const int32_t* x, int d
         __m512i weights[P];
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
-            const int8_t* source = w + p * panel_size + size_t(i) * 2 * kLanes;
-            fetch(source);
+            const int8_t* source = w + (size_t(i) * kPair + p) * 2 * kLanes;
+            if (p == 0) fetch(source);
             weights[p] = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
-            __m512i pair = _mm512_set1_epi32(x[size_t(i) * kTileRows + r]);
+            __m512i pair = _mm512_set1_epi32(x[size_t(i) * R + r]);
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) add_products(sums[r][p], weights[p], pair);
         }
@@ -335,7 +353,7 @@ inline void add_products(__m256i& sum, __m256i weights, __m256i pair) {
 }
 
 template <int R, int P>
-inline void multiply(const int8_t* w, size_t panel_size, const int32_t* x, int depth, F16 (&out)[R][P]) {
+inline void multiply(const int8_t* w, const int32_t* x, int depth, F16 (&out)[R][P]) {
     __m256i sums[R][P][2];
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++) {
@@ -345,13 +363,13 @@ inline void multiply(const int8_t* w, size_t panel_size, const int32_t* x, int d
     for (int i = 0; i < depth / 2; i++) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
-            const __m128i* source = reinterpret_cast<const __m128i*>(w + p * panel_size + size_t(i) * 2 * kLanes);
-            fetch(source);
+            const __m128i* source = reinterpret_cast<const __m128i*>(w + (size_t(i) * kPair + p) * 2 * kLanes);
+            if (p == 0) fetch(source);
             __m256i first = _mm256_cvtepi8_epi16(_mm_loadu_si128(source));
             __m256i second = _mm256_cvtepi8_epi16(_mm_loadu_si128(source + 1));
 #pragma GCC unroll 6
             for (int r = 0; r < R; r++) {
-                __m256i pair = _mm256_set1_epi32(x[size_t(i) * kTileRows + r]);
+                __m256i pair = _mm256_set1_epi32(x[size_t(i) * R + r]);
                 add_products(sums[r][p][0], first, pair);
                 add_products(sums[r][p][1], second, pair);
             }
@@ -368,30 +386,22 @@ inline void multiply(const int8_t* w, size_t panel_size, const int32_t* x, int d
 
 #endif
 
-// Call `finish(row of the tile, panel, sums)` for R rows of one tile and panels [first, last).
+// Call `finish(row of the tile, panel, sums)` for R rows of one tile and a pair of panels.
 template <class W, class X, int R, class Finish>
-void multiply_tile(const Matrix& matrix, const X* x, int first, int last, const float* row_scales, Finish finish) {
+void multiply_tile(const Matrix& matrix, const X* x, int pair, const float* row_scales, Finish finish) {
     constexpr int P = panels_at_once(R);
-    const size_t panel_size = matrix.panel_bytes / sizeof(W);
-    auto emit = [&](int r, int p, F16 value) {
-        if (matrix.kind == kInt8) {
-            value = mul(value, mul(splat(row_scales[r]), load(matrix.scales.data() + size_t(p) * kLanes)));
-        }
-        if (!matrix.bias.empty()) value = add(value, load(matrix.bias.data() + size_t(p) * kLanes));
-        finish(r, p, value);
-    };
-    int p = first;
-    for (; p + P <= last; p += P) {
+    for (int begin = 0; begin < kPair; begin += P) {
+        const int first = pair * kPair + begin;
         F16 sums[R][P];
-        multiply(reinterpret_cast<const W*>(matrix.panel(p)), panel_size, x, matrix.depth, sums);
+        multiply(reinterpret_cast<const W*>(matrix.panel(first)), x, matrix.depth, sums);
         for (int r = 0; r < R; r++) {
-            for (int j = 0; j < P; j++) emit(r, p + j, sums[r][j]);
+            for (int p = first; p < std::min(first + P, matrix.num_panels); p++) {
+                F16 value = sums[r][p - first];
+                if (matrix.kind == kInt8) value = mul(value, mul(splat(row_scales[r]), load(matrix.scales(p))));
+                if (!matrix.bias.empty()) value = add(value, load(matrix.bias.data() + size_t(p) * kLanes));
+                finish(r, p, value);
+            }
         }
-    }
-    for (; p < last; p++) {
-        F16 sums[R][1];
-        multiply(reinterpret_cast<const W*>(matrix.panel(p)), panel_size, x, matrix.depth, sums);
-        for (int r = 0; r < R; r++) emit(r, p, sums[r][0]);
     }
 }
 

@@ -240,7 +240,8 @@ class Program:
 
 def matrix_bytes(kind: Kind, num_outputs: int, num_inputs: int, num_parts: int = 1) -> int:
     """Bytes a matrix takes in the engine, biases left out."""
-    outputs = -(-num_outputs // _LANES) * _LANES * num_parts
+    panels = -(-num_outputs // _LANES) * num_parts
+    outputs = (panels + panels % 2) * _LANES  # panels lie in pairs
     if kind.has_blocks:
         return outputs * BlockType[kind.name].row_bytes(num_inputs)
     if kind is Kind.INT8:

@@ -1,6 +1,8 @@
-// Threads that claim chunks. One thread leads and walks through the phases of a step; helpers join in. A phase is over
-// when its chunks are done, not when every thread has arrived: a helper that the system has put aside holds up at most
-// the chunk it claimed. Waiting is a short spin and then a futex, so an idle engine takes no processor time.
+// Threads that claim chunks. One thread leads and walks through the phases of a step; helpers join in. Each begins with a
+// range of chunks of its own, so that it reads memory in one stream and claims without asking the others, and then takes
+// what is left of their ranges. A phase is over when its chunks are done, not when every thread has arrived: a helper that
+// the system has put aside holds up at most the chunk it claimed. Waiting is a short spin and then a futex, so an idle
+// engine takes no processor time.
 #pragma once
 
 #include <immintrin.h>
@@ -21,7 +23,7 @@ class Threads {
   public:
     using Work = void (*)(void* job, int chunk, int thread);
 
-    explicit Threads(int num_threads) : owner_(getpid()) {
+    explicit Threads(int num_threads) : owner_(getpid()), ranges_(num_threads > 1 ? num_threads : 1) {
         arguments_.resize(num_threads > 1 ? num_threads - 1 : 0);
         for (size_t i = 0; i < arguments_.size(); i++) {
             arguments_[i] = {this, static_cast<int>(i) + 1};
@@ -64,13 +66,17 @@ class Threads {
     void begin_step() { pid_ = getpid(); }
 
   private:
+    // (serial of the phase: 48 bits, chunks claimed: 16). Alone in its cache line.
+    struct alignas(64) Range {
+        std::atomic<uint64_t> claimed{0};
+    };
+
     struct Argument {
         Threads* threads;
         int index;
     };
 
-    // A ticket is (serial of the phase: 32 bits, chunks: 16, next chunk: 16).
-    static constexpr int kMaxChunks = 0xffff;
+    static constexpr int kCountBits = 16, kMaxChunks = (1 << kCountBits) - 1;
     // Long enough to bridge the phases of one row of a small model, short enough to leave the core to others.
     static constexpr uint64_t kSpinCycles = 40000;
 
@@ -93,12 +99,11 @@ class Threads {
         work_ = work;
         job_ = job;
         done_.store(0, std::memory_order_relaxed);
-        uint32_t serial = serial_.load(std::memory_order_relaxed) + 1;
-        uint64_t ticket = uint64_t(serial) << 32 | uint64_t(num_chunks) << 16;
-        ticket_.store(ticket, std::memory_order_release);
-        serial_.store(serial, std::memory_order_seq_cst);
+        uint64_t phase = ((phase_.load(std::memory_order_relaxed) >> kCountBits) + 1) << kCountBits | num_chunks;
+        phase_.store(phase, std::memory_order_release);
+        serial_.fetch_add(1, std::memory_order_seq_cst);
         if (num_asleep_.load(std::memory_order_seq_cst) > 0) futex(&serial_, FUTEX_WAKE_PRIVATE, INT_MAX);
-        claim(serial, 0);
+        take_part(phase, 0);
         uint32_t total = static_cast<uint32_t>(num_chunks);
         for (uint64_t begin = __rdtsc(); done_.load(std::memory_order_acquire) != total; _mm_pause()) {
             if (__rdtsc() - begin > kSpinCycles) return sleep_until_done(total);
@@ -113,19 +118,33 @@ class Threads {
         leader_sleeps_.store(false, std::memory_order_seq_cst);
     }
 
-    // Claim and do chunks of phase `serial` until none is left or another phase has begun.
-    void claim(uint32_t serial, int thread) {
-        uint64_t ticket = ticket_.load(std::memory_order_acquire);
-        while (static_cast<uint32_t>(ticket >> 32) == serial) {
-            int next = static_cast<int>(ticket & 0xffff), count = static_cast<int>(ticket >> 16 & 0xffff);
-            if (next >= count) return;
-            if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
-            // The phase cannot end before this chunk does, so what describes it stays as it is.
-            work_(job_, base_ + next, thread);
-            done_.fetch_add(1, std::memory_order_seq_cst);
-            if (thread != 0 && leader_sleeps_.load(std::memory_order_seq_cst)) futex(&done_, FUTEX_WAKE_PRIVATE, 1);
-            ticket = ticket_.load(std::memory_order_acquire);
+    // Do what is left of a phase, this thread's range first.
+    void take_part(uint64_t phase, int thread) {
+        uint32_t done = 0;
+        int all = count();
+        for (int i = 0; i < all; i++) {
+            int range = (thread + i) % all;
+            for (int chunk; (chunk = claim(phase, range, all)) >= 0; done++) work_(job_, base_ + chunk, thread);
         }
+        if (done == 0) return;
+        done_.fetch_add(done, std::memory_order_seq_cst);
+        if (thread != 0 && leader_sleeps_.load(std::memory_order_seq_cst)) futex(&done_, FUTEX_WAKE_PRIVATE, 1);
+    }
+
+    // The next chunk of a range, or -1. A phase cannot end before all its chunks are claimed: one that has ended finds
+    // each range at its end or in a later phase, so whoever comes late claims nothing.
+    int claim(uint64_t phase, int range, int num_ranges) {
+        uint64_t serial = phase >> kCountBits;
+        int num_chunks = static_cast<int>(phase & kMaxChunks);
+        int first = num_chunks * range / num_ranges, end = num_chunks * (range + 1) / num_ranges;
+        std::atomic<uint64_t>& claimed = ranges_[range].claimed;
+        for (uint64_t before = claimed.load(std::memory_order_acquire); before >> kCountBits <= serial;) {
+            int next = first + (before >> kCountBits == serial ? static_cast<int>(before & kMaxChunks) : 0);
+            if (next >= end) return -1;
+            uint64_t after = serial << kCountBits | (next + 1 - first);
+            if (claimed.compare_exchange_weak(before, after, std::memory_order_acq_rel)) return next;
+        }
+        return -1;
     }
 
     static void* help(void* argument) {
@@ -137,9 +156,8 @@ class Threads {
     void help_until_over(int thread) {
         uint32_t seen = 0;
         while (!is_over_.load(std::memory_order_acquire)) {
-            uint32_t serial = wait_for_change(seen);
-            claim(serial, thread);
-            seen = serial;
+            seen = wait_for_change(seen);
+            take_part(phase_.load(std::memory_order_acquire), thread);
         }
     }
 
@@ -164,8 +182,9 @@ class Threads {
     Work work_ = nullptr;
     void* job_ = nullptr;
     int base_ = 0;
-    alignas(64) std::atomic<uint64_t> ticket_{0};
-    alignas(64) std::atomic<uint32_t> serial_{0};
+    std::vector<Range> ranges_;
+    alignas(64) std::atomic<uint64_t> phase_{0};  // (serial: 48 bits, chunks: 16)
+    std::atomic<uint32_t> serial_{0};             // what helpers wait for
     std::atomic<uint32_t> num_asleep_{0};
     std::atomic<bool> is_over_{false};
     alignas(64) std::atomic<uint32_t> done_{0};
