@@ -2,8 +2,8 @@
 
 Teacher-forced over windows of the text: perplexity, how often the likeliest token is the same, and the Kullback-Leibler
 divergence of the tier's distribution from float32's. `same` is the relative error of the logits against torch holding
-the very weights that the tier rounded to, so it shows what the implementation adds. The last line on stdout is one JSON
-object.
+the very weights that the tier rounded to, so it shows what the implementation adds. Each promise of `LIMITS` gets a
+line; the exit status is 1 where one is broken. The last line on stdout is one JSON object.
 
     python benchmarks/accuracy.py MODEL_FOLDER_OR_NAME --text LICENSE --num-tokens 1024
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,12 @@ from funitel.model_server.weights import Weights
 
 WINDOW, BLOCK_SIZE = 256, 16
 CPU = torch.device("cpu")
+LIMITS = {
+    ("float16", "relative_error"): 1e-2,
+    ("int8", "same"): 5e-3,
+    ("int8", "perplexity_change"): 1e-2,
+}
+"""What a tier's figure is promised to be at most."""
 
 
 class Rounded(Weights):
@@ -121,9 +128,16 @@ def main() -> None:
         table[tier.label]["same"] = ((found - same).norm() / same.norm()).item()
         table[tier.label]["max_same"] = (found - same).abs().max().item()
         table[tier.label]["megabytes"] = decoder.program.held_bytes / 1e6
+    for figures in table.values():
+        figures["perplexity_change"] = abs(figures["perplexity"] / table["torch float32"]["perplexity"] - 1)
     for name, figures in table.items():
         print(f"{name:14}", "  ".join(f"{key} {value:.5g}" for key, value in figures.items()))
-    print(json.dumps({"num_tokens": len(windows) * WINDOW, "tiers": table}))
+    broken = [(tier, figure) for (tier, figure), most in LIMITS.items() if table[tier][figure] > most]
+    for (tier, figure), most in LIMITS.items():
+        verdict = "broken" if (tier, figure) in broken else "kept"
+        print(f"{tier}: {figure} {table[tier][figure]:.2g}, at most {most:g}: {verdict}")
+    print(json.dumps({"num_tokens": len(windows) * WINDOW, "tiers": table, "broken": broken}))
+    sys.exit(1 if broken else 0)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from funitel.model_server.cpu import measure
 from funitel.model_server.cpu.build import INSTRUCTION_SETS, CannotBuild, build, cpu_flags
 from funitel.model_server.cpu.measure import held_against, measure_kernels, shapes_of
 from funitel.model_server.cpu.roofs import Roofs, largest_cache_bytes
-from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.cpu.tiers import Kind
 from funitel.model_server.families import spec_of
 from funitel.model_server.settings import KernelSettings
 from funitel.proto.errors import SettingsError, StartupError
@@ -52,10 +52,10 @@ def test_every_matrix_of_a_model_is_measured(tmp_path: Path) -> None:
 
 
 def test_roofs_only_rise(roofs: Roofs) -> None:
-    for tier in Tier:
+    for kind in Kind:
         roofs.multiply_s = 0.0
         before = roofs.read_bytes_s
-        roofs.measure(tier, passes=1)
+        roofs.measure(kind, passes=1)
         assert roofs.read_bytes_s >= before
         # A core adds 16 products at least every other cycle, however slow; and no processor does a hundred at a time.
         assert 1e9 < roofs.multiply_s < 1e14
@@ -79,9 +79,10 @@ def test_kernels_of_a_tiny_model(
     *lines, last = capsys.readouterr().out.splitlines()
     summary = json.loads(last)
     assert lines[0].startswith("int8, 2 threads: reads ")
-    assert len(lines) == 1 + 10
+    assert len(lines) == 1 + 11
     assert [(row["shape"].split()[0], row["rows"]) for row in summary["shapes"]] == [
-        (name, rows) for name in ("qkv", "out", "up", "down", "head") for rows in (1, 5)
+        *((name, rows) for name in ("qkv", "out", "up", "down", "head") for rows in (1, 5)),
+        ("attention", 1),
     ]
     for row in summary["shapes"]:
         assert 0 < row["share"] < 2  # more than 1 is a roof measured too low, which a busy machine may do

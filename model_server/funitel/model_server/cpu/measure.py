@@ -2,7 +2,8 @@
 
 A product of few rows is bound by reading weights, one of many rows by arithmetic. Every shape of the model is held
 against both roofs of `roofs`, with as many threads and the same amount of memory: its weights are repeated until
-they fill the footprint. A share is the time that the nearer roof needs, of the time that was taken.
+they fill the footprint. Attention of one row over a long context is held against the reading of its keys and values.
+A share is the time that the nearer roof needs, of the time that was taken.
 """
 
 import json
@@ -19,6 +20,7 @@ import torch
 from funitel.model_server.blocks import BlockFile
 from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.build import CannotBuild, build
+from funitel.model_server.cpu.measure_attention import CONTEXT, measure_attention
 from funitel.model_server.cpu.native import Batch, Buffer, Code, Engine, Mode, Shape, load_library
 from funitel.model_server.cpu.program import matrix_bytes
 from funitel.model_server.cpu.roofs import Roofs, largest_cache_bytes
@@ -185,6 +187,15 @@ def _rows(
         product = Product(engine, kind, num_outputs, num_inputs, -(-footprint // num_bytes))
         for rows in all_rows:
             taken.append((label, rows, product.seconds(rows), num_bytes, num_outputs * num_inputs))
+    attention = measure_attention(
+        engine_library,
+        spec,
+        has_half_kv=kind is not Kind.FLOAT32,
+        num_threads=threads,
+        footprint=footprint,
+        seconds=SECONDS,
+    )
+    taken.append((f"attention over {CONTEXT}", 1, attention.seconds, attention.num_bytes, attention.num_products))
     roofs.measure(kind)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
