@@ -25,6 +25,9 @@ OUTWARD = {
 PROTO_ARROWS = {
     ("wire", "step"),
     ("wire", "generate_pb2"),
+    ("wire", "encoder_wire"),
+    ("encoder_wire", "step"),
+    ("encoder_wire", "generate_pb2"),
     ("generate_pb2_grpc", "generate_pb2"),
     ("settings", "errors"),
     ("grammar", "errors"),
@@ -53,6 +56,7 @@ PURE = (
             "running",
             "sharing_out",
             "lead",
+            "encoder_queue",
         )
     ),
 )
@@ -64,6 +68,7 @@ PURE_STDLIB = {
     "dataclasses",
     "enum",
     "hashlib",
+    "heapq",
     "itertools",
     "math",
     "typing",
@@ -73,6 +78,7 @@ GRPC_RIMS = {
     "funitel.proto.errors",  # each error names its status
     "funitel.proto.generate_pb2_grpc",
     "funitel.router.shards",
+    "funitel.model_server.encoder.servicer",
     "funitel.model_server.server",
     "funitel.model_server.tracing",
     "funitel.launcher.health",

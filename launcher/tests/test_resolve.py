@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from funitel.launcher import resolve as module
+from funitel.launcher.announce import example
 from funitel.launcher.resolve import (
     decide_num_shard,
     default_threads,
@@ -150,6 +151,25 @@ def test_more_shards_than_query_heads_are_refused_before_any_shard_starts(tmp_pa
     with pytest.raises(SettingsError) as refused:
         fit_to_model(resolved(model_id="org/tiny"), tmp_path)
     assert refused.value.message == "--num-shard 2 is more than the 1 query heads of org/tiny: give at most 1"
+
+
+@pytest.mark.parametrize(
+    ("architectures", "task", "path"),
+    [
+        (["LlamaForCausalLM"], "generate", "/v1/chat/completions"),
+        (["GPT2LMHeadModel"], "generate", "/v1/chat/completions"),
+        (["BertModel"], "embed", "/v1/embeddings"),
+        (["MPNetForMaskedLM"], "embed", "/v1/embeddings"),
+        (["BertForSequenceClassification"], "classify", "/predict"),
+        (None, "generate", "/v1/chat/completions"),
+        (5, "generate", "/v1/chat/completions"),
+    ],
+)
+def test_the_example_is_for_the_models_task(architectures: object, task: str, path: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": architectures}))
+    settings = fit_to_model(resolved(), tmp_path)
+    assert settings.task == task
+    assert path in example(settings)
 
 
 def test_what_was_given_stays(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from funitel.model_server.catalogue import CATALOGUE, HubRepository, IndexPackage
+from funitel.model_server.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -19,6 +19,9 @@ def test_rows_are_complete(name: str) -> None:
             assert source.size_bytes > 0
             assert source.wheel_bytes > 0
             assert source.member.endswith(".gguf")
+        if isinstance(source, IndexFolder):
+            assert re.fullmatch(r"[0-9a-f]{64}", source.sha256)
+            assert source.wheel_bytes > 0
 
 
 def test_demo_model_comes_from_the_package_index_first() -> None:

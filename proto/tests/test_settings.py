@@ -259,6 +259,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "max_waiting_tokens": st.integers(0, 10**9),
     "target_itl_ms": st.none() | st.floats(0.001, 600_000),
     "max_client_batch_size": COUNT,
+    "max_client_texts": COUNT,
     "disable_grammar_support": st.booleans(),
     "tool_call_parser": st.sampled_from(TOOL_CALL_PARSERS),
     "reasoning_parser": st.sampled_from(REASONING_PARSERS),

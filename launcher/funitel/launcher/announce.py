@@ -2,6 +2,7 @@
 
 import json
 import logging
+from typing import Any
 
 from funitel.launcher.resolve import ResolvedSettings
 
@@ -25,12 +26,19 @@ def url(settings: ResolvedSettings) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
+QUESTION = "What is the capital of France?"
+# For each task, a route and what to send there.
+_EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
+    "embed": ("/v1/embeddings", {"input": [QUESTION]}),
+    "classify": ("/predict", {"inputs": QUESTION}),
+}
+
+
 def example(settings: ResolvedSettings) -> str:
     """One shell command that asks the model a question; the API key is left to the shell's own variable."""
-    body = {
-        "model": settings.served_model_name,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-    }
+    path, body = _EXAMPLES[settings.task]
+    if path.startswith("/v1/"):
+        body = {"model": settings.served_model_name} | body
     key = """-H "Authorization: Bearer $API_KEY" """ if settings.api_key or settings.api_key_file else ""
-    target = f"{url(settings)}/v1/chat/completions"
-    return f"curl {target} -H 'Content-Type: application/json' {key}-d '{json.dumps(body)}'"
+    return f"curl {url(settings)}{path} -H 'Content-Type: application/json' {key}-d '{json.dumps(body)}'"

@@ -42,6 +42,7 @@ class ResolvedSettings(LauncherSettings):
     shard_uds_path: str
     served_model_name: str
     gpus: tuple[str, ...] = ()  # to be shared out between several replicas, as CUDA names them
+    task: str = "generate"  # what the model is for: this, "embed" or "classify"
 
 
 def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tuple[str, ...] = ()) -> ResolvedSettings:
@@ -111,7 +112,19 @@ def fit_to_model(settings: ResolvedSettings, folder: Path) -> ResolvedSettings:
         f"give at most {num_heads}",
     )
     context = _count(config, CONTEXT_KEYS)
-    return dataclasses.replace(settings, max_batch_prefill_tokens=prefill_tokens(settings, context))
+    tokens = prefill_tokens(settings, context)
+    return dataclasses.replace(settings, max_batch_prefill_tokens=tokens, task=_task(config))
+
+
+def _task(config: Mapping[str, Any]) -> str:
+    """What a model is for, by the endings that Hugging Face gives to the names of its classes."""
+    listed = config.get("architectures")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        return "classify"
+    if any(name.endswith(("ForMaskedLM", "Model")) and not name.endswith("LMHeadModel") for name in names):
+        return "embed"
+    return "generate"
 
 
 def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int:

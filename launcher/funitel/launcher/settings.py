@@ -157,6 +157,9 @@ class LauncherSettings:
         "served_model_name", "Name clients see for the model; the model id when not given."
     )
     max_client_batch_size: int = _router("max_client_batch_size", "Most prompts of one completions request.")
+    max_client_texts: int = _router(
+        "max_client_texts", "Most texts of one request for embeddings, ranks or predictions."
+    )
     disable_grammar_support: bool = _router("disable_grammar_support", "Refuse requests that ask for a grammar.")
     tool_call_parser: str = _router(
         "tool_call_parser",

@@ -83,15 +83,16 @@ def serve(settings: ModelServerSettings) -> None:
 
 async def _serve(settings: ModelServerSettings) -> FunitelError | None:
     """Serve until told to stop, or until the ranks have lost each other; the latter is returned."""
-    from funitel.model_server.loading import load  # torch: seconds to import, not wanted for --help
+    # torch: seconds to import, not wanted for --help
+    from funitel.model_server.encoder.loading import holds_encoder, load_encoder
+    from funitel.model_server.encoder.servicer import EncoderServicer
+    from funitel.model_server.loading import load
     from funitel.model_server.server import Servicer, make_server
 
     loop = asyncio.get_running_loop()
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     folder = await loop.run_in_executor(None, _resolve, settings)
-    executor, info = await loop.run_in_executor(compute, load, settings, folder)
     address, url = _address(settings)
-    urls = await loop.run_in_executor(compute, executor.parallel.exchange, url)
     failures: list[FunitelError] = []
     stop = asyncio.Event()
 
@@ -99,8 +100,15 @@ async def _serve(settings: ModelServerSettings) -> FunitelError | None:
         failures.append(error)
         stop.set()
 
-    is_traced = settings.otlp_endpoint is not None
-    server = make_server(Servicer(executor, info, urls, compute, fail), address, is_traced=is_traced)
+    servicer: Servicer | EncoderServicer
+    if holds_encoder(folder):
+        encoder, info = await loop.run_in_executor(compute, load_encoder, settings, folder)
+        servicer, leave = EncoderServicer(encoder, info, [url], compute), encoder.parallel.leave
+    else:
+        executor, info = await loop.run_in_executor(compute, load, settings, folder)
+        urls = await loop.run_in_executor(compute, executor.parallel.exchange, url)
+        servicer, leave = Servicer(executor, info, urls, compute, fail), executor.parallel.leave
+    server = make_server(servicer, address, is_traced=settings.otlp_endpoint is not None)
     try:
         await server.start()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -110,7 +118,7 @@ async def _serve(settings: ModelServerSettings) -> FunitelError | None:
     finally:
         await server.stop(STOP_GRACE_SECONDS)
         _remove_files(settings)
-    await _leave(executor.parallel.leave, compute, failures)
+    await _leave(leave, compute, failures)
     return failures[0] if failures else None
 
 

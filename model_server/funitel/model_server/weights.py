@@ -70,6 +70,10 @@ class Weights:
                 raise WeightsError(f"tensor {name} is in two files of {path.parent}")
             self._files[name] = file
 
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a tensor of this name, with prefix."""
+        return name in self._storages
+
     def read(
         self, name: str, shape: Sequence[int], *, rows: Range | None = None, columns: Range | None = None
     ) -> torch.Tensor:

@@ -14,7 +14,8 @@ Handlers and the servicer map by attribute, never by `isinstance` ladders.
     │   ├── LengthMismatch        KServe: another number of outputs than inputs
     │   ├── ToolError             tools and what is asked of them do not fit together
     │   ├── SuffixNotSupported    a completion that shall end in a given text
-    │   └── BatchSizeExceeded     more prompts than `--max-client-batch-size`
+    │   ├── BatchSizeExceeded     more prompts than `--max-client-batch-size`, or texts than `--max-client-texts`
+    │   └── WrongTask             the model served does not do what the route is for
     ├── Unauthorized              missing or wrong API key
     ├── NotFound                  what a path names is not there
     │   └── ModelNotFound         the model it names is not the one served
@@ -139,9 +140,16 @@ class SuffixNotSupported(InvalidRequest):
 
 
 class BatchSizeExceeded(InvalidRequest):
-    """A completion has more prompts than `--max-client-batch-size`."""
+    """A completion has more prompts than `--max-client-batch-size`, or another request more texts than may be."""
 
     error_type = "batch size exceeded"
+
+
+class WrongTask(InvalidRequest):
+    """The model served does not do what the route is for."""
+
+    error_type = "wrong_task"
+    openai_code = "model_not_supported"
 
 
 class Unauthorized(FunitelError):

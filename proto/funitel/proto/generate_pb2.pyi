@@ -7,6 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class EncoderTask(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ENCODER_TASK_EMBED: _ClassVar[EncoderTask]
+    ENCODER_TASK_CLASSIFY: _ClassVar[EncoderTask]
+    ENCODER_TASK_FILL: _ClassVar[EncoderTask]
+
 class GrammarType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     GRAMMAR_TYPE_NONE: _ClassVar[GrammarType]
@@ -18,6 +24,9 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_EOS_TOKEN: _ClassVar[FinishReason]
     FINISH_REASON_STOP_SEQUENCE: _ClassVar[FinishReason]
+ENCODER_TASK_EMBED: EncoderTask
+ENCODER_TASK_CLASSIFY: EncoderTask
+ENCODER_TASK_FILL: EncoderTask
 GRAMMAR_TYPE_NONE: GrammarType
 GRAMMAR_TYPE_JSON: GrammarType
 GRAMMAR_TYPE_REGEX: GrammarType
@@ -38,7 +47,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "capabilities", "rank", "world_size", "weight_bytes", "sharded_weight_bytes", "total_sharded_weight_bytes")
+    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "capabilities", "rank", "world_size", "weight_bytes", "sharded_weight_bytes", "total_sharded_weight_bytes", "encoder")
     REQUIRES_PADDING_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +63,7 @@ class InfoResponse(_message.Message):
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHARDED_WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SHARDED_WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_FIELD_NUMBER: _ClassVar[int]
     requires_padding: bool
     dtype: str
     device_type: str
@@ -69,7 +79,64 @@ class InfoResponse(_message.Message):
     weight_bytes: int
     sharded_weight_bytes: int
     total_sharded_weight_bytes: int
-    def __init__(self, requires_padding: _Optional[bool] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: _Optional[bool] = ..., use_prefix_caching: _Optional[bool] = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sharded_weight_bytes: _Optional[int] = ..., total_sharded_weight_bytes: _Optional[int] = ...) -> None: ...
+    encoder: EncoderFacts
+    def __init__(self, requires_padding: _Optional[bool] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: _Optional[bool] = ..., use_prefix_caching: _Optional[bool] = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sharded_weight_bytes: _Optional[int] = ..., total_sharded_weight_bytes: _Optional[int] = ..., encoder: _Optional[_Union[EncoderFacts, _Mapping]] = ...) -> None: ...
+
+class EncoderFacts(_message.Message):
+    __slots__ = ("tasks", "width", "max_tokens", "labels", "is_multi_label", "pooling", "usual_tokens")
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
+    IS_MULTI_LABEL_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    USUAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tasks: _containers.RepeatedScalarFieldContainer[EncoderTask]
+    width: int
+    max_tokens: int
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    is_multi_label: bool
+    pooling: str
+    usual_tokens: int
+    def __init__(self, tasks: _Optional[_Iterable[_Union[EncoderTask, str]]] = ..., width: _Optional[int] = ..., max_tokens: _Optional[int] = ..., labels: _Optional[_Iterable[str]] = ..., is_multi_label: _Optional[bool] = ..., pooling: _Optional[str] = ..., usual_tokens: _Optional[int] = ...) -> None: ...
+
+class EncoderInput(_message.Message):
+    __slots__ = ("input_ids", "type_ids", "dimensions", "is_normalized", "mask_place", "top_n")
+    INPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    TYPE_IDS_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    IS_NORMALIZED_FIELD_NUMBER: _ClassVar[int]
+    MASK_PLACE_FIELD_NUMBER: _ClassVar[int]
+    TOP_N_FIELD_NUMBER: _ClassVar[int]
+    input_ids: _containers.RepeatedScalarFieldContainer[int]
+    type_ids: _containers.RepeatedScalarFieldContainer[int]
+    dimensions: int
+    is_normalized: bool
+    mask_place: int
+    top_n: int
+    def __init__(self, input_ids: _Optional[_Iterable[int]] = ..., type_ids: _Optional[_Iterable[int]] = ..., dimensions: _Optional[int] = ..., is_normalized: _Optional[bool] = ..., mask_place: _Optional[int] = ..., top_n: _Optional[int] = ...) -> None: ...
+
+class EncodeRequest(_message.Message):
+    __slots__ = ("task", "inputs")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    task: EncoderTask
+    inputs: _containers.RepeatedCompositeFieldContainer[EncoderInput]
+    def __init__(self, task: _Optional[_Union[EncoderTask, str]] = ..., inputs: _Optional[_Iterable[_Union[EncoderInput, _Mapping]]] = ...) -> None: ...
+
+class EncodeResponse(_message.Message):
+    __slots__ = ("width", "values", "ids", "broken", "total_ns")
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_NS_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    values: bytes
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    broken: _containers.RepeatedScalarFieldContainer[int]
+    total_ns: int
+    def __init__(self, width: _Optional[int] = ..., values: _Optional[bytes] = ..., ids: _Optional[_Iterable[int]] = ..., broken: _Optional[_Iterable[int]] = ..., total_ns: _Optional[int] = ...) -> None: ...
 
 class ServiceDiscoveryRequest(_message.Message):
     __slots__ = ()

@@ -74,6 +74,11 @@ class TextGenerationServiceStub:
                 request_serializer=funitel_dot_proto_dot_generate__pb2.CompileGrammarRequest.SerializeToString,
                 response_deserializer=funitel_dot_proto_dot_generate__pb2.CompileGrammarResponse.FromString,
                 _registered_method=True)
+        self.Encode = channel.unary_unary(
+                '/generate.v3.TextGenerationService/Encode',
+                request_serializer=funitel_dot_proto_dot_generate__pb2.EncodeRequest.SerializeToString,
+                response_deserializer=funitel_dot_proto_dot_generate__pb2.EncodeResponse.FromString,
+                _registered_method=True)
         self.Health = channel.unary_unary(
                 '/generate.v3.TextGenerationService/Health',
                 request_serializer=funitel_dot_proto_dot_generate__pb2.HealthRequest.SerializeToString,
@@ -140,6 +145,13 @@ class TextGenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Encode(self, request, context):
+        """Read texts whole, where the model is an encoder; such a shard answers no Warmup, Prefill, Decode or FilterBatch.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Health(self, request, context):
         """Answer that the process lives, whatever the model is doing.
         """
@@ -189,6 +201,11 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.CompileGrammar,
                     request_deserializer=funitel_dot_proto_dot_generate__pb2.CompileGrammarRequest.FromString,
                     response_serializer=funitel_dot_proto_dot_generate__pb2.CompileGrammarResponse.SerializeToString,
+            ),
+            'Encode': grpc.unary_unary_rpc_method_handler(
+                    servicer.Encode,
+                    request_deserializer=funitel_dot_proto_dot_generate__pb2.EncodeRequest.FromString,
+                    response_serializer=funitel_dot_proto_dot_generate__pb2.EncodeResponse.SerializeToString,
             ),
             'Health': grpc.unary_unary_rpc_method_handler(
                     servicer.Health,
@@ -412,6 +429,33 @@ class TextGenerationService:
             '/generate.v3.TextGenerationService/CompileGrammar',
             funitel_dot_proto_dot_generate__pb2.CompileGrammarRequest.SerializeToString,
             funitel_dot_proto_dot_generate__pb2.CompileGrammarResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Encode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/Encode',
+            funitel_dot_proto_dot_generate__pb2.EncodeRequest.SerializeToString,
+            funitel_dot_proto_dot_generate__pb2.EncodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

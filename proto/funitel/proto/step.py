@@ -21,6 +21,14 @@ class Capability(StrEnum):
     MORE_SAMPLERS = "more_samplers"  # min_p, logit_bias and raw_logprobs
 
 
+class EncoderTask(IntEnum):
+    """What an encoder is asked for; values are those of the wire."""
+
+    EMBED = 0  # a vector for each text
+    CLASSIFY = 1  # scores of every class
+    FILL = 2  # the likeliest tokens in place of one
+
+
 class GrammarType(IntEnum):
     """How the text of a grammar is written; values are those of the wire."""
 
@@ -203,6 +211,45 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderFacts:
+    """What an encoder can be asked for, and what comes out."""
+
+    tasks: frozenset[EncoderTask]
+    width: int  # numbers of a vector
+    max_tokens: int  # of a text, special ones included
+    usual_tokens: int  # most tokens of a text by the model's authors
+    labels: tuple[str, ...] = ()  # of the classes, in the order of their scores
+    is_multi_label: bool = False  # a text may be of several classes
+    pooling: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderInput:
+    """One text, or a pair, as tokens; `type_ids` empty means all 0."""
+
+    input_ids: tuple[int, ...]
+    type_ids: tuple[int, ...] = ()
+    dimensions: int = 0  # EMBED: how many to keep, 0 for all
+    is_normalized: bool = False  # EMBED: the vector shall have length 1
+    mask_place: int = 0  # FILL: which token
+    top_n: int = 0  # FILL: how many tokens are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderResult:
+    """A row of `width` numbers for each input, float32 and little-endian; for FILL the tokens they belong to.
+
+    `broken` are rows that are not finite.
+    """
+
+    width: int
+    values: bytes
+    ids: tuple[int, ...] = ()
+    broken: tuple[int, ...] = ()
+    total_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardInfo:
     """Static facts about a shard. A peer that lists no capabilities speaks plain TGI v3."""
 
@@ -221,6 +268,7 @@ class ShardInfo:
     weight_bytes: int = 0
     sharded_weight_bytes: int = 0
     total_sharded_weight_bytes: int = 0
+    encoder: EncoderFacts | None = None  # None: the model generates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

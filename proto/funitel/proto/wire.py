@@ -1,10 +1,11 @@
-"""`step` nouns <-> protobuf messages, both directions; the only module that touches `_pb2` messages.
+"""`step` nouns <-> protobuf messages, both directions; with `encoder_wire` all that touches `_pb2` messages.
 
 Knows no sockets: `router.shards` and `model_server.server` carry the messages.
 """
 
 from collections.abc import Iterable, Sequence
 
+from funitel.proto import encoder_wire
 from funitel.proto import generate_pb2 as pb
 from funitel.proto.step import (
     CachedBatch,
@@ -304,6 +305,8 @@ def encode_info(info: ShardInfo) -> pb.InfoResponse:
     )
     if info.window_size is not None:
         message.window_size = info.window_size
+    if info.encoder is not None:
+        message.encoder.CopyFrom(encoder_wire.encode_facts(info.encoder))
     return message
 
 
@@ -325,6 +328,7 @@ def decode_info(message: pb.InfoResponse) -> ShardInfo:
         weight_bytes=message.weight_bytes,
         sharded_weight_bytes=message.sharded_weight_bytes,
         total_sharded_weight_bytes=message.total_sharded_weight_bytes,
+        encoder=encoder_wire.decode_facts(message.encoder) if message.HasField("encoder") else None,
     )
 
 

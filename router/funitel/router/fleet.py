@@ -14,7 +14,9 @@ from functools import partial
 
 from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StartupError
 from funitel.proto.step import ShardInfo
+from funitel.router import encoder_engine
 from funitel.router.admission import InFlight
+from funitel.router.encoder_engine import EncoderEngine
 from funitel.router.engine import Engine
 from funitel.router.metrics import Metrics
 from funitel.router.peer import check_capabilities
@@ -195,8 +197,8 @@ def _least(limits: Seq[Limits]) -> Limits:
     )
 
 
-async def connect(settings: RouterSettings, metrics: Metrics) -> Inference:
-    """Connect to the shards of every replica, warm them up and start an engine for each.
+async def connect(settings: RouterSettings, metrics: Metrics) -> Inference | EncoderEngine:
+    """Connect to the shards of every replica, warm them up and start an engine for each; one for all of an encoder.
 
     Raises:
         StartupError: a shard does not answer, replicas differ, or settings, model and memory do not fit together.
@@ -204,6 +206,8 @@ async def connect(settings: RouterSettings, metrics: Metrics) -> Inference:
     addresses = (settings.master_url, *settings.replica_address)
     patience = settings.shard_connect_timeout
     found = await asyncio.gather(*(Shards.connect(address, patience) for address in addresses))
+    if any(info.encoder is not None for shards in found for info in shards.infos):
+        return encoder_engine.start(found, settings, metrics)
     if len(found) == 1:
         return await start(found[0], settings, metrics)
     _check_alike(addresses, [shards.infos[-1] for shards in found])

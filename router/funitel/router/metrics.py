@@ -115,10 +115,20 @@ class Metrics:
         self._token_duration.observe(inference / max(num_tokens, 1))
         self._generated_tokens.observe(num_tokens)
 
+    def observe_texts(self, validation_seconds: float, timings: Timings, lengths: Sequence[int]) -> None:
+        """Note that a request got the rows of all its texts, of so many tokens each."""
+        self._request_success.inc()
+        self._request_duration.observe(validation_seconds + timings.queue_seconds + timings.inference_seconds)
+        self._validation_duration.observe(validation_seconds)
+        self._queue_duration.observe(timings.queue_seconds)
+        self._inference_duration.observe(timings.inference_seconds)
+        for length in lengths:
+            self._input_length.observe(length)
+
     # Steps
 
     def count_step(self, method: str) -> None:
-        """Note that a step is about to be sent; `method` is `prefill` or `decode`."""
+        """Note that a step is about to be sent; `method` is `prefill`, `decode` or `encode`."""
         self._inference_count.labels(method).inc()
 
     def count_step_failure(self, method: str) -> None:
@@ -146,6 +156,16 @@ class Metrics:
     def observe_filter(self, method: str, seconds: float) -> None:
         """Note the time it took to drop finished sequences after a step."""
         self._filter_duration.labels(method).observe(seconds)
+
+    def observe_encoding(self, num_texts: int, num_tokens: int, seconds: float, forward_seconds: float) -> None:
+        """Note one batch of an encoder that was answered: the time the call took, and the shard's own."""
+        self._steps.inc()
+        self._forwards.labels(self._first_rank).inc()
+        self._forward_rows.observe(num_texts)
+        self._forward_tokens.inc(num_tokens)
+        self._inference_success.labels("encode").inc()
+        self._step_duration.labels("encode").observe(seconds)
+        self._forward_duration.labels("encode").observe(forward_seconds)
 
     def observe_new_batch(self, size: int, reason: str | None = None) -> None:
         """Note that so many waiting sequences were let in.

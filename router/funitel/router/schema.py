@@ -233,6 +233,12 @@ class Info(BaseModel):
     version: str
     sha: str | None = None
     docker_label: str | None = None
+    # Of encoders, in text-embeddings-inference's words.
+    model_type: dict[str, dict[str, Any]] | None = Field(default=None, exclude_if=is_none)
+    model_dtype: str | None = Field(default=None, exclude_if=is_none)
+    max_input_length: int | None = Field(default=None, exclude_if=is_none, description="Tokens of a text.")
+    max_batch_tokens: int | None = Field(default=None, exclude_if=is_none)
+    max_client_texts: int | None = Field(default=None, exclude_if=is_none, description="Texts of a request.")
 
 
 class AnyObject(RootModel[dict[str, Any]]):

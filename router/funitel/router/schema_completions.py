@@ -60,6 +60,13 @@ class GivenPrompt:
     ids: tuple[int, ...] | None = None
 
 
+def given_prompts(prompts: Any) -> list[GivenPrompt]:
+    """`Prompts` as a list of one or more."""
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        return [_given(prompts)]
+    return [_given(prompt) for prompt in prompts]
+
+
 class CompletionRequest(SamplingFields):
     """One prompt or several to go on from."""
 
@@ -77,11 +84,7 @@ class CompletionRequest(SamplingFields):
     @property
     def prompts(self) -> list[GivenPrompt]:
         """The prompts, one or more."""
-        if isinstance(self.prompt, str):
-            return [GivenPrompt(self.prompt)]
-        if isinstance(self.prompt[0], int):
-            return [_given(self.prompt)]
-        return [_given(prompt) for prompt in self.prompt]
+        return given_prompts(self.prompt)
 
     @property
     def num_sequences(self) -> int:

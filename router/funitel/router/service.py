@@ -9,7 +9,9 @@ from collections.abc import Awaitable, Callable
 from importlib import metadata
 from typing import Protocol
 
-from funitel.proto.errors import FunitelError, NotReady, StartupError
+from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
+from funitel.router.encoder_engine import EncoderEngine
+from funitel.router.encoder_service import EncoderService
 from funitel.router.grammar import GrammarChecker
 from funitel.router.metrics import Metrics
 from funitel.router.model_facts import ModelFacts
@@ -53,7 +55,7 @@ class Inference(Protocol):
 DEFAULT_MODEL = "tgi"  # what TGI's clients send when they name no model
 
 # Makes the engine, and scales the metrics to its limits.
-Connect = Callable[[RouterSettings, Metrics], Awaitable[Inference]]
+Connect = Callable[[RouterSettings, Metrics], Awaitable[Inference | EncoderEngine]]
 
 
 def version() -> str:
@@ -78,6 +80,7 @@ class Service:
         self._tokenizer: Tokenizer | None = None
         self._grammars: GrammarChecker | None = None
         self._engine: Inference | None = None
+        self._encoder: EncoderService | None = None
 
     @property
     def model_id(self) -> str:
@@ -90,15 +93,35 @@ class Service:
 
     @property
     def engine(self) -> Inference:
-        """The engine; raises NotReady until it is connected."""
+        """The engine; raises NotReady until it is connected, and WrongTask where an encoder is served."""
+        self.check_generates()
         if self._engine is None:
             raise NotReady(self._stage)
         return self._engine
 
     @property
+    def encoder(self) -> EncoderService:
+        """The encoder that is served; raises NotReady until it is connected, and WrongTask where a model generates."""
+        if self._engine is not None:
+            raise WrongTask("the model served here generates text; it gives no embeddings, ranks or predictions")
+        if self._encoder is None:
+            raise NotReady(self._stage)
+        return self._encoder
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether an encoder is served; false too as long as nothing is."""
+        return self._encoder is not None
+
+    def check_generates(self) -> None:
+        """Raise WrongTask where an encoder is served."""
+        if self._encoder is not None:
+            raise WrongTask(f"the model served here does not generate text: it is an encoder for {self._encoder.words}")
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer; raises NotReady until the engine is connected too."""
-        if self._tokenizer is None or self._engine is None:
+        if self._tokenizer is None or (self._engine is None and self._encoder is None):
             raise NotReady(self._stage)
         return self._tokenizer
 
@@ -112,7 +135,7 @@ class Service:
     async def check_ready(self) -> None:
         """Raise NotReady, with the reason, unless requests can be answered: every shard says so."""
         try:
-            await self.engine.health()
+            await (self._encoder or self.engine).health()
         except NotReady:
             raise
         except FunitelError as error:
@@ -139,13 +162,19 @@ class Service:
         self.facts = ModelFacts.of(folder)
         self._stage = "starting: waiting for the model shards"
         engine = await connect(settings, self.metrics)
-        self._engine = engine
+        limits = engine.limits
+        if isinstance(engine, EncoderEngine):
+            self._encoder = await asyncio.to_thread(EncoderService.load, engine, folder, settings)
+            words = f"encoder for {self._encoder.words}"
+        else:
+            self._engine = engine
+            words = str(self.recommended)
         logger.info(
             "ready model=%s %s max_input_tokens=%d max_total_tokens=%d",
             self.model_id,
-            self.recommended,
-            engine.limits.max_input_tokens,
-            engine.limits.max_total_tokens,
+            words,
+            limits.max_input_tokens,
+            limits.max_total_tokens,
         )
 
     def _fail(self, error: FunitelError, on_failure: Callable[[FunitelError], None]) -> None:
@@ -156,6 +185,8 @@ class Service:
         """Let running requests finish and give everything back."""
         if self._engine is not None:
             await self._engine.close()
+        if self._encoder is not None:
+            await self._encoder.close()
         if self._grammars is not None:
             await self._grammars.close()
         if self._tokenizer is not None:

@@ -71,6 +71,7 @@ class RouterSettings:
         2, "Steps the shards are sent before the first is answered: 2 hides the router's latency, 1 does not."
     )
     max_client_batch_size: int = setting(4, "Most prompts of one completions request.")
+    max_client_texts: int = setting(2048, "Most texts of one request for embeddings, ranks or predictions.")
     disable_grammar_support: bool = setting(False, "Refuse requests that ask for a grammar.")
     tool_call_parser: str = setting(
         "auto",
@@ -109,6 +110,7 @@ class RouterSettings:
             "max_concurrent_requests",
             "max_best_of",
             "max_client_batch_size",
+            "max_client_texts",
             "validation_workers",
             "payload_limit",
             "max_stored_response_bytes",

@@ -11,11 +11,14 @@ from typing import Any, TypeVar
 
 import grpc
 
+from funitel.proto import encoder_wire, tracing, wire
 from funitel.proto import generate_pb2 as pb
-from funitel.proto import tracing, wire
 from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed, StartupError, StepFailed
 from funitel.proto.step import (
     CachedBatch,
+    EncoderInput,
+    EncoderResult,
+    EncoderTask,
     GrammarType,
     RowUpdate,
     SequenceStart,
@@ -200,6 +203,12 @@ class Shards:
         """Compile a grammar on every rank, beside the steps."""
         request = wire.encode_grammar(kind, text)
         await self._fan_out("CompileGrammar", request, pb.CompileGrammarResponse, GRAMMAR_TIMEOUT_SECONDS)
+
+    async def encode(self, task: EncoderTask, inputs: Sequence[EncoderInput]) -> EncoderResult:
+        """Have texts read whole by an encoder, which is one rank."""
+        request = encoder_wire.encode_inputs(task, inputs)
+        [response] = await self._fan_out("Encode", request, pb.EncodeResponse, STEP_TIMEOUT_SECONDS)
+        return encoder_wire.decode_rows(response)
 
     def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> Awaitable[None]:
         """Send that one cached batch is dropped, or all are."""

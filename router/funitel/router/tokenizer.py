@@ -158,7 +158,7 @@ class ModelFiles:
         if source is None:
             return TemplateError("template not found: the model has no chat template")
         try:
-            return ChatTemplate(source, self._special_tokens(tokenizer), self._template_source(TOOL_USE))
+            return ChatTemplate(source, self.special_tokens(tokenizer), self._template_source(TOOL_USE))
         except TemplateError as error:
             logger.warning("chat is off: %s", error.message)
             return error
@@ -175,7 +175,11 @@ class ModelFiles:
             return jinja_file.read_text(encoding="utf-8")
         return _pick_template(self._json(self._folder / "chat_template.json").get("chat_template"), name) or own
 
-    def _special_tokens(self, tokenizer: tokenizers.Tokenizer) -> dict[str, str]:
+    def json(self, name: str) -> dict[str, Any]:
+        """A file of the folder, which must be a JSON object where it is there; empty where it is not."""
+        return self._json(self._folder / name)
+
+    def special_tokens(self, tokenizer: tokenizers.Tokenizer) -> dict[str, str]:
         """`bos_token`, `eos_token` and the like; the ids of config.json help where no text is given."""
         named = self._json(self._folder / "special_tokens_map.json") | self._config
         tokens = {name: _token_text(value) for name, value in named.items() if name.endswith("_token")}

@@ -45,6 +45,7 @@ def generation_route(handler: Handler) -> Handler:
         metrics = service_of(request).metrics
         metrics.count_request()
         with metrics.counting_failures():
+            service_of(request).check_generates()
             return await handler(request)
 
     return counted

@@ -1,5 +1,7 @@
 """Routes for operators: health, facts, metrics and documentation."""
 
+from typing import Any
+
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
@@ -7,6 +9,7 @@ from funitel.router import metrics, openapi
 from funitel.router.api.answers import json_answer
 from funitel.router.api.inference import service_of
 from funitel.router.schema import Info
+from funitel.router.service import Service
 
 ROUTER_NAME = "text-generation-router"  # what clients of TGI look for
 
@@ -25,7 +28,8 @@ async def live(http: HttpRequest) -> Response:
 async def info(http: HttpRequest) -> Response:
     """`/info`: what is served, and its limits."""
     service = service_of(http)
-    settings, limits = service.settings, service.engine.limits
+    settings = service.settings
+    limits = service.encoder.engine.limits if service.is_encoder else service.engine.limits
     body = Info(
         model_id=service.model_id,
         model_sha=service.facts.sha,
@@ -41,8 +45,27 @@ async def info(http: HttpRequest) -> Response:
         version=service.version,
         sha=settings.git_sha,
         docker_label=settings.docker_label,
+        **(_encoder_facts(service) if service.is_encoder else {}),
     )
     return json_answer(body)
+
+
+def _encoder_facts(service: Service) -> dict[str, Any]:
+    """What `/info` says of an encoder besides."""
+    encoder, settings = service.encoder, service.settings
+    labels = dict(enumerate(encoder.facts.labels))
+    if labels:
+        classes = {"id2label": labels, "label2id": {label: place for place, label in labels.items()}}
+        model_type = {"reranker" if encoder.is_ranker else "classifier": classes}
+    else:
+        model_type = {"embedding": {"pooling": encoder.facts.pooling}}
+    return {
+        "model_type": model_type,
+        "model_dtype": encoder.engine.dtype.removeprefix("torch."),
+        "max_input_length": encoder.engine.limits.max_input_tokens,
+        "max_batch_tokens": settings.max_batch_prefill_tokens,
+        "max_client_texts": settings.max_client_texts,
+    }
 
 
 async def prometheus(http: HttpRequest) -> Response:

@@ -4,7 +4,18 @@ from functools import cache, partial
 from typing import Any
 
 from funitel.router import openapi
-from funitel.router.api import anthropic, completions, generate, kserve, openai, ops, platforms, responses, tokenize
+from funitel.router.api import (
+    anthropic,
+    completions,
+    encoder,
+    generate,
+    kserve,
+    openai,
+    ops,
+    platforms,
+    responses,
+    tokenize,
+)
 from funitel.router.openapi import ANTHROPIC_FAILURES, GENERATION_FAILURES, READ_FAILURES, Operation
 from funitel.router.schema import (
     AnyObject,
@@ -26,6 +37,16 @@ from funitel.router.schema_anthropic import (
     TokenCount,
 )
 from funitel.router.schema_completions import Completion, CompletionChunk, CompletionRequest
+from funitel.router.schema_encoder import (
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    EmbedRequest,
+    EmbedResponse,
+    PredictRequest,
+    PredictResponse,
+    RerankRequest,
+    RerankResponse,
+)
 from funitel.router.schema_openai import (
     ChatRequest,
     Model,
@@ -155,6 +176,37 @@ _OPENAI = (
     ),
 )
 
+_ENCODERS = (
+    _native_work(
+        path="/embed",
+        handler=encoder.embed,
+        summary="Encoders: a vector for each text",
+        body=EmbedRequest,
+        answer=EmbedResponse,
+    ),
+    _native_work(
+        path="/rerank",
+        handler=encoder.rerank,
+        summary="Encoders: texts by how well they answer a query",
+        body=RerankRequest,
+        answer=RerankResponse,
+    ),
+    _native_work(
+        path="/predict",
+        handler=encoder.predict,
+        summary="Encoders: the classes of texts and pairs, or what may stand behind a mask",
+        body=PredictRequest,
+        answer=PredictResponse,
+    ),
+    _openai_work(
+        path="/v1/embeddings",
+        handler=encoder.embeddings,
+        summary="Encoders: a vector for each text",
+        body=EmbeddingsRequest,
+        answer=EmbeddingsResponse,
+    ),
+)
+
 _ANTHROPIC = (
     _anthropic_work(
         path="/v1/messages",
@@ -270,7 +322,7 @@ _OPERATORS = (
     _native_fact(path="/api-doc/openapi.json", handler=ops.openapi_json, summary="The same", answer=AnyObject),
 )
 
-OPERATIONS = _NATIVE + _OPENAI + _RESPONSES + _ANTHROPIC + _PLATFORMS + _OPERATORS
+OPERATIONS = _NATIVE + _OPENAI + _ENCODERS + _RESPONSES + _ANTHROPIC + _PLATFORMS + _OPERATORS
 
 
 def operations(settings: RouterSettings) -> tuple[Operation, ...]:

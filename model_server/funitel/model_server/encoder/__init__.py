@@ -1,0 +1,1 @@
+"""Models that read a text whole: embeddings, classes, and what stands behind a mask."""

@@ -1,0 +1,116 @@
+"""Texts that wait to be encoded, and which go together next. Pure.
+
+Requests share by tokens: whoever has got least goes next, so that a request of thousands of texts does not keep a
+single one waiting. A newcomer begins where the others are, a step of priority before or behind them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from funitel.proto.step import EncoderInput, EncoderTask
+
+PRIORITY_TOKENS = 1024  # what a step of priority is worth
+
+
+@dataclass(eq=False, slots=True)
+class Submission:
+    """The texts of one request. `waiting` are the places of those not handed out yet, the longest last."""
+
+    id: int
+    task: EncoderTask
+    inputs: Sequence[EncoderInput]
+    priority: int = 0
+    waiting: list[int] = field(default_factory=list)
+    is_gone: bool = False
+
+    def __post_init__(self) -> None:
+        self.waiting = sorted(range(len(self.inputs)), key=lambda place: (len(self.inputs[place].input_ids), -place))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all its texts."""
+        return sum(len(text.input_ids) for text in self.inputs)
+
+
+class Text(NamedTuple):
+    """One text of a submission, by its place there."""
+
+    submission: Submission
+    place: int
+
+    @property
+    def input(self) -> EncoderInput:
+        """What the shard is given."""
+        return self.submission.inputs[self.place]
+
+
+class EncoderQueue:
+    """Submissions with waiting texts.
+
+    Args:
+        max_tokens: most tokens of a batch; a longer text goes alone.
+        max_texts: most texts of a batch; None for no bound.
+    """
+
+    def __init__(self, max_tokens: int, max_texts: int | None = None) -> None:
+        self.num_tokens = 0  # of all that waits
+        self.num_texts = 0
+        self._max_tokens = max_tokens
+        self._max_texts = max_texts
+        self._turns: list[tuple[int, int, Submission]] = []  # tokens got, id; a heap
+        self._now = 0  # tokens got by the one whose turn it was last
+
+    def add(self, submission: Submission) -> None:
+        """Let a submission wait; it must have a text."""
+        self._count(submission, submission.waiting, 1)
+        heappush(self._turns, (self._now + submission.priority * PRIORITY_TOKENS, submission.id, submission))
+
+    def remove(self, submission: Submission) -> None:
+        """Forget what of a submission still waits; nobody wants it any more."""
+        submission.is_gone = True
+        self._count(submission, submission.waiting, -1)
+        submission.waiting.clear()
+
+    def give_back(self, texts: Sequence[Text]) -> None:
+        """Let texts that were handed out wait again, at the head of their submissions."""
+        for submission, place in texts:
+            if submission.is_gone:
+                continue
+            if not submission.waiting:
+                heappush(self._turns, (self._now, submission.id, submission))
+            submission.waiting.append(place)
+            self._count(submission, [place], 1)
+
+    def plan(self) -> list[Text]:
+        """Hand out the texts of the next batch, all of one task; none when nothing waits."""
+        batch: list[Text] = []
+        passed = []  # those whose turn it is and whose task is another
+        left = self._max_tokens
+        while self._turns and (self._max_texts is None or len(batch) < self._max_texts):
+            got, id, submission = self._turns[0]
+            if not submission.waiting or (batch and submission.task is not batch[0].submission.task):
+                heappop(self._turns)
+                if submission.waiting:
+                    passed.append((got, id, submission))
+                continue
+            place = submission.waiting[-1]
+            length = len(submission.inputs[place].input_ids)
+            if batch and length > left:
+                break
+            heappop(self._turns)
+            submission.waiting.pop()
+            self._count(submission, [place], -1)
+            batch.append(Text(submission, place))
+            left -= length
+            self._now = max(self._now, got)
+            if submission.waiting:
+                heappush(self._turns, (got + length, id, submission))
+        for turn in passed:
+            heappush(self._turns, turn)
+        return batch
+
+    def _count(self, submission: Submission, places: Sequence[int], sign: int) -> None:
+        self.num_texts += sign * len(places)
+        self.num_tokens += sign * sum(len(submission.inputs[place].input_ids) for place in places)
