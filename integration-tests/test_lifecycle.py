@@ -19,6 +19,7 @@ from funitel_testing.servers import (
     Footprint,
     Server,
     alive,
+    flag_value,
     free_port,
     listens,
     marked,
@@ -199,8 +200,9 @@ async def _refusal(server: Server) -> str:
 
 
 async def test_a_second_sigint_does_not_wait(start: Start, model: Path) -> None:
-    server = start("--model-id", str(model), *TWO).wait_ready()
+    server = start("--model-id", str(model), *TWO, "--numa").wait_ready()
     assert "collectives=shared-memory" in server.log.read_text()
+    _assert_cores_apart(server)
     footprint = server.footprint()
     with long_stream(server, CONTEXT - 100) as task:
         await until_running(server)
@@ -242,6 +244,19 @@ async def test_a_shard_killed_at_work_ends_the_launcher(start: Start, model: Pat
     assert server.process.returncode == 1
     _assert_epitaph(server, "shard rank 1 exited with code -9 (killed by SIGKILL)")
     footprint.wait_gone(0)
+
+
+def _assert_cores_apart(server: Server) -> None:
+    """Every thread of a shard runs on the cores the shard was given, which are no other's while there are enough."""
+    shares = []
+    for pid in server.shard_pids():
+        tasks = (task / "status" for task in Path(f"/proc/{pid}/task").iterdir())
+        allowed = {line for task in tasks for line in task.read_text().splitlines() if "Cpus_allowed_list" in line}
+        assert allowed == {f"Cpus_allowed_list:\t{flag_value(pid, '--cores')}"}
+        shares.append(os.sched_getaffinity(pid))
+    assert len(shares) == 2
+    if len(os.sched_getaffinity(0)) > 1:
+        assert not set.intersection(*shares)
 
 
 async def test_an_idle_shard_killed_ends_the_launcher(start: Start, model: Path) -> None:

@@ -38,9 +38,12 @@ class Commands:
 
     def shard(self, settings: ResolvedSettings, folder: Path, rank: int) -> list[str]:
         """Serve one rank of the model in `folder`."""
+        place = settings.places[rank] if settings.places else None
         flags = project(
             settings,
             ModelServerSettings,
+            cores=place and place.cores,
+            memory_node=place and place.memory_node,
             model_id=str(folder),
             sharded=settings.num_shard > 1,
             rank=rank,

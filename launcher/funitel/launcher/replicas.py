@@ -1,4 +1,4 @@
-"""What each replica of a deployment gets for itself: sockets, a port between its ranks, GPUs, a share of the memory."""
+"""What each replica of a deployment gets for itself: sockets, a port, cores, GPUs, a share of the memory."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -14,11 +14,13 @@ def settings_of_replica(settings: ResolvedSettings, replica: int) -> ResolvedSet
     equal part of what the deployment may take.
     """
     fraction = settings.cuda_memory_fraction
+    first = replica * settings.num_shard
     return dataclasses.replace(
         settings,
         num_replicas=1,
         shard_uds_path=path_of_replica(settings.shard_uds_path, replica),
         master_port=settings.master_ports[replica],
+        places=settings.places[first : first + settings.num_shard],
         cuda_memory_fraction=fraction if settings.gpus else fraction / settings.num_replicas,
     )
 

@@ -1,6 +1,6 @@
 """Decide every setting that was left open, as a new settings object.
 
-Pure but for the two questions asked of the machine: which ports are free, which GPUs there are.
+Pure but for what is asked of the machine: which ports are free, which GPUs, NUMA nodes and cores there are.
 """
 
 import dataclasses
@@ -16,8 +16,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from funitel.launcher.places import Place, places
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.sockets import free_port, free_ports
+from funitel.launcher.topology import usable_nodes
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError
 from funitel.proto.settings import project, require
@@ -41,6 +43,7 @@ class ResolvedSettings(LauncherSettings):
     master_ports: tuple[int, ...]  # of every replica
     shard_uds_path: str
     served_model_name: str
+    places: tuple[Place, ...] = ()  # of every shard of every replica, with --numa
     gpus: tuple[str, ...] = ()  # to be shared out between several replicas, as CUDA names them
     task: str = "generate"  # what the model is for: this, "embed" or "classify"
 
@@ -64,7 +67,10 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tup
         f"--num-replicas {settings.num_replicas} with --num-shard {num_shard} need {num_shards} GPUs, "
         f"there are {len(gpus)}",
     )
-    threads = default_threads(settings.device, num_shards) if settings.num_threads is None else settings.num_threads
+    pinned = _places(num_shards) if settings.numa else ()
+    threads = settings.num_threads
+    if threads is None and not settings.numa:  # a shard that is pinned has the threads of its cores
+        threads = default_threads(settings.device, num_shards)
     ports = _master_ports(settings)
     resolved = project(
         settings,
@@ -80,10 +86,24 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tup
         master_ports=ports,
         shard_uds_path=uds_path,
         served_model_name=settings.served_model_name or settings.model_id,
+        places=pinned,
         gpus=gpus,
     )
     check_children(resolved)
     return resolved
+
+
+def _places(num_shards: int) -> tuple[Place, ...]:
+    """Where the shards run; what is not as --numa would have it is said in one line."""
+    nodes = usable_nodes()
+    num_cores = sum(len(core) for node in nodes for core in node.cores)
+    if num_cores < num_shards:
+        logger.warning("--numa: %d shards share %d cores, so some run on the same", num_shards, num_cores)
+    elif len(nodes) == 1:
+        logger.info("--numa: this machine has one NUMA node, so shards are pinned to their shares of its cores")
+    elif num_shards < len(nodes):
+        logger.warning("--numa: %d shards use as many of %d NUMA nodes, one each", num_shards, len(nodes))
+    return places(nodes, num_shards)
 
 
 def _master_ports(settings: LauncherSettings) -> tuple[int, ...]:
@@ -133,11 +153,13 @@ def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int
     Source: contract reference 2.3; a number of shards beats `--sharded false`.
 
     Args:
-        settings: `sharded` and `num_shard` as given.
+        settings: `sharded`, `num_shard` and `numa` as given.
         num_devices: visible devices, None when nothing tells; replicas share them out.
     """
     if settings.num_shard is not None:
         return settings.num_shard
+    if not num_devices and settings.numa:
+        num_devices = len(usable_nodes())
     if num_devices is not None:
         num_devices //= settings.num_replicas
     if not settings.sharded:

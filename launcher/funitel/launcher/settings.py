@@ -74,6 +74,11 @@ class LauncherSettings:
     num_threads: int | None = _shard(
         "num_threads", "Compute threads of each shard; the cores shared out evenly over all shards when not given."
     )
+    numa: bool = setting(
+        False,
+        "Pin each shard's threads and memory to a NUMA node, one shard for each when --num-shard is not given; where "
+        "there is one node, pin each shard to its share of the cores.",
+    )
     prefill_chunking: bool = _shard(
         "prefill_chunking",
         "Compute long prompts in chunks that share steps with running sequences.",

@@ -14,6 +14,7 @@ from typing import NoReturn
 import typer
 
 from funitel.model_server import hub
+from funitel.model_server.pinning import pin
 from funitel.model_server.settings import DownloadSettings, KernelSettings, ModelServerSettings, QuantizeSettings
 from funitel.proto import logs, tracing
 from funitel.proto.errors import FunitelError, SettingsError
@@ -72,6 +73,7 @@ def serve(settings: ModelServerSettings) -> None:
     """Load one rank and serve it until SIGTERM or SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: _abandon(settings))
+    pin(settings)
     stop_with_parent(settings.exit_with_parent)
     with ExitStack() as stack:
         if settings.otlp_endpoint is not None:

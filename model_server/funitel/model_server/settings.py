@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from funitel.proto.cores import Cores
 from funitel.proto.foreign import REFUSED_VALUES
 from funitel.proto.options import Counts, flag_of
 from funitel.proto.settings import require, setting
@@ -10,6 +11,7 @@ from funitel.proto.settings import require, setting
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 MOST_STRETCH = 1024.0  # of rotary positions; no model makes sense far beyond its trained context
+MOST_NODES = 1024  # NUMA nodes, of a Linux kernel
 QUANTIZATIONS = ("gptq", "compressed-tensors", "int8", "q4", "gguf")
 """What `--quantize` may ask of a checkpoint: the first two as its config.json names them, int8 and q4 the two kinds of
 compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
@@ -166,6 +168,10 @@ class ModelServerSettings:
     block_size: int = setting(16, "Tokens per KV block.")
     cuda_memory_fraction: float = setting(1.0, "Share of the free device memory that the KV pool may take.")
     num_threads: int | None = setting(None, "Compute threads; the cores this process may use when not given.")
+    cores: Cores | None = setting(None, "Cores that this shard runs on, such as 0-3,8; any when not given.", env=None)
+    memory_node: int | None = setting(
+        None, "NUMA node whose memory this shard takes while it has some; any when not given.", env=None
+    )
     prefill_chunking: bool = setting(
         True,
         "Compute long prompts in chunks that share steps with running sequences.",
@@ -219,4 +225,8 @@ class ModelServerSettings:
         require(
             self.num_threads is None or self.num_threads > 0,
             f"--num-threads must be > 0, given {self.num_threads}",
+        )
+        require(
+            self.memory_node is None or 0 <= self.memory_node < MOST_NODES,
+            f"--memory-node must be within 0..{MOST_NODES - 1}, given {self.memory_node}",
         )
