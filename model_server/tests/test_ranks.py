@@ -200,7 +200,9 @@ class Strangers(TensorParallel):
 
 def test_ranks_that_cannot_share_memory_say_why() -> None:
     library = fused_library()
-    assert SharedMemoryRanks.meet(Strangers("elsewhere 1", True), library) == "the ranks are not on one host"
+    assert (
+        SharedMemoryRanks.meet(Strangers("elsewhere 1", True), library) == "the ranks do not see each other's processes"
+    )
     refused = SharedMemoryRanks.meet(Strangers(None, False), library)
     assert refused == "they cannot open each other's memory"
     assert isinstance(SharedMemoryRanks.meet(Strangers(None, True), library), SharedMemoryRanks)

@@ -35,7 +35,7 @@ def _by_core(processors: frozenset[int], system: Path) -> tuple[Cores, ...]:
     for processor in processors:
         siblings = _read(system / "cpu" / f"cpu{processor}" / "topology" / "thread_siblings_list")
         cores.add(Cores((siblings & processors) or {processor}))
-    return tuple(sorted(cores, key=min))
+    return tuple(sorted(cores, key=lambda core: min(core)))
 
 
 def _allowed_memory(status: Path) -> frozenset[int]:

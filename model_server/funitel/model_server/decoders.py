@@ -12,13 +12,16 @@ import torch
 from funitel.model_server.attention import TorchAttention
 from funitel.model_server.cpu import decoder as fused
 from funitel.model_server.cpu.build import CannotBuild, build
+from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.ranks import SharedMemoryRanks
 from funitel.model_server.cpu.scores import FusedScores
 from funitel.model_server.cpu.tiers import MADE, Tier
 from funitel.model_server.decoder import Decoder, Forward
 from funitel.model_server.hub import DEFAULT_CACHE_DIR
-from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.memory import resident_bytes
+from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.scores import ScoreMath, TorchScores
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec import ModelSpec
@@ -92,6 +95,7 @@ def load_fused(
         logger.warning("the model runs in torch, without the fused CPU step: %s", reason)
         return None
     parallel = _in_shared_memory(parallel, library)
+    predicted, before = weight_bytes(spec, parallel, tier, weights.block_type), resident_bytes()
     weights.dtype = torch.float32  # what the engine takes; the tier says what becomes of it
     decoder = fused.FusedDecoder(
         spec,
@@ -101,6 +105,14 @@ def load_fused(
         tier=tier,
         block_size=settings.block_size,
         num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
+    )
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+    block_bytes = KVCache.bytes_per_block(spec, heads.num_kv_heads, settings.block_size, decoder.kv_dtype)
+    logger.info(
+        "memory predicted_weight_bytes=%d measured_bytes=%d kv_bytes_per_token=%d",
+        predicted,
+        resident_bytes() - before,
+        block_bytes // settings.block_size,
     )
     _log_tier(decoder, is_default=settings.dtype is None and settings.quantize is None)
     precision = tier.label if tier in MADE.values() else f"torch.{tier.label}"

@@ -1,4 +1,4 @@
-"""How much memory a KV pool may take on this device."""
+"""How much memory a KV pool may take on this device, and how much this process has."""
 
 import socket
 from pathlib import Path
@@ -37,3 +37,9 @@ def _host_free_bytes() -> int:
             used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
             available = min(available, int(limit) - used)
     return max(available, 0)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that no file stands behind."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))

@@ -37,7 +37,7 @@ class SharedMemoryRanks(TensorParallel):
         """The same ranks in shared memory, or why they have none; every rank gets the same of the two."""
         places = parallel.exchange(_place())
         if len(set(places)) > 1:
-            return "the ranks are not on one host"
+            return "the ranks do not see each other's processes"
         num_bytes = int(library.funitel_ranks_bytes(parallel.size))
         mine, address = _make(num_bytes) if parallel.rank == 0 else (None, "")
         address = parallel.share(address)

@@ -1,0 +1,83 @@
+"""What a rank's weights will take in the engine, from the spec alone: known before anything is read.
+
+Follows `program.Program` matrix by matrix; a test holds the two together for every family, tier and rank.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from funitel.model_server.cpu.program import matrix_bytes
+from funitel.model_server.cpu.tiers import Kind, Tier
+from funitel.model_server.gguf_blocks import BlockType
+from funitel.model_server.layers import qkv_parts
+from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.spec import ModelSpec, Norm, Position
+from funitel.model_server.storage import Range
+
+_LANES, _FLOAT = 16, 4  # outputs of a panel, to which biases are filled up; bytes of a bias or norm weight
+
+BlockTypeOf = Callable[[str, Range | None], BlockType | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """One matrix of a rank: the layers it is made of, `num_parts` times so many outputs, and the inputs it has."""
+
+    layers: tuple[str, ...]
+    num_outputs: int
+    num_inputs: int
+    columns: Range | None = None  # of the layers' inputs
+    num_parts: int = 1
+    has_bias: bool = False
+
+
+def weight_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_type: BlockTypeOf) -> int:
+    """Bytes of this rank's weights in `tier`, as `Program.held_bytes` will count them.
+
+    `block_type` says how a layer is stored, as `Weights.block_type` does; it matters for `Tier.GGUF` only.
+    """
+    total = sum(_vectors(spec)) * _FLOAT
+    for matrix in _matrices(spec, parallel):
+        kind = tier.kind
+        if tier is Tier.GGUF:
+            types = {block_type(layer, matrix.columns) for layer in matrix.layers}
+            found = types.pop() if len(types) == 1 else None
+            kind = kind if found is None else Kind[found.name]
+        total += matrix_bytes(kind, matrix.num_outputs, matrix.num_inputs, matrix.num_parts)
+        if matrix.has_bias:
+            total += -(-matrix.num_outputs // _LANES) * matrix.num_parts * _LANES * _FLOAT
+    return total
+
+
+def _matrices(spec: ModelSpec, parallel: TensorParallel) -> Iterator[_Matrix]:
+    names, heads = spec.names, HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+    prefix, dim, is_first = names.prefix, spec.head_dim, parallel.rank == 0
+    start, end = parallel.split(spec.vocab_size)
+    for layer in (prefix + names.embedding, *([] if spec.is_tied else [names.head])):
+        yield _Matrix((layer,), end - start, spec.hidden_size)
+    units = parallel.split(spec.intermediate_size)
+    num_units, queries = units[1] - units[0], (heads.q_start * dim, heads.q_end * dim)
+    inputs = (names.gate, names.up) if spec.is_gated else (names.up,)
+    for index in range(spec.num_layers):
+
+        def name(template: str, index: int = index) -> str:
+            return prefix + template.format(i=index)
+
+        qkv = tuple(layer for layer, _, _ in qkv_parts(spec, heads, name))
+        num_qkv = (heads.num_heads + 2 * heads.num_kv_heads) * dim
+        yield _Matrix(qkv, num_qkv, spec.hidden_size, has_bias=spec.has_qkv_bias)
+        out_bias, down_bias = spec.has_out_bias and is_first, spec.has_mlp_bias and is_first
+        yield _Matrix((name(names.out),), spec.hidden_size, heads.num_heads * dim, queries, has_bias=out_bias)
+        up = tuple(map(name, inputs))
+        yield _Matrix(up, num_units, spec.hidden_size, num_parts=len(inputs), has_bias=spec.has_mlp_bias)
+        yield _Matrix((name(names.down),), spec.hidden_size, num_units, units, has_bias=down_bias)
+
+
+def _vectors(spec: ModelSpec) -> Iterator[int]:
+    """Values of norms, and of a table of positions; every rank has them whole."""
+    of_norm = 2 if spec.norm is Norm.LAYER else 1  # weight, and bias
+    yield (2 * spec.num_layers + 1) * of_norm * spec.hidden_size
+    if spec.has_qk_norm:
+        yield 2 * spec.num_layers * of_norm * spec.head_dim
+    if spec.position is Position.LEARNED:
+        yield spec.max_position_embeddings * spec.hidden_size
