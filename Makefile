@@ -5,7 +5,7 @@ UNIT_TESTS := proto/tests router/tests model_server/tests launcher/tests llm/tes
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check fmt proto docs itest bench wheel clean
+.PHONY: help setup serve test check fmt proto docs itest bench families wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -40,6 +40,9 @@ itest: setup ## tests of the whole system only
 
 bench: setup ## benchmarks of a model on this machine; funitel bench is for servers
 	@for script in $(filter-out benchmarks/serve.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+
+families: setup ## every architecture against transformers: the worst error of each; ARGS=--full for the long form
+	@PYTHONPATH=testing $(BIN)/python -m funitel_testing.families $(ARGS)
 
 wheel: setup ## build dist/*.whl
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

@@ -78,7 +78,7 @@ def torch_logits(folder: Path, windows: list[list[int]], tier: Tier) -> torch.Te
     spec = spec_of(read_json(folder / "config.json"))
     weights = Rounded(folder, torch.float32, CPU, spec.names.prefix)
     weights.tier = tier
-    decoder = Decoder(spec, weights, TensorParallel(), TorchAttention(BLOCK_SIZE, spec.head_dim, CPU))
+    decoder = Decoder(spec, weights, TensorParallel(), TorchAttention(BLOCK_SIZE, CPU))
     return logits_of(decoder, folder, windows, torch.float32)
 
 

@@ -43,7 +43,7 @@ def log_probabilities(folder: Path, ids: list[int]) -> torch.Tensor:
     """[num_tokens, vocab_size] of the model in `folder`, in float32."""
     spec = spec_of(read_json(folder / "config.json"))
     weights = Weights(folder, torch.float32, CPU, spec.names.prefix, is_shown=False)
-    decoder = Decoder(spec, weights, TensorParallel(), TorchAttention(BLOCK_SIZE, spec.head_dim, CPU))
+    decoder = Decoder(spec, weights, TensorParallel(), TorchAttention(BLOCK_SIZE, CPU))
     table = np.arange(1, 2 + len(ids) // BLOCK_SIZE, dtype=np.int32)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, 1, 0)
     cache = KVCache(spec, heads, len(table) + 1, BLOCK_SIZE, torch.float32, CPU)

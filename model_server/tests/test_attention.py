@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from funitel.model_server.attention import TorchAttention
+from funitel.model_server.attention import AttentionRule, TorchAttention
 from funitel.model_server.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.parallel import HeadSplit
@@ -63,8 +63,8 @@ def test_paged_equals_contiguous(seed: int, window: int | None, num_heads: int) 
         contexts.append(context)
     batch = ForwardBatch.build(spans, BLOCK, CPU)
     query = torch.randn(batch.num_tokens, num_heads, DIM, generator=torch.Generator().manual_seed(seed))
-    backend = TorchAttention(BLOCK, DIM, CPU)
-    found = backend.attend(query, cache, 0, backend.plan(batch), window)[batch.logit_indices]
+    backend = TorchAttention(BLOCK, CPU)
+    found = backend.attend(query, cache, 0, backend.plan(batch), AttentionRule(DIM**-0.5, window))[batch.logit_indices]
     mine = query[batch.logit_indices]
     at = 0
     for span, context in zip(spans, contexts, strict=True):
@@ -78,7 +78,7 @@ def test_decode_rows_of_like_context_share_a_group() -> None:
     table = np.arange(1, 30, dtype=np.int32)
     spans = [RowSpan([0], start, table) for start in (3, 100, 90, 4, 3)]
     batch = ForwardBatch.build(spans, BLOCK, CPU)
-    plan = TorchAttention(BLOCK, DIM, CPU).plan(batch)
+    plan = TorchAttention(BLOCK, CPU).plan(batch)
     assert batch.num_decode == 5
     assert [group.end - group.start for group in plan.groups] == [2, 1, 2]
     assert plan.chunks == ()

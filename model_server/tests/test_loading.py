@@ -28,8 +28,8 @@ def test_rotary_positions_are_stretched_as_the_settings_say(
         model_id=str(folder), device="cpu", num_threads=1, rope_scaling=scaling, rope_factor=factor
     )
     executor, _ = load(settings, folder)
-    assert executor.spec.rotary_scaling.kind == kind
-    assert executor.spec.rotary_scaling.factor == (factor or 1.0)
+    assert executor.spec.rotary.scaling.kind == kind
+    assert executor.spec.rotary.scaling.factor == (factor or 1.0)
     assert executor.spec.max_position_embeddings == context
 
 
@@ -37,7 +37,7 @@ def test_the_flag_replaces_what_the_checkpoint_says(tmp_path: Path) -> None:
     folder = save_tiny("llama3_rope", tmp_path)
     settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1, rope_factor=3.0)
     executor, _ = load(settings, folder)
-    assert (executor.spec.rotary_scaling.kind, executor.spec.rotary_scaling.factor) == ("linear", 3.0)
+    assert (executor.spec.rotary.scaling.kind, executor.spec.rotary.scaling.factor) == ("linear", 3.0)
 
 
 def test_a_model_without_rotary_positions_says_that_nothing_is_stretched(

@@ -285,6 +285,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "model_id": st.just("/models/it"),
     "revision": st.none() | TEXT,
     "cache_dir": st.none() | TEXT,
+    "model_spec": st.none() | TEXT,
     "sharded": st.just(True),
     "rank": st.integers(0, 3),
     "world_size": st.integers(4, 8),

@@ -58,7 +58,7 @@ def run(
     dtype = torch.float32
     if tier is None:
         weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
-        decoder = Decoder(spec, weights, parallel, TorchAttention(BLOCK_SIZE, spec.head_dim, CPU))
+        decoder = Decoder(spec, weights, parallel, TorchAttention(BLOCK_SIZE, CPU))
     else:
         decoder = fused_decoder(folder, tier, parallel)
         dtype = decoder.kv_dtype
@@ -103,7 +103,8 @@ def step_through(
             left = len(prompt) - done[i]
             if left:
                 count = min(chunk, left - num_decode) if left > num_decode else 1
-                spans.append(RowSpan(prompt[done[i] : done[i] + count], done[i], tables[i], "all"))
+                tokens = prompt[done[i] : done[i] + count]
+                spans.append(RowSpan(tokens, done[i], tables[i], "all", len(prompt) - num_decode))
                 owners.append(i)
         out = decoder(ForwardBatch.build(spans, cache.block_size, CPU), cache)
         at = 0

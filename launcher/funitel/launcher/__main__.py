@@ -54,7 +54,7 @@ def main() -> None:
     """Run the launcher, `funitel serve ...` as `funitel ...`; or one of the clients that `funitel NAME ...` names."""
     if sys.argv[1:2] == ["serve"]:
         del sys.argv[1]
-    elif sys.argv[1:2] and sys.argv[1] in CLIENTS:
+    elif sys.argv[1:2] and sys.argv[1] in (*CLIENTS, "spec"):
         run_client()
     app = typer.Typer(add_completion=False)
     environ = dict(os.environ)

@@ -61,6 +61,10 @@ class LauncherSettings:
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
     )
+    model_spec: str | None = _shard(
+        "model_spec",
+        "JSON file that describes the model, instead of what its architecture says; see docs/models.md.",
+    )
     rope_scaling: str | None = _shard(
         "rope_scaling",
         "How rotary positions are stretched, instead of as the checkpoint says; linear when only a factor is given.",

@@ -15,7 +15,13 @@ import typer
 
 from funitel.model_server import hub
 from funitel.model_server.pinning import pin
-from funitel.model_server.settings import DownloadSettings, KernelSettings, ModelServerSettings, QuantizeSettings
+from funitel.model_server.settings import (
+    DownloadSettings,
+    KernelSettings,
+    ModelServerSettings,
+    QuantizeSettings,
+    SpecSettings,
+)
 from funitel.proto import logs, tracing
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.locks import lock_of, remove_if_free
@@ -67,6 +73,21 @@ def bench_kernels(settings: KernelSettings) -> None:
     from funitel.model_server.cpu.measure import measure_kernels  # torch: seconds to import, not wanted for --help
 
     measure_kernels(settings)
+
+
+def spec(settings: SpecSettings) -> None:
+    """Print the spec of a model, or what does not fit it; then the exit code is 1."""
+    from funitel.model_server import spec_command  # torch: seconds to import, not wanted for --help
+
+    cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
+    folder = hub.resolve(settings.model_id, revision=settings.revision, cache_dir=cache_dir).folder
+    if settings.action == "show":
+        print(spec_command.show(folder, is_whole=settings.all_fields))
+        return
+    problems = spec_command.check(folder, settings.model_spec)
+    print("\n".join(problems) or f"ok: every tensor of {folder} is in the spec, with its shape")
+    if problems:
+        raise typer.Exit(1)
 
 
 def serve(settings: ModelServerSettings) -> None:
@@ -207,6 +228,15 @@ app.command("bench-kernels")(
         bench_kernels,
         {"model_id": "Model whose matrices are measured."},
         set_up=_log_as_measurement,
+    )
+)
+
+
+app.command("spec")(
+    as_command(
+        SpecSettings,
+        spec,
+        {"action": "show or check.", "model_id": "Model whose spec is shown or whose tensors are checked."},
     )
 )
 

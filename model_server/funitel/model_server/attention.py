@@ -22,11 +22,21 @@ class AttentionBackend(Protocol):
     def plan(self, batch: ForwardBatch) -> Any:
         """Prepare what every layer of a step shares."""
 
-    def attend(self, query: torch.Tensor, cache: KVCache, layer: int, plan: Any, window: int | None) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, cache: KVCache, layer: int, plan: Any, rule: "AttentionRule") -> torch.Tensor:
         """Attend queries [num_tokens, num_heads, head_dim] to the cache; same shape back.
 
-        Keys and values of the step's own tokens are already written. `window` is in tokens, None for full.
+        Keys and values of the step's own tokens are already written.
         """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionRule:
+    """How the heads of one layer attend. The slopes are the same in all layers of a model."""
+
+    scale: float  # of scores
+    window: int | None = None  # in tokens, None for full
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    slopes: torch.Tensor | None = None  # [num_heads]: scores grow by slope * (key's position - query's position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +74,8 @@ class TorchAttention:
 
     name = "paged"
 
-    def __init__(self, block_size: int, head_dim: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
-        self.scale = head_dim**-0.5
         self.device = device
 
     def plan(self, batch: ForwardBatch) -> TorchPlan:
@@ -99,15 +108,15 @@ class TorchAttention:
         return _DecodeGroup(start, start + len(rows), torch.from_numpy(blocks.ravel()).to(self.device), contexts)
 
     def attend(
-        self, query: torch.Tensor, cache: KVCache, layer: int, plan: TorchPlan, window: int | None
+        self, query: torch.Tensor, cache: KVCache, layer: int, plan: TorchPlan, rule: AttentionRule
     ) -> torch.Tensor:
         """See AttentionBackend."""
         out = torch.empty_like(query)
         keys, values = cache.keys[layer], cache.values[layer]
         for group in plan.groups:
-            self._attend_group(query, keys, values, group, window, out)
+            self._attend_group(query, keys, values, group, rule, out)
         for chunk in plan.chunks:
-            self._attend_chunk(query, keys, values, chunk, window, out)
+            self._attend_chunk(query, keys, values, chunk, rule, out)
         return out
 
     def _attend_group(
@@ -116,7 +125,7 @@ class TorchAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         group: _DecodeGroup,
-        window: int | None,
+        rule: AttentionRule,
         out: torch.Tensor,
     ) -> None:
         num_rows, num_kv, dim = group.end - group.start, keys.shape[2], keys.shape[3]
@@ -125,10 +134,14 @@ class TorchAttention:
         # The query heads that share a KV head stand in as queries of one head: no copy of K and V per query head.
         q = query[group.start : group.end].view(num_rows, num_kv, -1, dim)  # [rows, kv_heads, heads_per_kv, dim]
         slots = torch.arange(k.shape[2], device=self.device)
-        mask = slots < group.contexts
-        if window is not None:
-            mask &= slots >= group.contexts - window
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None], scale=self.scale)
+        is_seen = slots < group.contexts
+        if rule.window is not None:
+            is_seen &= slots >= group.contexts - rule.window
+        mask = is_seen[:, None, None]  # [rows, 1, 1, slots]
+        if rule.slopes is not None:
+            distances = (slots - group.contexts + 1)[:, None, None]
+            mask = (rule.slopes.view(num_kv, -1, 1) * distances).masked_fill_(~mask, -torch.inf).to(q.dtype)
+        attended = _attend(q, k, v, mask, rule)
         out[group.start : group.end] = attended.reshape(num_rows, -1, dim)
 
     def _attend_chunk(
@@ -137,28 +150,51 @@ class TorchAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         chunk: _Chunk,
-        window: int | None,
+        rule: AttentionRule,
         out: torch.Tensor,
     ) -> None:
         num_kv, dim = keys.shape[2], keys.shape[3]
         k = keys.index_select(0, chunk.blocks).view(-1, num_kv, dim)[: chunk.context].transpose(0, 1)[None]
         v = values.index_select(0, chunk.blocks).view(-1, num_kv, dim)[: chunk.context].transpose(0, 1)[None]
         q = query[chunk.start : chunk.end].transpose(0, 1)[None]  # [1, num_heads, chunk, dim]
-        is_fresh = chunk.first_position == 0 and window is None
-        mask = None if is_fresh else self._chunk_mask(chunk, window, q.dtype)
-        attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=is_fresh, scale=self.scale, enable_gqa=q.shape[1] != num_kv
-        )
+        is_plain = rule.window is None and rule.softcap is None and rule.slopes is None
+        if chunk.first_position == 0 and is_plain:
+            attended = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=rule.scale, enable_gqa=q.shape[1] != num_kv
+            )
+        else:
+            attended = _attend(q, k, v, self._chunk_mask(chunk, rule, q.dtype), rule)
         out[chunk.start : chunk.end] = attended[0].transpose(0, 1)
 
-    def _chunk_mask(self, chunk: _Chunk, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """What each token of the chunk sees of the context: [chunk, context], 0 or -inf to be added."""
+    def _chunk_mask(self, chunk: _Chunk, rule: AttentionRule, dtype: torch.dtype) -> torch.Tensor:
+        """What is added to the scores of the chunk's tokens: [chunk, context], with slopes [num_heads, chunk, context].
+
+        -inf hides.
+        """
+        window = rule.window
         if window not in chunk.masks:
             own = torch.arange(chunk.first_position, chunk.context, device=self.device)[:, None]
             seen = torch.arange(chunk.context, device=self.device)
             is_hidden = seen > own
             if window is not None:
                 is_hidden |= seen <= own - window
-            mask = torch.zeros(is_hidden.shape, dtype=dtype, device=self.device)
-            chunk.masks[window] = mask.masked_fill_(is_hidden, -torch.inf)
+            mask = torch.zeros(is_hidden.shape, device=self.device)
+            if rule.slopes is not None:
+                mask = rule.slopes.view(-1, 1, 1) * (seen - own)
+            chunk.masks[window] = mask.masked_fill_(is_hidden, -torch.inf).to(dtype)
         return chunk.masks[window]
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, rule: AttentionRule
+) -> torch.Tensor:
+    """Attend queries [rows, num_heads, tokens, head_dim]; `mask` is added to scores, or says which of them count."""
+    group = query.shape[1] // keys.shape[1]
+    if rule.softcap is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, scale=rule.scale, enable_gqa=group != 1
+        )
+    keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
+    scores = rule.softcap * torch.tanh(query @ keys.transpose(-1, -2) * (rule.scale / rule.softcap))
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
+    return scores.softmax(dim=-1) @ values

@@ -14,13 +14,15 @@ class RowSpan:
     """What one row computes in a step.
 
     `tokens` are the known tokens to compute, the first at position `start`; `block_table` covers at least
-    start + len(tokens) tokens. `logits` says which of them need logits: "none", "last" or "all".
+    start + len(tokens) tokens. `logits` says which of them need logits: "none", "last" or "all". `prompt_len` is that
+    of the sequence, 0 where it does not matter.
     """
 
     tokens: Sequence[int]
     start: int
     block_table: np.ndarray  # [num_blocks] int32
     logits: str = "last"
+    prompt_len: int = 0
 
     @property
     def end(self) -> int:
@@ -72,6 +74,12 @@ class ForwardBatch:
     def num_tokens(self) -> int:
         """Tokens in this forward."""
         return self.input_ids.shape[0]
+
+    def reaches(self) -> torch.Tensor:
+        """How many tokens each token's sequence is known to have: those of its prompt, and those up to itself."""
+        prompts = [np.full(len(row.tokens), row.prompt_len) for row in self.rows]
+        known = torch.from_numpy(np.concatenate(prompts)).to(self.positions.device)
+        return torch.maximum(known, self.positions + 1)
 
 
 def _logit_indices(span: RowSpan, first: int) -> np.ndarray:

@@ -1,27 +1,31 @@
 """One dense decoder for every ModelSpec: embedding, layers of attention and MLP, final norm, head."""
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
-from funitel.model_server.attention import AttentionBackend
+from funitel.model_server.attention import AttentionBackend, AttentionRule
 from funitel.model_server.batch import ForwardBatch
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.layers import (
     ACTIVATIONS,
     ColumnLinear,
+    HeadNorm,
+    Matmul,
     NormLayer,
-    Rotary,
     RowLinear,
     VocabEmbedding,
     VocabHead,
+    mlp_parts,
     qkv_parts,
 )
 from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.spec import ModelSpec, Position
+from funitel.model_server.positions import Rotary, Turn, alibi_slopes, sinusoids
+from funitel.model_server.spec import ModelSpec, NormPlacement, Position, QkNorm, RotarySpec
 from funitel.model_server.weights import Weights
 
-Angles = tuple[torch.Tensor, torch.Tensor] | None
+Turns = Mapping[RotarySpec, Turn]  # of one step, for each kind of rotary positions in the model
 
 
 class Forward(Protocol):
@@ -40,36 +44,78 @@ class Decoder:
         names = spec.names
         self.spec = spec
         self.attention = attention
-        self.embedding = VocabEmbedding(spec, weights, weights.prefix + names.embedding, parallel)
-        self.positions: torch.Tensor | None = None
-        self.rotary: Rotary | None = None
-        if spec.position is Position.LEARNED:
-            shape = [spec.max_position_embeddings, spec.hidden_size]
-            self.positions = weights.read(f"{weights.prefix}{names.positions}.weight", shape)
-        else:
-            self.rotary = Rotary(spec.head_dim, spec.rotary_base, spec.rotary_scaling, weights.device)
+        self.entrance = Entrance(spec, weights, parallel)
         self.layers = [Layer(spec, weights, parallel, attention, i) for i in range(spec.num_layers)]
-        self.final_norm = NormLayer(spec, weights, weights.prefix + names.final_norm, spec.hidden_size)
-        self.head = VocabHead(spec, weights, names.head, self.embedding, parallel)
+        self.final_norm: NormLayer | None = None
+        if names.final_norm:
+            self.final_norm = NormLayer(spec, weights, weights.prefix + names.final_norm, spec.hidden_size)
+        self.narrow: Matmul | None = None
+        if names.embedding_out:
+            name = weights.prefix + names.embedding_out
+            self.narrow = Matmul(weights.read_linear(name, spec.table_size, spec.hidden_size))
+        self.head = VocabHead(spec, weights, names.head, self.entrance.embedding, parallel)
         tied = (rf"^{names.head}\.weight$",) if spec.is_tied else ()
         weights.finish(names.ignored + tied)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
-        x = self.embedding(batch.input_ids)  # [num_tokens, hidden_size]
-        if self.positions is not None:
-            x = x + self.positions[batch.positions]
-        angles = self.rotary.angles(batch.positions, x.dtype) if self.rotary is not None else None
+        x = self.entrance(batch)  # [num_tokens, hidden_size]
+        turns = self.entrance.turns(batch, x.dtype)
         plan = self.attention.plan(batch)
         for layer in self.layers:
-            x = layer(x, batch, cache, plan, angles)
+            x = layer(x, batch, cache, plan, turns)
         if batch.logit_indices.numel() == 0:
             return None
-        return self.head(self.final_norm(x[batch.logit_indices]))
+        x = x[batch.logit_indices]
+        x = x if self.final_norm is None else self.final_norm(x)
+        return self.head(x if self.narrow is None else self.narrow(x))
+
+
+class Entrance:
+    """Tokens and positions -> the hidden states that enter the first layer, and the turns that all layers share."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> None:
+        names, prefix = spec.names, weights.prefix
+        self.spec = spec
+        self.embedding = VocabEmbedding(spec, weights, prefix + names.embedding, parallel)
+        self.norm: NormLayer | None = None
+        if names.embedding_norm:
+            self.norm = NormLayer(spec, weights, prefix + names.embedding_norm, spec.table_size)
+        self.widen: Matmul | None = None
+        if names.embedding_in:
+            self.widen = Matmul(weights.read_linear(prefix + names.embedding_in, spec.hidden_size, spec.table_size))
+        self.positions: torch.Tensor | None = None
+        if spec.position is Position.LEARNED:
+            shape = [spec.max_position_embeddings + spec.position_offset, spec.hidden_size]
+            self.positions = weights.read(f"{prefix}{names.positions}.weight", shape)
+        specs = {spec.rotary_of(i) for i in range(spec.num_layers)} - {None}
+        self.rotaries = [Rotary(each, spec.head_dim, weights.device) for each in specs if each is not None]
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size]."""
+        spec = self.spec
+        x = self.embedding(batch.input_ids)
+        if spec.embedding_scale != 1.0:
+            x = x * spec.embedding_scale
+        x = x if self.norm is None else self.norm(x)
+        x = x if self.widen is None else self.widen(x)
+        places = batch.positions + spec.position_offset
+        if self.positions is not None:
+            return x + self.positions[places]
+        if spec.position is Position.SINUSOIDAL:
+            return x + sinusoids(places, spec.hidden_size).to(x.dtype)
+        return x
+
+    def turns(self, batch: ForwardBatch, dtype: torch.dtype) -> Turns:
+        """How this step's queries and keys are rotated."""
+        return {
+            rotary.spec: rotary.turn(batch.positions, batch.reaches() if rotary.needs_reaches else None, dtype)
+            for rotary in self.rotaries
+        }
 
 
 class Layer:
-    """Attention and MLP, each behind a norm and added to the residual."""
+    """Attention and MLP, each normalised where the spec says and added to the residual."""
 
     def __init__(
         self,
@@ -79,26 +125,56 @@ class Layer:
         attention: AttentionBackend,
         index: int,
     ) -> None:
-        prefix = weights.prefix
-
-        def norm(template: str) -> NormLayer:
-            return NormLayer(spec, weights, prefix + template.format(i=index), spec.hidden_size)
-
-        self.attention_norm = norm(spec.names.attention_norm)
+        names = spec.names
+        self.is_parallel = spec.is_parallel
         self.attention = Attention(spec, weights, parallel, attention, index)
-        self.mlp_norm = norm(spec.names.mlp_norm)
         self.mlp = Mlp(spec, weights, parallel, index)
+        self.attention_frame = Frame(spec, weights, names.attention_norm, names.attention_post_norm, index)
+        self.mlp_frame = Frame(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
 
     def __call__(
-        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, angles: Angles
+        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, turns: Turns
     ) -> torch.Tensor:
         """One layer over hidden states [num_tokens, hidden_size]."""
-        x = x + self.attention(self.attention_norm(x), batch, cache, plan, angles)
-        return x + self.mlp(self.mlp_norm(x))
+        normed = self.attention_frame.enter(x)
+        attended = self.attention(normed, batch, cache, plan, turns)
+        if self.is_parallel:
+            shared = normed if self.mlp_frame.before is None else self.mlp_frame.enter(x)
+            return self.mlp_frame.leave(x, attended + self.mlp(shared))
+        x = self.attention_frame.leave(x, attended)
+        return self.mlp_frame.leave(x, self.mlp(self.mlp_frame.enter(x)))
+
+
+class Frame:
+    """The norms around one block, and its way back into the residual."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, before: str, after: str, index: int) -> None:
+        def norm(template: str) -> NormLayer:
+            return NormLayer(spec, weights, weights.prefix + template.format(i=index), spec.hidden_size)
+
+        placement = spec.norm_placement
+        has_before = placement in (NormPlacement.PRE, NormPlacement.BOTH) and before
+        self.before = norm(before) if has_before else None
+        self.after = norm(after) if placement is not NormPlacement.PRE else None
+        self.is_last = placement is NormPlacement.AFTER  # the norm comes after the sum
+        self.scale = spec.residual_scale
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """What the block reads."""
+        return x if self.before is None else self.before(x)
+
+    def leave(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """The residual `x` with the block's `result`."""
+        if self.after is not None and not self.is_last:
+            result = self.after(result)
+        if self.scale != 1.0:
+            result = result * self.scale
+        x = x + result
+        return self.after(x) if self.after is not None and self.is_last else x
 
 
 class Attention:
-    """Packed QKV, optional norms of queries and keys, rotary, the cache, and the output projection."""
+    """Packed QKV, optional norms of queries and keys, positions, the cache, and the output projection."""
 
     def __init__(
         self,
@@ -109,13 +185,15 @@ class Attention:
         index: int,
     ) -> None:
         def name(template: str) -> str:
-            return weights.prefix + template.format(i=index)
+            return weights.prefix + template.format(i=index, j="{j}")
 
         names, dim = spec.names, spec.head_dim
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         self.index = index
         self.backend = backend
-        self.window = spec.window(index)
+        self.rule = _rule(spec, heads, index, weights.device)
+        self.rotary = spec.rotary_of(index)
+        self.clip = spec.qkv_clip
         self.num_heads, self.num_kv_heads, self.head_dim = heads.num_heads, heads.num_kv_heads, dim
         self.qkv = ColumnLinear(
             weights,
@@ -124,8 +202,14 @@ class Attention:
             has_bias=spec.has_qkv_bias,
             is_transposed=names.is_transposed,
         )
-        self.q_norm = NormLayer(spec, weights, name(names.q_norm), dim) if spec.has_qk_norm else None
-        self.k_norm = NormLayer(spec, weights, name(names.k_norm), dim) if spec.has_qk_norm else None
+        self.norms: tuple[HeadNorm, HeadNorm] | None = None
+        if spec.qk_norm is not QkNorm.NONE:
+            holders = HeadSplit.num_holders(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+            q, kv = (heads.q_start, heads.q_end), (heads.kv_start, heads.kv_end)
+            self.norms = (
+                HeadNorm(spec, weights, name(names.q_norm), spec.num_heads, q, parallel, 1),
+                HeadNorm(spec, weights, name(names.k_norm), spec.num_kv_heads, kv, parallel, holders),
+            )
         self.out = RowLinear(
             weights,
             name(names.out),
@@ -138,41 +222,55 @@ class Attention:
         )
 
     def __call__(
-        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, angles: Angles
+        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, turns: Turns
     ) -> torch.Tensor:
         """Attend tokens [num_tokens, hidden_size] to the cache, their own keys and values included."""
         num_qk = self.num_heads + self.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, head_dim]
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
         qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
-        if self.q_norm is not None and self.k_norm is not None:
-            qk = torch.cat((self.q_norm(qk[:, : self.num_heads]), self.k_norm(qk[:, self.num_heads :])), dim=1)
-        if angles is not None:
-            qk = Rotary.rotate(qk, *angles)
+        if self.norms is not None:
+            q_norm, k_norm = self.norms
+            qk = torch.cat((q_norm(qk[:, : self.num_heads]), k_norm(qk[:, self.num_heads :])), dim=1)
+        if self.rotary is not None:
+            qk = turns[self.rotary](qk)
         cache.write(self.index, batch.slots, qk[:, self.num_heads :], v)
         q = qk[:, : self.num_heads].contiguous()
-        attended = self.backend.attend(q, cache, self.index, plan, self.window)
+        attended = self.backend.attend(q, cache, self.index, plan, self.rule)
         return self.out(attended.view(x.shape[0], -1))
+
+
+def _rule(spec: ModelSpec, heads: HeadSplit, index: int, device: torch.device) -> AttentionRule:
+    slopes = None
+    if spec.position is Position.ALIBI:
+        every = alibi_slopes(spec.num_heads, spec.alibi_bias_max) * spec.alibi_scale
+        slopes = every[heads.q_start : heads.q_end].to(device)
+    scale = spec.score_scale / (index + 1) if spec.is_scaled_by_layer else spec.score_scale
+    return AttentionRule(scale, spec.window(index), spec.attention_softcap, slopes)
 
 
 class Mlp:
     """Gated or plain MLP; hidden units are split between ranks."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:
+        def name(template: str) -> str:
+            return weights.prefix + template.format(i=index)
+
         names, units = spec.names, spec.intermediate_size
         mine = parallel.split(units)
-        inputs = (names.gate, names.up) if spec.is_gated else (names.up,)
         self.is_gated = spec.is_gated
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation: Callable[[torch.Tensor], torch.Tensor] = ACTIVATIONS[spec.activation]
         self.up = ColumnLinear(
             weights,
-            [(weights.prefix + template.format(i=index), units, mine) for template in inputs],
+            mlp_parts(spec, mine, name),
             spec.hidden_size,
             has_bias=spec.has_mlp_bias,
             is_transposed=names.is_transposed,
         )
         self.down = RowLinear(
             weights,
-            weights.prefix + names.down.format(i=index),
+            name(names.down),
             spec.hidden_size,
             units,
             mine,

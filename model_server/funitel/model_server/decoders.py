@@ -12,6 +12,7 @@ import torch
 from funitel.model_server.attention import TorchAttention
 from funitel.model_server.cpu import decoder as fused
 from funitel.model_server.cpu.build import CannotBuild, build
+from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.ranks import SharedMemoryRanks
@@ -59,7 +60,7 @@ class Loaded:
 
 def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> Loaded:
     """The readable decoder: every device, every spec, in the precision of `weights`."""
-    attention = TorchAttention(settings.block_size, spec.head_dim, weights.device)
+    attention = TorchAttention(settings.block_size, weights.device)
     decoder = Decoder(spec, weights, parallel, attention)
     return Loaded(
         name="torch",
@@ -80,7 +81,7 @@ def load_fused(
     Raises:
         SettingsError: --quantize asks for a tier that only the fused step has.
     """
-    library, reason = None, fused.missing(spec)
+    library, reason = None, missing(spec)
     if reason is None:
         try:
             cache_dir = Path(settings.cache_dir) if settings.cache_dir else DEFAULT_CACHE_DIR

@@ -479,7 +479,8 @@ class Executor:
         wanted = "last" if count == row.num_pending else "none"
         if row.owes_prompt_logprobs:
             wanted = "all"
-        return RowSpan(row.tokens[row.num_cached : end], row.num_cached, self._table.block_table(row), wanted)
+        tokens, table = row.tokens[row.num_cached : end], self._table.block_table(row)
+        return RowSpan(tokens, row.num_cached, table, wanted, row.prompt_len)
 
     def _agree(self, due: Sequence[Row], following: list[list[SampledToken]]) -> list[list[SampledToken]]:
         """Give every rank what rank 0 chose, and the log-probabilities of prompts that are complete."""

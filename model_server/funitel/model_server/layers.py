@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.spec import Activation, ModelSpec, Norm, RotaryScaling
+from funitel.model_server.spec import Activation, ModelSpec, Norm, QkNorm, QkvLayout
 from funitel.model_server.storage import Range
 from funitel.model_server.weights import Weights
 
@@ -15,7 +15,11 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU: F.gelu,
     Activation.GELU_TANH: lambda x: F.gelu(x, approximate="tanh"),
     Activation.RELU: F.relu,
+    Activation.QUICK_GELU: lambda x: x * torch.sigmoid(1.702 * x),
+    Activation.RELU_SQUARED: lambda x: F.relu(x).square(),
 }
+
+Part = tuple[str, int, Range]  # checkpoint name, outputs of the whole layer, this rank's rows
 
 
 class Matmul:
@@ -54,19 +58,75 @@ class Matmul:
 
 
 class NormLayer:
-    """RMS or layer norm over the last dimension."""
+    """RMS or layer norm over the last dimension; nothing at all where the spec has no norms."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, name: str, size: int) -> None:
+        self.kind = spec.norm
         self.size = (size,)
         self.eps = spec.norm_eps
-        self.weight = weights.read(f"{name}.weight", [size])
-        self.bias = weights.read(f"{name}.bias", [size]) if spec.norm is Norm.LAYER else None
-        self.is_rms = spec.norm is Norm.RMS
+        has_norm = spec.norm is not Norm.NONE
+        self.weight: torch.Tensor | None = None
+        if has_norm and spec.has_norm_weight:
+            self.weight = weights.read(f"{name}.weight", [size]) + spec.norm_offset
+        self.bias = weights.read(f"{name}.bias", [size]) if has_norm and spec.has_norm_bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.is_rms:
-            return F.rms_norm(x, self.size, self.weight, self.eps)
-        return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
+        if self.kind is Norm.RMS:
+            x = F.rms_norm(x, self.size, self.weight, self.eps)
+            return x if self.bias is None else x + self.bias
+        if self.kind is Norm.LAYER:
+            return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
+        return x
+
+
+class HeadNorm:
+    """Norm of this rank's query or key heads [num_tokens, heads, head_dim], `mine` of `num_heads` in all.
+
+    `num_holders` is how many ranks hold each of these heads.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        name: str,
+        num_heads: int,
+        mine: Range,
+        parallel: TensorParallel,
+        num_holders: int,
+    ) -> None:
+        self.kind, self.norm, self.eps = spec.qk_norm, spec.norm, spec.norm_eps
+        self.parallel = parallel
+        self.num_holders = num_holders
+        self.num_elements = num_heads * spec.head_dim
+
+        def read(part: str) -> torch.Tensor:
+            dim = spec.head_dim
+            if self.kind is QkNorm.HEAD:
+                return weights.read(f"{name}.{part}", [dim])
+            if self.kind is QkNorm.WHOLE:
+                rows = mine[0] * dim, mine[1] * dim
+                return weights.read(f"{name}.{part}", [num_heads * dim], rows=rows).view(-1, dim)
+            if "{j}" in name:
+                every = [weights.read(f"{name.format(j=j)}.{part}", [dim]) for j in range(num_heads)]
+                return torch.stack(every[mine[0] : mine[1]])
+            return weights.read(f"{name}.{part}", [num_heads, dim], rows=mine)
+
+        self.weight = read("weight") + spec.norm_offset  # [head_dim] or [heads, head_dim]
+        self.bias = read("bias") if spec.has_qk_norm_bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[-1:]
+        if self.kind is QkNorm.HEAD and self.norm is Norm.RMS:
+            x = F.rms_norm(x, size, self.weight, self.eps)
+        elif self.kind is QkNorm.WHOLE:
+            squares = x.float().square().sum(dim=(1, 2), keepdim=True) / self.num_holders
+            mean = self.parallel.all_reduce(squares) / self.num_elements
+            x = (x * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
+        else:
+            plain = F.rms_norm if self.norm is Norm.RMS else F.layer_norm
+            x = plain(x, size, eps=self.eps) * self.weight
+        return x if self.bias is None else x + self.bias
 
 
 class ColumnLinear:
@@ -79,7 +139,7 @@ class ColumnLinear:
     def __init__(
         self,
         weights: Weights,
-        parts: Sequence[tuple[str, int, Range]],
+        parts: Sequence[Part],
         num_inputs: int,
         *,
         has_bias: bool,
@@ -127,7 +187,7 @@ class VocabEmbedding:
     def __init__(self, spec: ModelSpec, weights: Weights, name: str, parallel: TensorParallel) -> None:
         self.parallel = parallel
         self.start, self.end = parallel.split(spec.vocab_size)
-        self.weight = weights.read(f"{name}.weight", [spec.vocab_size, spec.hidden_size], rows=(self.start, self.end))
+        self.weight = weights.read(f"{name}.weight", [spec.vocab_size, spec.table_size], rows=(self.start, self.end))
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.parallel.size == 1:
@@ -150,60 +210,64 @@ class VocabHead:
     ) -> None:
         self.parallel = parallel
         self.vocab_size = spec.vocab_size
-        shape, rows = [spec.vocab_size, spec.hidden_size], (embedding.start, embedding.end)
+        self.scale, self.softcap = spec.logit_scale, spec.logit_softcap
+        shape, rows = [spec.vocab_size, spec.table_size], (embedding.start, embedding.end)
         weight = embedding.weight if spec.is_tied else weights.read(f"{name}.weight", shape, rows=rows)
-        self.matmul = Matmul(weight)
-        if spec.is_tied and self.matmul.is_packed:
-            weights.count_copy(weight, spec.vocab_size * spec.hidden_size)
+        if spec.is_head_normalized:
+            weight = F.normalize(weight)
+        bias = weights.read(f"{name}.bias", [spec.vocab_size], rows=rows) if spec.has_head_bias else None
+        self.matmul = Matmul(weight, bias)
+        if spec.is_tied and (self.matmul.is_packed or spec.is_head_normalized):
+            weights.count_copy(weight, spec.vocab_size * spec.table_size)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits [rows, vocab_size] in float32 on rank 0; None on the others."""
-        return self.parallel.gather_columns(self.matmul(hidden).float(), self.vocab_size)
+        logits = self.matmul(hidden).float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return self.parallel.gather_columns(logits, self.vocab_size)
 
 
-class Rotary:
-    """Rotary position embedding in the half-split layout. Source: RoFormer, arXiv 2104.09864."""
-
-    def __init__(self, head_dim: int, base: float, scaling: RotaryScaling, device: torch.device) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        self.frequencies = _scaled(1.0 / base**exponents, scaling).to(device)  # [head_dim / 2]
-
-    def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine, each [num_tokens, 1, head_dim / 2]."""
-        angles = (positions.float()[:, None] * self.frequencies)[:, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
-
-    @staticmethod
-    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate heads [num_tokens, num_heads, head_dim]."""
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
-def _scaled(frequencies: torch.Tensor, scaling: RotaryScaling) -> torch.Tensor:
-    """Stretch rotary frequencies for a longer context. Source: the `rope_type` definitions of Llama 3.1."""
-    if scaling.kind == "default":
-        return frequencies
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    turns = scaling.original_max_position * frequencies / (2 * torch.pi)  # full turns over the trained context
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    share = ((turns - scaling.low_freq_factor) / span).clamp(0, 1)  # 1: fast frequencies stay as they are
-    return frequencies * share + frequencies / scaling.factor * (1 - share)
-
-
-def qkv_parts(spec: ModelSpec, heads: HeadSplit, name: Callable[[str], str]) -> list[tuple[str, int, Range]]:
-    """Checkpoint rows of this rank's query, key and value heads, from one packed or three tensors."""
+def qkv_parts(spec: ModelSpec, heads: HeadSplit, name: Callable[[str], str]) -> list[Part]:
+    """Checkpoint rows of this rank's query, key and value heads, in this order, from one packed or three tensors."""
     dim = spec.head_dim
     num_q, num_kv = spec.num_heads * dim, spec.num_kv_heads * dim
     q = (heads.q_start * dim, heads.q_end * dim)
     kv = (heads.kv_start * dim, heads.kv_end * dim)
-    if spec.names.qkv:
-        packed, total = name(spec.names.qkv), num_q + 2 * num_kv
-        starts = ((0, q), (num_q, kv), (num_q + num_kv, kv))
-        return [(packed, total, (start + a, start + b)) for start, (a, b) in starts]
-    return [
-        (name(spec.names.q), num_q, q),
-        (name(spec.names.k), num_kv, kv),
-        (name(spec.names.v), num_kv, kv),
-    ]
+    if not spec.names.qkv:
+        return [
+            (name(spec.names.q), num_q, q),
+            (name(spec.names.k), num_kv, kv),
+            (name(spec.names.v), num_kv, kv),
+        ]
+    packed, total = name(spec.names.qkv), num_q + 2 * num_kv
+    if spec.qkv_layout is QkvLayout.GROUPED:
+        return [(packed, total, rows) for rows in _grouped_rows(spec, heads)]
+    starts = ((0, q), (num_q, kv), (num_q + num_kv, kv))
+    return [(packed, total, (start + a, start + b)) for start, (a, b) in starts]
+
+
+def _grouped_rows(spec: ModelSpec, heads: HeadSplit) -> list[Range]:
+    """Rows of a tensor in which each KV head's queries, key and value lie together: queries, then keys, then values."""
+    dim, group = spec.head_dim, spec.num_heads // spec.num_kv_heads
+    mine = range(heads.kv_start, heads.kv_end)
+
+    def place(kv_head: int, start: int, end: int) -> Range:
+        first = kv_head * (group + 2)
+        return (first + start) * dim, (first + end) * dim
+
+    queries = [place(kv, max(heads.q_start - kv * group, 0), min(heads.q_end - kv * group, group)) for kv in mine]
+    keys, values = ([place(kv, group + i, group + i + 1) for kv in mine] for i in range(2))
+    return queries + keys + values
+
+
+def mlp_parts(spec: ModelSpec, mine: Range, name: Callable[[str], str]) -> list[Part]:
+    """Checkpoint rows of this rank's hidden units of an MLP: the gate's first, where there is one."""
+    units = spec.intermediate_size
+    if spec.names.gate_up and spec.is_gated:
+        packed = name(spec.names.gate_up)
+        return [(packed, 2 * units, mine), (packed, 2 * units, (units + mine[0], units + mine[1]))]
+    inputs = (spec.names.gate, spec.names.up) if spec.is_gated else (spec.names.up,)
+    return [(name(template), units, mine) for template in inputs]

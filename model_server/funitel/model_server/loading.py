@@ -12,12 +12,12 @@ from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.tiers import MADE, choose_tier
 from funitel.model_server.decoders import Loaded, load_fused, load_torch
 from funitel.model_server.executor import Executor, ExecutorOptions
-from funitel.model_server.families import spec_of
 from funitel.model_server.hub import is_outdated
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.quantization import check_flag
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec import ModelSpec, Position
+from funitel.model_server.spec_command import choose_spec
 from funitel.model_server.text import TextCodec
 from funitel.model_server.watermark import Watermark
 from funitel.model_server.weights import Weights
@@ -35,7 +35,7 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     """
     device = choose_device(settings.device, settings.rank)
     set_threads(settings.num_threads)
-    spec = _stretched(spec_of(read_json(folder / "config.json")), settings)
+    spec = _stretched(choose_spec(settings.model_spec, folder), settings)
     HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)  # refuses too many ranks
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
     tier = None

@@ -61,6 +61,12 @@ class HeadSplit:
                 return cls(kv_head * group + start, kv_head * group + end, kv_head, kv_head + 1)
         raise AssertionError("every rank below size has a KV head")
 
+    @classmethod
+    def num_holders(cls, num_heads: int, num_kv_heads: int, size: int, rank: int) -> int:
+        """How many ranks hold the KV heads of a rank."""
+        firsts = [cls.of(num_heads, num_kv_heads, size, each).kv_start for each in range(size)]
+        return firsts.count(firsts[rank])
+
 
 class TensorParallel:
     """One rank's view of its group. All ranks call the same methods in the same order."""

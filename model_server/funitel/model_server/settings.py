@@ -126,6 +126,30 @@ class KernelSettings:
         )
 
 
+SPEC_ACTIONS = ("show", "check")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecSettings:
+    """Print the spec of a model as JSON, or check a spec against a model's tensors; see docs/models.md."""
+
+    action: str
+    model_id: str
+    revision: str | None = setting(None, "Hub revision.")
+    cache_dir: str | None = setting(
+        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+    )
+    model_spec: str | None = setting(None, "check: JSON file to check, instead of the model's own spec.", env=None)
+    all_fields: bool = setting(False, "show: print every field, those with their defaults too.", env=None)
+
+    def __post_init__(self) -> None:
+        require(
+            self.action in SPEC_ACTIONS, f"spec must be followed by {' or '.join(SPEC_ACTIONS)}, given {self.action!r}"
+        )
+        require(self.model_spec is None or self.action == "check", "--model-spec is for spec check, not spec show")
+        require(not self.all_fields or self.action == "show", "--all-fields is for spec show, not spec check")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelServerSettings:
     """Serve one tensor-parallel rank of a model over gRPC."""
@@ -134,6 +158,9 @@ class ModelServerSettings:
     revision: str | None = setting(None, "Hub revision.")
     cache_dir: str | None = setting(
         None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+    )
+    model_spec: str | None = setting(
+        None, "JSON file that describes the model, instead of what its architecture says; see docs/models.md."
     )
     sharded: bool = setting(False, "Join the other ranks through torch.distributed.", env=None)
     rank: int = setting(0, "Tensor-parallel rank of this shard.")

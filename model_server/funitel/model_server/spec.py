@@ -1,6 +1,7 @@
 """A model as data: one choice for each building block, and how its checkpoint names the tensors.
 
-`families` maps a Hugging Face `config.json` to a ModelSpec; `decoder` runs any of them. No torch here.
+`families` maps a Hugging Face `config.json` to a ModelSpec, `spec_file` reads one that a user wrote; `decoder` runs any
+of them. No torch here.
 """
 
 from dataclasses import dataclass, field, replace
@@ -8,10 +9,29 @@ from enum import StrEnum
 
 
 class Norm(StrEnum):
-    """Normalisation before each block."""
+    """What normalises hidden states."""
 
     RMS = "rms"
     LAYER = "layer"
+    NONE = "none"
+
+
+class NormPlacement(StrEnum):
+    """Where a block `f` is normalised, and what is added to the residual stream `x`."""
+
+    PRE = "pre"  # x + f(norm(x))
+    POST = "post"  # x + norm(f(x))
+    BOTH = "both"  # x + post_norm(f(norm(x)))
+    AFTER = "after"  # norm(x + f(x))
+
+
+class QkNorm(StrEnum):
+    """What normalises queries and keys before they are rotated."""
+
+    NONE = "none"
+    HEAD = "head"  # each head by the same weights [head_dim]
+    EACH = "each"  # each head by weights of its own [heads, head_dim]
+    WHOLE = "whole"  # all heads together, by weights [heads * head_dim]
 
 
 class Activation(StrEnum):
@@ -21,6 +41,8 @@ class Activation(StrEnum):
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     RELU = "relu"
+    QUICK_GELU = "quick_gelu"  # x * sigmoid(1.702 x)
+    RELU_SQUARED = "relu_squared"
 
 
 class Position(StrEnum):
@@ -28,27 +50,64 @@ class Position(StrEnum):
 
     ROTARY = "rotary"
     LEARNED = "learned"
+    SINUSOIDAL = "sinusoidal"  # sines in the first half of the vector, cosines in the second
+    ALIBI = "alibi"  # a bias on scores that grows with distance
+    NONE = "none"
+
+
+class QkvLayout(StrEnum):
+    """How the rows of a packed `qkv` tensor lie."""
+
+    STACKED = "stacked"  # all query heads, all key heads, all value heads
+    GROUPED = "grouped"  # for each KV head: its query heads, its key, its value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryScaling:
     """How rotary frequencies are stretched beyond the trained context (`rope_type` of the checkpoint)."""
 
-    kind: str = "default"  # "default", "linear", "llama3"
+    kind: str = "default"  # one of ROTARY_KINDS
     factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position: int = 8192  # tokens of the trained context
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    is_truncated: bool = True  # yarn: whole dimensions as bounds
+    amplitude: float = 1.0  # multiplies cosines and sines
+    short_factors: tuple[float, ...] = ()  # longrope: a divisor for each frequency, within the trained context
+    long_factors: tuple[float, ...] = ()  # longrope: beyond it
+
+
+ROTARY_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotarySpec:
+    """Rotary positions of a layer."""
+
+    base: float = 10000.0
+    dims: int | None = None  # leading elements of a head that turn; None: all of them
+    is_interleaved: bool = False  # pairs are neighbours, instead of element i with element i + dims / 2
+    scaling: RotaryScaling = field(default_factory=RotaryScaling)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
-    """Checkpoint names; `{i}` is the layer. Give either `q`, `k`, `v` or the packed `qkv`; `up` may stand alone."""
+    """Checkpoint names without `.weight`; `{i}` is the layer, `{j}` a head or an expert.
+
+    Give either `q`, `k`, `v` or the packed `qkv`; either `gate` and `up`, or `gate_up` with the gate's rows first; `up`
+    alone where the MLP is not gated. An empty name means that the model has no such tensor.
+    """
 
     prefix: str = "model."
     embedding: str = "embed_tokens"
+    embedding_norm: str = ""
+    embedding_in: str = ""  # linear layer behind embeddings that are smaller than the hidden states
+    embedding_out: str = ""  # its counterpart before the head
     positions: str = ""
     attention_norm: str = "layers.{i}.input_layernorm"
+    attention_post_norm: str = ""
     q: str = "layers.{i}.self_attn.q_proj"
     k: str = "layers.{i}.self_attn.k_proj"
     v: str = "layers.{i}.self_attn.v_proj"
@@ -56,9 +115,11 @@ class TensorNames:
     q_norm: str = "layers.{i}.self_attn.q_norm"
     k_norm: str = "layers.{i}.self_attn.k_norm"
     out: str = "layers.{i}.self_attn.o_proj"
-    mlp_norm: str = "layers.{i}.post_attention_layernorm"
+    mlp_norm: str = "layers.{i}.post_attention_layernorm"  # empty in a parallel block: the attention's norm serves both
+    mlp_post_norm: str = ""
     gate: str = "layers.{i}.mlp.gate_proj"
     up: str = "layers.{i}.mlp.up_proj"
+    gate_up: str = ""
     down: str = "layers.{i}.mlp.down_proj"
     final_norm: str = "norm"
     head: str = "lm_head"
@@ -79,28 +140,75 @@ class ModelSpec:
     head_dim: int
     intermediate_size: int
     max_position_embeddings: int
+
     norm: Norm = Norm.RMS
     norm_eps: float = 1e-6
+    norm_offset: float = 0.0  # added to the weights of norms: Gemma's are stored less 1
+    has_norm_weight: bool = True
+    has_norm_bias: bool = False
+    norm_placement: NormPlacement = NormPlacement.PRE
+    is_parallel: bool = False  # attention and MLP read the same residual and are added together
+    qk_norm: QkNorm = QkNorm.NONE
+    has_qk_norm_bias: bool = False
+
     activation: Activation = Activation.SILU
     is_gated: bool = True
+
     position: Position = Position.ROTARY
-    rotary_base: float = 10000.0
-    rotary_scaling: RotaryScaling = field(default_factory=RotaryScaling)
+    rotary: RotarySpec = field(default_factory=RotarySpec)
+    window_rotary: RotarySpec | None = None  # of layers with a sliding window; None: as the others
+    unrotated_layers: tuple[int, ...] = ()  # layers without rotary positions
+    position_offset: int = 0  # rows of the position table before that of position 0
+    alibi_bias_max: float = 8.0  # the slopes are powers of 2 ** (-alibi_bias_max / heads)
+    alibi_scale: float = 1.0  # multiplies the slopes
+
+    sliding_windows: tuple[int | None, ...] = ()  # per layer, in tokens; empty: none
+    attention_scale: float | None = None  # multiplies scores; None: head_dim ** -0.5
+    is_scaled_by_layer: bool = False  # scores of layer i are also divided by i + 1
+    attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    qkv_layout: QkvLayout = QkvLayout.STACKED
+    qkv_clip: float | None = None  # queries, keys and values are kept within +- this
+
     has_qkv_bias: bool = False
     has_out_bias: bool = False
     has_mlp_bias: bool = False
-    has_qk_norm: bool = False
-    is_tied: bool = False
-    sliding_windows: tuple[int | None, ...] = ()  # per layer, in tokens; empty: none
+    has_head_bias: bool = False
+
+    embedding_size: int | None = None  # of the embedding table; None: the hidden size
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # multiplies what a block adds to the residual
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    is_tied: bool = False  # the head is the embedding table
+    is_head_normalized: bool = False  # rows of the head are divided by their length
     names: TensorNames = field(default_factory=TensorNames)
+
+    @property
+    def table_size(self) -> int:
+        """Elements of a row of the embedding table."""
+        return self.embedding_size or self.hidden_size
+
+    @property
+    def score_scale(self) -> float:
+        """What scores of queries and keys are multiplied by in a layer that is not scaled by its place."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def stretched(self, factor: float) -> "ModelSpec":
         """The spec with all rotary positions divided by `factor`, and a context that many times as long."""
-        context = int(self.max_position_embeddings * factor)
+        scaling = RotaryScaling(kind="linear", factor=factor)
         return replace(
-            self, rotary_scaling=RotaryScaling(kind="linear", factor=factor), max_position_embeddings=context
+            self,
+            rotary=replace(self.rotary, scaling=scaling),
+            window_rotary=self.window_rotary and replace(self.window_rotary, scaling=scaling),
+            max_position_embeddings=int(self.max_position_embeddings * factor),
         )
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, or None for full attention."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def rotary_of(self, layer: int) -> RotarySpec | None:
+        """Rotary positions of a layer, or None where it has none."""
+        if self.position is not Position.ROTARY or layer in self.unrotated_layers:
+            return None
+        return self.window_rotary if self.window_rotary and self.window(layer) else self.rotary

@@ -52,16 +52,23 @@ class Weights:
         self.total_sharded_bytes = 0
         self._files: dict[str, Any] = {}
         self._used: set[str] = set()
+        self.unexpected: list[str] = []  # tensors nobody asked for, known when finished
         for path in sorted(folder.glob("*.safetensors")):
             self._open(path)
         if not self._files:
             raise WeightsError(f"{folder} holds no *.safetensors weights")
-        self.prefix = prefix if any(name.startswith(prefix) for name in self._files) else ""
+        self.prefix = self._prefix_here(prefix)
         self._blocks = BlockFile(folder / BLOCKS) if (folder / BLOCKS).is_file() else None
         self.quantization = find_quantization(folder) or gptq_tensors(self._files)
         self._storages = open_storages(self._files, self.quantization)
         num_elements = sum(prod(storage.shape) for storage in self._storages.values())
         self._progress = Progress("loading weights", num_elements * dtype.itemsize) if is_shown else None
+
+    def _prefix_here(self, prefix: str) -> str:
+        """The prefix, less its leading parts where no tensor has them."""
+        while prefix and not any(name.startswith(prefix) for name in self._files):
+            prefix = prefix.partition(".")[2]
+        return prefix
 
     def _open(self, path: Path) -> None:
         file, names = open_file(path)
@@ -172,14 +179,14 @@ class Weights:
         """Refuse tensors nobody asked for, except those matching a pattern of `ignored`, and close the files."""
         patterns = [re.compile(pattern) for pattern in ignored]
         extra = [n for n in self._files if n not in self._used and not any(p.search(n) for p in patterns)]
-        extra = [name for name in extra if name not in TGI_TENSORS and not self._is_empty_bias(name)]
+        self.unexpected = sorted(n for n in extra if n not in TGI_TENSORS and not self._is_empty_bias(n))
         if self._progress is not None:
             self._progress.finish()
         self._storages.clear()
         self._files.clear()
-        if extra:
-            some = ", ".join(sorted(extra)[:3])
-            raise WeightsError(f"the checkpoint holds {len(extra)} tensors the model does not know: {some}")
+        if self.unexpected:
+            some = ", ".join(self.unexpected[:3])
+            raise WeightsError(f"the checkpoint holds {len(self.unexpected)} tensors the model does not know: {some}")
 
     def _is_empty_bias(self, name: str) -> bool:
         """Whether this is the bias of zeros that AutoGPTQ gives to quantised layers which have none."""

@@ -23,10 +23,12 @@ PROMPT_HELP = "What to complete; - reads it from stdin."
 def run_client() -> NoReturn:
     """Run the client that the first word of the command line names.
 
-    `bench kernels` is the model server's command, and becomes its process: what measures kernels needs torch.
+    `bench kernels` and `spec` are the model server's commands, and become its process: they need torch.
     """
     if sys.argv[1:3] == ["bench", "kernels"]:
         os.execv(sys.executable, [sys.executable, "-m", "funitel.model_server", "bench-kernels", *sys.argv[3:]])
+    if sys.argv[1] == "spec":
+        os.execv(sys.executable, [sys.executable, "-m", "funitel.model_server", *sys.argv[1:]])
     app = typer.Typer(add_completion=False)
     app.callback()(lambda: None)  # without it a single command would take no name
     for name, command in CLIENTS.items():

@@ -12,7 +12,7 @@ from funitel.model_server.cpu.ranks import SharedMemoryRanks
 from funitel.model_server.cpu.tiers import Tier
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.parallel import TensorParallel
-from funitel.model_server.spec import ModelSpec, Norm
+from funitel.model_server.spec import ModelSpec
 from funitel.model_server.weights import Weights
 
 
@@ -92,10 +92,3 @@ class FusedDecoder:
             self._parallel.all_reduce(x if self.program.reduced_at(at) is Buffer.X else partial)
             at = self._engine.run(request, at)
         return self._parallel.gather_columns(logits, self._vocab_size) if num_logits else None
-
-
-def missing(spec: ModelSpec) -> str | None:
-    """What of a spec the fused step does not know, if anything: such a model is left to torch."""
-    if spec.has_qk_norm and spec.norm is not Norm.RMS:
-        return f"{spec.norm} norm of queries and keys"
-    return None

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from funitel.model_server.cpu.program import matrix_bytes
 from funitel.model_server.cpu.tiers import Kind, Tier
 from funitel.model_server.gguf_blocks import BlockType
-from funitel.model_server.layers import qkv_parts
+from funitel.model_server.layers import mlp_parts, qkv_parts
 from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.spec import ModelSpec, Norm, Position
+from funitel.model_server.spec import ModelSpec, Norm, Position, QkNorm
 from funitel.model_server.storage import Range
 
 _LANES, _FLOAT = 16, 4  # outputs of a panel, to which biases are filled up; bytes of a bias or norm weight
@@ -57,7 +57,6 @@ def _matrices(spec: ModelSpec, parallel: TensorParallel) -> Iterator[_Matrix]:
         yield _Matrix((layer,), end - start, spec.hidden_size)
     units = parallel.split(spec.intermediate_size)
     num_units, queries = units[1] - units[0], (heads.q_start * dim, heads.q_end * dim)
-    inputs = (names.gate, names.up) if spec.is_gated else (names.up,)
     for index in range(spec.num_layers):
 
         def name(template: str, index: int = index) -> str:
@@ -68,8 +67,8 @@ def _matrices(spec: ModelSpec, parallel: TensorParallel) -> Iterator[_Matrix]:
         yield _Matrix(qkv, num_qkv, spec.hidden_size, has_bias=spec.has_qkv_bias)
         out_bias, down_bias = spec.has_out_bias and is_first, spec.has_mlp_bias and is_first
         yield _Matrix((name(names.out),), spec.hidden_size, heads.num_heads * dim, queries, has_bias=out_bias)
-        up = tuple(map(name, inputs))
-        yield _Matrix(up, num_units, spec.hidden_size, num_parts=len(inputs), has_bias=spec.has_mlp_bias)
+        up = tuple(layer for layer, _, _ in mlp_parts(spec, units, name))
+        yield _Matrix(up, num_units, spec.hidden_size, num_parts=len(up), has_bias=spec.has_mlp_bias)
         yield _Matrix((name(names.down),), spec.hidden_size, num_units, units, has_bias=down_bias)
 
 
@@ -77,7 +76,7 @@ def _vectors(spec: ModelSpec) -> Iterator[int]:
     """Values of norms, and of a table of positions; every rank has them whole."""
     of_norm = 2 if spec.norm is Norm.LAYER else 1  # weight, and bias
     yield (2 * spec.num_layers + 1) * of_norm * spec.hidden_size
-    if spec.has_qk_norm:
+    if spec.qk_norm is QkNorm.HEAD:
         yield 2 * spec.num_layers * of_norm * spec.head_dim
     if spec.position is Position.LEARNED:
         yield spec.max_position_embeddings * spec.hidden_size

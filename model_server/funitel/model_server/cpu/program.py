@@ -11,13 +11,14 @@ import torch
 from funitel.model_server.cpu.native import Buffer, Code, Engine, Mode, Shape
 from funitel.model_server.cpu.tiers import Kind, Tier
 from funitel.model_server.gguf_blocks import BlockType
-from funitel.model_server.layers import Rotary, qkv_parts
+from funitel.model_server.layers import mlp_parts, qkv_parts
 from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.spec import Activation, ModelSpec, Norm, Position
+from funitel.model_server.positions import Rotary
+from funitel.model_server.spec import Activation, ModelSpec, Norm, Position, QkNorm
 from funitel.model_server.storage import Range
 from funitel.model_server.weights import Weights
 
-_ACTIVATIONS = (Activation.SILU, Activation.GELU, Activation.GELU_TANH, Activation.RELU)  # as numbered in C++
+ACTIVATIONS = (Activation.SILU, Activation.GELU, Activation.GELU_TANH, Activation.RELU)  # as numbered in C++
 _LANES = 16  # outputs of a panel
 
 
@@ -94,8 +95,7 @@ class Program:
             table = self._vector(f"{weights.prefix}{names.positions}.weight", shape)
             self._operations.append((Code.POSITIONS, table))
         else:
-            rotary = Rotary(spec.head_dim, spec.rotary_base, spec.rotary_scaling, weights.device)
-            self.engine.set_frequencies(rotary.frequencies)
+            self.engine.set_frequencies(Rotary(spec.rotary, spec.head_dim, weights.device).frequencies)
         for index in range(spec.num_layers):
             self._attention(index)
             self._mlp(index)
@@ -133,7 +133,7 @@ class Program:
         pieces = [self._columns(*part, spec.hidden_size, has_bias=spec.has_qkv_bias) for part in parts]
         qkv = self._matrix([pieces], (spec.num_heads + 2 * spec.num_kv_heads) * dim)
         norms = [-1, -1]
-        if spec.has_qk_norm:
+        if spec.qk_norm is QkNorm.HEAD:
             norms = [self._norm(name(template), dim)[0] for template in (spec.names.q_norm, spec.names.k_norm)]
         columns = heads.q_start * dim, heads.q_end * dim
         out = self._rows(name(spec.names.out), spec.num_heads * dim, columns, has_bias=spec.has_out_bias)
@@ -152,18 +152,17 @@ class Program:
             return self._weights.prefix + template.format(i=index)
 
         norm = self._norm(name(spec.names.mlp_norm))
-        inputs = (spec.names.gate, spec.names.up) if spec.is_gated else (spec.names.up,)
         units = spec.intermediate_size
         parts = [
-            [self._columns(name(template), units, self._units, spec.hidden_size, has_bias=spec.has_mlp_bias)]
-            for template in inputs
+            [self._columns(*part, spec.hidden_size, has_bias=spec.has_mlp_bias)]
+            for part in mlp_parts(spec, self._units, name)
         ]
         up = self._matrix(parts, units)
         down = self._rows(name(spec.names.down), units, self._units, has_bias=spec.has_mlp_bias)
         mode = Mode.GATE if spec.is_gated else Mode.ACTIVATE
         self._operations += [
             (Code.NORM, *norm, up),
-            (Code.LINEAR, up, mode, Buffer.HIDDEN, _ACTIVATIONS.index(spec.activation)),
+            (Code.LINEAR, up, mode, Buffer.HIDDEN, ACTIVATIONS.index(spec.activation)),
         ]
         self._add_product(Buffer.HIDDEN, down)
 

@@ -53,7 +53,7 @@ class Job:
         self._source = Source(folder)
         every = [inputs_of(spec, weights.prefix, i) for i in range(spec.num_layers)]
         stems = [stem for layer in every for inputs in layer for stem, _ in inputs.parts]
-        self._format = Format(settings, self._source.float_type(f"{stems[0]}.weight") if stems else torch.float32)
+        self._format = Format(settings, self._source.float_type(f"{stems[0]}.weight"))
         self._layers = [[inputs for inputs in layer if self._can_hold(inputs)] for layer in every]
         chosen = [part for layer in self._layers for inputs in layer for part in inputs.parts]
         if not chosen:

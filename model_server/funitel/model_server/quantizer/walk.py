@@ -4,7 +4,7 @@ One layer is in memory at a time; between layers there are only hidden states.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,13 +12,14 @@ import torch
 
 from funitel.model_server.attention import TorchAttention
 from funitel.model_server.batch import ForwardBatch, RowSpan
-from funitel.model_server.decoder import Layer
+from funitel.model_server.decoder import Entrance, Layer
 from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.layers import ColumnLinear, Matmul, Rotary, RowLinear, VocabEmbedding
+from funitel.model_server.layers import ColumnLinear, Matmul, RowLinear
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.quantizer.gptq import Hessian
-from funitel.model_server.spec import ModelSpec, Position
+from funitel.model_server.spec import ModelSpec, QkvLayout
 from funitel.model_server.weights import Weights
+from funitel.proto.errors import UnsupportedModel
 
 _BLOCK_SIZE = 64  # tokens; the walk's own cache, forgotten after every sequence
 
@@ -38,7 +39,13 @@ class Inputs:
 
 
 def inputs_of(spec: ModelSpec, prefix: str, index: int) -> list[Inputs]:
-    """The linear layers of one decoder layer, in the order they compute."""
+    """The linear layers of one decoder layer, in the order they compute.
+
+    Raises:
+        UnsupportedModel: the checkpoint packs rows in another order than the matmul's.
+    """
+    if spec.names.qkv and spec.qkv_layout is QkvLayout.GROUPED:
+        raise UnsupportedModel(f"{spec.architecture} packs queries, keys and values by head: it cannot be quantised")
 
     def name(template: str) -> str:
         return prefix + template.format(i=index)
@@ -48,7 +55,10 @@ def inputs_of(spec: ModelSpec, prefix: str, index: int) -> list[Inputs]:
     qkv: tuple[tuple[str, int], ...] = ((name(names.q), num_q), (name(names.k), num_kv), (name(names.v), num_kv))
     if names.qkv:
         qkv = ((name(names.qkv), num_q + 2 * num_kv),)
-    up = tuple((name(n), spec.intermediate_size) for n in ((names.gate, names.up) if spec.is_gated else (names.up,)))
+    units = spec.intermediate_size
+    up = tuple((name(n), units) for n in ((names.gate, names.up) if spec.is_gated else (names.up,)))
+    if spec.is_gated and names.gate_up:
+        up = ((name(names.gate_up), 2 * units),)
     out, down = ((name(names.out), spec.hidden_size),), ((name(names.down), spec.hidden_size),)
     return [
         Inputs(qkv, spec.hidden_size, lambda layer: layer.attention.qkv),
@@ -79,28 +89,15 @@ class Walk:
         self.samples = samples
         self.device = weights.device
         self._alone = TensorParallel(device=weights.device)
-        self._attention = TorchAttention(_BLOCK_SIZE, spec.head_dim, weights.device)
-        self._rotary: Rotary | None = None
+        self._attention = TorchAttention(_BLOCK_SIZE, weights.device)
         longest = max(map(len, samples))
         table = np.arange(1, 2 + -(-longest // _BLOCK_SIZE), dtype=np.int32)
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, 1, 0)
         one_layer = dataclasses.replace(spec, num_layers=1)
         self._cache = KVCache(one_layer, heads, len(table) + 1, _BLOCK_SIZE, weights.dtype, weights.device)
         self._batches = [ForwardBatch.build([RowSpan(s, 0, table)], _BLOCK_SIZE, weights.device) for s in samples]
-        self._hidden = list(self._embed())
-
-    def _embed(self) -> Iterator[torch.Tensor]:
-        spec, names, prefix = self.spec, self.spec.names, self.weights.prefix
-        embedding = VocabEmbedding(spec, self.weights, prefix + names.embedding, self._alone)
-        positions: torch.Tensor | None = None
-        if spec.position is Position.LEARNED:
-            shape = [spec.max_position_embeddings, spec.hidden_size]
-            positions = self.weights.read(f"{prefix}{names.positions}.weight", shape)
-        else:
-            self._rotary = Rotary(spec.head_dim, spec.rotary_base, spec.rotary_scaling, self.device)
-        for batch in self._batches:
-            hidden = embedding(batch.input_ids)
-            yield hidden if positions is None else hidden + positions[batch.positions]
+        self._entrance = Entrance(spec, weights, self._alone)
+        self._hidden = [self._entrance(batch) for batch in self._batches]
 
     @property
     def num_tokens(self) -> int:
@@ -130,5 +127,5 @@ class Walk:
         self._hidden = [self._run(layer, hidden, batch) for hidden, batch in states]
 
     def _run(self, layer: Layer, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        angles = self._rotary.angles(batch.positions, hidden.dtype) if self._rotary is not None else None
-        return layer(hidden, batch, self._cache, self._attention.plan(batch), angles)
+        turns = self._entrance.turns(batch, hidden.dtype)
+        return layer(hidden, batch, self._cache, self._attention.plan(batch), turns)

@@ -1,0 +1,93 @@
+"""`funitel spec`: print the spec of a checkpoint, or hold one against its tensors."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from funitel.model_server.attention import TorchAttention
+from funitel.model_server.checkpoint import read_json
+from funitel.model_server.decoder import Decoder
+from funitel.model_server.families import spec_of
+from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.spec import ModelSpec
+from funitel.model_server.spec_file import read_spec, to_json
+from funitel.model_server.storage import Range
+from funitel.model_server.weights import Weights
+from funitel.proto.errors import WeightsError
+
+_META = torch.device("meta")
+
+
+def choose_spec(model_spec: str | None, folder: Path) -> ModelSpec:
+    """The spec that a user wrote, else the one of the checkpoint's architecture. Raises: `StartupError`."""
+    return spec_of(read_json(folder / "config.json")) if model_spec is None else read_spec(Path(model_spec))
+
+
+class Inspection(Weights):
+    """A checkpoint that hands out tensors without values and notes what does not fit."""
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        super().__init__(folder, torch.float32, _META, prefix, is_shown=False)
+        self.problems: list[str] = []
+
+    def read(
+        self, name: str, shape: Sequence[int], *, rows: Range | None = None, columns: Range | None = None
+    ) -> torch.Tensor:
+        """A tensor of the part's shape, without values."""
+        try:
+            storage = self._find(name)
+            self._used.update(storage.names)
+            if storage.shape != tuple(shape):
+                self._note(f"wrong shape: {name} is {list(storage.shape)}, the spec says {list(shape)}")
+        except WeightsError:
+            self._note(f"missing: {name} {list(shape)}")
+        sizes = list(shape)
+        for place, part in enumerate((rows, columns)):
+            if part is not None:
+                sizes[place] = part[1] - part[0]
+        return torch.empty(sizes, device=_META)
+
+    def read_linear(
+        self,
+        stem: str,
+        num_outputs: int,
+        num_inputs: int,
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        is_transposed: bool = False,
+    ) -> torch.Tensor:
+        """See Weights."""
+        shape = [num_inputs, num_outputs] if is_transposed else [num_outputs, num_inputs]
+        first, second = (columns, rows) if is_transposed else (rows, columns)
+        part = self.read(f"{stem}.weight", shape, rows=first, columns=second)
+        return part.t() if is_transposed else part
+
+    def finish(self, ignored: Sequence[str]) -> None:
+        """Note the tensors nobody asked for."""
+        try:
+            super().finish(ignored)
+        except WeightsError:
+            self.problems += [f"unexpected: {name}" for name in self.unexpected]
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:  # packed tensors are read in parts
+            self.problems.append(problem)
+
+
+def show(folder: Path, *, is_whole: bool) -> str:
+    """The spec of a checkpoint as JSON. Raises: `StartupError`."""
+    return to_json(choose_spec(None, folder), is_whole=is_whole)
+
+
+def check(folder: Path, model_spec: str | None) -> list[str]:
+    """What of a checkpoint does not fit a spec: one line for each tensor missing, unexpected or of the wrong shape.
+
+    Raises:
+        StartupError: there is no spec, or no checkpoint.
+    """
+    spec = choose_spec(model_spec, folder)
+    weights = Inspection(folder, spec.names.prefix)
+    Decoder(spec, weights, TensorParallel(device=_META), TorchAttention(1, _META))
+    return weights.problems

@@ -1,0 +1,139 @@
+"""What must hold between the fields of a ModelSpec, so that what runs it need not ask."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+
+from funitel.model_server.spec import (
+    ROTARY_KINDS,
+    ModelSpec,
+    Norm,
+    NormPlacement,
+    Position,
+    QkNorm,
+    RotarySpec,
+)
+from funitel.proto.errors import UnsupportedModel
+
+MOST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "num_layers": 1 << 12,
+    "num_heads": 1 << 12,
+    "num_kv_heads": 1 << 12,
+    "head_dim": 1 << 13,
+    "intermediate_size": 1 << 22,
+    "max_position_embeddings": 1 << 31,
+}
+"""Largest value of each size, far above any model's."""
+MOST_OFFSET = 1 << 16
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Refuse a spec that no model can be. Raises: `UnsupportedModel` naming field, value and limit."""
+    problem = next(_problems(spec), None)
+    if problem is not None:
+        raise UnsupportedModel(problem)
+
+
+def _problems(spec: ModelSpec) -> Iterator[str]:
+    for name, most in MOST.items():
+        if not 1 <= getattr(spec, name) <= most:
+            yield f"{name} must be within 1..{most}, given {getattr(spec, name)}"
+    if spec.num_heads % spec.num_kv_heads:
+        yield f"{spec.num_heads} query heads do not divide into {spec.num_kv_heads} key-value heads"
+    if spec.embedding_size is not None and not 1 <= spec.embedding_size <= MOST["hidden_size"]:
+        yield f"embedding_size must be within 1..{MOST['hidden_size']}, given {spec.embedding_size}"
+    if not 0 <= spec.position_offset <= MOST_OFFSET:
+        yield f"position_offset must be within 0..{MOST_OFFSET}, given {spec.position_offset}"
+    for name in ("attention_scale", "attention_softcap", "logit_softcap", "qkv_clip"):
+        value = getattr(spec, name)
+        if value is not None and value <= 0:
+            yield f"{name} must be > 0, given {value}"
+    if spec.norm_eps < 0:
+        yield f"norm_eps must be >= 0, given {spec.norm_eps}"
+    yield from _layer_problems(spec)
+    yield from _norm_problems(spec)
+    yield from _position_problems(spec)
+    yield from _name_problems(spec)
+
+
+def _layer_problems(spec: ModelSpec) -> Iterator[str]:
+    windows = spec.sliding_windows
+    if windows and len(windows) != spec.num_layers:
+        yield f"sliding_windows must have an entry for each of {spec.num_layers} layers, given {len(windows)}"
+    narrow = next((window for window in windows if window is not None and window < 1), None)
+    if narrow is not None:
+        yield f"sliding_windows must be null or >= 1, given {narrow}"
+    outside = next((i for i in spec.unrotated_layers if not 0 <= i < spec.num_layers), None)
+    if outside is not None:
+        yield f"unrotated_layers must be within 0..{spec.num_layers - 1}, given {outside}"
+
+
+def _norm_problems(spec: ModelSpec) -> Iterator[str]:
+    if spec.is_parallel and spec.norm_placement is not NormPlacement.PRE:
+        yield f"is_parallel needs norm_placement pre, given {spec.norm_placement}"
+    if spec.qk_norm is not QkNorm.NONE and spec.norm is Norm.NONE:
+        yield f"qk_norm {spec.qk_norm} needs norm rms or layer, given {spec.norm}"
+    if spec.qk_norm is QkNorm.WHOLE and spec.norm is not Norm.RMS:
+        yield f"qk_norm whole needs norm rms, given {spec.norm}"
+
+
+def _position_problems(spec: ModelSpec) -> Iterator[str]:
+    if spec.position is Position.SINUSOIDAL and spec.hidden_size < 4:
+        yield f"sinusoidal positions need a hidden_size of at least 4, given {spec.hidden_size}"
+    if spec.position is not Position.ROTARY:
+        return
+    for name, rotary in (("rotary", spec.rotary), ("window_rotary", spec.window_rotary)):
+        if rotary is not None:
+            yield from (f"{name}.{problem}" for problem in _rotary_problems(rotary, spec.head_dim))
+
+
+def _rotary_problems(rotary: RotarySpec, head_dim: int) -> Iterator[str]:
+    dims, scaling = rotary.dims if rotary.dims is not None else head_dim, rotary.scaling
+    if not 2 <= dims <= head_dim or dims % 2:
+        yield f"dims must be even and within 2..{head_dim} (head_dim), given {dims}"
+    if rotary.base <= 1:
+        yield f"base must be > 1, given {rotary.base}"
+    if scaling.kind not in ROTARY_KINDS:
+        yield f"scaling.kind must be one of {', '.join(ROTARY_KINDS)}, given {scaling.kind}"
+    if scaling.kind == "dynamic" and dims < 4:
+        yield f"dims must be at least 4 for dynamic scaling, given {dims}"
+    for name in ("factor", "original_max_position", "beta_fast", "beta_slow", "amplitude"):
+        if getattr(scaling, name) <= 0:
+            yield f"scaling.{name} must be > 0, given {getattr(scaling, name)}"
+    if scaling.kind == "llama3" and scaling.low_freq_factor == scaling.high_freq_factor:
+        yield f"scaling.high_freq_factor must differ from low_freq_factor, given {scaling.high_freq_factor} for both"
+    for name in ("short_factors", "long_factors"):
+        factors = getattr(scaling, name)
+        if scaling.kind == "longrope" and len(factors) != dims // 2:
+            yield f"scaling.{name} must have {dims // 2} entries, given {len(factors)}"
+        if any(factor <= 0 for factor in factors):
+            yield f"scaling.{name} must be > 0, given {min(factors)}"
+
+
+def _name_problems(spec: ModelSpec) -> Iterator[str]:
+    names, placement = spec.names, spec.norm_placement
+    needed = {"embedding", "out", "down", "head"} - ({"head"} if spec.is_tied else set())
+    needed |= {"positions"} if spec.position is Position.LEARNED else set()
+    needed |= set() if names.qkv else {"q", "k", "v"}
+    needed |= set() if spec.is_gated and names.gate_up else {"gate", "up"} if spec.is_gated else {"up"}
+    needed |= {"q_norm", "k_norm"} if spec.qk_norm is not QkNorm.NONE else set()
+    if spec.norm is not Norm.NONE and placement in (NormPlacement.PRE, NormPlacement.BOTH):
+        needed |= {"attention_norm"} | (set() if spec.is_parallel else {"mlp_norm"})
+    if spec.norm is not Norm.NONE and placement is not NormPlacement.PRE:
+        needed |= {"attention_post_norm", "mlp_post_norm"}
+    if spec.table_size != spec.hidden_size:
+        needed |= {"embedding_in", "embedding_out"}
+    for name in sorted(needed):
+        if not getattr(names, name):
+            yield f"names.{name} must not be empty"
+    for each in fields(names):
+        value = getattr(names, each.name)
+        if isinstance(value, str) and re.search("[{}]", re.sub(r"\{[ij]\}", "", value)):
+            yield f"names.{each.name} may hold {{i}} and {{j}} and no other braces, given {value!r}"
+    for pattern in names.ignored:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"names.ignored must hold regular expressions, given {pattern!r}: {error}"

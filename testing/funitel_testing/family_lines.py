@@ -1,0 +1,77 @@
+"""How much code each architecture has of its own: the lines of its row, and those beyond it.
+
+Usage: python -m funitel_testing.family_lines. Lines beyond the row are the helpers in the table that this row alone
+uses, and every line of the model server's other modules that names the architecture; files that read other formats'
+names for it are no model code. The last line is one JSON object.
+"""
+
+import ast
+import json
+from pathlib import Path
+
+from funitel.model_server import family_table
+
+_PACKAGE = Path(family_table.__file__).parent
+
+
+def count_lines() -> dict[str, tuple[int, int]]:
+    """Architecture -> (lines of its row, lines of code of its own elsewhere)."""
+    tree = ast.parse(Path(family_table.__file__).read_text())
+    rows, helpers = _rows(tree), _helpers(tree)
+    users: dict[str, set[str]] = {helper: set() for helper in helpers}
+    for architecture, node in rows.items():
+        for helper in _reachable(node, helpers):
+            users[helper].add(architecture)
+    return {
+        architecture: (_length(node), sum(_length(helpers[h]) for h, u in users.items() if u == {architecture}) + named)
+        for architecture, node in rows.items()
+        for named in [_named_elsewhere(architecture)]
+    }
+
+
+def _rows(tree: ast.Module) -> dict[str, ast.expr]:
+    table = next(n for n in tree.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "FAMILIES")
+    assert isinstance(table.value, ast.Dict)
+    return {
+        ast.literal_eval(key): value for key, value in zip(table.value.keys, table.value.values, strict=True) if key
+    }
+
+
+def _helpers(tree: ast.Module) -> dict[str, ast.stmt]:
+    """Functions of the table's module, and what it assigns that computes; plain values that rows share are data."""
+    found: dict[str, ast.stmt] = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            if any(isinstance(part, ast.Lambda) for part in ast.walk(node.value)):
+                found[node.targets[0].id] = node
+    return found
+
+
+def _reachable(node: ast.AST, helpers: dict[str, ast.stmt]) -> set[str]:
+    """Helpers that a row or another helper reads, directly or through others."""
+    read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    found = read & helpers.keys()
+    return found.union(*(_reachable(helpers[helper], helpers) for helper in found))
+
+
+def _length(node: ast.stmt | ast.expr) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _named_elsewhere(architecture: str) -> int:
+    modules = (path for path in _PACKAGE.rglob("*.py") if path.name != "family_table.py" and "gguf" not in path.name)
+    return sum(architecture in line for path in modules for line in path.read_text().splitlines())
+
+
+def main() -> None:
+    """Print the table."""
+    counts = count_lines()
+    print(f"{'architecture':<34}{'row':>6}{'beyond':>8}")
+    for architecture, (row, beyond) in counts.items():
+        print(f"{architecture:<34}{row:>6}{beyond:>8}")
+    rows, beyond = (sum(count[i] for count in counts.values()) for i in range(2))
+    print(json.dumps({"architectures": len(counts), "row_lines": rows, "lines_beyond": beyond}))
+
+
+if __name__ == "__main__":
+    main()

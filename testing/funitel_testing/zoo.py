@@ -1,0 +1,397 @@
+"""A tiny random checkpoint for every architecture of the family table, and what computes the same in transformers.
+
+Families whose code transformers does not carry are a class of it that computes the same, with its tensors renamed and
+packed as the family's checkpoints have them.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+Tensors = dict[str, torch.Tensor]
+Oracle = Callable[[Any, list[int], int], torch.Tensor]
+
+VOCAB_SIZE, HIDDEN, HEADS, KV_HEADS, INNER, LAYERS, CONTEXT = 288, 48, 6, 3, 100, 2, 256
+# Uneven on purpose: six query heads in three groups, so that two ranks get two groups and one.
+_MODERN: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": CONTEXT,
+}
+_HEADS_ALIKE = {key: value for key, value in _MODERN.items() if key != "num_key_value_heads"}
+_GPT = {"vocab_size": VOCAB_SIZE, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": CONTEXT}
+_NO_SPECIAL = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
+
+
+def at_once(model: Any, ids: list[int], num_decode: int) -> torch.Tensor:
+    """Logits of every position by one forward: the same as step by step where positions alone decide."""
+    logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def by_steps(model: Any, ids: list[int], num_decode: int) -> torch.Tensor:
+    """Logits of every position: the prompt in one forward, then token by token on its cache."""
+    prompt = len(ids) - num_decode
+    answer = model(torch.tensor([ids[:prompt]]), use_cache=True)
+    logits = [answer.logits[0]]
+    for position in range(prompt, len(ids)):
+        answer = model(torch.tensor([[ids[position]]]), past_key_values=answer.past_key_values, use_cache=True)
+        logits.append(answer.logits[0])
+    return torch.cat(logits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    """One checkpoint: transformers' class and configuration, and how both become the family's own where they differ."""
+
+    kind: str  # transformers' name without Config
+    model: str = ""  # its class, where that is not kind + ForCausalLM
+    config: Mapping[str, Any] = field(default_factory=dict)
+    family_config: Mapping[str, Any] | None = None  # config.json of a family that transformers does not carry
+    pack: Callable[[Tensors], Tensors] | None = None  # transformers' tensors -> the family's
+    oracle: Oracle = at_once
+    attention: str = "eager"  # transformers' implementation; in its eager one Falcon's ALiBi counts twice
+
+    @property
+    def architecture(self) -> str:
+        """The name of transformers' class."""
+        return self.model or f"{self.kind}ForCausalLM"
+
+    def build(self, seed: int = 0) -> Any:
+        """The model in transformers: weights large enough that a wrong norm or bias shows, none of them 0 or 1."""
+        given = _NO_SPECIAL | dict(self.config)
+        config = getattr(transformers, f"{self.kind}Config")(**given)
+        config._attn_implementation = self.attention
+        torch.manual_seed(seed)
+        model = getattr(transformers, self.architecture)(config).float().eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name or "ln_" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.2)
+                else:
+                    parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.3))
+        return model
+
+    def save(self, folder: Path) -> Any:
+        """Save the checkpoint as the family's are; returns the model in transformers."""
+        model = self.build()
+        if self.family_config is None:
+            model.save_pretrained(folder)
+            return model
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.family_config, indent=2))
+        tensors = model.state_dict() if self.pack is None else self.pack(model.state_dict())
+        save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+        return model
+
+
+def _alibi_llama(model: Any, ids: list[int], num_decode: int) -> torch.Tensor:
+    """A Llama with ALiBi: positions of its rotary embedding all 0, the bias in the mask."""
+    positions = torch.arange(len(ids))
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3])  # of six heads
+    distances = positions[None, :] - positions[:, None]
+    mask = (slopes[:, None, None] * distances).masked_fill(distances > 0, torch.finfo(torch.float32).min)
+    zeros = torch.zeros(1, len(ids), dtype=torch.long)
+    logits: torch.Tensor = model(torch.tensor([ids]), attention_mask=mask[None], position_ids=zeros).logits[0]
+    return logits
+
+
+def _renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
+    found = {}
+    for name, tensor in tensors.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        found[name] = tensor
+    return found
+
+
+def _qkv_joined(tensors: Tensors, stem: str, *, grouped: bool = False) -> Tensors:
+    """Replace q_proj, k_proj and v_proj by one tensor `stem`."""
+    found = dict(tensors)
+    for name in [name for name in tensors if ".q_proj." in name]:
+        parts = [found.pop(name.replace("q_proj", which)) for which in ("q_proj", "k_proj", "v_proj")]
+        if grouped:  # for each KV head: its queries, its key, its value
+            parts = [part.unflatten(0, (KV_HEADS, -1)) for part in parts]
+            found[name.replace("q_proj", stem)] = torch.cat(parts, dim=1).flatten(0, 1)
+        else:
+            found[name.replace("q_proj", stem)] = torch.cat(parts)
+    return found
+
+
+def _internlm2(tensors: Tensors) -> Tensors:
+    names = {
+        "self_attn.q_proj": "attention.wqkv",
+        "self_attn.wqkv": "attention.wqkv",
+        "self_attn.o_proj": "attention.wo",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+        "embed_tokens": "tok_embeddings",
+        "lm_head": "output",
+    }
+    return _renamed(_qkv_joined(tensors, "wqkv", grouped=True), names)
+
+
+def _baichuan(tensors: Tensors) -> Tensors:
+    return _qkv_joined(tensors, "W_pack")
+
+
+def _chatglm(tensors: Tensors) -> Tensors:
+    names = {
+        "model.layers": "transformer.encoder.layers",
+        "model.norm": "transformer.encoder.final_layernorm",
+        "model.embed_tokens": "transformer.embedding.word_embeddings",
+        "lm_head": "transformer.output_layer",
+        "self_attn.query_key_value": "self_attention.query_key_value",
+        "self_attn.o_proj": "self_attention.dense",
+        "mlp.gate_up_proj": "mlp.dense_h_to_4h",
+        "mlp.down_proj": "mlp.dense_4h_to_h",
+    }
+    return _renamed(_qkv_joined(tensors, "query_key_value"), names)
+
+
+def _qwen1(tensors: Tensors) -> Tensors:
+    names = {
+        "model.layers": "transformer.h",
+        "model.norm": "transformer.ln_f",
+        "model.embed_tokens": "transformer.wte",
+        "self_attn.c_attn": "attn.c_attn",
+        "self_attn.o_proj": "attn.c_proj",
+        "input_layernorm": "ln_1",
+        "post_attention_layernorm": "ln_2",
+        "mlp.gate_proj": "mlp.w2",
+        "mlp.up_proj": "mlp.w1",
+        "mlp.down_proj": "mlp.c_proj",
+    }
+    return _renamed(_qkv_joined(tensors, "c_attn"), names)
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": kind, **values}}
+
+
+_LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 4.0]}
+_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+ZOO: dict[str, Tiny] = {
+    "llama": Tiny(kind="Llama", config=_MODERN),
+    "llama_bias": Tiny(kind="Llama", config=_MODERN | {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    "llama_3.1": Tiny(kind="Llama", config=_MODERN | _rope("llama3", **_LLAMA3)),
+    "llama_linear": Tiny(kind="Llama", config=_MODERN | _rope("linear", factor=2.0)),
+    "llama_dynamic": Tiny(
+        kind="Llama",
+        config=_MODERN | {"max_position_embeddings": 64} | _rope("dynamic", factor=2.0),
+        oracle=by_steps,
+    ),
+    "llama_yarn": Tiny(kind="Llama", config=_MODERN | _rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "mistral": Tiny(kind="Mistral", config=_MODERN | {"sliding_window": 24, "head_dim": 8}),
+    "qwen2": Tiny(
+        kind="Qwen2", config=_MODERN | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+    ),
+    "qwen3": Tiny(kind="Qwen3", config=_MODERN | {"head_dim": 16}),
+    "gemma": Tiny(kind="Gemma", config=_MODERN | {"head_dim": 16}),
+    "gemma2": Tiny(kind="Gemma2", config=_MODERN | {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 24}),
+    "gemma3": Tiny(
+        kind="Gemma3Text",
+        model="Gemma3ForCausalLM",
+        config=_MODERN
+        | {
+            "head_dim": 16,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi": Tiny(kind="Phi", config=_MODERN | {"partial_rotary_factor": 0.5}),
+    "phi_qk_norm": Tiny(kind="Phi", config=_MODERN | {"qk_layernorm": True}),
+    "phi3": Tiny(kind="Phi3", config=_MODERN | {"sliding_window": 24, "pad_token_id": 0}),
+    "phi3_longrope": Tiny(
+        kind="Phi3",
+        config=_MODERN
+        | {"pad_token_id": 0, "original_max_position_embeddings": 64}
+        | {"rope_scaling": {"type": "longrope", **_LONGROPE}},
+        oracle=by_steps,
+    ),
+    "gpt2": Tiny(kind="GPT2", model="GPT2LMHeadModel", config=_GPT | {"n_inner": INNER}),
+    "gpt2_scaled": Tiny(
+        kind="GPT2",
+        model="GPT2LMHeadModel",
+        config=_GPT | {"scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True},
+    ),
+    "gpt_bigcode": Tiny(kind="GPTBigCode", config=_GPT),
+    "gpt_bigcode_heads": Tiny(kind="GPTBigCode", config=_GPT | {"multi_query": False}),
+    "gptj": Tiny(kind="GPTJ", config=_GPT | {"rotary_dim": 4}),
+    "gpt_neo": Tiny(
+        kind="GPTNeo",
+        config={
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": HIDDEN,
+            "num_layers": LAYERS,
+            "num_heads": HEADS,
+            "max_position_embeddings": CONTEXT,
+            "window_size": 20,
+            "attention_types": [[["global", "local"], 1]],
+        },
+    ),
+    "gpt_neox": Tiny(kind="GPTNeoX", config=_HEADS_ALIKE | {"rotary_pct": 0.25}),
+    "gpt_neox_sequential": Tiny(
+        kind="GPTNeoX", config=_HEADS_ALIKE | {"use_parallel_residual": False, "rotary_pct": 1.0}
+    ),
+    "starcoder2": Tiny(kind="Starcoder2", config=_MODERN | {"sliding_window": 24}),
+    "opt": Tiny(
+        kind="OPT",
+        config=_HEADS_ALIKE | {"ffn_dim": INNER, "word_embed_proj_dim": HIDDEN},
+    ),
+    "opt_350m": Tiny(
+        kind="OPT", config=_HEADS_ALIKE | {"ffn_dim": INNER, "word_embed_proj_dim": 24, "do_layer_norm_before": False}
+    ),
+    "xglm": Tiny(
+        kind="XGLM",
+        config={
+            "vocab_size": VOCAB_SIZE,
+            "d_model": HIDDEN,
+            "ffn_dim": INNER,
+            "num_layers": LAYERS,
+            "attention_heads": HEADS,
+            "max_position_embeddings": CONTEXT,
+        },
+    ),
+    "bloom": Tiny(
+        kind="Bloom", config={"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN, "n_layer": LAYERS, "n_head": HEADS}
+    ),
+    "falcon_7b": Tiny(kind="Falcon", config=_HEADS_ALIKE),
+    "falcon_40b": Tiny(
+        kind="Falcon", config=_HEADS_ALIKE | {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS}
+    ),
+    "falcon_11b": Tiny(
+        kind="Falcon",
+        config=_HEADS_ALIKE
+        | {"new_decoder_architecture": True, "num_kv_heads": KV_HEADS, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon_rw": Tiny(
+        kind="Falcon",
+        config=_HEADS_ALIKE | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+        attention="sdpa",
+    ),
+    "mpt": Tiny(
+        kind="Mpt",
+        config={
+            "vocab_size": VOCAB_SIZE,
+            "d_model": HIDDEN,
+            "n_heads": HEADS,
+            "n_layers": LAYERS,
+            "max_seq_len": CONTEXT,
+            "attn_config": {"clip_qkv": 1.0, "softmax_scale": 0.3},
+        },
+    ),
+    "stablelm": Tiny(kind="StableLm", config=_MODERN | {"use_qkv_bias": True}),
+    "stablelm_2_12b": Tiny(kind="StableLm", config=_MODERN | {"qk_layernorm": True, "use_parallel_residual": True}),
+    "olmo": Tiny(kind="Olmo", config=_MODERN | {"clip_qkv": 1.0}),
+    "olmo2": Tiny(kind="Olmo2", config=_MODERN),
+    "cohere": Tiny(kind="Cohere", config=_MODERN),
+    "cohere_plus": Tiny(kind="Cohere", config=_MODERN | {"use_qk_norm": True}),
+    "cohere2": Tiny(
+        kind="Cohere2",
+        config=_MODERN | {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "granite": Tiny(
+        kind="Granite",
+        config=_MODERN
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    ),
+    "smollm3": Tiny(kind="SmolLM3", config=_MODERN | {"no_rope_layer_interval": 2}),
+    "glm": Tiny(kind="Glm", config=_MODERN | {"head_dim": 8}),
+    "glm4": Tiny(kind="Glm4", config=_MODERN | {"head_dim": 8}),
+    "minicpm": Tiny(
+        kind="Granite",
+        config=_MODERN
+        | {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 1.4 / LAYERS**0.5,
+            "attention_multiplier": 8**-0.5,
+            "logits_scaling": HIDDEN / 16,
+        },
+        family_config=_MODERN
+        | {"architectures": ["MiniCPMForCausalLM"], "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16}
+        | {"tie_word_embeddings": False},
+    ),
+    "internlm2": Tiny(
+        kind="Llama",
+        config=_MODERN | {"max_position_embeddings": 64} | _rope("dynamic", factor=2.0),
+        family_config=_MODERN
+        | {"architectures": ["InternLM2ForCausalLM"], "max_position_embeddings": 64}
+        | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        pack=_internlm2,
+        oracle=by_steps,
+    ),
+    "baichuan_7b": Tiny(
+        kind="Llama",
+        config=_MODERN | {"num_key_value_heads": HEADS},
+        family_config=_MODERN | {"architectures": ["BaichuanForCausalLM"], "num_key_value_heads": HEADS},
+        pack=_baichuan,
+    ),
+    "baichuan_13b": Tiny(
+        kind="Llama",
+        config=_MODERN | {"num_key_value_heads": HEADS},
+        family_config={key: value for key, value in _MODERN.items() if key[:3] not in ("num_k", "max")}
+        | {"architectures": ["BaichuanForCausalLM"], "num_key_value_heads": HEADS, "model_max_length": CONTEXT},
+        pack=_baichuan,
+        oracle=_alibi_llama,
+    ),
+    "chatglm3": Tiny(
+        kind="Glm",
+        config=_MODERN | {"head_dim": 8, "attention_bias": True, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
+        family_config={
+            "architectures": ["ChatGLMModel"],
+            "padded_vocab_size": VOCAB_SIZE,
+            "hidden_size": HIDDEN,
+            "num_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "kv_channels": 8,
+            "multi_query_attention": True,
+            "multi_query_group_num": KV_HEADS,
+            "ffn_hidden_size": INNER,
+            "seq_length": CONTEXT,
+            "rope_ratio": 50,
+            "layernorm_epsilon": 1e-5,
+            "rmsnorm": True,
+            "add_qkv_bias": True,
+            "add_bias_linear": False,
+            "post_layer_norm": True,
+        },
+        pack=_chatglm,
+    ),
+    "qwen1": Tiny(
+        kind="Qwen2",
+        config=_MODERN | {"num_key_value_heads": HEADS},
+        family_config={
+            "architectures": ["QWenLMHeadModel"],
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": HIDDEN,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "kv_channels": 8,
+            "intermediate_size": 2 * INNER,
+            "seq_length": CONTEXT,
+            "layer_norm_epsilon": 1e-6,
+            "no_bias": True,
+        },
+        pack=_qwen1,
+    ),
+}
