@@ -151,6 +151,8 @@ TGI_ENUMS = {
 TGI_METHODS = ("Info", "ServiceDiscovery", "ClearCache", "FilterBatch", "Warmup", "Prefill", "Decode", "Health")
 
 OUR_MESSAGES = {"CompileGrammarRequest", "CompileGrammarResponse", "LogitBias", "RowUpdate"}
+OUR_MESSAGES |= {"EncoderFacts", "EncoderInput", "EncodeRequest", "EncodeResponse"}
+OUR_ENUMS = {"EncoderTask": {"ENCODER_TASK_EMBED": 0, "ENCODER_TASK_CLASSIFY": 1, "ENCODER_TASK_FILL": 2}}
 
 Fields = dict[int, str]
 
@@ -217,7 +219,7 @@ def test_nothing_is_packed_in_another_way_than_proto3s() -> None:
 
 def test_enums() -> None:
     found: dict[str, dict[str, int]] = {enum.name: values(enum) for enum in definition().enum_type}
-    assert found == TGI_ENUMS
+    assert found == TGI_ENUMS | OUR_ENUMS
 
 
 def values(enum: EnumDescriptorProto) -> dict[str, int]:

@@ -9,11 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from funitel.proto import encoder_wire, wire
 from funitel.proto import generate_pb2 as pb
-from funitel.proto import wire
 from funitel.proto.step import (
     CachedBatch,
     Capability,
+    EncoderFacts,
+    EncoderInput,
+    EncoderResult,
+    EncoderTask,
     FinishReason,
     GeneratedText,
     Generation,
@@ -111,8 +115,28 @@ RESULTS = st.builds(
     num_forward_rows=U32,
     num_forward_tokens=U32,
 )
+FACTS = st.builds(
+    EncoderFacts,
+    tasks=st.frozensets(st.sampled_from(EncoderTask)),
+    width=U32,
+    max_tokens=U32,
+    usual_tokens=U32,
+    labels=some(TEXT),
+    is_multi_label=st.booleans(),
+    pooling=TEXT,
+)
+ENCODER_INPUTS = st.builds(
+    EncoderInput,
+    input_ids=some(U32),
+    type_ids=some(U32),
+    dimensions=U32,
+    is_normalized=st.booleans(),
+    mask_place=U32,
+    top_n=U32,
+)
 INFOS = st.builds(
     ShardInfo,
+    encoder=st.none() | FACTS,
     requires_padding=st.booleans(),
     dtype=TEXT,
     device_type=TEXT,
@@ -223,6 +247,22 @@ def test_step_result(response: type[wire.StepResponse], result: StepResult) -> N
 @given(INFOS)
 def test_shard_info(info: ShardInfo) -> None:
     assert wire.decode_info(over_the_wire(wire.encode_info(info))) == info
+
+
+@quickly
+@given(st.sampled_from(EncoderTask), st.lists(ENCODER_INPUTS, max_size=3))
+def test_encoder_call(task: EncoderTask, inputs: list[EncoderInput]) -> None:
+    assert encoder_wire.decode_inputs(over_the_wire(encoder_wire.encode_inputs(task, inputs))) == (task, inputs)
+
+
+@quickly
+@given(st.builds(EncoderResult, U32, st.binary(max_size=12), some(U32), some(U32), U64))
+def test_encoder_result(result: EncoderResult) -> None:
+    assert encoder_wire.decode_rows(over_the_wire(encoder_wire.encode_rows(result))) == result
+
+
+def test_a_task_of_a_later_wire_is_left_out() -> None:
+    assert encoder_wire.decode_facts(pb.EncoderFacts(tasks=[0, 77])).tasks == {EncoderTask.EMBED}  # type: ignore[list-item]
 
 
 @quickly
