@@ -9,11 +9,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from funitel.model_server.calls import Calls
 from funitel.model_server.executor import Executor
-from funitel.model_server.server import Servicer, StepOrder, make_server
+from funitel.model_server.server import Servicer, make_server
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
-from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed
+from funitel.proto.errors import FunitelError, ShardFailed
 from funitel.proto.step import Capability, GrammarType, ShardInfo
 from funitel_testing.executors import load_executor, start
 from funitel_testing.tiny import save_tiny
@@ -49,7 +50,8 @@ async def shard(executor: Executor, tmp_path: Path) -> AsyncIterator[Shard]:
     with ThreadPoolExecutor(1) as compute:
         failures: list[FunitelError] = []
         urls = ["unix:///a-0", "unix:///a-1"]
-        server = make_server(Servicer(executor, info, urls, compute, failures.append), address)
+        calls = Calls(executor, info.world_size, compute, failures.append)
+        server = make_server(Servicer(executor, info, urls, calls), address)
         await server.start()
         async with grpc.aio.insecure_channel(address) as channel:
             stub = generate_pb2_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -111,34 +113,6 @@ async def test_a_failed_call_does_not_block_the_next(shard: Shard) -> None:
     assert refused.value.code() is grpc.StatusCode.INTERNAL
     assert refused.value.details() == "Batch ID 99 not found in cache"
     await shard.stub.Prefill(shard.prefill(1, 1, step_seq=2))
-
-
-async def test_a_predecessor_that_never_comes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("funitel.model_server.server.ORDER_TIMEOUT_SECONDS", 0.01)
-    with pytest.raises(InvalidRequest, match="step_seq 5 came, 1 did not"):
-        await StepOrder().begin(5, lambda: asyncio.sleep(0))
-
-
-async def test_the_next_call_begins_while_the_one_before_is_under_way() -> None:
-    order, begun = StepOrder(), []
-    under_way: list[asyncio.Future[None]] = []
-
-    def begin(number: int) -> asyncio.Future[None]:
-        begun.append(number)
-        under_way.append(asyncio.get_running_loop().create_future())
-        return under_way[-1]
-
-    third = asyncio.ensure_future(order.begin(3, lambda: begin(3)))
-    leaver = asyncio.ensure_future(order.begin(2, lambda: begin(2)))
-    await asyncio.sleep(0)
-    leaver.cancel()
-    await asyncio.gather(leaver, return_exceptions=True)
-    with pytest.raises(InvalidRequest, match="step_seq 2 was executed already"):
-        await order.begin(2, lambda: begin(0))
-    await order.begin(1, lambda: begin(1))
-    await third
-    assert begun == [1, 2, 3]
-    assert not any(future.done() for future in under_way)
 
 
 async def test_health_answers_during_a_long_step(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:

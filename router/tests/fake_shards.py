@@ -77,6 +77,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.is_well.set()
         self.pool_tokens = pool_tokens
         self.server: Any = None
+        self.step_socket = ""
         self.refuses_prompts_from = 1 << 32  # token ids the fake model does not know
         self.has_no_scores_from = 1 << 32  # first tokens of prompts it has no scores but NaN for
 
@@ -94,6 +95,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             support_chunking=self.is_chunked,
             use_prefix_caching=self.has_prefix_cache,
             device_type="fake",
+            step_socket=self.step_socket,
         )
         return wire.encode_info(info)
 

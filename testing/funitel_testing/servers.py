@@ -132,7 +132,7 @@ class Footprint:
         lock = Path(f"{self.uds_path}.lock")
         if not is_locked(lock):  # else another deployment has taken the path over
             bases = (self.uds_path, *(f"{self.uds_path}-replica-{replica}" for replica in range(1, MOST_SHARDS)))
-            sockets = (Path(f"{base}-{rank}") for base in bases for rank in range(MOST_SHARDS))
+            sockets = (Path(f"{b}-{rank}{s}") for b in bases for rank in range(MOST_SHARDS) for s in ("", ".steps"))
             found += [str(path) for path in (lock, *sockets) if path.exists()]
         return found
 

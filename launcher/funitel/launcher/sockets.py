@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import product
 from pathlib import Path
 
+from funitel.proto import step_socket
 from funitel.proto.errors import SettingsError
 from funitel.proto.locks import lock_of, try_lock
 from funitel.proto.settings import require
@@ -79,7 +80,7 @@ def _lock(path: str | None) -> tuple[str, int]:
 
 
 def _check_length(base: str, num_shard: int, num_replicas: int) -> None:
-    longest = socket_of(path_of_replica(base, num_replicas - 1), num_shard - 1)
+    longest = socket_of(path_of_replica(base, num_replicas - 1), num_shard - 1) + step_socket.SUFFIX
     require(
         len(os.fsencode(longest)) <= LONGEST_PATH,
         f"--shard-uds-path {base} is too long: a Unix socket path has at most {LONGEST_PATH} bytes",
@@ -87,8 +88,8 @@ def _check_length(base: str, num_shard: int, num_replicas: int) -> None:
 
 
 def _remove_sockets(base: str, num_shard: int, num_replicas: int) -> None:
-    for replica, rank in product(range(num_replicas), range(num_shard)):
-        name = socket_of(path_of_replica(base, replica), rank)
+    for replica, rank, suffix in product(range(num_replicas), range(num_shard), ("", step_socket.SUFFIX)):
+        name = socket_of(path_of_replica(base, replica), rank) + suffix
         try:
             Path(name).unlink(missing_ok=True)
         except OSError as error:

@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import typer
+import uvloop
 
 from funitel.model_server import hub
 from funitel.model_server.pinning import pin
@@ -22,7 +24,7 @@ from funitel.model_server.settings import (
     QuantizeSettings,
     SpecSettings,
 )
-from funitel.proto import logs, tracing
+from funitel.proto import logs, step_socket, tracing
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.locks import lock_of, remove_if_free
 from funitel.proto.parent import has_lost, stop_with_parent
@@ -99,7 +101,7 @@ def serve(settings: ModelServerSettings) -> None:
     with ExitStack() as stack:
         if settings.otlp_endpoint is not None:
             stack.callback(tracing.export(settings.otlp_endpoint, settings.otlp_service_name))
-        failure = asyncio.run(_serve(settings))
+        failure = uvloop.run(_serve(settings))  # half of what asyncio's own loop costs a step
     if failure is not None:
         raise failure
 
@@ -107,10 +109,12 @@ def serve(settings: ModelServerSettings) -> None:
 async def _serve(settings: ModelServerSettings) -> FunitelError | None:
     """Serve until told to stop, or until the ranks have lost each other; the latter is returned."""
     # torch: seconds to import, not wanted for --help
+    from funitel.model_server.calls import Calls
     from funitel.model_server.encoder.loading import holds_encoder, load_encoder
     from funitel.model_server.encoder.servicer import EncoderServicer
     from funitel.model_server.loading import load
     from funitel.model_server.server import Servicer, make_server
+    from funitel.model_server.step_server import StepServer
 
     loop = asyncio.get_running_loop()
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -124,15 +128,22 @@ async def _serve(settings: ModelServerSettings) -> FunitelError | None:
         stop.set()
 
     servicer: Servicer | EncoderServicer
+    steps: StepServer | None = None
     if holds_encoder(folder):
         encoder, info = await loop.run_in_executor(compute, load_encoder, settings, folder)
         servicer, leave = EncoderServicer(encoder, info, [url], compute), encoder.parallel.leave
     else:
         executor, info = await loop.run_in_executor(compute, load, settings, folder)
         urls = await loop.run_in_executor(compute, executor.parallel.exchange, url)
-        servicer, leave = Servicer(executor, info, urls, compute, fail), executor.parallel.leave
+        calls = Calls(executor, info.world_size, compute, fail)
+        if step_path := _step_socket(settings):
+            steps = StepServer(calls, step_path)
+            info = replace(info, step_socket=step_path)
+        servicer, leave = Servicer(executor, info, urls, calls), executor.parallel.leave
     server = make_server(servicer, address, is_traced=settings.otlp_endpoint is not None)
     try:
+        if steps is not None:
+            await steps.start()
         await server.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
@@ -140,6 +151,8 @@ async def _serve(settings: ModelServerSettings) -> FunitelError | None:
         await stop.wait()
     finally:
         await server.stop(STOP_GRACE_SECONDS)
+        if steps is not None:
+            steps.stop()
         _remove_files(settings)
     await _leave(leave, compute, failures)
     return failures[0] if failures else None
@@ -169,21 +182,31 @@ def _address(settings: ModelServerSettings) -> tuple[str, str]:
         if not separator or not host or not port.isdigit():
             raise SettingsError(f"--listen must be host:port, given {settings.listen!r}")
         return settings.listen, f"tcp://{settings.listen}"
-    _remove_socket(settings)  # left by a run that was killed
-    path = f"{settings.uds_path}-{settings.rank}"
+    _remove_sockets(settings)  # left by a run that was killed
+    path = _socket(settings)
     return f"unix:{path}", f"unix://{path}"
 
 
+def _socket(settings: ModelServerSettings) -> str:
+    return f"{settings.uds_path}-{settings.rank}"
+
+
+def _step_socket(settings: ModelServerSettings) -> str:
+    """Path of the step socket; a shard that listens for other machines has none."""
+    return "" if settings.listen is not None else _socket(settings) + step_socket.SUFFIX
+
+
 def _remove_files(settings: ModelServerSettings) -> None:
-    """Remove the socket, and after a launcher that was killed its lock too."""
-    _remove_socket(settings)
+    """Remove the sockets, and after a launcher that was killed its lock too."""
+    _remove_sockets(settings)
     if has_lost(settings.exit_with_parent):
         remove_if_free(lock_of(settings.uds_path))
 
 
-def _remove_socket(settings: ModelServerSettings) -> None:
+def _remove_sockets(settings: ModelServerSettings) -> None:
     if settings.listen is None:
-        Path(f"{settings.uds_path}-{settings.rank}").unlink(missing_ok=True)
+        for name in (_socket(settings), _step_socket(settings)):
+            Path(name).unlink(missing_ok=True)
 
 
 def _resolve(settings: ModelServerSettings) -> Path:

@@ -269,6 +269,7 @@ class ShardInfo:
     sharded_weight_bytes: int = 0
     total_sharded_weight_bytes: int = 0
     encoder: EncoderFacts | None = None  # None: the model generates
+    step_socket: str = ""  # path of a Unix socket that takes numbered calls too, see `step_socket`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from opentelemetry import trace
 from opentelemetry.context import Context, get_current
-from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from funitel.proto.errors import SettingsError
@@ -86,15 +86,28 @@ class OpenSpan:
         with trace.use_span(self._span):
             yield
 
-    def end(self) -> None:
+    def end(self, **attributes: Attribute) -> None:
         """End the span now."""
         if self._span is not None:
+            self._span.set_attributes(attributes)
+            self._span.end()
+
+    def fail(self, error: Exception) -> None:
+        """End the span now; what it measures has failed."""
+        if self._span is not None:
+            self._span.record_exception(error)
+            self._span.set_status(Status(StatusCode.ERROR, str(error)))
             self._span.end()
 
 
-def begin(name: str, parent: Context | None = None, attributes: Mapping[str, Attribute] | None = None) -> OpenSpan:
+def begin(
+    name: str,
+    parent: Context | None = None,
+    kind: SpanKind = SpanKind.INTERNAL,
+    attributes: Mapping[str, Attribute] | None = None,
+) -> OpenSpan:
     """A span that lasts until it is ended; below `parent`, or below the span of the caller."""
-    return OpenSpan(None if _tracer is None else _tracer.start_span(name, parent, attributes=attributes))
+    return OpenSpan(None if _tracer is None else _tracer.start_span(name, parent, kind, attributes))
 
 
 def record(name: str, parent: Context | None, begin: float, end: float, **attributes: Attribute) -> None:

@@ -302,6 +302,7 @@ def encode_info(info: ShardInfo) -> pb.InfoResponse:
         weight_bytes=info.weight_bytes,
         sharded_weight_bytes=info.sharded_weight_bytes,
         total_sharded_weight_bytes=info.total_sharded_weight_bytes,
+        step_socket=info.step_socket,
     )
     if info.window_size is not None:
         message.window_size = info.window_size
@@ -329,6 +330,7 @@ def decode_info(message: pb.InfoResponse) -> ShardInfo:
         sharded_weight_bytes=message.sharded_weight_bytes,
         total_sharded_weight_bytes=message.total_sharded_weight_bytes,
         encoder=encoder_wire.decode_facts(message.encoder) if message.HasField("encoder") else None,
+        step_socket=message.step_socket,
     )
 
 

@@ -1,6 +1,7 @@
-"""The shards of one model copy over gRPC: a call goes to every rank at once, one answer comes back from each.
+"""The shards of one model copy: a call goes to every rank at once, one answer comes back from each.
 
-The only module of the router that knows gRPC; foreign statuses become funitel errors here.
+Calls go over gRPC, numbered ones over the step socket where a shard of this machine has one. Foreign statuses become
+funitel errors here.
 """
 
 import asyncio
@@ -27,6 +28,8 @@ from funitel.proto.step import (
     WarmupLimits,
     WarmupResult,
 )
+from funitel.proto.step_socket import Method
+from funitel.router.step_client import StepClient
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,8 @@ STRAGGLER_SECONDS = 5.0
 POLL_SECONDS = 0.1  # between two attempts to reach shards that are still loading
 WAITING_SECONDS = 10.0  # between two lines that say that they are waited for
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+_STATUSES: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
 
 T = TypeVar("T")
 Message = Any  # protobuf messages share no useful base
@@ -60,9 +65,26 @@ class ShardClient:
         self.url = url
         self._channel = grpc.aio.insecure_channel(target_of(url), options=OPTIONS)
         self._methods: dict[str, Any] = {}
+        self._steps: StepClient | None = None
 
-    def call(self, method: str, payload: bytes, response: type[T], timeout: float | None = None) -> Any:
-        """Send now and return the awaitable call."""
+    async def open_steps(self, path: str) -> None:
+        """Make numbered calls by a step socket from now on, if it can be reached: it may be another machine's."""
+        if not path:
+            return
+        try:
+            self._steps = await StepClient.connect(path, self._failure_of)
+        except OSError as error:
+            logger.warning("shard rank %d: steps go over gRPC, for %s is out of reach: %s", self.rank, path, error)
+
+    def step(self, method: Method, payload: bytes, response: type[T]) -> Awaitable[T]:
+        """Send a numbered call now; raises FunitelError when it is awaited."""
+        if self._steps is not None and not self._steps.lost.done():
+            parse = response.FromString  # type: ignore[attr-defined]
+            return self._steps.call(method, payload, parse, STEP_TIMEOUT_SECONDS)
+        return self.call(method.rpc, payload, response, STEP_TIMEOUT_SECONDS)
+
+    def call(self, method: str, payload: bytes, response: type[T], timeout: float | None = None) -> Awaitable[T]:
+        """Send now over gRPC; raises FunitelError when it is awaited."""
         function = self._methods.get(method)
         if function is None:
             function = self._methods[method] = self._channel.unary_unary(
@@ -70,17 +92,28 @@ class ShardClient:
                 request_serializer=None,
                 response_deserializer=response.FromString,  # type: ignore[attr-defined]
             )
-        return function(payload, timeout=timeout, metadata=tuple(tracing.inject().items()) or None)
+        return self._answer(function(payload, timeout=timeout, metadata=tuple(tracing.inject().items()) or None))
+
+    async def _answer(self, call: Any) -> Any:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self.failure(error.code(), error.details()) from error
+
+    def _failure_of(self, code: int, details: str) -> FunitelError:
+        return self.failure(_STATUSES.get(code, grpc.StatusCode.UNKNOWN), details)
 
     async def disconnected(self) -> None:
         """Return once there is no connection to the shard; it may come back with the next call."""
+        if self._steps is not None:
+            await asyncio.shield(self._steps.lost)
         while (state := self._channel.get_state()) is grpc.ChannelConnectivity.READY:
             await self._channel.wait_for_state_change(state)
 
-    def translate(self, error: grpc.aio.AioRpcError) -> FunitelError:
+    def failure(self, status: grpc.StatusCode, details: str | None) -> FunitelError:
         """Say what a gRPC status of this rank means to us."""
-        details = error.details() or error.code().name
-        match error.code():
+        details = details or status.name
+        match status:
             case grpc.StatusCode.FAILED_PRECONDITION:
                 return StartupError(details)
             case grpc.StatusCode.INVALID_ARGUMENT:
@@ -91,7 +124,9 @@ class ShardClient:
                 return StepFailed(f"shard rank {self.rank}: {details}")
 
     async def close(self) -> None:
-        """Close the channel."""
+        """Hang up."""
+        if self._steps is not None:
+            self._steps.close()
         await self._channel.close()
 
 
@@ -134,11 +169,10 @@ class Shards:
             found: pb.ServiceDiscoveryResponse = await master.call(
                 "ServiceDiscovery", b"", pb.ServiceDiscoveryResponse, HEALTH_TIMEOUT_SECONDS
             )
-        except grpc.aio.AioRpcError as error:
-            failure = master.translate(error)
-            if isinstance(failure, ShardFailed):
-                raise failure from error
-            raise StartupError(f"what answers at {master_url} is no shard: {failure.message}") from error
+        except ShardFailed:
+            raise
+        except FunitelError as error:
+            raise StartupError(f"what answers at {master_url} is no shard: {error.message}") from error
         finally:
             await master.close()
         bare = cls([ShardClient(rank, url) for rank, url in enumerate(found.urls)], [])
@@ -148,7 +182,10 @@ class Shards:
         except ShardFailed:
             await bare.close()
             raise
-        return cls(bare.clients, [wire.decode_info(info) for info in infos])
+        shards = cls(bare.clients, [wire.decode_info(info) for info in infos])
+        for client, info in zip(shards.clients, shards.infos, strict=True):
+            await client.open_steps(info.step_socket)
+        return shards
 
     async def warmup(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
         """Size the pool; every rank's result."""
@@ -181,21 +218,21 @@ class Shards:
         """Send a step that takes new sequences in."""
         batch = wire.encode_batch(batch_id, starts, self._block_size)
         request = wire.encode_prefill(batch, cached, rows, step_seq)
-        return self._results(self._send("Prefill", request, pb.PrefillResponse, STEP_TIMEOUT_SECONDS))
+        return self._results(self._send(Method.PREFILL, request, pb.PrefillResponse))
 
     def decode(
         self, batches: Sequence[CachedBatch], rows: Sequence[RowUpdate], step_seq: int | None
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Send a step of cached batches."""
         request = wire.encode_decode(batches, rows, step_seq)
-        return self._results(self._send("Decode", request, pb.DecodeResponse, STEP_TIMEOUT_SECONDS))
+        return self._results(self._send(Method.DECODE, request, pb.DecodeResponse))
 
     def filter(self, batch_id: int, request_ids: Sequence[int], step_seq: int | None) -> Awaitable[CachedBatch]:
         """Send that only some rows of a cached batch are kept."""
         request = pb.FilterBatchRequest(batch_id=batch_id, request_ids=request_ids, step_seq=step_seq)
-        return self._kept(self._send("FilterBatch", request, pb.FilterBatchResponse, STEP_TIMEOUT_SECONDS))
+        return self._kept(self._send(Method.FILTER_BATCH, request, pb.FilterBatchResponse))
 
-    async def _kept(self, calls: Sequence[Any]) -> CachedBatch:
+    async def _kept(self, calls: Sequence[Awaitable[pb.FilterBatchResponse]]) -> CachedBatch:
         responses = await self._answers(calls)
         return wire.decode_cached(responses[-1].batch)
 
@@ -213,35 +250,32 @@ class Shards:
     def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> Awaitable[None]:
         """Send that one cached batch is dropped, or all are."""
         request = pb.ClearCacheRequest(id=batch_id, step_seq=step_seq)
-        return self._done(self._send("ClearCache", request, pb.ClearCacheResponse, STEP_TIMEOUT_SECONDS))
+        return self._done(self._send(Method.CLEAR_CACHE, request, pb.ClearCacheResponse))
 
-    async def _done(self, calls: Sequence[Any]) -> None:
+    async def _done(self, calls: Sequence[Awaitable[pb.ClearCacheResponse]]) -> None:
         await self._answers(calls)
 
     @property
     def _block_size(self) -> int:
         return self.infos[-1].block_size
 
-    async def _results(self, calls: Sequence[Any]) -> tuple[StepResult, ...]:
+    async def _results(self, calls: Sequence[Awaitable[wire.StepResponse]]) -> tuple[StepResult, ...]:
         return tuple(wire.decode_result(response) for response in await self._answers(calls))
 
-    def _send(self, method: str, request: Message, response: type[T], timeout: float | None = None) -> list[Any]:
+    def _send(self, method: Method, request: Message, response: type[T]) -> list[Awaitable[T]]:
         """Encode once and send without yielding to the event loop: what was planned is what is sent."""
         payload = request.SerializeToString()
-        return [client.call(method, payload, response, timeout) for client in self.clients]
+        return [client.step(method, payload, response) for client in self.clients]
 
     async def _fan_out(self, method: str, request: Message, response: type[T], timeout: float | None = None) -> list[T]:
-        answers: list[T] = await self._answers(self._send(method, request, response, timeout))
-        return answers
+        payload = request.SerializeToString()
+        return await self._answers([client.call(method, payload, response, timeout) for client in self.clients])
 
-    async def _answers(self, calls: Sequence[Any]) -> list[Any]:
+    async def _answers(self, calls: Sequence[Awaitable[T]]) -> list[T]:
         """Wait for every rank; the lowest rank's failure is raised, a dead shard before a failed step."""
         if len(calls) == 1:
-            try:
-                return [await calls[0]]
-            except grpc.aio.AioRpcError as failure:
-                raise self.clients[0].translate(failure) from failure
-        tasks = [asyncio.ensure_future(_await(call)) for call in calls]
+            return [await calls[0]]
+        tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             if any(not task.done() for task in tasks):
@@ -254,8 +288,8 @@ class Shards:
             if not task.done():
                 task.cancel()
                 failures.append(ShardFailed(f"shard rank {client.rank} does not answer"))
-            elif isinstance(error := task.exception(), grpc.aio.AioRpcError):
-                failures.append(client.translate(error))
+            elif isinstance(error := task.exception(), FunitelError):
+                failures.append(error)
         if failures:
             raise next((f for f in failures if isinstance(f, ShardFailed)), failures[0])
         return [task.result() for task in tasks]
@@ -264,7 +298,3 @@ class Shards:
         """Close all channels."""
         for client in self.clients:
             await client.close()
-
-
-async def _await(call: Any) -> Any:
-    return await call

@@ -1,0 +1,101 @@
+"""The step socket of a shard: numbered calls of a router on this machine, without gRPC (ADR 9)."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from funitel.model_server.calls import Calls
+from funitel.model_server.tracing import open_span
+from funitel.proto import generate_pb2 as pb
+from funitel.proto.errors import FunitelError, InvalidRequest, StartupError
+from funitel.proto.step_socket import OK, Frame, FrameProtocol, Method, decode_context
+from funitel.proto.tracing import OpenSpan
+
+Answer = asyncio.Future[Any]  # of a protobuf message; these share no useful base
+Parse = Callable[[bytes], Any]
+
+
+class StepServer:
+    """Listens on the Unix socket at `path`; any number of routers may be connected."""
+
+    def __init__(self, calls: Calls, path: str) -> None:
+        self.methods: dict[int, tuple[Method, Parse, Callable[[Any], Answer]]] = {
+            Method.PREFILL: (Method.PREFILL, pb.PrefillRequest.FromString, calls.prefill),
+            Method.DECODE: (Method.DECODE, pb.DecodeRequest.FromString, calls.decode),
+            Method.FILTER_BATCH: (Method.FILTER_BATCH, pb.FilterBatchRequest.FromString, calls.filter_batch),
+            Method.CLEAR_CACHE: (Method.CLEAR_CACHE, pb.ClearCacheRequest.FromString, calls.clear_cache),
+        }
+        self.connections: set[StepConnection] = set()
+        self._path = Path(path)
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        """Listen; a file of that name is replaced.
+
+        Raises:
+            StartupError: the path is too long or not ours.
+        """
+        self._path.unlink(missing_ok=True)
+        try:
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_unix_server(partial(StepConnection, self), str(self._path))
+        except OSError as error:
+            raise StartupError(f"cannot listen on {self._path}: {error}") from error
+
+    def stop(self) -> None:
+        """Hang up once what was answered is sent."""
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self.connections):
+            connection.close()
+        self._path.unlink(missing_ok=True)
+
+
+class StepConnection(FrameProtocol):
+    """One router's connection."""
+
+    def __init__(self, server: StepServer) -> None:
+        super().__init__()
+        self._server = server
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Be known to the server."""
+        super().connection_made(transport)
+        self._server.connections.add(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Calls under way go on; their answers are dropped."""
+        self._server.connections.discard(self)
+
+    def take(self, frame: Frame) -> None:
+        """Begin a call."""
+        try:
+            method, parse, call = self._server.methods[frame.code]
+            request = parse(frame.payload)
+        except KeyError:
+            self._refuse(frame, InvalidRequest(f"the step socket has no method {frame.code}"))
+        except DecodeError:
+            self._refuse(frame, InvalidRequest("the payload is no message of its method"))
+        else:
+            span = open_span(method.rpc, decode_context(frame.context))
+            call(request).add_done_callback(partial(self._answer, frame, span))
+
+    def _answer(self, call: Frame, span: OpenSpan, answered: Answer) -> None:
+        error = answered.exception()
+        if isinstance(error, FunitelError):
+            span.fail(error)
+            self._refuse(call, error)
+        else:
+            span.end(**{"rpc.grpc.status_code": OK})
+            self._reply(Frame(call.call_id, OK, answered.result().SerializeToString()))
+
+    def _refuse(self, call: Frame, error: FunitelError) -> None:
+        self._reply(Frame(call.call_id, error.grpc_status.value[0], error.message.encode()))
+
+    def _reply(self, frame: Frame) -> None:
+        if self in self._server.connections:
+            self.send(frame)
