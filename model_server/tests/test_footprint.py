@@ -1,5 +1,8 @@
-"""Memory is known before it is taken: weights by the spec alone."""
+"""Memory is known before it is taken: weights by the spec alone, and what the system then says the process has."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,39 @@ from funitel.model_server.families import spec_of
 from funitel.model_server.parallel import TensorParallel
 from funitel_testing.forward_worker import fused_decoder
 from funitel_testing.tiny import FAMILIES, save_tiny
+
+# One process, precision after precision: what the log says of the weights, and what a pool takes once it is used.
+SCRIPT = """
+import gc, json, logging, sys
+from pathlib import Path
+from funitel.model_server.loading import load
+from funitel.model_server.memory import resident_bytes
+from funitel.model_server.settings import ModelServerSettings
+from funitel.proto.step import WarmupLimits
+from funitel_testing.executors import start
+
+class Listener(logging.Handler):
+    def emit(self, record):
+        if record.msg.startswith("memory "):
+            said.append(record.args)
+
+said, results = [], {}
+logging.getLogger("funitel").addHandler(Listener())
+logging.getLogger("funitel").setLevel(logging.INFO)
+folder = Path(sys.argv[1])
+for given in ({"quantize": "gguf"}, {"quantize": "int8"}, {"dtype": "float16"}, {"dtype": "float32"}):
+    executor, info = load(ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1, **given), folder)
+    predicted, measured, kv_bytes_per_token = said.pop()
+    limits = WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=3200)
+    executor.warmup([start(0, list(range(20)))], limits)
+    before = resident_bytes()
+    executor._pool.pool.fill_(1.0)
+    pool = resident_bytes() - before
+    results[info.dtype] = [predicted, measured, 3216 * kv_bytes_per_token, pool]
+    del executor
+    gc.collect()
+print(json.dumps(results))
+"""
 
 
 @pytest.mark.parametrize("tier", [Tier.INT8, Tier.FLOAT16, Tier.FLOAT32], ids=lambda tier: tier.label)
@@ -24,3 +60,14 @@ def test_weights_take_what_was_predicted_on_every_rank(family: str, tier: Tier, 
             weight_bytes(spec, parallel, tier, lambda layer, columns: None)
             == fused_decoder(folder, tier, parallel).program.held_bytes
         )
+
+
+def test_the_process_has_as_much_memory_as_was_predicted(demo_model: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(demo_model)], capture_output=True, text=True, check=True, timeout=300
+    )
+    results = json.loads(done.stdout)
+    assert results.keys() == {"gguf", "int8", "torch.float16", "torch.float32"}
+    for tier, (weights, measured, pool, used) in results.items():
+        assert measured == pytest.approx(weights, rel=0.1), tier
+        assert used == pytest.approx(pool, rel=0.1), tier

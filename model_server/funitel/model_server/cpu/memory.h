@@ -25,7 +25,12 @@ class Memory {
         size_t rounded = (size + kSlack + unit - 1) / unit * unit;
         void* start = mmap(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (start == MAP_FAILED) return false;
-        if (unit == huge) madvise(start, rounded, MADV_HUGEPAGE);
+        if (unit == huge) {
+            // The end, up to a huge page that would lie there mostly unused, is of small pages.
+            size_t whole = (size + kSlack) / huge * huge;
+            madvise(start, whole, MADV_HUGEPAGE);
+            madvise(static_cast<char*>(start) + whole, rounded - whole, MADV_NOHUGEPAGE);
+        }
         start_ = start;
         size_ = rounded - kSlack;
         return true;
