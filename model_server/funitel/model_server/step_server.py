@@ -1,4 +1,4 @@
-"""The step socket of a shard: numbered calls of a router on this machine, without gRPC (ADR 9)."""
+"""The step socket of a shard: numbered calls of a router on this machine, without gRPC (ADR 10)."""
 
 import asyncio
 from collections.abc import Callable

@@ -3,7 +3,7 @@
 A frame is a header and two pieces of bytes: the context of a trace as JSON, mostly empty, and a message of
 `generate.v3`. The router numbers its calls as it likes; an answer bears the number of its call. Its `code` is the
 method in a call and gRPC's status in an answer, where a failure's payload is what was wrong, in UTF-8. Why there is
-such a socket beside gRPC: ADR 9.
+such a socket beside gRPC: ADR 10.
 """
 
 import asyncio

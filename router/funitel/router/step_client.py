@@ -1,4 +1,4 @@
-"""The router's end of a shard's step socket: numbered calls to a shard of this machine, without gRPC (ADR 9)."""
+"""The router's end of a shard's step socket: numbered calls to a shard of this machine, without gRPC (ADR 10)."""
 
 import asyncio
 from collections.abc import Callable
