@@ -1,5 +1,6 @@
 """Which texts go together next: by tokens, shared between requests, each text once."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,3 +107,20 @@ def test_every_text_goes_once_within_the_budget(requests: list[list[int]], budge
         seen += [(text.submission.id, text.place) for text in batch]
     assert sorted(seen) == [(id, place) for id, lengths in enumerate(requests) for place in range(len(lengths))]
     assert (queue.num_texts, queue.num_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(("lengths", "priority"), [([50] * 20, 0), ([50], 1)])
+def test_nobody_waits_for_ever_behind_newcomers(lengths: list[int], priority: int) -> None:
+    """Sixteen clients whose next request follows each answer; a batch holds eight of their texts."""
+    queue = EncoderQueue(max_tokens=400)
+    slow = submission(0, lengths, priority=priority)
+    queue.add(slow)
+    for i in range(1, 17):
+        queue.add(submission(i, [50]))
+    newest = 16
+    for _ in range(400):
+        for text in queue.plan():
+            if text.submission is not slow:
+                newest += 1
+                queue.add(submission(newest, [50]))
+    assert not slow.waiting

@@ -13,6 +13,7 @@ from fake_shards import FakeShard, fake_shards, next_token
 from fakes import eventually
 
 from funitel.proto.errors import (
+    FunitelError,
     InvalidRequest,
     NotReady,
     Overloaded,
@@ -115,8 +116,9 @@ async def test_the_last_one_to_leave_clears_the_cache(tmp_path: Path) -> None:
         async with engine.submit(request(5, 100)) as stream:
             async for _ in stream:
                 break
-        await asyncio.sleep(0.1)
-        assert fake.batches == {}
+        async with asyncio.timeout(5):
+            while fake.batches:
+                await asyncio.sleep(0.01)
         text = metrics.exposition().decode()
         assert 'funitel_blocks{state="used"} 0.0' in text
         assert "funitel_cached_batches 0.0" in text
@@ -172,6 +174,20 @@ async def test_a_stopped_engine_answers_those_who_come_later(tmp_path: Path, mon
         for _ in range(2):
             with pytest.raises(ShardFailed, match="the engine has stopped"):
                 await asyncio.wait_for(run(engine, request()), 5)
+
+
+async def test_an_engine_that_fails_at_recovering_leaves_no_stream_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(error: FunitelError) -> None:
+        raise RuntimeError("a bug")
+
+    async with running(tmp_path) as (engine, shards, _):
+        monkeypatch.setattr(engine._steps, "_recover", broken)
+        shards[0].failures.append(grpc.StatusCode.ABORTED)
+        with pytest.raises(ShardFailed, match="the engine has stopped"):
+            await asyncio.wait_for(run(engine, request()), 5)
+        await asyncio.wait_for(engine._requests.drained(), 5)
 
 
 async def test_a_failed_step_fails_what_ran_and_nothing_later(tmp_path: Path) -> None:

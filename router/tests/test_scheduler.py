@@ -433,6 +433,24 @@ def test_siblings_wait_for_the_first_ones_prompt_and_others_pass_them() -> None:
     assert shard.num_computed == 30 + 3 * 2 + 4 * 2 + 8 + 2
 
 
+def test_siblings_wait_for_a_prompt_whose_last_chunk_is_under_way() -> None:
+    scheduler, shard = cached_scheduler(max_batch_prefill_tokens=64), FakeShard()
+    scheduler.add(make_sequence(9, 8, 30, cache_salt="stranger"))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, shard.step(plan), 0.01)
+    for i in range(3):
+        scheduler.add(make_sequence(i, 30, 3))
+    under_way, entered = [], []
+    for _ in range(6):
+        while len(under_way) < 2 and (plan := scheduler.schedule()) is not None:
+            entered += plan.starts
+            under_way.append(plan)
+        plan = under_way.pop(0)
+        scheduler.commit(plan, shard.step(plan), 0.01)
+    assert [(start.request_id, start.cache_len) for start in entered] == [(0, 0), (1, 28), (2, 28)]
+
+
 def test_the_least_recently_used_content_goes_first_and_the_deepest_of_it() -> None:
     scheduler, shard = cached_scheduler(num_blocks=10), FakeShard()
     for i, (prompt_len, salt) in enumerate(((16, "old"), (16, "new"), (24, "big"))):

@@ -149,7 +149,7 @@ def test_time_away_earns_no_credit_and_leaving_clears_no_debt() -> None:
     shares.charge(other, 3000)
     shares.leave(OTHER)
     shares.join(b"new")
-    assert shares.tokens_of(b"new") == 1000
+    assert shares.tokens_of(b"new") == 2000, "what each of the two would have, had both been given the same"
     shares.join(OTHER)
     assert shares.tokens_of(OTHER) == 3000
     for key in (b"busy", b"new", OTHER):
@@ -170,7 +170,7 @@ def test_time_away_earns_some_credit_where_it_is_given() -> None:
     assert shares.tokens_of(OTHER) == 700, "to leave and come back gives nothing"
     shares.charge(busy, 1000)
     shares.join(OTHER)
-    assert shares.tokens_of(OTHER) == 1600, "nor does to stay away for longer give more"
+    assert shares.tokens_of(OTHER) == 1650, "nor does to stay away for longer give more"
 
 
 def test_who_stays_least_is_seen_from_all_that_have_requests() -> None:
@@ -313,3 +313,30 @@ def test_the_least_urgent_gives_way_first_then_the_newest() -> None:
         if len(running) == 1:
             break
     assert left == [1, 2]
+
+
+def test_a_key_that_was_here_before_is_served_beside_keys_that_come_anew_all_the_time() -> None:
+    scheduler = make_scheduler(num_blocks=2000, budget=4096, max_batch_size=4)
+    shard = QuickShard(scheduler)
+    ids = iter(range(10**6))
+
+    def add(key: bytes, num_tokens: int) -> Sequence:
+        i = next(ids)
+        sequence = make_sequence(i, 40, num_tokens, key=key, cache_salt=str(i))
+        scheduler.add(sequence)
+        return sequence
+
+    for i in range(12):
+        add(b"new %d" % i, 10)
+    asked = [add(OTHER, 50)]
+    for number, sequences in enumerate(steps(scheduler, shard)):
+        for sequence in sequences.values():
+            if len(sequence.output_ids) < sequence.request.stopping.max_new_tokens:
+                continue
+            if sequence.request.key != OTHER:
+                add(b"newer %d" % sequence.id, 10)
+            elif len(asked) == 1:
+                asked.append(add(OTHER, 10))
+            else:
+                return
+        assert number < 5000, "the second request of a key was not served"

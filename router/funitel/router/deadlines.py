@@ -21,8 +21,8 @@ class Deadlines:
             delay = deadline - time.monotonic()
             self._timers[sequence.id] = asyncio.get_running_loop().call_later(delay, self._expire, sequence)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, sequence_id: int) -> None:
         """Stop the timer of a sequence that has ended."""
-        timer = self._timers.pop(sequence.id, None)
+        timer = self._timers.pop(sequence_id, None)
         if timer is not None:
             timer.cancel()

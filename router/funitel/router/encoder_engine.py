@@ -165,7 +165,7 @@ class EncoderEngine:
     async def health(self) -> None:
         """Return once one replica answers; raise a FunitelError when none does."""
         failure: FunitelError = ShardFailed("every replica is lost")
-        for shards in self._serving:
+        for shards in tuple(self._serving):  # one may be lost meanwhile
             try:
                 await shards.health()
                 return

@@ -60,7 +60,7 @@ class EncoderQueue:
         self._max_tokens = max_tokens
         self._max_texts = max_texts
         self._turns: list[tuple[int, int, Submission]] = []  # tokens got, id; a heap
-        self._now = 0  # tokens got by the one whose turn it was last
+        self._now = 0  # where newcomers begin: tokens each has got, and it goes on while newcomers alone are served
 
     def add(self, submission: Submission) -> None:
         """Let a submission wait; it must have a text."""
@@ -104,7 +104,7 @@ class EncoderQueue:
             self._count(submission, [place], -1)
             batch.append(Text(submission, place))
             left -= length
-            self._now = max(self._now, got)
+            self._now = max(self._now, got) - (-length // (len(self._turns) + 1))
             if submission.waiting:
                 heappush(self._turns, (got + length, id, submission))
         for turn in passed:

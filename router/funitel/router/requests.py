@@ -38,7 +38,7 @@ class Requests:
     def forget(self, sequence: Sequence) -> TokenStream | None:
         """Let go of a sequence that has ended; its stream, if it is here."""
         self._left.set()
-        self._deadlines.forget(sequence)
+        self._deadlines.forget(sequence.id)
         return self.streams.pop(sequence.id, None)
 
     def fail(self, sequence: Sequence, error: FunitelError) -> None:
@@ -53,7 +53,9 @@ class Requests:
         for sequence in (*self._scheduler.running.values(), *self._scheduler.waiting):
             self.fail(sequence, error)
         for i in [i for i in self.streams if i not in but]:  # ended, and not told
+            self._deadlines.forget(i)
             self.streams.pop(i).deliver(error)
+        self._left.set()
 
     async def drained(self) -> None:
         """Return once no request is here."""

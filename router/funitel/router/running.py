@@ -113,7 +113,7 @@ class Running:
         part.load.num_decodes += 1
         part.load.decode_context += sequence.num_known
         self._shares.charge(sequence, 1)
-        if pending == 1 and not sequence.num_repeated:
+        if pending == 1 and sequence.num_pending == 1 and not sequence.num_repeated:
             self._settle(sequence, begun + 1)
 
     def _settle(self, sequence: Sequence, computed: int) -> None:

@@ -112,12 +112,8 @@ class StepLoop:
         while not self._has_given_up:
             self._woken.clear()
             try:
-                self._turn()
-            except FunitelError as error:
-                self._num_failed_steps += not isinstance(error, InvalidRequest)
-                if not await self.has_lost_shards(error):
-                    await self._recover(error)
-                continue
+                if await self._has_failed_turn():
+                    continue
             except Exception:
                 logger.exception("the engine stops")
                 failure = ShardFailed("the engine has stopped")
@@ -126,6 +122,17 @@ class StepLoop:
                     self.on_lost(failure)
                 raise
             await self._woken.wait()
+
+    async def _has_failed_turn(self) -> bool:
+        """Take a turn, and recover where it fails: then it is to be taken again."""
+        try:
+            self._turn()
+            return False
+        except FunitelError as error:
+            self._num_failed_steps += not isinstance(error, InvalidRequest)
+            if not await self.has_lost_shards(error):
+                await self._recover(error)
+            return True
 
     def _turn(self) -> None:
         """Settle what has been answered and send what may be sent; deliver meanwhile.

@@ -18,13 +18,15 @@ class Shares:
     """How many tokens were computed for each key that has sequences, or had some while others were busy.
 
     A key that comes, or comes back, has its own count, but at least that of the key that was given the least, save for
-    `credit` tokens: time away earns so much and no more.
+    `credit` tokens: time away earns so much and no more. The same holds of the pace, what each busy key would have been
+    given if all had the same: keys that come anew all the time do not go before one that was here for ever.
     """
 
     def __init__(self, credit: int = 0) -> None:
         self._credit = credit
         self._tokens: dict[bytes, int] = {}
         self._sequences: Counter[bytes] = Counter()  # waiting or running
+        self._pace = 0.0  # tokens
         self.num_repeated = 0  # tokens computed again, of all keys
 
     def join(self, key: bytes) -> None:
@@ -41,23 +43,25 @@ class Shares:
         del self._sequences[key]
         if not self._sequences:
             self._tokens.clear()
+            self._pace = 0.0
         elif len(self._tokens) - len(self._sequences) > MAX_IDLE_KEYS:
             self._tokens = {busy: self._tokens[busy] for busy in self._sequences}
 
     def _least_on_return(self) -> int:
         least = min((self._tokens[key] for key in self._sequences if self._sequences[key]), default=0)
-        return max(0, least - self._credit)
+        return max(0, max(least, int(self._pace)) - self._credit)
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
         """Count tokens that a step computes for a sequence; those lost to preemption are not counted twice."""
         repeated = min(num_tokens, sequence.num_repeated)
         sequence.num_repeated -= repeated
         self.num_repeated += repeated
-        self._tokens[sequence.request.key] += num_tokens - repeated
+        self.charge_key(sequence.request.key, num_tokens - repeated)
 
     def charge_key(self, key: bytes, num_tokens: int) -> None:
         """Count tokens of sequences of a key that have lost none."""
         self._tokens[key] += num_tokens
+        self._pace += num_tokens / len(self._sequences)
 
     def stays_least(self, key: bytes, num_tokens: int) -> bool:
         """Whether other keys have sequences, and were all given as much as this one with so many tokens more."""

@@ -266,13 +266,15 @@ def _shown(row: bytes, count: int, encoding_format: str | None) -> list[float] |
 
 
 def _sigmoid(score: float) -> float:
-    return 1 / (1 + math.exp(-score)) if score >= 0 else 1 - 1 / (1 + math.exp(score))
+    power = math.exp(-abs(score))
+    return (1 if score >= 0 else power) / (1 + power)
 
 
 def _softmax(scores: Sequence[float]) -> list[float]:
     largest = max(scores)
     powers = [math.exp(score - largest) for score in scores]
-    return [power / sum(powers) for power in powers]
+    total = sum(powers)
+    return [power / total for power in powers]
 
 
 def _milliseconds(seconds: float) -> str:
