@@ -87,6 +87,13 @@ def test_a_product_is_that_of_the_values_whatever_the_rows_beside_it(kind: str) 
                 assert torch.equal(product(library, Kind[kind], given, x[:num_rows].contiguous()), found[:num_rows])
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_next_to_nothing_is_multiplied_as_nothing(kind: str) -> None:
+    weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(5))
+    found = product(fused_library(), Kind[kind], kept(Kind[kind], weight)[0], torch.full((1, 32), 5e-35))
+    assert found.abs().max() == 0
+
+
 @pytest.mark.usefixtures("exact_kv")
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("family", ["llama_bias", "smollm", "gpt2"])
@@ -229,6 +236,26 @@ def test_a_folder_converted_before_there_were_blocks_still_loads(
     assert load(settings, folder)[1].dtype == "int8"
     said = f"{folder} was converted by an older version, without blocks: name the GGUF as --model-id"
     assert said in caplog.messages
+
+
+@pytest.mark.parametrize("note", ['{"dataset": "x"}', "[1]", "not JSON"])
+def test_a_note_of_somebody_elses_says_nothing_of_blocks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, note: str
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    (folder / "source.json").write_text(note)
+    settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1)
+    assert load(settings, folder)[1].dtype == "int8"
+    assert "older version" not in caplog.text
+
+
+def test_where_no_block_can_be_used_the_tier_is_int8_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    only_v = add_blocks(save_tiny("llama", tmp_path, **SIZES), lambda name: "Q8_0" if "v_proj" in name else None)
+    settings = ModelServerSettings(model_id=str(only_v), device="cpu", num_threads=1, quantize="gguf")
+    assert load(settings, only_v)[1].dtype == "int8"
+    assert "no block of the GGUF can be used as it is; weights are kept as int8" in caplog.text
 
 
 def test_a_file_of_blocks_that_is_wrong_is_refused(tmp_path: Path) -> None:

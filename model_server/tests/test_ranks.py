@@ -208,6 +208,17 @@ def test_ranks_that_cannot_share_memory_say_why() -> None:
     assert isinstance(SharedMemoryRanks.meet(Strangers(None, True), library), SharedMemoryRanks)
 
 
+def test_a_system_that_gives_no_memory_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(fd: int, length: int) -> None:
+        raise OSError(27, "File too large")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", refused)
+        assert module._make(4096) == (None, "")
+    monkeypatch.delattr(os, "memfd_create")
+    assert module._make(4096) == (None, "")
+
+
 def test_only_the_memory_that_is_meant_is_opened(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"x" * 64)

@@ -116,7 +116,8 @@ def load_fused(
         block_bytes // settings.block_size,
     )
     _log_tier(decoder, is_default=settings.dtype is None and settings.quantize is None)
-    precision = tier.label if tier in MADE.values() else f"torch.{tier.label}"
+    kept = Tier.INT8 if tier is Tier.GGUF and not decoder.has_blocks else tier
+    precision = kept.label if kept in MADE.values() else f"torch.{kept.label}"
     return Loaded(
         name="fused",
         decoder=decoder,
@@ -143,6 +144,9 @@ def _log_tier(decoder: fused.FusedDecoder, *, is_default: bool) -> None:
     """Say how weights are kept where nobody asked, and which of a GGUF's are not as they were."""
     kinds = decoder.program.kinds
     others = [layers for layers, kind in kinds.items() if not kind.has_blocks]
+    if decoder.tier is Tier.GGUF and not decoder.has_blocks:
+        logger.warning("no block of the GGUF can be used as it is; weights are kept as int8; %s", _EXACT)
+        return
     if is_default and decoder.tier is Tier.GGUF:
         types = ", ".join(sorted({kind.name for kind in kinds.values() if kind.has_blocks}))
         logger.info("weights are kept as the blocks of the GGUF (%s), the default on a CPU; %s", types, _EXACT)

@@ -27,7 +27,7 @@ from funitel.model_server.settling import Settled, Settler
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.text import Detokenizer, StopMatcher, TextCodec
 from funitel.model_server.watermark import Watermark
-from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError, UnknownBatch
+from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError, ShardFailed, UnknownBatch
 from funitel.proto.step import (
     CachedBatch,
     GrammarType,
@@ -407,6 +407,11 @@ class Executor:
         forward_begin = time.perf_counter_ns()
         try:
             due, spans = self._forward(active)
+        except NotEnoughMemory as error:
+            self.clear(batch_id)
+            if self.parallel.size > 1:  # the other ranks wait inside a collective
+                raise ShardFailed(f"rank {self.parallel.rank}: {error.message}") from error
+            raise
         except Exception:
             self.clear(batch_id)
             raise

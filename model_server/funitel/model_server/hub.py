@@ -67,12 +67,12 @@ def resolve(
 
 
 def is_outdated(folder: Path) -> bool:
-    """Whether a folder was converted from a GGUF by an older version, so that it lacks what this one would write.
-
-    Raises: `WeightsError` where what says so cannot be read.
-    """
-    source = folder / "source.json"
-    return source.is_file() and read_json(source).get("conversion") != CONVERSION
+    """Whether a folder was converted from a GGUF by an older version, so that it lacks what this one would write."""
+    try:
+        source = read_json(folder / "source.json")
+    except WeightsError:
+        return False  # none, or not one of ours
+    return "gguf" in source and source.get("conversion") != CONVERSION
 
 
 def download_weights(

@@ -9,7 +9,7 @@ import torch
 
 from funitel.model_server.attention import TorchAttention
 from funitel.model_server.checkpoint import read_json
-from funitel.model_server.cpu.tiers import MADE, choose_tier
+from funitel.model_server.cpu.tiers import MADE, Tier, choose_tier
 from funitel.model_server.decoders import Loaded, load_fused, load_torch
 from funitel.model_server.executor import Executor, ExecutorOptions
 from funitel.model_server.hub import is_outdated
@@ -41,7 +41,7 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     tier = None
     if device.type == "cpu":
         tier = choose_tier(settings.dtype, settings.quantize, weights.quantization, has_blocks=weights.has_blocks)
-        if not weights.has_blocks and is_outdated(folder):
+        if tier is Tier.INT8 and not weights.has_blocks and is_outdated(folder):
             logger.warning("%s was converted by an older version, without blocks: name the GGUF as --model-id", folder)
     is_made = weights.quantization is None and tier is not None and tier is MADE.get(settings.quantize or "")
     if not is_made:

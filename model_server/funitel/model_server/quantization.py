@@ -88,6 +88,8 @@ def check_flag(asked: str | None, found: Quantization | None) -> None:
     """
     if asked is None or (found is not None and asked in found.flags):
         return
+    if asked == "gguf":
+        raise SettingsError("--quantize gguf: blocks of a GGUF are kept as they are on a CPU only; give --device cpu")
     if found is None:
         raise SettingsError(
             f"--quantize {asked}: the weights of this checkpoint are not quantised; "

@@ -107,7 +107,7 @@ void set_levels(LevelBlock<Rows>* target, int row, const float* x, int num_block
         F16 first = load(x), second = load(x + kLanes), none = splat(0.0f);
         float probe = sum(fma(first, none, mul(second, none)));
         float most = largest(max(max(none, magnitude(first)), magnitude(second)));
-        F16 inverse = splat(most > 0.0f ? most_levels / most : 0.0f);
+        F16 inverse = splat(most > kSmallest ? most_levels / most : 0.0f);
         int16_t levels[kBlockInputs];
         store_int16(levels, mul(first, inverse));
         store_int16(levels + kLanes, mul(second, inverse));

@@ -55,6 +55,11 @@ class FusedDecoder:
         return self._engine.num_threads
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether some matrix is kept as the blocks of a GGUF."""
+        return any(kind.has_blocks for kind in self.program.kinds.values())
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         """Precision the pool must have."""
         return torch.float16 if self.tier.has_half_kv else torch.float32

@@ -234,7 +234,7 @@ struct Operand {
             probe = fma(v, splat(0.0f), probe);
         }
         float largest_value = largest(most);
-        F16 inverse = splat(largest_value > 0.0f ? matrix.levels / largest_value : 0.0f);
+        F16 inverse = splat(largest_value > kSmallest ? matrix.levels / largest_value : 0.0f);
         for (int i = 0; i < n; i += kLanes) {
             int16_t levels[kLanes];
             store_int16(levels, mul(load(x + i, n - i), inverse));

@@ -99,15 +99,20 @@ def _place() -> str:
 
 
 def _make(num_bytes: int) -> tuple[int | None, str]:
-    """Memory without a name: its descriptor, and where others find it."""
-    try:
-        fd = os.memfd_create("funitel-ranks")
-    except OSError:
+    """Memory without a name: its descriptor, and where others find it; None where the system or Python has none."""
+    if not hasattr(os, "memfd_create"):  # a Python built for an old C library
         return None, ""
     note = secrets.token_bytes(_NOTE_BYTES)
-    os.fchmod(fd, 0o600)
-    os.ftruncate(fd, num_bytes)
-    os.pwrite(fd, note, 0)
+    fd = None
+    try:
+        fd = os.memfd_create("funitel-ranks")
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, num_bytes)
+        os.pwrite(fd, note, 0)
+    except OSError:
+        if fd is not None:
+            os.close(fd)
+        return None, ""
     return fd, f"/proc/{os.getpid()}/fd/{fd} {note.hex()}"
 
 

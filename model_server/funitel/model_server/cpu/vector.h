@@ -13,6 +13,9 @@ namespace funitel {
 
 constexpr int kLanes = 16;
 
+// Activations none of which is larger count as zeros: the inverse of a level's size would be infinite.
+constexpr float kSmallest = 1e-30f;
+
 struct Half {
     uint16_t bits;
 };
