@@ -5,7 +5,7 @@ process, with as many threads as there are cores; our server over HTTP, as OpenA
 process, tokenizing included. The best of the rounds counts, for noise only ever adds time; the median is shown beside
 it. Texts are pieces of a file, of 4 to 60 words. The last line on stdout is one JSON object.
 
-    PYTHONPATH=testing python benchmarks/embeddings.py --texts 256 --rounds 7
+    python benchmarks/embeddings.py --texts 256 --rounds 7
 """
 
 from __future__ import annotations

@@ -83,6 +83,8 @@ choose_torch_for_cpu() {
   fail "no CPU build of torch $TORCH_VERSION without CUDA libraries: check the package index, or use --torch cuda"
 }
 
+site_packages() { "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+
 needs_torch() {
   case ",$extras," in *,server,*) ;; *) return 1 ;; esac
   ! "$python" -c 'import torch' 2>/dev/null
@@ -100,6 +102,7 @@ install_package() {
   say "$(wc -w <<<"$names") packages to install"
   [ "$dry_run" = no ] || return 0
   pip install "${torch_choice[@]}" "${editable_flag[@]}" "$package"
+  [ "$editable" = no ] || echo "$PWD/testing" >"$(site_packages)/_funitel_testing.pth"  # for tests and benchmarks
   # Its metadata asks for huggingface-hub<1 and would drag transformers back by a major version; it runs without.
   case ",$extras," in *,clients,*) pip install --no-deps "$TGI_CLIENT" ;; esac
 }

@@ -1,11 +1,12 @@
-"""A shard that computes nothing and answers at once, as a process: what is left is what router and gRPC cost.
+"""A shard that computes nothing and answers at once, as a process: what is left is what the router costs.
 
     python -m funitel_testing.instant_shard /tmp/shard-0 100
 
 Every running row gets one token a step, whose text is a space and the microsecond it was made in, so that a client can
 tell how long it was on its way. All rows end together, so many tokens after the newest of them joined: however long it
-takes to let many requests in, they then run side by side. Answers are put together from pieces that were encoded once,
-for the shard shall take as little of the machine as it can.
+takes to let many requests in, they then run side by side. Steps come over a step socket, as with a real shard of this
+machine. Answers are put together from pieces that were encoded once, for the shard shall take as little of the machine
+as it can.
 """
 
 import asyncio
@@ -20,6 +21,8 @@ import grpc
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import wire
 from funitel.proto.step import Capability, ShardInfo
+from funitel.proto.step_socket import OK, SUFFIX, Frame, FrameProtocol
+from funitel.proto.step_socket import Method as Step
 
 SERVICE = "generate.v3.TextGenerationService"
 BLOCK_SIZE = 16
@@ -57,9 +60,9 @@ def row_of(request: pb.Request) -> Row:
 class InstantShard:
     """The one rank of a deployment: batches of rows, and how their steps are answered."""
 
-    def __init__(self, url: str, num_tokens: int) -> None:
+    def __init__(self, path: str, num_tokens: int) -> None:
         """Rows end `num_tokens` steps after the newest was let in."""
-        self._url = url
+        self._path = path
         self._num_tokens = num_tokens
         self._num_left = 0
         self._num_executed = 0  # numbered calls
@@ -73,12 +76,8 @@ class InstantShard:
             "ServiceDiscovery": (self._discover, pb.ServiceDiscoveryRequest),
             "Health": (self._empty, pb.HealthRequest),
             "CompileGrammar": (self._empty, pb.CompileGrammarRequest),
-            "ClearCache": (self._clear, pb.ClearCacheRequest),
-            "FilterBatch": (self._filter, pb.FilterBatchRequest),
             "Warmup": (self._warmup, pb.WarmupRequest),
-            "Prefill": (self._prefill, pb.PrefillRequest),
-            "Decode": (self._decode, pb.DecodeRequest),
-        }
+        } | {Step(code).rpc: step for code, step in self.steps.items()}
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
@@ -87,17 +86,28 @@ class InstantShard:
             },
         )
 
+    @property
+    def steps(self) -> dict[int, tuple[Method, Any]]:
+        """What a step socket takes, by the code of the call."""
+        return {
+            Step.PREFILL: (self._prefill, pb.PrefillRequest),
+            Step.DECODE: (self._decode, pb.DecodeRequest),
+            Step.FILTER_BATCH: (self._filter, pb.FilterBatchRequest),
+            Step.CLEAR_CACHE: (self._clear, pb.ClearCacheRequest),
+        }
+
     async def _info(self, request: pb.InfoRequest) -> bytes:
         info = ShardInfo(
             device_type="instant",
             block_size=BLOCK_SIZE,
             use_prefix_caching=True,
+            step_socket=self._path + SUFFIX,
             capabilities=frozenset(Capability),
         )
         return wire.encode_info(info).SerializeToString()
 
     async def _discover(self, request: pb.ServiceDiscoveryRequest) -> bytes:
-        return pb.ServiceDiscoveryResponse(urls=[self._url]).SerializeToString()
+        return pb.ServiceDiscoveryResponse(urls=[f"unix://{self._path}"]).SerializeToString()
 
     async def _empty(self, request: Any) -> bytes:
         return b""
@@ -164,6 +174,25 @@ class InstantShard:
         return b"".join(pieces)
 
 
+class StepSocket(FrameProtocol):
+    """The router's connection for steps."""
+
+    def __init__(self, shard: InstantShard) -> None:
+        super().__init__()
+        self._steps = shard.steps
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    def take(self, frame: Frame) -> None:
+        """Answer a call."""
+        task = asyncio.create_task(self._answer(frame))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def _answer(self, frame: Frame) -> None:
+        method, request = self._steps[frame.code]
+        self.send(Frame(frame.call_id, OK, await method(request.FromString(frame.payload))))
+
+
 def _as_servicer(method: Method) -> Callable[[Any, Any], Awaitable[bytes]]:
     async def called(request: Any, context: Any) -> bytes:
         return await method(request)
@@ -209,11 +238,12 @@ def _varint(number: int) -> bytes:
 
 async def serve(path: str, num_tokens: int) -> None:
     """Answer on a Unix socket until the process is ended."""
-    shard = InstantShard(f"unix://{path}", num_tokens)
+    shard = InstantShard(path, num_tokens)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
     server.add_generic_rpc_handlers((shard.handler(),))
     server.add_insecure_port(f"unix:{path}")
     await server.start()
+    await asyncio.get_running_loop().create_unix_server(lambda: StepSocket(shard), path + SUFFIX)
     await server.wait_for_termination()
 
 
