@@ -87,7 +87,7 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "wrong sizes": (lambda folder: _edit(folder / "config.json", hidden_size=96), ("embed_tokens",)),
     "unknown architecture": (
         lambda folder: _edit(folder / "config.json", architectures=["MambaForCausalLM"], model_type="mamba"),
-        ("Mamba", "Llama"),
+        ("Mamba", "docs/models.md"),
     ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ("tokenizer.json",)),
     "broken tokenizer": (lambda folder: _cut(folder / "tokenizer.json", 200), ("tokenizer.json",)),
