@@ -48,22 +48,6 @@ class Inspection(Weights):
                 sizes[place] = part[1] - part[0]
         return torch.empty(sizes, device=_META)
 
-    def read_linear(
-        self,
-        stem: str,
-        num_outputs: int,
-        num_inputs: int,
-        *,
-        rows: Range | None = None,
-        columns: Range | None = None,
-        is_transposed: bool = False,
-    ) -> torch.Tensor:
-        """See Weights."""
-        shape = [num_inputs, num_outputs] if is_transposed else [num_outputs, num_inputs]
-        first, second = (columns, rows) if is_transposed else (rows, columns)
-        part = self.read(f"{stem}.weight", shape, rows=first, columns=second)
-        return part.t() if is_transposed else part
-
     def finish(self, ignored: Sequence[str]) -> None:
         """Note the tensors nobody asked for."""
         try:

@@ -123,7 +123,7 @@ class Weights:
         `is_transposed` says that the family stores them [inputs, outputs]; quantised ones never lie that way.
         """
         name = f"{stem}.weight"
-        if is_transposed and not isinstance(self._find(name), QuantizedStorage):
+        if is_transposed and not isinstance(self._storages.get(name), QuantizedStorage):
             return self.read(name, [num_inputs, num_outputs], rows=columns, columns=rows).t().contiguous()
         return self.read(name, [num_outputs, num_inputs], rows=rows, columns=columns)
 
