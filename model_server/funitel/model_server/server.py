@@ -5,12 +5,13 @@ What changes state is run by `calls`, on the compute thread. Health and Info nev
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import TypeVar
 
 import grpc
 
 from funitel.model_server.calls import Calls
 from funitel.model_server.executor import Executor
+from funitel.model_server.servicing import Context, ShardServicer, abort
 from funitel.model_server.tracing import Traced
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
@@ -18,32 +19,16 @@ from funitel.proto.errors import FunitelError, StartupError
 from funitel.proto.step import ShardInfo
 
 R = TypeVar("R")
-Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 MAX_MESSAGE_BYTES = 2**31 - 1
 
 
-class Servicer(generate_pb2_grpc.TextGenerationServiceServicer):
+class Servicer(ShardServicer):
     """One rank of `generate.v3.TextGenerationService`."""
 
     def __init__(self, executor: Executor, info: ShardInfo, urls: list[str], calls: Calls) -> None:
+        super().__init__(info, urls)
         self._executor = executor
-        self._info = info
-        self._urls = urls
         self._calls = calls
-
-    async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
-        """Answer at once: the process lives and its event loop turns."""
-        return pb.HealthResponse()
-
-    async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
-        """Static facts."""
-        return wire.encode_info(self._info)
-
-    async def ServiceDiscovery(
-        self, request: pb.ServiceDiscoveryRequest, context: Context
-    ) -> pb.ServiceDiscoveryResponse:
-        """Addresses of all ranks."""
-        return pb.ServiceDiscoveryResponse(urls=self._urls)
 
     async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Context) -> pb.CompileGrammarResponse:
         """Compile a grammar on a thread of its own; steps go on meanwhile."""
@@ -51,7 +36,7 @@ class Servicer(generate_pb2_grpc.TextGenerationServiceServicer):
         try:
             await asyncio.to_thread(self._executor.compile_grammar, kind, request.grammar)
         except FunitelError as error:
-            await _abort(context, error)
+            await abort(context, error)
         return pb.CompileGrammarResponse()
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
@@ -80,12 +65,7 @@ async def _answer(context: Context, answered: Awaitable[R]) -> R:
     try:
         return await asyncio.shield(answered)
     except FunitelError as error:
-        await _abort(context, error)
-
-
-async def _abort(context: Context, error: FunitelError) -> NoReturn:
-    await context.abort(error.grpc_status, error.message)
-    raise AssertionError("abort raises")
+        await abort(context, error)
 
 
 def make_server(
