@@ -15,7 +15,6 @@ DEFAULT_TOKENS_PER_SECOND = 100.0  # before anything was measured
 MEMORY_SECONDS = 10.0  # of computing, after which a measurement weighs 1 / e
 MEMORY_REQUESTS = 20.0  # of that many, as to how much of their allowed length they use
 OTHERS_SHARE = 8  # where several keys are known, one leaves an eighth of the places to the others
-LONGEST_RETRY_SECONDS = 3600
 
 
 class Throughput:

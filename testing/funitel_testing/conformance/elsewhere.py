@@ -11,7 +11,6 @@ _OPENAI = "router/tests/test_api_openai.py::"
 _SHARD = "model_server/tests/test_server.py::"
 _EXECUTOR = "model_server/tests/test_executor.py::"
 _SAMPLER = "model_server/tests/test_sampler.py::"
-_LIFE = "integration-tests/test_lifecycle.py::"
 
 
 @dataclass(frozen=True)
