@@ -78,8 +78,8 @@ GRPC_RIMS = {
     "funitel.proto.errors",  # each error names its status
     "funitel.proto.generate_pb2_grpc",
     "funitel.router.shards",
-    "funitel.model_server.encoder.servicer",
     "funitel.model_server.server",
+    "funitel.model_server.servicing",
     "funitel.model_server.tracing",
     "funitel.launcher.health",
 }

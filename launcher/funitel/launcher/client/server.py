@@ -131,6 +131,7 @@ class _Launcher:
                     raise StartupError(self._reason())
                 status.show(self._lines[-1])
                 time.sleep(POLL_SECONDS)
+            status.show(self._lines[-1])  # a small model loads between two looks
         return self._api
 
     def _answers(self) -> bool:
