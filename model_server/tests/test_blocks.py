@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +20,7 @@ from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.program import matrix_bytes
 from funitel.model_server.cpu.tiers import Kind, Tier
 from funitel.model_server.families import spec_of
-from funitel.model_server.gguf_blocks import BLOCKS
+from funitel.model_server.gguf_blocks import BLOCKS, RECORD, record_weights, why_unusable
 from funitel.model_server.hub import CONVERSION
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.loading import load
@@ -133,6 +134,7 @@ def test_sums_of_the_largest_codes_stay_exact(tmp_path: Path) -> None:
             tensors[name] = torch.from_numpy(gguf.dequantize(rows.numpy(), GGMLQuantizationType.Q8_0))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     save_file(blocks, folder / BLOCKS, dict.fromkeys(blocks, "Q8_0"))
+    record_weights(folder, folder / "model.safetensors")
     prompts = make_prompts(12)
     found = logits_of(folder, fused_decoder(folder, Tier.GGUF, TensorParallel()), prompts)
     assert error(found, run(folder, TensorParallel(), prompts, 6)) < 1e-3
@@ -271,3 +273,20 @@ def test_a_file_of_blocks_that_is_wrong_is_refused(tmp_path: Path) -> None:
     (folder / BLOCKS).write_bytes(content[: len(content) // 2])
     with pytest.raises(WeightsError, match="blocks.safetensors is not a whole safetensors file"):
         Weights(folder, torch.float32, CPU)
+
+
+def test_blocks_are_not_used_for_weights_saved_over_theirs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_blocks("llama", tmp_path / "model", "Q4_0")
+    shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copy)  # all times are new
+    settings = ModelServerSettings(model_id="", device="cpu", num_threads=1)
+    assert load(settings, tmp_path / "copy")[1].dtype == "gguf"
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, folder / "model.safetensors")
+    assert "blocks.safetensors is not used" not in caplog.text
+    assert load(settings, folder)[1].dtype == "int8"
+    assert "blocks.safetensors is not used: " in caplog.text
+    assert "model.safetensors has other weights than those they stand for" in caplog.text
+    (folder / "model.safetensors").unlink()
+    assert "gone" in str(why_unusable(folder))
+    (folder / RECORD).write_text("[]")
+    assert "is not a JSON object" in str(why_unusable(folder))

@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
-from funitel.model_server import catalogue, gguf_convert, hub, hub_client
+from funitel.model_server import catalogue, conversion, hub, hub_client
 from funitel.model_server.catalogue import HubRepository, IndexFolder, IndexPackage, Source
 from funitel.model_server.checkpoint import check_safetensors
 from funitel.model_server.progress import Progress
@@ -103,7 +103,7 @@ def test_folder_wins_over_the_catalogue(
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("config.json", "has no config.json"), ("model.safetensors", r"has no weights \(\*\.safetensors\)")],
+    [("config.json", "has no config.json"), ("model.safetensors", r"has no weights \(\*\.safetensors, \*\.bin")],
 )
 def test_folder_without_its_files_is_refused(hf_folder: Path, name: str, message: str) -> None:
     (hf_folder / name).unlink()
@@ -185,7 +185,7 @@ def test_failure_late_in_a_conversion_leaves_the_cache_empty(
         def advance(self, num_bytes: int) -> None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(gguf_convert, "Progress", Interrupted)
+    monkeypatch.setattr(conversion, "Progress", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         hub.resolve(str(tmp_path / "tiny.gguf"), cache_dir=cache_dir)
     assert visible(cache_dir) == set()
@@ -221,11 +221,11 @@ print(download_weights(sys.argv[1], cache_dir=pathlib.Path(sys.argv[2])))
 
 DIE_WHILE_CONVERTING = """
 import os, signal
-from funitel.model_server import gguf_convert
-class Deadly(gguf_convert.Progress):
+from funitel.model_server import conversion
+class Deadly(conversion.Progress):
     def advance(self, num_bytes):
         os.kill(os.getpid(), signal.SIGKILL)
-gguf_convert.Progress = Deadly
+conversion.Progress = Deadly
 """
 
 

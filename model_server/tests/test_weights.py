@@ -61,7 +61,7 @@ def test_a_truncated_file_is_named(folder: Path) -> None:
 
 
 def test_a_folder_without_weights_or_config(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match=r"holds no \*\.safetensors"):
+    with pytest.raises(WeightsError, match=r"has no weights \(\*\.safetensors"):
         Weights(tmp_path, torch.float32, CPU)
     with pytest.raises(WeightsError, match=r"holds no config\.json"):
         read_json(tmp_path / "config.json")

@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
-from funitel.model_server.gguf_blocks import BLOCK_INPUTS, BLOCKS
+from funitel.model_server.gguf_blocks import BLOCK_INPUTS, BLOCKS, record_weights
 
 # As tiny as blocks allow: two ranks split heads and units at whole blocks.
 SIZES = {
@@ -46,4 +46,5 @@ def add_blocks(folder: Path, type_of: Callable[[str], str | None]) -> Path:
     save_file(tensors, path, {"format": "pt"})
     (folder / BLOCKS).parent.mkdir()
     save_file(blocks, folder / BLOCKS, types)
+    record_weights(folder, path)
     return folder

@@ -1,13 +1,16 @@
 """The blocks of a model that was converted from a GGUF, read as they lie in the file; see `gguf_blocks`."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from funitel.model_server.gguf_blocks import BLOCK_INPUTS, BlockType
-from funitel.model_server.storage import Range, open_file
+from funitel.model_server.gguf_blocks import BLOCK_INPUTS, BLOCKS, BlockType, why_unusable
+from funitel.model_server.storage import Range, open_safetensors
 from funitel.proto.errors import WeightsError
+
+logger = logging.getLogger(__name__)
 
 
 class BlockFile:
@@ -19,7 +22,7 @@ class BlockFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file, names = open_file(path)
+        self._file, names = open_safetensors(path)
         self._types = {name: self._type(name) for name in names}
 
     def type_of(self, name: str, columns: Range | None = None) -> BlockType | None:
@@ -48,3 +51,17 @@ class BlockFile:
         if found not in BlockType.__members__:
             raise WeightsError(f"{self._path}: tensor {name} is of type {found}, which is none of GGUF's that are read")
         return BlockType[found]
+
+
+def open_blocks(folder: Path) -> BlockFile | None:
+    """The blocks of a folder; None where it has none, or where they stand for other weights, which is logged.
+
+    Raises:
+        WeightsError: the file is not whole.
+    """
+    if not (folder / BLOCKS).is_file():
+        return None
+    if (reason := why_unusable(folder)) is not None:
+        logger.warning("%s is not used: %s", folder / BLOCKS, reason)
+        return None
+    return BlockFile(folder / BLOCKS)

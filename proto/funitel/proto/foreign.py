@@ -131,7 +131,7 @@ INERT: tuple[Inert, ...] = (
         flag=("download",),
         has_variable=False,
         kind=bool,
-        why="PyTorch's own files are not converted; a checkpoint without safetensors is refused",
+        why="PyTorch's own files are served as they are, where a repository has no safetensors",
     ),
     Inert(name="attention", variable=_ON_SHARDS, why="the attention backend is chosen at start; all give one answer"),
     Inert(
@@ -191,7 +191,7 @@ REFUSED: tuple[Refused, ...] = (
         flag=("download",),
         has_variable=False,
         allowed=(".safetensors",),
-        why="weights are read from .safetensors; leave it out",
+        why="safetensors are taken where there are any, PyTorch's own files elsewhere; leave it out",
     ),
 )
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from funitel.model_server.blocks import BlockFile
+from funitel.model_server.blocks import open_blocks
 from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.measure_attention import CONTEXT, measure_attention
@@ -26,7 +26,7 @@ from funitel.model_server.cpu.program import matrix_bytes
 from funitel.model_server.cpu.roofs import Roofs, largest_cache_bytes
 from funitel.model_server.cpu.tiers import Kind, Tier
 from funitel.model_server.families import spec_of
-from funitel.model_server.gguf_blocks import BLOCK_INPUTS, BLOCKS, BlockType
+from funitel.model_server.gguf_blocks import BLOCK_INPUTS, BlockType
 from funitel.model_server.hub import DEFAULT_CACHE_DIR, resolve
 from funitel.model_server.settings import KernelSettings
 from funitel.model_server.spec import ModelSpec
@@ -117,9 +117,9 @@ def kinds_of(tier: Tier, spec: ModelSpec, folder: Path) -> dict[str, Kind]:
     }
     if tier is not Tier.GGUF:
         return dict.fromkeys(layers, tier.kind)
-    if not (folder / BLOCKS).is_file():
-        raise StartupError(f"--tier gguf: {folder} holds no blocks of a GGUF")
-    file = BlockFile(folder / BLOCKS)
+    file = open_blocks(folder)
+    if file is None:
+        raise StartupError(f"--tier gguf: {folder} holds no blocks of a GGUF that can be used")
     types = {shape: file.type_of(f"{layer}.weight") for shape, layer in layers.items()}
     return {shape: Kind[found.name] if found else tier.kind for shape, found in types.items()}
 

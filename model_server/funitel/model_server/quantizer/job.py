@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from funitel.model_server.checkpoint import weight_files
 from funitel.model_server.layers import Matmul
 from funitel.model_server.packing import Codes
 from funitel.model_server.progress import Progress
@@ -18,7 +19,7 @@ from funitel.model_server.quantizer.rounding import round_int8, round_q4, round_
 from funitel.model_server.quantizer.walk import Inputs, Walk, inputs_of
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.spec import ModelSpec
-from funitel.model_server.storage import open_file
+from funitel.model_server.storage import TensorFile, open_file
 from funitel.model_server.weights import Weights
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
@@ -149,8 +150,8 @@ class Source:
     """The tensors of the checkpoint's files as they are."""
 
     def __init__(self, folder: Path) -> None:
-        self._files: dict[str, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
+        self._files: dict[str, TensorFile] = {}
+        for path in weight_files(folder):
             file, names = open_file(path)
             self._files |= dict.fromkeys(names, file)
         self.names = list(self._files)
@@ -171,5 +172,4 @@ class Source:
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor."""
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
-        return tensor
+        return self._files[name].get_tensor(name)
