@@ -32,6 +32,9 @@ HAND_WRITTEN: dict[str, Any] = {
     "rotary": {"dims": 2},
 }
 
+EXPERTS = {"num_experts": 4, "num_chosen": 1, "intermediate_size": 8}
+LATENT = {"rank": 8, "value_dim": 8}
+
 
 def test_a_spec_written_by_hand_is_the_one_of_an_architecture_removed_from_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +91,18 @@ def test_check_names_what_is_missing_unexpected_and_of_the_wrong_shape(tmp_path:
         ({"names": {"out": "layers.{k}.out"}}, "names.out may hold {i} and {j} and no other braces"),
         ({"names": {"out": ""}}, "names.out must not be empty"),
         ({"is_parallel": True, "norm_placement": "post"}, "is_parallel needs norm_placement pre, given post"),
+        ({"names": {"out": "a|b"}}, "names.out must not list alternatives, given"),
+        ({"experts": {"num_experts": 4, "num_chosen": 1}}, "the field experts.intermediate_size is missing"),
+        ({"experts": EXPERTS | {"num_chosen": 5}}, r"experts.num_chosen must be within 1..4 \(num_experts\), given 5"),
+        ({"experts": EXPERTS | {"num_groups": 3}}, "experts.num_groups must divide 4 experts, given 3"),
+        ({"experts": EXPERTS | {"num_groups": 4, "num_chosen": 2}}, "experts.num_chosen must be at most the 1 of"),
+        ({"experts": EXPERTS | {"dense_layers": [2]}}, "experts.dense_layers must be within 0..1, given 2"),
+        ({"experts": EXPERTS | {"num_experts": 1 << 18}}, "experts.num_experts must be within 1..131072 for 2 layers"),
+        ({"experts": EXPERTS, "names": {"expert_down": "x.{i}"}}, "names.expert_down must hold {j}, given"),
+        ({"experts": EXPERTS | {"shared_size": 8}, "names": {"shared_up": ""}}, "names.shared_up must not be empty"),
+        ({"latent": LATENT}, "latent needs num_kv_heads 1, given 3"),
+        ({"latent": LATENT, "num_kv_heads": 1, "rotary": {}}, "latent needs rotary.dims below head_dim 8, given None"),
+        ({"latent": LATENT | {"rank": 0}, "num_kv_heads": 1}, "latent.rank must be within 1..4194304, given 0"),
     ],
 )
 def test_a_wrong_spec_is_one_line_naming_field_value_and_limit(change: dict[str, Any], message: str) -> None:

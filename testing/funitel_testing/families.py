@@ -24,9 +24,18 @@ TOLERANCE = 1e-4
 
 
 def worst_error(
-    name: str, folder: Path, *, num_decode: int, sizes: Sequence[int], is_full: bool = False
+    name: str,
+    folder: Path,
+    *,
+    num_decode: int,
+    sizes: Sequence[int],
+    is_full: bool = False,
+    model_spec: str | None = None,
 ) -> list[float]:
-    """The largest difference of any logit from transformers', for each number of ranks."""
+    """The largest difference of any logit from transformers', for each number of ranks.
+
+    `model_spec` is the file of a spec to use instead of the family's.
+    """
     tiny = ZOO[name]
     model = tiny.save(folder)
     generator = torch.Generator().manual_seed(7)
@@ -36,7 +45,7 @@ def worst_error(
         expected = [oracle(model, ids, num_decode) for ids in prompts]
 
     def forward(parallel: TensorParallel) -> list[torch.Tensor]:
-        return forward_worker.run(folder, parallel, prompts, num_decode)
+        return forward_worker.run(folder, parallel, prompts, num_decode, model_spec=model_spec)
 
     errors = []
     for size in sizes:

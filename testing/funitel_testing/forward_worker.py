@@ -26,6 +26,7 @@ from funitel.model_server.families import spec_of
 from funitel.model_server.hub import DEFAULT_CACHE_DIR
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.spec_command import choose_spec
 from funitel.model_server.weights import Weights
 
 BLOCK_SIZE = 4
@@ -49,10 +50,18 @@ def main() -> None:
 
 
 def run(
-    folder: Path, parallel: TensorParallel, prompts: list[list[int]], num_decode: int, tier: Tier | None = None
+    folder: Path,
+    parallel: TensorParallel,
+    prompts: list[list[int]],
+    num_decode: int,
+    tier: Tier | None = None,
+    model_spec: str | None = None,
 ) -> list[torch.Tensor]:
-    """Logits of every position of every prompt on rank 0; empty tensors elsewhere. Torch computes where no tier is."""
-    spec = spec_of(read_json(folder / "config.json"))
+    """Logits of every position of every prompt on rank 0; empty tensors elsewhere. Torch computes where no tier is.
+
+    `model_spec` is the file of a spec to use instead of the family's, in torch.
+    """
+    spec = choose_spec(model_spec, folder)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
     decoder: Forward
     dtype = torch.float32

@@ -60,6 +60,7 @@ class Tiny:
     family_config: Mapping[str, Any] | None = None  # config.json of a family that transformers does not carry
     pack: Callable[[Tensors], Tensors] | None = None  # transformers' tensors -> the family's
     oracle: Oracle = at_once
+    is_stacked: bool = False  # experts lie in one tensor, as transformers has them in memory
     attention: str = "eager"  # transformers' implementation; in its eager one Falcon's ALiBi counts twice
 
     @property
@@ -72,6 +73,7 @@ class Tiny:
         given = _NO_SPECIAL | dict(self.config)
         config = getattr(transformers, f"{self.kind}Config")(**given)
         config._attn_implementation = self.attention
+        config._experts_implementation = "eager"
         torch.manual_seed(seed)
         model = getattr(transformers, self.architecture)(config).float().eval()
         with torch.no_grad():
@@ -80,13 +82,16 @@ class Tiny:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
                 else:
                     parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.3))
+            for name, buffer in model.named_buffers():
+                if "correction" in name:
+                    buffer.copy_(torch.randn_like(buffer) * 0.2)
         return model
 
     def save(self, folder: Path) -> Any:
         """Save the checkpoint as the family's are; returns the model in transformers."""
         model = self.build()
         if self.family_config is None:
-            model.save_pretrained(folder)
+            model.save_pretrained(folder, save_original_format=not self.is_stacked)
             return model
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self.family_config, indent=2))
@@ -184,6 +189,17 @@ def _rope(kind: str, **values: Any) -> dict[str, Any]:
 
 _LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 4.0]}
 _LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+# Experts whose hidden units two ranks do not share evenly.
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 21}
+_LATENT: dict[str, Any] = _HEADS_ALIKE | {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 
 ZOO: dict[str, Tiny] = {
     "llama": Tiny(kind="Llama", config=_MODERN),
@@ -318,6 +334,74 @@ ZOO: dict[str, Tiny] = {
     "smollm3": Tiny(kind="SmolLM3", config=_MODERN | {"no_rope_layer_interval": 2}),
     "glm": Tiny(kind="Glm", config=_MODERN | {"head_dim": 8}),
     "glm4": Tiny(kind="Glm4", config=_MODERN | {"head_dim": 8}),
+    "mixtral": Tiny(kind="Mixtral", config=_MODERN | {"num_local_experts": 5, "sliding_window": 24}),
+    "mixtral_stacked": Tiny(kind="Mixtral", config=_MODERN | {"num_local_experts": 5}, is_stacked=True),
+    "qwen2_moe": Tiny(
+        kind="Qwen2Moe",
+        config=_MODERN
+        | _EXPERTS
+        | {"mlp_only_layers": [0], "num_experts": 8, "shared_expert_intermediate_size": 25}
+        | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2},
+    ),
+    "qwen2_moe_stacked": Tiny(
+        kind="Qwen2Moe",
+        config=_MODERN | _EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 25, "norm_topk_prob": True},
+        is_stacked=True,
+    ),
+    "qwen3_moe": Tiny(
+        kind="Qwen3Moe",
+        config=_MODERN
+        | _EXPERTS
+        | {"num_experts": 8, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    ),
+    "olmoe": Tiny(kind="Olmoe", config=_MODERN | {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 22}),
+    "granite_moe": Tiny(
+        kind="GraniteMoe",
+        config=_MODERN
+        | {"intermediate_size": 22, "num_local_experts": 5, "num_experts_per_tok": 3}
+        | {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 2.0},
+    ),
+    "granite_moe_stacked": Tiny(
+        kind="GraniteMoe", config=_MODERN | {"intermediate_size": 22, "num_local_experts": 5}, is_stacked=True
+    ),
+    "glm4_moe": Tiny(
+        kind="Glm4Moe",
+        config=_MODERN
+        | _EXPERTS
+        | {"n_routed_experts": 8, "head_dim": 8, "use_qk_norm": True, "attention_bias": True}
+        | {"first_k_dense_replace": 1, "routed_scaling_factor": 1.7},
+    ),
+    "deepseek_v2": Tiny(
+        kind="DeepseekV2",
+        config=_LATENT
+        | _EXPERTS
+        | {"n_routed_experts": 12, "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 16.0}
+        | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": 22}
+        | {"attention_bias": True, "mlp_bias": True}
+        | _rope("yarn", mscale=0.8, mscale_all_dim=0.7, **_YARN),
+    ),
+    "deepseek_v2_lite": Tiny(
+        kind="DeepseekV2",
+        config=_LATENT | _EXPERTS | {"n_routed_experts": 8, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v2_stacked": Tiny(
+        kind="DeepseekV2", config=_LATENT | _EXPERTS | {"n_routed_experts": 8, "q_lora_rank": None}, is_stacked=True
+    ),
+    "deepseek_v3": Tiny(
+        kind="DeepseekV3",
+        config=_LATENT
+        | _EXPERTS
+        | {"n_routed_experts": 12, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 22}
+        | {"n_group": 4, "topk_group": 2}
+        | _rope("yarn", mscale=1.0, mscale_all_dim=1.0, **_YARN),
+    ),
+    "deepseek_v3_halves": Tiny(
+        kind="DeepseekV3",
+        config=_LATENT
+        | _EXPERTS
+        | {"n_routed_experts": 8, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False}
+        | {"norm_topk_prob": False, "first_k_dense_replace": 0},
+    ),
     "minicpm": Tiny(
         kind="Granite",
         config=_MODERN

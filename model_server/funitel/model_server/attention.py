@@ -130,7 +130,9 @@ class TorchAttention:
     ) -> None:
         num_rows, num_kv, dim = group.end - group.start, keys.shape[2], keys.shape[3]
         k = keys.index_select(0, group.blocks).view(num_rows, -1, num_kv, dim).transpose(1, 2)
-        v = values.index_select(0, group.blocks).view(num_rows, -1, num_kv, dim).transpose(1, 2)
+        v = k
+        if values is not keys:
+            v = values.index_select(0, group.blocks).view(num_rows, -1, num_kv, dim).transpose(1, 2)
         # The query heads that share a KV head stand in as queries of one head: no copy of K and V per query head.
         q = query[group.start : group.end].view(num_rows, num_kv, -1, dim)  # [rows, kv_heads, heads_per_kv, dim]
         slots = torch.arange(k.shape[2], device=self.device)

@@ -1,31 +1,19 @@
-"""One dense decoder for every ModelSpec: embedding, layers of attention and MLP, final norm, head."""
+"""One decoder for every ModelSpec: embedding, layers of attention and MLP, final norm, head."""
 
-from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
-from funitel.model_server.attention import AttentionBackend, AttentionRule
+from funitel.model_server.attention import AttentionBackend
+from funitel.model_server.attention_layers import Attention, LatentAttention, Turns
 from funitel.model_server.batch import ForwardBatch
 from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.layers import (
-    ACTIVATIONS,
-    ColumnLinear,
-    HeadNorm,
-    Matmul,
-    NormLayer,
-    RowLinear,
-    VocabEmbedding,
-    VocabHead,
-    mlp_parts,
-    qkv_parts,
-)
-from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.positions import Rotary, Turn, alibi_slopes, sinusoids
-from funitel.model_server.spec import ModelSpec, NormPlacement, Position, QkNorm, RotarySpec
+from funitel.model_server.layers import Matmul, NormLayer, VocabEmbedding, VocabHead
+from funitel.model_server.mlp_layers import Experts, Mlp
+from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.positions import Rotary, sinusoids
+from funitel.model_server.spec import ModelSpec, NormPlacement, Position
 from funitel.model_server.weights import Weights
-
-Turns = Mapping[RotarySpec, Turn]  # of one step, for each kind of rotary positions in the model
 
 
 class Forward(Protocol):
@@ -125,10 +113,18 @@ class Layer:
         attention: AttentionBackend,
         index: int,
     ) -> None:
-        names = spec.names
+        names, experts = spec.names, spec.experts_of(index)
         self.is_parallel = spec.is_parallel
-        self.attention = Attention(spec, weights, parallel, attention, index)
-        self.mlp = Mlp(spec, weights, parallel, index)
+        self.attention: Attention | LatentAttention
+        if spec.latent is None:
+            self.attention = Attention(spec, weights, parallel, attention, index)
+        else:
+            self.attention = LatentAttention(spec, spec.latent, weights, parallel, attention, index)
+        self.mlp: Mlp | Experts
+        if experts is None:
+            self.mlp = Mlp(spec, weights, parallel, index)
+        else:
+            self.mlp = Experts(spec, experts, weights, parallel, index)
         self.attention_frame = Frame(spec, weights, names.attention_norm, names.attention_post_norm, index)
         self.mlp_frame = Frame(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
 
@@ -171,118 +167,3 @@ class Frame:
             result = result * self.scale
         x = x + result
         return self.after(x) if self.after is not None and self.is_last else x
-
-
-class Attention:
-    """Packed QKV, optional norms of queries and keys, positions, the cache, and the output projection."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        parallel: TensorParallel,
-        backend: AttentionBackend,
-        index: int,
-    ) -> None:
-        def name(template: str) -> str:
-            return weights.prefix + template.format(i=index, j="{j}")
-
-        names, dim = spec.names, spec.head_dim
-        heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-        self.index = index
-        self.backend = backend
-        self.rule = _rule(spec, heads, index, weights.device)
-        self.rotary = spec.rotary_of(index)
-        self.clip = spec.qkv_clip
-        self.num_heads, self.num_kv_heads, self.head_dim = heads.num_heads, heads.num_kv_heads, dim
-        self.qkv = ColumnLinear(
-            weights,
-            qkv_parts(spec, heads, name),
-            spec.hidden_size,
-            has_bias=spec.has_qkv_bias,
-            is_transposed=names.is_transposed,
-        )
-        self.norms: tuple[HeadNorm, HeadNorm] | None = None
-        if spec.qk_norm is not QkNorm.NONE:
-            holders = HeadSplit.num_holders(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-            q, kv = (heads.q_start, heads.q_end), (heads.kv_start, heads.kv_end)
-            self.norms = (
-                HeadNorm(spec, weights, name(names.q_norm), spec.num_heads, q, parallel, 1),
-                HeadNorm(spec, weights, name(names.k_norm), spec.num_kv_heads, kv, parallel, holders),
-            )
-        self.out = RowLinear(
-            weights,
-            name(names.out),
-            spec.hidden_size,
-            spec.num_heads * dim,
-            (heads.q_start * dim, heads.q_end * dim),
-            parallel,
-            has_bias=spec.has_out_bias,
-            is_transposed=names.is_transposed,
-        )
-
-    def __call__(
-        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, turns: Turns
-    ) -> torch.Tensor:
-        """Attend tokens [num_tokens, hidden_size] to the cache, their own keys and values included."""
-        num_qk = self.num_heads + self.num_kv_heads
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, head_dim]
-        if self.clip is not None:
-            qkv = qkv.clamp(-self.clip, self.clip)
-        qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
-        if self.norms is not None:
-            q_norm, k_norm = self.norms
-            qk = torch.cat((q_norm(qk[:, : self.num_heads]), k_norm(qk[:, self.num_heads :])), dim=1)
-        if self.rotary is not None:
-            qk = turns[self.rotary](qk)
-        cache.write(self.index, batch.slots, qk[:, self.num_heads :], v)
-        q = qk[:, : self.num_heads].contiguous()
-        attended = self.backend.attend(q, cache, self.index, plan, self.rule)
-        return self.out(attended.view(x.shape[0], -1))
-
-
-def _rule(spec: ModelSpec, heads: HeadSplit, index: int, device: torch.device) -> AttentionRule:
-    slopes = None
-    if spec.position is Position.ALIBI:
-        every = alibi_slopes(spec.num_heads, spec.alibi_bias_max) * spec.alibi_scale
-        slopes = every[heads.q_start : heads.q_end].to(device)
-    scale = spec.score_scale / (index + 1) if spec.is_scaled_by_layer else spec.score_scale
-    return AttentionRule(scale, spec.window(index), spec.attention_softcap, slopes)
-
-
-class Mlp:
-    """Gated or plain MLP; hidden units are split between ranks."""
-
-    def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:
-        def name(template: str) -> str:
-            return weights.prefix + template.format(i=index)
-
-        names, units = spec.names, spec.intermediate_size
-        mine = parallel.split(units)
-        self.is_gated = spec.is_gated
-        self.activation: Callable[[torch.Tensor], torch.Tensor] = ACTIVATIONS[spec.activation]
-        self.up = ColumnLinear(
-            weights,
-            mlp_parts(spec, mine, name),
-            spec.hidden_size,
-            has_bias=spec.has_mlp_bias,
-            is_transposed=names.is_transposed,
-        )
-        self.down = RowLinear(
-            weights,
-            name(names.down),
-            spec.hidden_size,
-            units,
-            mine,
-            parallel,
-            has_bias=spec.has_mlp_bias,
-            is_transposed=names.is_transposed,
-        )
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] in and out."""
-        x = self.up(x)
-        if not self.is_gated:
-            return self.down(self.activation(x))
-        gate, up = x.chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)

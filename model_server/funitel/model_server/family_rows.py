@@ -14,8 +14,8 @@ from funitel.model_server.spec import (
     ModelSpec,
     RotaryScaling,
     RotarySpec,
-    TensorNames,
 )
+from funitel.model_server.spec_names import TensorNames
 from funitel.proto.errors import UnsupportedModel
 
 Config = Mapping[str, Any]
@@ -222,11 +222,12 @@ class Row:
         for key, value in self.fixed.items():
             if config.get(key, value) != value:
                 raise UnsupportedModel(f"config.json says {key}={config[key]!r}, only {value!r} is supported")
-        names = TensorNames(**_read(self.names, config))
-        return ModelSpec(**_read(_SHARED | dict(self.fields), config), names=names)
+        names = TensorNames(**read_fields(self.names, config))
+        return ModelSpec(**read_fields(_SHARED | dict(self.fields), config), names=names)
 
 
-def _read(rules: Mapping[str, Any], config: Config) -> dict[str, Any]:
+def read_fields(rules: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The fields of something, each a value or a rule, as a config has them."""
     return {name: rule(config) if callable(rule) else rule for name, rule in rules.items()}
 
 

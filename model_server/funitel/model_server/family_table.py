@@ -1,4 +1,4 @@
-"""The table: Hugging Face architecture -> what it differs in from a Llama. A new dense family is a row here.
+"""The table: Hugging Face architecture -> what it differs in from a Llama. A new family is a row here.
 
 Source for every row: the field names of the family's `config.json` and the tensor names of its checkpoints.
 """
@@ -6,6 +6,7 @@ Source for every row: the field names of the family's `config.json` and the tens
 import math
 from typing import Any
 
+from funitel.model_server.family_blocks import experts, latent, latent_rotary, latent_scale
 from funitel.model_server.family_rows import (
     HIDDEN_SIZE,
     NUM_HEADS,
@@ -22,7 +23,7 @@ from funitel.model_server.family_rows import (
     windows,
     within,
 )
-from funitel.model_server.spec import Norm, NormPlacement, Position, QkNorm, QkvLayout
+from funitel.model_server.spec import ExpertScore, Norm, NormPlacement, Position, QkNorm, QkvLayout
 
 # What several rows share.
 _LAYER: dict[str, Any] = {"norm": Norm.LAYER, "has_norm_bias": True}
@@ -36,6 +37,35 @@ def _biases(rule: Rule) -> dict[str, Any]:
 _TIED: dict[str, Any] = {"is_tied": first("tie_word_embeddings", default=True)}
 _ATTENTION_BIAS = first("attention_bias", default=False)
 _ATTENTION_BIASES: dict[str, Any] = {"has_qkv_bias": _ATTENTION_BIAS, "has_out_bias": _ATTENTION_BIAS}
+# Experts chosen by scores that a learnt vector corrects; modules that predict further tokens lie behind the last layer.
+_CORRECTED: dict[str, Any] = {
+    "score": ExpertScore.SIGMOID,
+    "is_normalized": first("norm_topk_prob", default=True),
+    "num_groups": first("n_group", default=1),
+    "num_chosen_groups": first("topk_group", default=1),
+    "group_depth": 2,
+}
+_CORRECTED_NAMES: dict[str, Any] = {
+    "router_correction": "layers.{i}.mlp.gate.e_score_correction_bias",
+    "ignored": lambda c: (r"rotary_emb\.inv_freq$", rf"(^|\.)layers\.{NUM_LAYERS(c)}\."),
+}
+_DEEPSEEK: dict[str, Any] = {
+    "head_dim": lambda c: c["qk_nope_head_dim"] + c["qk_rope_head_dim"],
+    "num_kv_heads": 1,
+    "has_qkv_bias": _ATTENTION_BIAS,
+    "has_out_bias": _ATTENTION_BIAS,
+    "has_mlp_bias": first("mlp_bias", default=False),
+    "attention_scale": latent_scale,
+    "latent": latent,
+    "rotary": latent_rotary,
+}
+_GRANITE: dict[str, Any] = _ATTENTION_BIASES | {
+    "embedding_scale": first("embedding_multiplier", default=1.0),
+    "residual_scale": first("residual_multiplier", default=1.0),
+    "attention_scale": first("attention_multiplier", default=1.0),
+    "logit_scale": lambda c: 1 / c.get("logits_scaling", 1.0),
+}
+_USES_WINDOWS = first("use_sliding_window", default=False)
 _GPT2: dict[str, Any] = (
     _LAYER
     | _BIASES
@@ -414,14 +444,7 @@ FAMILIES: dict[str, Row] = {
         logit_scale=first("logit_scale", default=0.0625),
         names={"mlp_norm": ""},
     ),
-    "GraniteForCausalLM": row(
-        **_ATTENTION_BIASES,
-        has_mlp_bias=first("mlp_bias", default=False),
-        embedding_scale=first("embedding_multiplier", default=1.0),
-        residual_scale=first("residual_multiplier", default=1.0),
-        attention_scale=first("attention_multiplier", default=1.0),
-        logit_scale=lambda c: 1 / c.get("logits_scaling", 1.0),
-    ),
+    "GraniteForCausalLM": row(**_GRANITE, has_mlp_bias=first("mlp_bias", default=False)),
     "SmolLM3ForCausalLM": row(
         **_TIED,
         **_ATTENTION_BIASES,
@@ -431,7 +454,7 @@ FAMILIES: dict[str, Row] = {
             for i in range(NUM_LAYERS(c))
             if not (c.get("no_rope_layers") or [(n + 1) % c.get("no_rope_layer_interval", 4) for n in range(i + 1)])[i]
         ),
-        sliding_windows=lambda c: windows()(c) if c.get("use_sliding_window") else (),
+        sliding_windows=when(_USES_WINDOWS, windows(), ()),
     ),
     "MiniCPMForCausalLM": row(
         **_TIED,
@@ -504,6 +527,77 @@ FAMILIES: dict[str, Row] = {
             "mlp_post_norm": "layers.{i}.post_mlp_layernorm",
             "gate_up": "layers.{i}.mlp.gate_up_proj",
         },
+    ),
+    "MixtralForCausalLM": row(
+        norm_eps=first("rms_norm_eps", default=1e-5),
+        sliding_windows=windows(),
+        experts=experts(is_normalized=True),
+        names={
+            "router": "layers.{i}.block_sparse_moe.gate|layers.{i}.mlp.gate",
+            "expert_gate": "layers.{i}.block_sparse_moe.experts.{j}.w1",
+            "expert_up": "layers.{i}.block_sparse_moe.experts.{j}.w3",
+            "expert_down": "layers.{i}.block_sparse_moe.experts.{j}.w2|layers.{i}.mlp.experts.down_proj[{j}]",
+        },
+    ),
+    "Qwen2MoeForCausalLM": row(
+        has_qkv_bias=first("qkv_bias", default=True),
+        sliding_windows=when(_USES_WINDOWS, windows(pattern=2), ()),
+        experts=experts(shared_size=first("shared_expert_intermediate_size")),
+        names={
+            "shared_gate": "layers.{i}.mlp.shared_expert.gate_proj",
+            "shared_up": "layers.{i}.mlp.shared_expert.up_proj",
+            "shared_down": "layers.{i}.mlp.shared_expert.down_proj",
+            "shared_share": "layers.{i}.mlp.shared_expert_gate",
+        },
+    ),
+    "Qwen3MoeForCausalLM": row(
+        **_ATTENTION_BIASES,
+        qk_norm=QkNorm.HEAD,
+        sliding_windows=when(_USES_WINDOWS, windows(), ()),
+        experts=experts(),
+    ),
+    "OlmoeForCausalLM": row(
+        **_ATTENTION_BIASES,
+        norm_eps=first("rms_norm_eps", default=1e-5),
+        qk_norm=QkNorm.WHOLE,
+        experts=experts(),
+        fixed={"clip_qkv": None},
+    ),
+    "GraniteMoeForCausalLM": row(
+        **_GRANITE,
+        experts=experts(is_normalized=True),
+        names={
+            "router": "layers.{i}.block_sparse_moe.router.layer|layers.{i}.block_sparse_moe.router",
+            "expert_gate": "",
+            "expert_up": "",
+            "expert_gate_up": "layers.{i}.block_sparse_moe.input_linear[{j}]"
+            "|layers.{i}.block_sparse_moe.experts.gate_up_proj[{j}]",
+            "expert_down": "layers.{i}.block_sparse_moe.output_linear[{j}]"
+            "|layers.{i}.block_sparse_moe.experts.down_proj[{j}]",
+        },
+    ),
+    "DeepseekV2ForCausalLM": row(
+        **_DEEPSEEK,
+        experts=experts(
+            is_normalized=False,
+            num_groups=lambda c: c["n_group"] if c.get("topk_method") == "group_limited_greedy" else 1,
+            num_chosen_groups=lambda c: c["topk_group"] if c.get("topk_method") == "group_limited_greedy" else 1,
+        ),
+        fixed={"scoring_func": "softmax", "moe_layer_freq": 1},
+    ),
+    "DeepseekV3ForCausalLM": row(
+        **_DEEPSEEK,
+        experts=experts(**_CORRECTED),
+        names=_CORRECTED_NAMES,
+        fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    ),
+    "Glm4MoeForCausalLM": row(
+        has_qkv_bias=_ATTENTION_BIAS,
+        norm_eps=first("rms_norm_eps", default=1e-5),
+        rotary=rotary(part=0.5),
+        qk_norm=when(first("use_qk_norm", default=False), QkNorm.HEAD, QkNorm.NONE),
+        experts=experts(**_CORRECTED),
+        names=_CORRECTED_NAMES,
     ),
     "QWenLMHeadModel": row(
         has_qkv_bias=True,

@@ -10,11 +10,12 @@ Slots = tuple[torch.Tensor, torch.Tensor]  # where tokens lie: block and offset 
 
 
 class KVCache:
-    """Keys and values by layer, each a view [num_blocks, block_size, num_kv_heads, head_dim] of one pool.
+    """Keys and values by layer, each a view [num_blocks, block_size, num_kv_heads, cached_dim] of one pool.
 
     A block keeps all its layers together, so a step touches new memory for the blocks it is granted and no more: the
     first touch of a page costs 2.5 ms a MiB on some hosts. Block 0 is never a sequence's. The pool is zeroed: padding
-    reads blocks that were never written, and 0 x NaN would poison the attention sum.
+    reads blocks that were never written, and 0 x NaN would poison the attention sum. With latent attention one vector
+    of a token is both its key and its value.
 
     The fused CPU step uses the pool of the same size in its own way: the keys of a head lie [head_dim, block_size] and
     its values [block_size, head_dim], heads one after the other.
@@ -31,9 +32,11 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (num_blocks, spec.num_layers, 2, block_size, heads.num_kv_heads, spec.head_dim)
+        parts = _num_parts(spec)
+        shape = (num_blocks, spec.num_layers, parts, block_size, heads.num_kv_heads, spec.cached_dim)
         self.pool = _zeros(shape, dtype, device)
-        self.keys, self.values = (part.unbind(1) for part in self.pool.unbind(2))
+        self.keys = self.pool[:, :, 0].unbind(1)
+        self.values = self.keys if parts == 1 else self.pool[:, :, 1].unbind(1)
 
     @property
     def num_bytes(self) -> int:
@@ -43,12 +46,18 @@ class KVCache:
     @staticmethod
     def bytes_per_block(spec: ModelSpec, num_kv_heads: int, block_size: int, dtype: torch.dtype) -> int:
         """Memory one block takes on a rank with `num_kv_heads`."""
-        return 2 * spec.num_layers * block_size * num_kv_heads * spec.head_dim * dtype.itemsize
+        num_elements = _num_parts(spec) * block_size * num_kv_heads * spec.cached_dim
+        return spec.num_layers * num_elements * dtype.itemsize
 
-    def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store keys and values [num_tokens, num_kv_heads, head_dim] at their slots."""
+    def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
+        """Store keys and values [num_tokens, num_kv_heads, cached_dim] at their slots; None: keys are values too."""
         self.keys[layer].index_put_(slots, keys)
-        self.values[layer].index_put_(slots, values)
+        if values is not None:
+            self.values[layer].index_put_(slots, values)
+
+
+def _num_parts(spec: ModelSpec) -> int:
+    return 1 if spec.latent is not None else 2
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -60,10 +60,10 @@ class Matmul:
 class NormLayer:
     """RMS or layer norm over the last dimension; nothing at all where the spec has no norms."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, name: str, size: int) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, name: str, size: int, *, eps: float | None = None) -> None:
         self.kind = spec.norm
         self.size = (size,)
-        self.eps = spec.norm_eps
+        self.eps = spec.norm_eps if eps is None else eps
         has_norm = spec.norm is not Norm.NONE
         self.weight: torch.Tensor | None = None
         if has_norm and spec.has_norm_weight:
@@ -178,7 +178,11 @@ class RowLinear:
         self.matmul = Matmul(weight, bias if parallel.rank == 0 else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.parallel.all_reduce(self.matmul(x))
+        return self.parallel.all_reduce(self.partial(x))
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank's inputs add to the result."""
+        return self.matmul(x)
 
 
 class VocabEmbedding:

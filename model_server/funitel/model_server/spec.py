@@ -7,6 +7,8 @@ of them. No torch here.
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from funitel.model_server.spec_names import TensorNames
+
 
 class Norm(StrEnum):
     """What normalises hidden states."""
@@ -55,6 +57,13 @@ class Position(StrEnum):
     NONE = "none"
 
 
+class ExpertScore(StrEnum):
+    """What a router makes of its logits."""
+
+    SOFTMAX = "softmax"  # over all experts
+    SIGMOID = "sigmoid"
+
+
 class QkvLayout(StrEnum):
     """How the rows of a packed `qkv` tensor lie."""
 
@@ -93,38 +102,37 @@ class RotarySpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorNames:
-    """Checkpoint names without `.weight`; `{i}` is the layer, `{j}` a head or an expert.
+class LatentSpec:
+    """Latent attention: keys and values of all heads come from one small vector of a token, and that is cached.
 
-    Give either `q`, `k`, `v` or the packed `qkv`; either `gate` and `up`, or `gate_up` with the gate's rows first; `up`
-    alone where the MLP is not gated. An empty name means that the model has no such tensor.
+    The last `rotary.dims` elements of a query turn; those of the key are beside the vector, one for all heads. There is
+    one KV head, and `has_qkv_bias` speaks of the layers that make the vectors. Source: DeepSeek-V2, arXiv 2405.04434.
     """
 
-    prefix: str = "model."
-    embedding: str = "embed_tokens"
-    embedding_norm: str = ""
-    embedding_in: str = ""  # linear layer behind embeddings that are smaller than the hidden states
-    embedding_out: str = ""  # its counterpart before the head
-    positions: str = ""
-    attention_norm: str = "layers.{i}.input_layernorm"
-    attention_post_norm: str = ""
-    q: str = "layers.{i}.self_attn.q_proj"
-    k: str = "layers.{i}.self_attn.k_proj"
-    v: str = "layers.{i}.self_attn.v_proj"
-    qkv: str = ""
-    q_norm: str = "layers.{i}.self_attn.q_norm"
-    k_norm: str = "layers.{i}.self_attn.k_norm"
-    out: str = "layers.{i}.self_attn.o_proj"
-    mlp_norm: str = "layers.{i}.post_attention_layernorm"  # empty in a parallel block: the attention's norm serves both
-    mlp_post_norm: str = ""
-    gate: str = "layers.{i}.mlp.gate_proj"
-    up: str = "layers.{i}.mlp.up_proj"
-    gate_up: str = ""
-    down: str = "layers.{i}.mlp.down_proj"
-    final_norm: str = "norm"
-    head: str = "lm_head"
-    is_transposed: bool = False  # linear weights stored [in, out]
-    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # patterns of tensors that carry nothing
+    rank: int  # elements of the vector
+    value_dim: int  # elements of a head's values
+    query_rank: int | None = None  # queries come from a vector of so many elements; None: from hidden states
+    norm_eps: float = 1e-6  # of the norms of these vectors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts: a token passes the few of many MLPs that a router scores highest, and adds them up.
+
+    Where experts are in groups, the best groups are chosen first, and the experts from these.
+    """
+
+    num_experts: int
+    num_chosen: int  # experts of a token
+    intermediate_size: int  # hidden units of an expert
+    dense_layers: tuple[int, ...] = ()  # layers with the plain MLP instead
+    score: ExpertScore = ExpertScore.SOFTMAX
+    is_normalized: bool = False  # scores of a token's experts are divided by their sum
+    scale: float = 1.0  # multiplies them after that
+    num_groups: int = 1  # of equally many experts
+    num_chosen_groups: int = 1
+    group_depth: int = 1  # best experts of a group that rank it, by the sum of their scores
+    shared_size: int = 0  # hidden units of an MLP that all tokens pass besides; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +146,7 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # hidden units of the plain MLP
     max_position_embeddings: int
 
     norm: Norm = Norm.RMS
@@ -153,6 +161,7 @@ class ModelSpec:
 
     activation: Activation = Activation.SILU
     is_gated: bool = True
+    experts: ExpertsSpec | None = None  # in place of the MLP
 
     position: Position = Position.ROTARY
     rotary: RotarySpec = field(default_factory=RotarySpec)
@@ -168,10 +177,11 @@ class ModelSpec:
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
     qkv_layout: QkvLayout = QkvLayout.STACKED
     qkv_clip: float | None = None  # queries, keys and values are kept within +- this
+    latent: LatentSpec | None = None  # where keys and values come from; None: from hidden states
 
     has_qkv_bias: bool = False
     has_out_bias: bool = False
-    has_mlp_bias: bool = False
+    has_mlp_bias: bool = False  # of all MLPs but a mixture's experts
     has_head_bias: bool = False
 
     embedding_size: int | None = None  # of the embedding table; None: the hidden size
@@ -192,6 +202,15 @@ class ModelSpec:
     def score_scale(self) -> float:
         """What scores of queries and keys are multiplied by in a layer that is not scaled by its place."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def cached_dim(self) -> int:
+        """Elements of a token in the cache, for a KV head: its key, and as many for its value; with `latent` both."""
+        return self.head_dim if self.latent is None else self.latent.rank + (self.rotary.dims or 0)
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """The experts of a layer, or None where it has one plain MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def stretched(self, factor: float) -> "ModelSpec":
         """The spec with all rotary positions divided by `factor`, and a context that many times as long."""

@@ -32,7 +32,13 @@ class Inspection(Weights):
         self.problems: list[str] = []
 
     def read(
-        self, name: str, shape: Sequence[int], *, rows: Range | None = None, columns: Range | None = None
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """A tensor of the part's shape, without values."""
         try:

@@ -13,6 +13,8 @@ from funitel.model_server.spec import (
     QkNorm,
     RotarySpec,
 )
+from funitel.model_server.spec_block_rules import experts_problems, latent_problems
+from funitel.model_server.spec_names import WITH_ALTERNATIVES
 from funitel.proto.errors import UnsupportedModel
 
 MOST = {
@@ -55,6 +57,10 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
     yield from _layer_problems(spec)
     yield from _norm_problems(spec)
     yield from _position_problems(spec)
+    if spec.latent is not None:
+        yield from latent_problems(spec, spec.latent)
+    if spec.experts is not None:
+        yield from experts_problems(spec, spec.experts)
     yield from _name_problems(spec)
 
 
@@ -112,12 +118,32 @@ def _rotary_problems(rotary: RotarySpec, head_dim: int) -> Iterator[str]:
             yield f"scaling.{name} must be > 0, given {min(factors)}"
 
 
+def _attention_names(spec: ModelSpec) -> set[str]:
+    """Names that attention needs."""
+    if spec.latent is None:
+        return set() if spec.names.qkv else {"q", "k", "v"}
+    queries = {"q"} if spec.latent.query_rank is None else {"q_down", "q_latent_norm", "q_up"}
+    return queries | {"kv_down", "kv_latent_norm", "kv_up"}
+
+
+def _mlp_names(spec: ModelSpec) -> set[str]:
+    """Names that MLPs need: of the plain one, of experts one by one unless they are stacked, and of the shared one."""
+    names, experts, needed = spec.names, spec.experts, set[str]()
+    inputs = {"gate", "up"} if spec.is_gated else {"up"}
+    if any(spec.experts_of(i) is None for i in range(spec.num_layers)):
+        needed |= {"down"} | (set() if spec.is_gated and names.gate_up else inputs)
+    if experts is not None:
+        needed |= {"router", "expert_down"}
+        needed |= set() if spec.is_gated and names.expert_gate_up else {f"expert_{each}" for each in inputs}
+        needed |= {f"shared_{each}" for each in inputs | {"down"}} if experts.shared_size else set()
+    return needed
+
+
 def _name_problems(spec: ModelSpec) -> Iterator[str]:
     names, placement = spec.names, spec.norm_placement
-    needed = {"embedding", "out", "down", "head"} - ({"head"} if spec.is_tied else set())
+    needed = {"embedding", "out"} | (set() if spec.is_tied else {"head"})
     needed |= {"positions"} if spec.position is Position.LEARNED else set()
-    needed |= set() if names.qkv else {"q", "k", "v"}
-    needed |= set() if spec.is_gated and names.gate_up else {"gate", "up"} if spec.is_gated else {"up"}
+    needed |= _attention_names(spec) | _mlp_names(spec)
     needed |= {"q_norm", "k_norm"} if spec.qk_norm is not QkNorm.NONE else set()
     if spec.norm is not Norm.NONE and placement in (NormPlacement.PRE, NormPlacement.BOTH):
         needed |= {"attention_norm"} | (set() if spec.is_parallel else {"mlp_norm"})
@@ -130,8 +156,12 @@ def _name_problems(spec: ModelSpec) -> Iterator[str]:
             yield f"names.{name} must not be empty"
     for each in fields(names):
         value = getattr(names, each.name)
-        if isinstance(value, str) and re.search("[{}]", re.sub(r"\{[ij]\}", "", value)):
+        if not isinstance(value, str):
+            continue
+        if re.search("[{}]", re.sub(r"\{[ij]\}", "", value)):
             yield f"names.{each.name} may hold {{i}} and {{j}} and no other braces, given {value!r}"
+        if "|" in value and each.name not in WITH_ALTERNATIVES:
+            yield f"names.{each.name} must not list alternatives, given {value!r}"
     for pattern in names.ignored:
         try:
             re.compile(pattern)

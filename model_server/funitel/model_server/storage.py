@@ -6,6 +6,7 @@ and knows neither ranks nor layers. A kernel that computes on the integers thems
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,6 +70,11 @@ class Storage(ABC):
     shape: tuple[int, ...]
     names: tuple[str, ...]
 
+    @property
+    def num_elements(self) -> int:
+        """Values of everything that `names` stand for."""
+        return prod(self.shape)
+
     @abstractmethod
     def read(self, rows: Range | None, columns: Range | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Read a part (None: all of that dimension) into memory of its own."""
@@ -86,6 +92,35 @@ class PlainStorage(Storage):
         """See Storage."""
         cut = self._slice[slice(*(rows or (None, None)))] if columns is None else _cut(self._slice, rows, columns)
         kept: torch.Tensor = cut.to(device=device, dtype=dtype, copy=True).contiguous()
+        return kept
+
+
+class StackedStorage(Storage):
+    """One matrix of a stack [matrices, outputs, inputs].
+
+    Raises:
+        WeightsError: the tensor is no stack, or has fewer matrices.
+    """
+
+    def __init__(self, files: Files, name: str, place: int) -> None:
+        self.names = (name,)
+        self._slice = files[name].get_slice(name)
+        self._stack: tuple[int, ...] = tuple(self._slice.get_shape())
+        if len(self._stack) != 3 or place >= self._stack[0]:
+            raise WeightsError(f"tensor {name} has shape {list(self._stack)}, expected a stack with a matrix {place}")
+        self._place = place
+        self.shape = self._stack[1:]
+
+    @property
+    def num_elements(self) -> int:
+        """See Storage."""
+        return prod(self._stack)
+
+    def read(self, rows: Range | None, columns: Range | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See Storage."""
+        every = (None, None)
+        cut = self._slice[self._place : self._place + 1, slice(*(rows or every)), slice(*(columns or every))]
+        kept: torch.Tensor = cut[0].to(device=device, dtype=dtype, copy=True).contiguous()
         return kept
 
 

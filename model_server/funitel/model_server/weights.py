@@ -21,6 +21,7 @@ from funitel.model_server.storage import (
     TGI_TENSORS,
     QuantizedStorage,
     Range,
+    StackedStorage,
     Storage,
     TensorFile,
     gptq_tensors,
@@ -28,6 +29,8 @@ from funitel.model_server.storage import (
     open_storages,
 )
 from funitel.proto.errors import WeightsError
+
+_PLACE = re.compile(r"(.+)\[(\d{1,9})\]\.weight")  # of a matrix in a stack
 
 
 class Weights:
@@ -78,10 +81,25 @@ class Weights:
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds a tensor of this name, with prefix."""
-        return name in self._storages
+        return name in self._storages or self._stack_of(name) is not None
+
+    def has_linear(self, stem: str) -> bool:
+        """Whether the checkpoint holds a linear layer of this name, with prefix."""
+        return self.has(f"{stem}.weight")
+
+    def named(self, template: str, **places: int) -> str:
+        """The name, with prefix, that a template of `TensorNames` has here: of alternatives the first that is there."""
+        names = [self.prefix + each.format(**places) for each in template.split("|")]
+        return next((name for name in names if self.has(name) or self.has_linear(name)), names[0])
 
     def read(
-        self, name: str, shape: Sequence[int], *, rows: Range | None = None, columns: Range | None = None
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Read a tensor of the checkpoint, or the range of its rows or columns that is this rank's share.
 
@@ -90,6 +108,7 @@ class Weights:
             shape: shape the whole tensor must have.
             rows: range of dimension 0; given (or `columns`), the tensor counts as split between ranks.
             columns: range of dimension 1.
+            dtype: precision to read it in, where that is not the one of these weights.
 
         Raises:
             WeightsError: the tensor is missing or has another shape.
@@ -101,7 +120,7 @@ class Weights:
             )
         is_sharded = rows is not None or columns is not None
         self._count_whole(storage, is_sharded)
-        kept = storage.read(rows, columns, self.dtype, self.device)
+        kept = storage.read(rows, columns, dtype or self.dtype, self.device)
         num_bytes = kept.numel() * kept.element_size()
         self.held_bytes += num_bytes
         self.sharded_bytes += num_bytes if is_sharded else 0
@@ -116,6 +135,7 @@ class Weights:
         rows: Range | None = None,
         columns: Range | None = None,
         is_transposed: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Read the weights [outputs, inputs] of a linear layer, or a range of its outputs or inputs only.
 
@@ -123,8 +143,8 @@ class Weights:
         """
         name = f"{stem}.weight"
         if is_transposed and not isinstance(self._storages.get(name), QuantizedStorage):
-            return self.read(name, [num_inputs, num_outputs], rows=columns, columns=rows).t().contiguous()
-        return self.read(name, [num_outputs, num_inputs], rows=rows, columns=columns)
+            return self.read(name, [num_inputs, num_outputs], rows=columns, columns=rows, dtype=dtype).t().contiguous()
+        return self.read(name, [num_outputs, num_inputs], rows=rows, columns=columns, dtype=dtype)
 
     @property
     def has_blocks(self) -> bool:
@@ -150,9 +170,20 @@ class Weights:
         self._count_whole(self._find(name), is_sharded=rows is not None or columns is not None)
         return self._blocks.read(name, (num_outputs, num_inputs), rows, columns)
 
+    def _stack_of(self, name: str) -> tuple[str, int] | None:
+        """The stack that holds a matrix, and where in it, of `stack[3].weight`."""
+        place = _PLACE.fullmatch(name)
+        if place is None:
+            return None
+        stack = next((each for each in (f"{place[1]}.weight", place[1]) if each in self._files), None)
+        return None if stack is None else (stack, int(place[2]))
+
     def _find(self, name: str) -> Storage:
         if name in self._storages:
             return self._storages[name]
+        stacked = self._stack_of(name)
+        if stacked is not None:
+            return StackedStorage(self._files, *stacked)
         stem = name.removesuffix(".weight")
         if self.quantization is None and f"{stem}.qweight" in self._files:
             raise WeightsError(f"tensor {stem}.qweight is quantised, but no quantization_config says how")
@@ -169,7 +200,7 @@ class Weights:
         if self._used.issuperset(storage.names):
             return
         self._used.update(storage.names)
-        num_bytes = prod(storage.shape) * self.dtype.itemsize
+        num_bytes = storage.num_elements * self.dtype.itemsize
         self.total_sharded_bytes += num_bytes if is_sharded else 0
         if self._progress is not None:
             self._progress.advance(num_bytes)

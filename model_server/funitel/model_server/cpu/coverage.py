@@ -13,6 +13,7 @@ _BIASES = ("has_qkv_bias", "has_out_bias", "has_mlp_bias")
 _READ = {"architecture", "max_position_embeddings", "sliding_windows", "qkv_layout", "is_tied", "names"}
 _READ |= {*_SIZES, *_CHOICES, *_BIASES}
 _UNREAD_NAMES = ("embedding_norm", "embedding_in", "embedding_out", "attention_post_norm", "mlp_post_norm")
+_PARTS = {"experts": "a mixture of experts", "latent": "latent attention"}
 _ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -21,7 +22,7 @@ def missing(spec: ModelSpec) -> str | None:
     for each in fields(spec):
         value = getattr(spec, each.name)
         if each.name not in _READ and value != _default(each):
-            return f"{each.name} {value}"
+            return _PARTS.get(each.name) or f"{each.name} {value}"
     names, scaling = spec.names, spec.rotary.scaling
     named = next((name for name in _UNREAD_NAMES if getattr(names, name)), None)
     if named is not None:

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 
 from funitel.model_server.attention import TorchAttention
+from funitel.model_server.attention_layers import Attention
 from funitel.model_server.batch import ForwardBatch, RowSpan
 from funitel.model_server.decoder import Entrance, Layer
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.layers import ColumnLinear, Matmul, RowLinear
+from funitel.model_server.mlp_layers import Mlp
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.quantizer.gptq import Hessian
 from funitel.model_server.spec import ModelSpec, QkvLayout
@@ -42,8 +44,11 @@ def inputs_of(spec: ModelSpec, prefix: str, index: int) -> list[Inputs]:
     """The linear layers of one decoder layer, in the order they compute.
 
     Raises:
-        UnsupportedModel: the checkpoint packs rows in another order than the matmul's.
+        UnsupportedModel: there are blocks this does not know, or rows packed in another order than the matmul's.
     """
+    if spec.experts is not None or spec.latent is not None:
+        what = "a mixture of experts" if spec.experts is not None else "latent attention"
+        raise UnsupportedModel(f"{spec.architecture} has {what}: it cannot be quantised")
     if spec.names.qkv and spec.qkv_layout is QkvLayout.GROUPED:
         raise UnsupportedModel(f"{spec.architecture} packs queries, keys and values by head: it cannot be quantised")
 
@@ -61,11 +66,21 @@ def inputs_of(spec: ModelSpec, prefix: str, index: int) -> list[Inputs]:
         up = ((name(names.gate_up), 2 * units),)
     out, down = ((name(names.out), spec.hidden_size),), ((name(names.down), spec.hidden_size),)
     return [
-        Inputs(qkv, spec.hidden_size, lambda layer: layer.attention.qkv),
-        Inputs(out, num_q, lambda layer: layer.attention.out),
-        Inputs(up, spec.hidden_size, lambda layer: layer.mlp.up),
-        Inputs(down, spec.intermediate_size, lambda layer: layer.mlp.down),
+        Inputs(qkv, spec.hidden_size, lambda layer: _attention(layer).qkv),
+        Inputs(out, num_q, lambda layer: _attention(layer).out),
+        Inputs(up, spec.hidden_size, lambda layer: _mlp(layer).up),
+        Inputs(down, spec.intermediate_size, lambda layer: _mlp(layer).down),
     ]
+
+
+def _attention(layer: Layer) -> Attention:
+    assert isinstance(layer.attention, Attention)
+    return layer.attention
+
+
+def _mlp(layer: Layer) -> Mlp:
+    assert isinstance(layer.mlp, Mlp)
+    return layer.mlp
 
 
 class _Observed(Matmul):

@@ -1,0 +1,68 @@
+"""How a checkpoint names its tensors, as part of a ModelSpec. The defaults are a Llama's, and for experts a Qwen's."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Checkpoint names without `.weight`; `{i}` is the layer, `{j}` a head or an expert.
+
+    Give either `q`, `k`, `v` or the packed `qkv`; either `gate` and `up`, or `gate_up` with the gate's rows first; `up`
+    alone where the MLP is not gated. An empty name means that the model has no such tensor.
+
+    Names of a mixture of experts may list alternatives, separated by `|`: the first that the checkpoint has counts.
+    `name[{j}]` is the matrix of expert `j` in a stack [experts, outputs, inputs].
+    """
+
+    prefix: str = "model."
+    embedding: str = "embed_tokens"
+    embedding_norm: str = ""
+    embedding_in: str = ""  # linear layer behind embeddings that are smaller than the hidden states
+    embedding_out: str = ""  # its counterpart before the head
+    positions: str = ""
+    attention_norm: str = "layers.{i}.input_layernorm"
+    attention_post_norm: str = ""
+    q: str = "layers.{i}.self_attn.q_proj"
+    k: str = "layers.{i}.self_attn.k_proj"
+    v: str = "layers.{i}.self_attn.v_proj"
+    qkv: str = ""
+    q_norm: str = "layers.{i}.self_attn.q_norm"
+    k_norm: str = "layers.{i}.self_attn.k_norm"
+    out: str = "layers.{i}.self_attn.o_proj"
+    mlp_norm: str = "layers.{i}.post_attention_layernorm"  # empty in a parallel block: the attention's norm serves both
+    mlp_post_norm: str = ""
+    gate: str = "layers.{i}.mlp.gate_proj"
+    up: str = "layers.{i}.mlp.up_proj"
+    gate_up: str = ""
+    down: str = "layers.{i}.mlp.down_proj"
+    final_norm: str = "norm"
+    head: str = "lm_head"
+    is_transposed: bool = False  # linear weights stored [in, out]
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # patterns of tensors that carry nothing
+
+    # Latent attention: hidden states -> latents -> heads. Without a latent of queries these come from `q`.
+    q_down: str = "layers.{i}.self_attn.q_a_proj"
+    q_latent_norm: str = "layers.{i}.self_attn.q_a_layernorm"
+    q_up: str = "layers.{i}.self_attn.q_b_proj"
+    kv_down: str = "layers.{i}.self_attn.kv_a_proj_with_mqa"
+    kv_latent_norm: str = "layers.{i}.self_attn.kv_a_layernorm"
+    kv_up: str = "layers.{i}.self_attn.kv_b_proj"
+
+    # Experts: one by one, or stacked; where a checkpoint has `expert_gate_up`, it has no `expert_gate`.
+    router: str = "layers.{i}.mlp.gate"
+    router_correction: str = ""  # added to scores where experts are chosen, not where they are weighed; the whole name
+    expert_gate: str = "layers.{i}.mlp.experts.{j}.gate_proj"
+    expert_up: str = "layers.{i}.mlp.experts.{j}.up_proj"
+    expert_gate_up: str = "layers.{i}.mlp.experts.gate_up_proj[{j}]"
+    expert_down: str = "layers.{i}.mlp.experts.{j}.down_proj|layers.{i}.mlp.experts.down_proj[{j}]"
+    shared_gate: str = "layers.{i}.mlp.shared_experts.gate_proj"
+    shared_up: str = "layers.{i}.mlp.shared_experts.up_proj"
+    shared_down: str = "layers.{i}.mlp.shared_experts.down_proj"
+    shared_share: str = ""  # linear layer of one output: its sigmoid is how much of the shared MLP a token takes
+
+
+WITH_ALTERNATIVES = frozenset(
+    ("router", "router_correction", "expert_gate", "expert_up", "expert_gate_up", "expert_down")
+    + ("shared_gate", "shared_up", "shared_down", "shared_share")
+)
+"""Names that may list alternatives."""
