@@ -132,7 +132,7 @@ def test_each_replicas_shards_are_told_their_places(monkeypatch: pytest.MonkeyPa
         Place(Cores("3-4"), 1),
         Place(Cores("5"), 1),
     )
-    assert settings.num_threads is None  # as many as a shard has cores
+    assert settings.num_threads is settings.most_threads is None  # as many as a shard has cores
     argv = Commands().shard(settings_of_replica(settings, 1), Path("/model"), 0)
     assert argv[argv.index("--cores") + 1] == "3-4"
     assert argv[argv.index("--memory-node") + 1] == "1"

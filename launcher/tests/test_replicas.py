@@ -40,8 +40,8 @@ def test_a_given_port_is_the_first_of_several() -> None:
 
 def test_the_cores_are_shared_out_over_all_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(24)))
-    assert resolved().num_threads == 4
-    assert resolved(num_threads=7).num_threads == 7
+    assert (resolved().num_threads, resolved().most_threads) == (None, 4)
+    assert (resolved(num_threads=7).num_threads, resolved(num_threads=7).most_threads) == (7, None)
 
 
 def test_memory_of_a_host_is_shared_and_that_of_gpus_is_not() -> None:

@@ -10,12 +10,12 @@ from funitel.launcher import resolve as module
 from funitel.launcher.announce import example
 from funitel.launcher.resolve import (
     decide_num_shard,
-    default_threads,
     describe,
     fit_to_model,
     listen_address,
     prefill_tokens,
     resolve,
+    share_of_cores,
     visible_gpus,
 )
 from funitel.launcher.settings import LauncherSettings
@@ -110,8 +110,8 @@ def test_gpus_are_listed_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert [default_threads("cpu", n) for n in (1, 2, 3, 9)] == [8, 4, 2, 1]
-    assert default_threads("cuda", 2) is None
+    assert [share_of_cores("cpu", n) for n in (1, 2, 3, 9)] == [8, 4, 2, 1]
+    assert share_of_cores("cuda", 2) is None
 
 
 @pytest.mark.parametrize(

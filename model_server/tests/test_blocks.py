@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu import build as building
 from funitel.model_server.cpu.decoder import FusedDecoder
-from funitel.model_server.cpu.program import matrix_bytes
+from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.tiers import Kind, Tier
 from funitel.model_server.families import spec_of
 from funitel.model_server.gguf_blocks import BLOCKS, RECORD, record_weights, why_unusable
@@ -290,3 +290,35 @@ def test_blocks_are_not_used_for_weights_saved_over_theirs(tmp_path: Path, caplo
     assert "gone" in str(why_unusable(folder))
     (folder / RECORD).write_text("[]")
     assert "is not a JSON object" in str(why_unusable(folder))
+
+
+class Counted:
+    """In place of a progress bar."""
+
+    shown: "list[Counted]" = []
+
+    def __init__(self, label: str, total_bytes: int) -> None:
+        self.total_bytes, self.done_bytes = total_bytes, 0
+        self.shown.append(self)
+
+    def advance(self, num_bytes: int) -> None:
+        self.done_bytes += num_bytes
+
+    def finish(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("left_out", ["none", "down_proj"])
+def test_progress_is_of_what_a_tier_reads(left_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny("llama", tmp_path, **SIZES)
+    floats = sum(tensor.numel() * 4 for tensor in load_file(folder / "model.safetensors").values())
+    add_blocks(folder, lambda name: None if left_out in name else "Q4_1")
+    weights, blocks = load_file(folder / "model.safetensors"), load_file(folder / BLOCKS)
+    kept = sum(tensor.numel() * 4 for name, tensor in weights.items() if name not in blocks)
+    monkeypatch.setattr(Counted, "shown", [])
+    monkeypatch.setattr("funitel.model_server.weights.Progress", Counted)
+    for tier, total in ((Tier.GGUF, kept + sum(map(torch.numel, blocks.values()))), (Tier.INT8, floats)):
+        fused_decoder(folder, tier, TensorParallel())
+        (progress,) = Counted.shown
+        assert progress.done_bytes == progress.total_bytes == total
+        Counted.shown.clear()

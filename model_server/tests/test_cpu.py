@@ -16,7 +16,7 @@ from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu import build as building
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.decoder import FusedDecoder
-from funitel.model_server.cpu.program import matrix_bytes
+from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.tiers import Kind, Tier, choose_tier
 from funitel.model_server.families import spec_of
 from funitel.model_server.kv_cache import KVCache

@@ -8,8 +8,8 @@ import pytest
 from funitel.model_server.cpu import build as build_module
 from funitel.model_server.cpu import measure
 from funitel.model_server.cpu.build import INSTRUCTION_SETS, CannotBuild, build, cpu_flags
-from funitel.model_server.cpu.measure import held_against, measure_kernels, shapes_of
-from funitel.model_server.cpu.roofs import Roofs, largest_cache_bytes
+from funitel.model_server.cpu.measure import measure_kernels, shapes_of
+from funitel.model_server.cpu.roofs import Roofs, held_against, largest_cache_bytes
 from funitel.model_server.cpu.tiers import Kind
 from funitel.model_server.families import spec_of
 from funitel.model_server.settings import KernelSettings
@@ -79,7 +79,11 @@ def test_kernels_of_a_tiny_model(
     *lines, last = capsys.readouterr().out.splitlines()
     summary = json.loads(last)
     assert lines[0].startswith("int8, 2 threads: reads ")
-    assert len(lines) == 1 + 11
+    assert len(lines) == 1 + 11 + 1
+    assert lines[-1].startswith("whole step ")
+    step = summary["step"]
+    assert step["median_microseconds"] >= step["microseconds"] > 0
+    assert step["share"] > 0
     assert [(row["shape"].split()[0], row["rows"]) for row in summary["shapes"]] == [
         *((name, rows) for name in ("qkv", "out", "up", "down", "head") for rows in (1, 5)),
         ("attention", 1),

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from funitel.model_server.settings import DEVICES, DTYPES, MOST_NODES, QUANTIZATIONS, ModelServerSettings
+from funitel.model_server.settings import DEVICES, DTYPES, MOST_NODES, MOST_SPIN_US, QUANTIZATIONS, ModelServerSettings
 from funitel.proto.cores import Cores
 from funitel.proto.errors import SettingsError, WeightsError
 from funitel.proto.options import flag_of, variable_of
@@ -301,6 +301,8 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "block_size": COUNT,
     "cuda_memory_fraction": st.floats(0, 1, exclude_min=True),
     "num_threads": st.none() | COUNT,
+    "most_threads": st.none() | COUNT,
+    "thread_spin_us": st.none() | st.integers(0, MOST_SPIN_US),
     "cores": st.none() | st.frozensets(st.integers(0, 300), min_size=1).map(Cores),
     "memory_node": st.none() | st.integers(0, MOST_NODES - 1),
     "prefill_chunking": st.booleans(),

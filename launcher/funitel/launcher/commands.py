@@ -80,7 +80,8 @@ def download_environ(settings: LauncherSettings, environ: Environ) -> dict[str, 
 
 def shard_environ(settings: ResolvedSettings, environ: Environ, rank: int) -> dict[str, str]:
     """Environment of one shard: what torch, NCCL and OpenMP read before any flag is parsed."""
-    threads = {} if settings.num_threads is None else _threads(settings.num_threads)
+    count = settings.num_threads or settings.most_threads
+    threads = {} if count is None else _threads(count)
     return (
         {"OMP_WAIT_POLICY": "PASSIVE"}  # a spinning barrier keeps the core that its last thread waits for
         | download_environ(settings, environ)

@@ -43,6 +43,7 @@ class ResolvedSettings(LauncherSettings):
     master_ports: tuple[int, ...]  # of every replica
     shard_uds_path: str
     served_model_name: str
+    most_threads: int | None = None  # of each shard, where the number is left to it
     places: tuple[Place, ...] = ()  # of every shard of every replica, with --numa
     gpus: tuple[str, ...] = ()  # to be shared out between several replicas, as CUDA names them
     task: str = "generate"  # what the model is for: this, "embed" or "classify"
@@ -68,16 +69,16 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tup
         f"there are {len(gpus)}",
     )
     pinned = _places(num_shards) if settings.numa else ()
-    threads = settings.num_threads
-    if threads is None and not settings.numa:  # a shard that is pinned has the threads of its cores
-        threads = default_threads(settings.device, num_shards)
+    most_threads = None
+    if settings.num_threads is None and not settings.numa:  # a shard that is pinned has the threads of its cores
+        most_threads = share_of_cores(settings.device, num_shards)
     ports = _master_ports(settings)
     resolved = project(
         settings,
         ResolvedSettings,
         num_shard=num_shard,
         sharded=num_shard > 1,
-        num_threads=threads,
+        most_threads=most_threads,
         max_input_tokens=max_input,
         max_input_length=None,
         hostname=listen_address(settings.hostname),
@@ -200,7 +201,7 @@ def _numbered(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 
 
-def default_threads(device: str, num_shards: int) -> int | None:
+def share_of_cores(device: str, num_shards: int) -> int | None:
     """Share the usable cores out evenly between the shards of all replicas; on CUDA the shard decides."""
     return None if device == "cuda" else max(1, len(os.sched_getaffinity(0)) // num_shards)
 

@@ -76,7 +76,14 @@ class LauncherSettings:
     )
     block_size: int = _shard("block_size", "Tokens per KV block.")
     num_threads: int | None = _shard(
-        "num_threads", "Compute threads of each shard; the cores shared out evenly over all shards when not given."
+        "num_threads",
+        "Compute threads of each shard; when not given, as many as a probe at start finds best of the cores, which are "
+        "shared out evenly over all shards.",
+    )
+    thread_spin_us: int | None = _shard(
+        "thread_spin_us",
+        "Microseconds that threads of the fused CPU step spin before they sleep; found by a probe at start when "
+        "not given.",
     )
     numa: bool = setting(
         False,

@@ -1,6 +1,7 @@
 """The blocks of a model that was converted from a GGUF, read as they lie in the file; see `gguf_blocks`."""
 
 import logging
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ class BlockFile:
         """The type of a tensor's blocks; None for a tensor of another type, and where `columns` would cut a block."""
         is_cut = columns is not None and any(column % BLOCK_INPUTS for column in columns)
         return None if is_cut else self._types.get(name)
+
+    def num_bytes(self, name: str) -> int:
+        """Bytes of the blocks of a tensor that has a type."""
+        return prod(self._file.get_slice(name).get_shape())
 
     def read(self, name: str, shape: tuple[int, int], rows: Range | None, columns: Range | None) -> torch.Tensor:
         """Read outputs `rows` and inputs `columns` of a matrix of `shape`: [outputs, bytes] uint8.

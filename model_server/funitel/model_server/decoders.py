@@ -2,8 +2,9 @@
 
 import ctypes
 import logging
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,8 +14,9 @@ from funitel.model_server.attention import TorchAttention
 from funitel.model_server.cpu import decoder as fused
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.coverage import missing
-from funitel.model_server.cpu.footprint import weight_bytes
+from funitel.model_server.cpu.footprint import step_bytes, weight_bytes
 from funitel.model_server.cpu.native import load_library
+from funitel.model_server.cpu.probe import settle_threads
 from funitel.model_server.cpu.ranks import SharedMemoryRanks
 from funitel.model_server.cpu.scores import FusedScores
 from funitel.model_server.cpu.tiers import MADE, Tier
@@ -31,6 +33,7 @@ from funitel.proto.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
+_MOST_LOGITS = 128  # in a step: requests that the router lets in at once where it is not told otherwise
 _EXACT = "--dtype float32 keeps them exact"
 
 
@@ -46,7 +49,8 @@ class Footprint(Protocol):
 class Loaded:
     """A decoder, and what the rest of the shard must know of it.
 
-    `precision` is that of the weights, `parallel` the ranks as the decoder reduces over them.
+    `precision` is that of the weights, `parallel` the ranks as the decoder reduces over them, `step_bytes` the memory
+    of a step of so many tokens, where it is known before.
     """
 
     name: str
@@ -54,8 +58,10 @@ class Loaded:
     scores: ScoreMath
     precision: str
     kv_dtype: torch.dtype
+    num_threads: int
     parallel: TensorParallel
     footprint: Footprint
+    step_bytes: Callable[[int], int] | None = None
 
 
 def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> Loaded:
@@ -68,6 +74,7 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
         scores=TorchScores(),
         precision=str(weights.dtype),
         kv_dtype=weights.dtype,
+        num_threads=torch.get_num_threads(),
         parallel=parallel,
         footprint=weights,
     )
@@ -105,7 +112,7 @@ def load_fused(
         library,
         tier=tier,
         block_size=settings.block_size,
-        num_threads=settings.num_threads or len(os.sched_getaffinity(0)),
+        num_threads=torch.get_num_threads(),
     )
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
     block_bytes = KVCache.bytes_per_block(spec, heads.num_kv_heads, settings.block_size, decoder.kv_dtype)
@@ -114,6 +121,14 @@ def load_fused(
         predicted,
         resident_bytes() - before,
         block_bytes // settings.block_size,
+    )
+    settle_threads(
+        decoder,
+        spec,
+        parallel,
+        most_threads=torch.get_num_threads(),
+        num_threads=settings.num_threads,
+        spin_us=settings.thread_spin_us,
     )
     _log_tier(decoder, is_default=settings.dtype is None and settings.quantize is None)
     kept = Tier.INT8 if tier is Tier.GGUF and not decoder.has_blocks else tier
@@ -124,9 +139,15 @@ def load_fused(
         scores=FusedScores(decoder.program.engine),
         precision=precision,
         kv_dtype=decoder.kv_dtype,
+        num_threads=decoder.num_threads,
         parallel=parallel,
         footprint=decoder.program,
+        step_bytes=partial(_step_bytes, spec, parallel, tier),
     )
+
+
+def _step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, num_tokens: int) -> int:
+    return step_bytes(spec, parallel, tier, num_tokens=num_tokens, num_logits=min(num_tokens, _MOST_LOGITS))
 
 
 def _in_shared_memory(parallel: TensorParallel, library: ctypes.CDLL) -> TensorParallel:

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -55,6 +55,7 @@ class ExecutorOptions:
     allow_prefill_logprobs: bool
     eos_token_ids: frozenset[int]
     watermark: Watermark = Watermark()
+    step_bytes: Callable[[int], int] | None = None  # memory of a step of so many tokens, where that is known before
     forces_spans: bool = True  # tokens that alone can follow in a grammar are taken without a forward each
 
 
@@ -606,6 +607,9 @@ class Executor:
             raise NotEnoughMemory(f"{free} bytes are left for the KV pool, less than one block of {size} tokens")
         self._cache = self._make_pool(num_blocks + 1)
         logger.info("KV pool tokens=%d bytes=%d dtype=%s", num_blocks * size, self._pool.num_bytes, options.dtype)
+        if options.step_bytes is not None:
+            most = self.max_prefill_tokens
+            logger.info("memory predicted_step_bytes=%d most_tokens=%d", options.step_bytes(most), most)
         return num_blocks * size
 
     def _make_pool(self, num_blocks: int) -> KVCache:

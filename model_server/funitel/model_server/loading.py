@@ -34,7 +34,7 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
         StartupError: the checkpoint, the settings and the machine do not fit together.
     """
     device = choose_device(settings.device, settings.rank)
-    set_threads(settings.num_threads)
+    set_threads(settings.num_threads or settings.most_threads)
     spec = _stretched(choose_spec(settings.model_spec, folder), settings)
     HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)  # refuses too many ranks
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
@@ -51,7 +51,7 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     parallel = _join(settings, device)
     loaded = load_fused(settings, spec, weights, parallel, tier) if tier is not None else None
     loaded = loaded or load_torch(settings, spec, weights, parallel)
-    options = _options(settings, device, loaded.kv_dtype, eos_token_ids)
+    options = _options(settings, device, loaded, eos_token_ids)
     logger.info(
         "loaded model=%s architecture=%s device=%s step=%s precision=%s threads=%d collectives=%s weight_bytes=%d",
         folder,
@@ -59,7 +59,7 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
         device,
         loaded.name,
         loaded.precision,
-        torch.get_num_threads(),
+        loaded.num_threads,
         loaded.parallel.name,
         loaded.footprint.held_bytes,
     )
@@ -79,16 +79,17 @@ def _stretched(spec: ModelSpec, settings: ModelServerSettings) -> ModelSpec:
 
 
 def _options(
-    settings: ModelServerSettings, device: torch.device, dtype: torch.dtype, eos_token_ids: frozenset[int]
+    settings: ModelServerSettings, device: torch.device, loaded: Loaded, eos_token_ids: frozenset[int]
 ) -> ExecutorOptions:
     return ExecutorOptions(
         device=device,
-        dtype=dtype,
+        dtype=loaded.kv_dtype,
         block_size=settings.block_size,
         memory_fraction=settings.cuda_memory_fraction,
         allow_prefill_logprobs=settings.enable_prefill_logprobs,
         eos_token_ids=eos_token_ids,
         watermark=Watermark(settings.watermark_gamma, settings.watermark_delta),
+        step_bytes=loaded.step_bytes,
         forces_spans=not settings.disable_forced_spans,
     )
 

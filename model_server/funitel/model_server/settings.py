@@ -12,6 +12,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 MOST_STRETCH = 1024.0  # of rotary positions; no model makes sense far beyond its trained context
 MOST_NODES = 1024  # NUMA nodes, of a Linux kernel
+MOST_SPIN_US = 1_000_000
 QUANTIZATIONS = ("gptq", "compressed-tensors", "int8", "q4", "gguf")
 """What `--quantize` may ask of a checkpoint: the first two as its config.json names them, int8 and q4 the two kinds of
 compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
@@ -194,7 +195,17 @@ class ModelServerSettings:
     )
     block_size: int = setting(16, "Tokens per KV block.")
     cuda_memory_fraction: float = setting(1.0, "Share of the free device memory that the KV pool may take.")
-    num_threads: int | None = setting(None, "Compute threads; the cores this process may use when not given.")
+    num_threads: int | None = setting(
+        None, "Compute threads; when not given, on a CPU as many of its cores as a probe at start finds best."
+    )
+    most_threads: int | None = setting(
+        None, "Most threads that the probe may choose; the cores this process may use when not given.", env=None
+    )
+    thread_spin_us: int | None = setting(
+        None,
+        "Microseconds that threads of the fused CPU step spin before they sleep; found by a probe at start when "
+        "not given.",
+    )
     cores: Cores | None = setting(None, "Cores that this shard runs on, such as 0-3,8; any when not given.", env=None)
     memory_node: int | None = setting(
         None, "NUMA node whose memory this shard takes while it has some; any when not given.", env=None
@@ -252,6 +263,14 @@ class ModelServerSettings:
         require(
             self.num_threads is None or self.num_threads > 0,
             f"--num-threads must be > 0, given {self.num_threads}",
+        )
+        require(
+            self.most_threads is None or self.most_threads > 0,
+            f"--most-threads must be > 0, given {self.most_threads}",
+        )
+        require(
+            self.thread_spin_us is None or 0 <= self.thread_spin_us <= MOST_SPIN_US,
+            f"--thread-spin-us must be within 0..{MOST_SPIN_US}, given {self.thread_spin_us}",
         )
         require(
             self.memory_node is None or 0 <= self.memory_node < MOST_NODES,

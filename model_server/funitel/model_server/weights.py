@@ -7,7 +7,6 @@ and then calls `finish`, which refuses what nobody asked for.
 
 import re
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 
 import torch
@@ -39,7 +38,8 @@ class Weights:
     Names are those of the causal-LM model; a checkpoint saved from the bare model, without `prefix`, is understood.
 
     `held_bytes` counts what this rank holds, `sharded_bytes` the part of it that is split between ranks, and
-    `total_sharded_bytes` the same tensors unsplit. `quantization` is None for a checkpoint that is not quantised.
+    `total_sharded_bytes` the same tensors unsplit. Who takes blocks where there are some says so in `takes_blocks`,
+    before anything is read. `quantization` is None for a checkpoint that is not quantised.
     Progress goes to stderr where `is_shown`.
 
     Raises:
@@ -50,6 +50,7 @@ class Weights:
         self, folder: Path, dtype: torch.dtype, device: torch.device, prefix: str = "", *, is_shown: bool = True
     ) -> None:
         self.dtype = dtype
+        self.takes_blocks = False
         self.device = device
         self.held_bytes = 0
         self.sharded_bytes = 0
@@ -63,8 +64,8 @@ class Weights:
         self._blocks = open_blocks(folder)
         self.quantization = find_quantization(folder) or gptq_tensors(self._files)
         self._storages = open_storages(self._files, self.quantization)
-        num_elements = sum(prod(storage.shape) for storage in self._storages.values())
-        self._progress = Progress("loading weights", num_elements * dtype.itemsize) if is_shown else None
+        self._is_shown = is_shown
+        self._progress: Progress | None = None
 
     def _prefix_here(self, prefix: str) -> str:
         """The prefix, less its leading parts where no tensor has them."""
@@ -119,7 +120,7 @@ class Weights:
                 f"tensor {name} has shape {list(storage.shape)}, expected {list(shape)} from config.json"
             )
         is_sharded = rows is not None or columns is not None
-        self._count_whole(storage, is_sharded)
+        self._count_whole(storage, storage.num_elements * self.dtype.itemsize, is_sharded)
         kept = storage.read(rows, columns, dtype or self.dtype, self.device)
         num_bytes = kept.numel() * kept.element_size()
         self.held_bytes += num_bytes
@@ -167,7 +168,8 @@ class Weights:
         """Read the blocks of a linear layer that has a `block_type`, in place of `read_linear`: [outputs, bytes]."""
         assert self._blocks is not None
         name = f"{stem}.weight"
-        self._count_whole(self._find(name), is_sharded=rows is not None or columns is not None)
+        is_sharded = rows is not None or columns is not None
+        self._count_whole(self._find(name), self._blocks.num_bytes(name), is_sharded)
         return self._blocks.read(name, (num_outputs, num_inputs), rows, columns)
 
     def _stack_of(self, name: str) -> tuple[str, int] | None:
@@ -196,14 +198,21 @@ class Weights:
         self.sharded_bytes += num_bytes
         self.total_sharded_bytes += num_elements * self.dtype.itemsize
 
-    def _count_whole(self, storage: Storage, is_sharded: bool) -> None:
+    def _count_whole(self, storage: Storage, num_bytes: int, is_sharded: bool) -> None:
+        if self._progress is None and self._is_shown:
+            self._progress = Progress("loading weights", sum(self._bytes_of(*item) for item in self._storages.items()))
         if self._used.issuperset(storage.names):
             return
         self._used.update(storage.names)
-        num_bytes = storage.num_elements * self.dtype.itemsize
         self.total_sharded_bytes += num_bytes if is_sharded else 0
         if self._progress is not None:
             self._progress.advance(num_bytes)
+
+    def _bytes_of(self, name: str, storage: Storage) -> int:
+        """What is read of a tensor that is read whole."""
+        if self.takes_blocks and self._blocks is not None and self._blocks.type_of(name) is not None:
+            return self._blocks.num_bytes(name)
+        return storage.num_elements * self.dtype.itemsize
 
     def finish(self, ignored: Sequence[str]) -> None:
         """Refuse tensors nobody asked for, except those matching a pattern of `ignored`, and close the files."""

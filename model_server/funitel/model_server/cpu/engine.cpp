@@ -5,6 +5,7 @@
 #include <memory>
 #include <new>
 
+#include "ahead.h"
 #include "attention.h"
 #include "block_products.h"
 #include "matrix.h"
@@ -129,15 +130,23 @@ void rotate(float* head, const float* cosines, const float* sines, int head_dim,
 
 class Engine {
   public:
-    explicit Engine(const Shape& shape) : shape_(shape), threads_(shape.num_threads) {
+    explicit Engine(const Shape& shape) : shape_(shape), threads_(1, &Engine::fetch_ahead, this) {
         part_ = part_size(shape.block_size);
-        scratch_.resize(threads_.count());
+        set_threads(shape.num_threads, Threads::kSpinMicroseconds);
     }
 
+    // Compute on so many threads from the next step on, as `Threads::set` does.
+    void set_threads(int num_threads, int spin_microseconds) {
+        threads_.set(1, spin_microseconds);  // so that nobody is in `ahead_`
+        ahead_.make_room(num_threads);
+        scratch_ = std::vector<ThreadScratch>(num_threads);
+        threads_.set(num_threads, spin_microseconds);
+    }
+
+    Arena weights;  // of the matrices, as far as it goes
     std::vector<std::unique_ptr<Matrix>> matrices;
     std::vector<std::vector<float>> vectors;
     std::vector<float> frequencies;  // of rotary positions, empty for none
-    std::vector<Operation> program;
 
     // The ranks to sum over, if they meet in memory; they outlive the last step.
     Ranks* ranks = nullptr;
@@ -148,21 +157,32 @@ class Engine {
         threads_.begin_step();
         batch_ = &batch;
         if (at == 0 && !begin()) return kNoMemory;
-        for (size_t i = at; i < program.size(); i++) {
-            if (program[i].code == kReduce) {
+        for (size_t i = at; i < program_.size(); i++) {
+            ahead_.aim(following_[i]);
+            if (program_[i].code == kReduce) {
                 if (ranks == nullptr) return static_cast<int>(i) + 1;
-                if (!reduce(buffer(program[i].a))) return kLostRank;
+                if (!reduce(buffer(program_[i].a))) return kLostRank;
                 continue;
             }
-            if (program[i].code == kSelect) {
-                if (batch.num_logits == 0) return kDone;
+            if (program_[i].code == kSelect) {
+                if (batch.num_logits == 0) break;
                 num_rows_ = batch.num_logits;
                 selected_ = batch.logit_indices;
                 continue;
             }
-            perform(program[i]);
+            perform(program_[i]);
         }
+        ahead_.aim(nullptr);
         return kDone;
+    }
+
+    void set_program(const Operation* operations, int count) {
+        program_.assign(operations, operations + count);
+        following_.assign(count, nullptr);
+        for (int i = count - 1; i > 0; i--) {
+            bool is_product = program_[i].code == kLinear;
+            following_[i - 1] = is_product ? matrices[program_[i].a].get() : following_[i];
+        }
     }
 
     int num_threads() const { return threads_.count(); }
@@ -225,6 +245,8 @@ class Engine {
     }
 
   private:
+    static bool fetch_ahead(void* engine, int thread) { return static_cast<Engine*>(engine)->ahead_.step(thread); }
+
     template <class Function>
     void for_scores(int num_rows, Function function) {
         threads_.begin_step();
@@ -443,21 +465,46 @@ class Engine {
     void linear_of(const Matrix& matrix, const Operation& operation) {
         constexpr int tiles_each = 96 / kTileRows;
         int num_tiles = operand_.num_tiles(), num_blocks = divide_up(num_tiles, tiles_each);
-        float* target = buffer(operation.c);
-        size_t width = stride(operation.c);
-        for_each(threads_, matrix.num_pairs() * num_blocks, [&](int chunk, int) {
-            int pair = chunk / num_blocks, block = chunk % num_blocks;
-            for (int tile = block * tiles_each; tile < std::min(num_tiles, (block + 1) * tiles_each); tile++) {
-                int row = tile * operand_.tile_rows, count = operand_.rows_of(tile);
-                const X* x = operand_.tile<X>(matrix, tile);
-                linear_tile<W, X>(matrix, operation, x, pair, row, count, target + row * width, width);
+        bool opens = num_tiles > 1 && make_room_for_open(matrix);
+        for_each(threads_, matrix.num_pairs() * num_blocks, [&](int chunk, int thread) {
+            int pair = chunk / num_blocks, first = chunk % num_blocks * tiles_each;
+            int last = std::min(num_tiles, first + tiles_each);
+            const W* weights = reinterpret_cast<const W*>(matrix.panel(pair * kPair));
+            if constexpr (std::is_same_v<X, OperandBlock>) {
+                if (opens && last - first > 1) {
+                    auto* open = scratch_[thread].open.template as<Opened<W>>();
+                    open_blocks(weights, open, matrix.num_blocks());
+                    return linear_tiles<Opened<W>, X>(matrix, operation, open, pair, first, last);
+                }
             }
+            linear_tiles<W, X>(matrix, operation, weights, pair, first, last);
         });
     }
 
+    // Room for the open blocks of a pair of panels on every thread; false where the caches would not hold them.
+    bool make_room_for_open(const Matrix& matrix) {
+        constexpr size_t most = size_t(1) << 20;
+        size_t size = has_blocks(matrix.kind) ? matrix.num_blocks() * kPair * sizeof(OpenBlock<true>) : 0;
+        bool fits = size > 0 && size <= most;
+        for (ThreadScratch& scratch : scratch_) fits = fits && scratch.open.grow(size);
+        return fits;
+    }
+
     template <class W, class X>
-    void linear_tile(const Matrix& matrix, const Operation& operation, const X* x, int pair, int row, int count,
-                     float* target, size_t width) {
+    void linear_tiles(const Matrix& matrix, const Operation& operation, const W* weights, int pair, int first,
+                      int last) {
+        float* target = buffer(operation.c);
+        size_t width = stride(operation.c);
+        for (int tile = first; tile < last; tile++) {
+            int row = tile * operand_.tile_rows, count = operand_.rows_of(tile);
+            const X* x = operand_.tile<X>(matrix, tile);
+            linear_tile<W, X>(matrix, operation, weights, x, pair, row, count, target + row * width, width);
+        }
+    }
+
+    template <class W, class X>
+    void linear_tile(const Matrix& matrix, const Operation& operation, const W* weights, const X* x, int pair, int row,
+                     int count, float* target, size_t width) {
         float gates[kTileRows][kLanes];
         const Mode mode = static_cast<Mode>(operation.b);
         const Activation activation = static_cast<Activation>(operation.d);
@@ -482,7 +529,7 @@ class Engine {
         };
         switch (count) {
 #define FUNITEL_CASE(R) \
-    case R: return multiply_tile<W, X, R>(matrix, x, pair, scales, finish);
+    case R: return multiply_tile<W, X, R>(matrix, weights, x, pair, scales, finish);
             FUNITEL_CASE(1)
             FUNITEL_CASE(2)
             FUNITEL_CASE(3)
@@ -622,10 +669,14 @@ class Engine {
 
     struct ThreadScratch : Scratch {
         Memory row;
+        Memory open;  // blocks of a pair of panels
         Warper warper;
     };
 
     Shape shape_;
+    std::vector<Operation> program_;
+    std::vector<const Matrix*> following_;  // of each operation the matrix of the next product, null for none
+    Ahead ahead_;
     Threads threads_;
     int part_;
     std::vector<ThreadScratch> scratch_;
@@ -659,12 +710,27 @@ void funitel_release(Engine* engine) { delete engine; }
 
 int32_t funitel_num_threads(const Engine* engine) { return engine->num_threads(); }
 
+// Compute on so many threads from the next step on, which spin so long before they sleep. Returns 0 or kNoMemory.
+int32_t funitel_set_threads(Engine* engine, int32_t num_threads, int32_t spin_microseconds) {
+    try {
+        engine->set_threads(num_threads, spin_microseconds);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return funitel::kNoMemory;
+    }
+}
+
+// Make room for the weights of all matrices, before the first; what does not fit gets memory of its own.
+int32_t funitel_reserve(Engine* engine, int64_t num_bytes) {
+    return engine->weights.reserve(num_bytes) ? 0 : funitel::kNoMemory;
+}
+
 // Add a matrix and return its index, or kNoMemory. Fill it with funitel_rows, then funitel_matrix_done.
 int32_t funitel_matrix(Engine* engine, int32_t kind, int32_t num_outputs, int32_t num_inputs, int32_t num_parts) {
     try {
         auto matrix = std::make_unique<funitel::Matrix>(static_cast<funitel::Kind>(kind), num_outputs, num_inputs,
                                                         num_parts);
-        if (!matrix->allocate()) return funitel::kNoMemory;
+        if (!matrix->allocate(engine->weights)) return funitel::kNoMemory;
         engine->matrices.push_back(std::move(matrix));
         return static_cast<int32_t>(engine->matrices.size()) - 1;
     } catch (const std::bad_alloc&) {
@@ -709,7 +775,7 @@ void funitel_frequencies(Engine* engine, const float* values, int32_t count) {
 }
 
 void funitel_program(Engine* engine, const funitel::Operation* operations, int32_t count) {
-    engine->program.assign(operations, operations + count);
+    engine->set_program(operations, count);
 }
 
 void funitel_join(Engine* engine, funitel::Ranks* ranks) { engine->ranks = ranks; }

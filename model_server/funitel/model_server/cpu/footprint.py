@@ -1,12 +1,11 @@
-"""What a rank's weights will take in the engine, from the spec alone: known before anything is read.
+"""What a rank's weights and steps will take in the engine, from the spec alone: known before anything is read.
 
-Follows `program.Program` matrix by matrix; a test holds the two together for every family, tier and rank.
+Of weights it follows `program.Program` matrix by matrix; a test holds the two together for every family, tier and rank.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from funitel.model_server.cpu.program import matrix_bytes
 from funitel.model_server.cpu.tiers import Kind, Tier
 from funitel.model_server.gguf_blocks import BlockType
 from funitel.model_server.layers import mlp_parts, qkv_parts
@@ -15,8 +14,21 @@ from funitel.model_server.spec import ModelSpec, Norm, Position, QkNorm
 from funitel.model_server.storage import Range
 
 _LANES, _FLOAT = 16, 4  # outputs of a panel, to which biases are filled up; bytes of a bias or norm weight
+# Of an activation as products read it: int16 levels, with a scale, a start and a sum for 32 of them beside blocks.
+_OPERAND_BYTES = {Tier.FLOAT32: 4.0, Tier.FLOAT16: 4.0, Tier.INT8: 2.0, Tier.GGUF: 2 + 12 / 32}
 
 BlockTypeOf = Callable[[str, Range | None], BlockType | None]
+
+
+def matrix_bytes(kind: Kind, num_outputs: int, num_inputs: int, num_parts: int = 1) -> int:
+    """Bytes a matrix takes in the engine, biases left out."""
+    panels = -(-num_outputs // _LANES) * num_parts
+    outputs = (panels + panels % 2) * _LANES  # panels lie in pairs
+    if kind.has_blocks:
+        return outputs * BlockType[kind.name].row_bytes(num_inputs)
+    if kind is Kind.INT8:
+        return outputs * (num_inputs + num_inputs % 2 + 4)  # pairs of inputs, a scale
+    return outputs * num_inputs * (4 if kind is Kind.FLOAT32 else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,26 @@ def weight_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_ty
         if matrix.has_bias:
             total += -(-matrix.num_outputs // _LANES) * matrix.num_parts * _LANES * _FLOAT
     return total
+
+
+def step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, *, num_tokens: int, num_logits: int) -> int:
+    """Bytes that a step takes beside weights and pool: what the engine keeps for the next, and the step's own tensors.
+
+    Left out is what depends on contexts, some kilobytes for each row that computes one token.
+    """
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+    start, end = parallel.split(spec.intermediate_size)
+    attended, units = heads.num_heads * spec.head_dim, end - start
+    widths = [attended + 2 * heads.num_kv_heads * spec.head_dim, attended, units, spec.hidden_size]
+    widths += [spec.head_dim] if spec.position is Position.ROTARY else []  # a cosine and a sine for each pair
+    widths += [spec.hidden_size] if parallel.size > 1 else []  # sums before they are taken over the ranks
+    widest = max(spec.hidden_size, units, attended)
+    start, end = parallel.split(spec.vocab_size)
+    logits = end - start
+    if parallel.size > 1 and parallel.rank == 0:
+        logits += spec.vocab_size  # of all ranks together
+    operand = max(num_tokens, num_logits) * widest * _OPERAND_BYTES[tier]
+    return num_tokens * sum(widths) * _FLOAT + round(operand) + num_logits * logits * _FLOAT
 
 
 def _matrices(spec: ModelSpec, parallel: TensorParallel) -> Iterator[_Matrix]:

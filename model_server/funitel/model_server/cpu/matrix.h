@@ -64,7 +64,7 @@ struct Matrix {
     int depth;          // inputs, made even for int8
     size_t pair_bytes;  // of a pair of panels; the scales of int8 are at its end
     int levels = 0;     // int8: largest magnitude of a quantised activation
-    Memory data;
+    uint8_t* data = nullptr;
     std::vector<float> bias;  // [num_panels * 16], empty for none
 
     Matrix(Kind kind, int outputs, int inputs, int parts)
@@ -74,7 +74,13 @@ struct Matrix {
         pair_bytes = weight_bytes() + (kind == kInt8 ? kPair * kLanes * sizeof(float) : 0);
     }
 
-    bool allocate() { return data.grow(pair_bytes * num_pairs()); }
+    // Take memory of `arena`, or where that is full some of its own.
+    bool allocate(Arena& arena) {
+        size_t size = pair_bytes * num_pairs();
+        data = arena.take(size);
+        if (data == nullptr && own_.grow(size)) data = own_.as<uint8_t>();
+        return data != nullptr;
+    }
 
     int num_pairs() const { return (num_panels + kPair - 1) / kPair; }
     size_t element_bytes() const { return kind == kFloat32 ? 4 : kind == kFloat16 ? 2 : 1; }
@@ -91,10 +97,10 @@ struct Matrix {
     int panel_of(int part, int output) const { return output / kLanes * num_parts + part; }
     // The first step of a panel; the others follow, each kPair steps after the one before.
     uint8_t* panel(int index) const {
-        return data.as<uint8_t>() + pair_bytes * (index / kPair) + step_bytes() * (index % kPair);
+        return data + pair_bytes * (index / kPair) + step_bytes() * (index % kPair);
     }
     float* scales(int index) const {
-        uint8_t* pair = data.as<uint8_t>() + pair_bytes * (index / kPair);
+        uint8_t* pair = data + pair_bytes * (index / kPair);
         return reinterpret_cast<float*>(pair + weight_bytes()) + index % kPair * kLanes;
     }
 
@@ -166,6 +172,8 @@ struct Matrix {
     static size_t int8_place(int input, int lane) { return (size_t(input / 2) * kPair * kLanes + lane) * 2 + input % 2; }
 
   private:
+    Memory own_;
+
     float quantize_row(uint8_t* target, int lane, const float* source, size_t stride) {
         float most = 0.0f;
         for (int i = 0; i < num_inputs; i++) most = std::max(most, std::fabs(source[i * stride]));
@@ -386,14 +394,15 @@ inline void multiply(const int8_t* w, const int32_t* x, int depth, F16 (&out)[R]
 
 #endif
 
-// Call `finish(row of the tile, panel, sums)` for R rows of one tile and a pair of panels.
+// Call `finish(row of the tile, panel, sums)` for R rows of one tile and a pair of panels, whose weights begin at `w`.
 template <class W, class X, int R, class Finish>
-void multiply_tile(const Matrix& matrix, const X* x, int pair, const float* row_scales, Finish finish) {
+void multiply_tile(const Matrix& matrix, const W* w, const X* x, int pair, const float* row_scales, Finish finish) {
+    const size_t panel_step = has_blocks(matrix.kind) ? 1 : matrix.step_bytes() / sizeof(W);
     constexpr int P = panels_at_once(R);
     for (int begin = 0; begin < kPair; begin += P) {
         const int first = pair * kPair + begin;
         F16 sums[R][P];
-        multiply(reinterpret_cast<const W*>(matrix.panel(first)), x, matrix.depth, sums);
+        multiply(w + begin * panel_step, x, matrix.depth, sums);
         for (int r = 0; r < R; r++) {
             for (int p = first; p < std::min(first + P, matrix.num_panels); p++) {
                 F16 value = sums[r][p - first];

@@ -3,15 +3,17 @@
 A product of few rows is bound by reading weights, one of many rows by arithmetic. Every shape of the model is held
 against both roofs of `roofs`, with as many threads and the same amount of memory: its weights are repeated until
 they fill the footprint. Attention of one row over a long context is held against the reading of its keys and values.
-A share is the time that the nearer roof needs, of the time that was taken.
+At last comes what a user gets: one row through the whole model with its own weights, waiting included. A share is the
+time that the nearer roof needs, of the time that was taken.
 """
 
+import ctypes
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +22,11 @@ import torch
 from funitel.model_server.blocks import open_blocks
 from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.build import CannotBuild, build
+from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.measure_attention import CONTEXT, measure_attention
+from funitel.model_server.cpu.measure_step import measure_step
 from funitel.model_server.cpu.native import Batch, Buffer, Code, Engine, Mode, Shape, load_library
-from funitel.model_server.cpu.program import matrix_bytes
-from funitel.model_server.cpu.roofs import Roofs, largest_cache_bytes
+from funitel.model_server.cpu.roofs import Roofs, Row, held_against, largest_cache_bytes
 from funitel.model_server.cpu.tiers import Kind, Tier
 from funitel.model_server.families import spec_of
 from funitel.model_server.gguf_blocks import BLOCK_INPUTS, BlockType
@@ -36,30 +39,6 @@ LEAST_FOOTPRINT, MOST_FOOTPRINT = 256 << 20, 1 << 30
 SECONDS, LEAST_PASSES = 0.5, 3
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One shape with one number of rows; times in microseconds, rates in thousand millions a second."""
-
-    shape: str
-    rows: int
-    microseconds: float
-    gb_s: float
-    gmac_s: float
-    roof: str
-    share: float
-
-
-def held_against(
-    shape: str, rows: int, seconds: float, *, num_bytes: int, num_weights: int, read_bytes_s: float, multiply_s: float
-) -> Row:
-    """One product's time as rates, and as a share of the roof that is nearer."""
-    reading, multiplying = num_bytes / read_bytes_s, rows * num_weights / multiply_s
-    roof, best = ("reads", reading) if reading >= multiplying else ("multiplies", multiplying)
-    return Row(
-        shape, rows, seconds * 1e6, num_bytes / seconds / 1e9, rows * num_weights / seconds / 1e9, roof, best / seconds
-    )
-
-
 class Product:
     """The product of some rows with matrices of one shape, one after the other."""
 
@@ -67,6 +46,7 @@ class Product:
         self._engine, self._num_inputs, self._count = engine, num_inputs, count
         program: list[tuple[int, ...]] = []
         weight = _random_weight(kind, num_outputs, num_inputs)
+        engine.reserve(count * matrix_bytes(kind, num_outputs, num_inputs))
         for _ in range(count):
             matrix, _ = engine.add_matrix(kind, num_outputs, num_inputs, [[(weight, None)]])
             program += [(Code.PREPARE, Buffer.X, 0, matrix), (Code.LINEAR, matrix, Mode.STORE, Buffer.HIDDEN)]
@@ -140,9 +120,22 @@ def measure_kernels(settings: KernelSettings) -> None:
     libraries = (cache_dir or DEFAULT_CACHE_DIR).expanduser()
     try:
         roofs = Roofs(libraries, num_threads=num_threads, num_bytes=footprint)
-        table = list(_rows(kinds, spec, settings.rows, build(libraries), roofs, num_threads, footprint))
+        library = load_library(build(libraries))
+        table = list(_rows(kinds, spec, settings.rows, library, roofs, num_threads, footprint))
+        cost = measure_step(library, folder, spec, tier, num_threads, SECONDS)
+        roofs.measure(kinds["up"])
     except CannotBuild as error:
         raise StartupError(f"the fused CPU step cannot be measured: {error}") from error
+    *layer, head = (num_outputs * num_inputs for num_outputs, num_inputs in shapes_of(spec).values())
+    step = held_against(
+        "whole step",
+        1,
+        cost.seconds,
+        num_bytes=cost.weight_bytes + cost.kv_bytes,
+        num_weights=spec.num_layers * sum(layer) + head,
+        read_bytes_s=roofs.read_bytes_s,
+        multiply_s=roofs.multiply_s,
+    )
     print(
         f"{tier.label}, {num_threads} threads: reads {roofs.read_bytes_s / 1e9:.1f} GB/s of {footprint >> 20} MiB, "
         f"multiplies {roofs.multiply_s / 1e9:.0f} GMAC/s"
@@ -152,6 +145,11 @@ def measure_kernels(settings: KernelSettings) -> None:
             f"{row.shape:20} rows {row.rows:4}  {row.microseconds:9.1f} us  {row.gb_s:6.1f} GB/s  "
             f"{row.gmac_s:6.1f} GMAC/s  {row.share:5.0%} of what it {row.roof}"
         )
+    print(
+        f"{step.shape:20} rows {step.rows:4}  {step.microseconds:9.1f} us  {step.gb_s:6.1f} GB/s of "
+        f"{cost.weight_bytes / 1e6:.1f} MB of weights and {cost.kv_bytes / 1e6:.1f} MB of context, "
+        f"{step.share:5.0%} of what it {step.roof}; usually {cost.median_seconds * 1e6:.1f} us"
+    )
     summary = {
         "tier": tier.label,
         "num_threads": num_threads,
@@ -159,6 +157,7 @@ def measure_kernels(settings: KernelSettings) -> None:
         "read_gb_s": roofs.read_bytes_s / 1e9,
         "multiply_gmac_s": roofs.multiply_s / 1e9,
         "shapes": [asdict(row) for row in table],
+        "step": asdict(step) | {"median_microseconds": cost.median_seconds * 1e6},
     }
     print(json.dumps(summary))
 
@@ -167,13 +166,12 @@ def _rows(
     kinds: Mapping[str, Kind],
     spec: ModelSpec,
     all_rows: tuple[int, ...],
-    library: Path,
+    library: ctypes.CDLL,
     roofs: Roofs,
     threads: int,
     footprint: int,
 ) -> Iterator[Row]:
     """Measure all, then hold it against the best that the roofs have been."""
-    engine_library = load_library(library)
     taken: list[tuple[str, int, float, int, int]] = []
     for name, (num_outputs, num_inputs) in shapes_of(spec).items():
         kind = kinds[name]
@@ -183,12 +181,12 @@ def _rows(
         # Roofs are measured again beside every shape: on a shared machine one moment says little.
         roofs.measure(kind)
         num_bytes = matrix_bytes(kind, num_outputs, num_inputs)
-        engine = Engine(engine_library, _shape(num_outputs, num_inputs, threads))
+        engine = Engine(library, _shape(num_outputs, num_inputs, threads))
         product = Product(engine, kind, num_outputs, num_inputs, -(-footprint // num_bytes))
         for rows in all_rows:
             taken.append((label, rows, product.seconds(rows), num_bytes, num_outputs * num_inputs))
     attention = measure_attention(
-        engine_library,
+        library,
         spec,
         has_half_kv=kind is not Kind.FLOAT32,
         num_threads=threads,

@@ -20,16 +20,15 @@ class Memory {
     bool grow(size_t size) {
         if (size <= size_) return true;
         release();
-        constexpr size_t huge = size_t(2) << 20, small = 4096;
-        size_t unit = size >= huge ? huge : small;
+        size_t unit = size >= kHuge ? kHuge : kSmall;
         size_t rounded = (size + kSlack + unit - 1) / unit * unit;
-        void* start = mmap(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (start == MAP_FAILED) return false;
-        if (unit == huge) {
+        char* start = unit == kHuge ? map_aligned(rounded) : map(rounded);
+        if (start == nullptr) return false;
+        if (unit == kHuge) {
             // The end, up to a huge page that would lie there mostly unused, is of small pages.
-            size_t whole = (size + kSlack) / huge * huge;
+            size_t whole = (size + kSlack) / kHuge * kHuge;
             madvise(start, whole, MADV_HUGEPAGE);
-            madvise(static_cast<char*>(start) + whole, rounded - whole, MADV_NOHUGEPAGE);
+            madvise(start + whole, rounded - whole, MADV_NOHUGEPAGE);
         }
         start_ = start;
         size_ = rounded - kSlack;
@@ -39,11 +38,27 @@ class Memory {
     size_t size() const { return size_; }
     template <class T>
     T* as() const {
-        return static_cast<T*>(start_);
+        return reinterpret_cast<T*>(start_);
     }
 
   private:
+    static constexpr size_t kHuge = size_t(2) << 20, kSmall = 4096;
     static constexpr size_t kSlack = 64;  // a vector may be read from the last element on
+
+    static char* map(size_t size) {
+        void* start = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        return start == MAP_FAILED ? nullptr : static_cast<char*>(start);
+    }
+
+    // Kernels before 6.7 place a mapping at any small page: a huge page more than is needed, less what lies around.
+    static char* map_aligned(size_t size) {
+        char* start = map(size + kHuge);
+        if (start == nullptr) return nullptr;
+        size_t before = (kHuge - reinterpret_cast<uintptr_t>(start) % kHuge) % kHuge;
+        if (before > 0) munmap(start, before);
+        if (before < kHuge) munmap(start + before + size, kHuge - before);
+        return start + before;
+    }
 
     void release() {
         if (start_ != nullptr) munmap(start_, size_ + kSlack);
@@ -51,8 +66,31 @@ class Memory {
         size_ = 0;
     }
 
-    void* start_ = nullptr;
+    char* start_ = nullptr;
     size_t size_ = 0;
+};
+
+// Memory that is given out from its start on and never taken back. What is small shares its huge pages with its
+// neighbours: by itself it would have none, and a processor that reads small pages waits for addresses at each.
+class Arena {
+  public:
+    // Once, before anything is taken.
+    bool reserve(size_t size) { return memory_.grow(size); }
+
+    // Zeros; null where there is no more.
+    uint8_t* take(size_t size) {
+        size_t rounded = (size + kLine - 1) / kLine * kLine;
+        if (rounded > memory_.size() - used_) return nullptr;
+        uint8_t* start = memory_.as<uint8_t>() + used_;
+        used_ += rounded;
+        return start;
+    }
+
+  private:
+    static constexpr size_t kLine = 64;
+
+    Memory memory_;
+    size_t used_ = 0;
 };
 
 }  // namespace funitel

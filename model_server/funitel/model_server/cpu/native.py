@@ -110,6 +110,8 @@ def load_library(path: Path) -> ctypes.CDLL:
         "funitel_engine": (address, [address]),
         "funitel_release": (None, [address]),
         "funitel_num_threads": (number, [address]),
+        "funitel_set_threads": (number, [address, number, number]),
+        "funitel_reserve": (number, [address, size]),
         "funitel_matrix": (number, [address, *[number] * 4]),
         "funitel_rows": (None, [address, *[number] * 4, address, size, size, address]),
         "funitel_blocks": (None, [address, *[number] * 4, address, size, address]),
@@ -165,6 +167,14 @@ class Engine:
     def num_threads(self) -> int:
         """Threads that compute, the calling one included."""
         return int(self._library.funitel_num_threads(self._handle))
+
+    def set_threads(self, num_threads: int, spin_us: int) -> None:
+        """Compute on so many threads from the next step on, which spin for so many microseconds before they sleep."""
+        _checked(self._library.funitel_set_threads(self._handle, num_threads, spin_us), "threads")
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room for the weights of all matrices, before the first; what does not fit gets memory of its own."""
+        _checked(self._library.funitel_reserve(self._handle, num_bytes), "weights")
 
     def add_matrix(
         self, kind: Kind, num_outputs: int, num_inputs: int, parts: Sequence[Sequence[tuple[torch.Tensor, Any]]]

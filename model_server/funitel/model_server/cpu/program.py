@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from funitel.model_server.cpu.footprint import matrix_bytes, weight_bytes
 from funitel.model_server.cpu.native import Buffer, Code, Engine, Mode, Shape
 from funitel.model_server.cpu.tiers import Kind, Tier
-from funitel.model_server.gguf_blocks import BlockType
 from funitel.model_server.layers import mlp_parts, qkv_parts
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.positions import Rotary
@@ -19,7 +19,6 @@ from funitel.model_server.storage import Range
 from funitel.model_server.weights import Weights
 
 ACTIVATIONS = (Activation.SILU, Activation.GELU, Activation.GELU_TANH, Activation.RELU)  # as numbered in C++
-_LANES = 16  # outputs of a panel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +62,25 @@ class Program:
         self._heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         self._units = parallel.split(spec.intermediate_size)
         self._operations: list[tuple[int, ...]] = []
+        self._starts: list[int] = []  # of each layer's operations, and where the last one's end
         self.engine = Engine(library, self._shape(block_size, num_threads))
+        weights.takes_blocks = tier is Tier.GGUF
+        self.engine.reserve(weight_bytes(spec, parallel, tier, weights.block_type))
         self._compile()
-        self.engine.set_program(self._operations)
+        self._current = self._operations
+        self.engine.set_program(self._current)
 
     def reduced_at(self, at: int) -> Buffer:
         """The buffer to be summed over the ranks before the program goes on at operation `at`."""
-        return Buffer(self._operations[at - 1][1])
+        return Buffer(self._current[at - 1][1])
+
+    def limit_to(self, layers: range | None) -> None:
+        """Compute nothing but some layers from the next step on, without logits; None for the whole model."""
+        self._current = self._operations
+        if layers is not None:
+            first, last = self._starts[layers.start], self._starts[layers.stop]
+            self._current = self._operations[: self._starts[0]] + self._operations[first:last]
+        self.engine.set_program(self._current)
 
     def _shape(self, block_size: int, num_threads: int) -> Shape:
         spec = self._spec
@@ -97,8 +108,10 @@ class Program:
         else:
             self.engine.set_frequencies(Rotary(spec.rotary, spec.head_dim, weights.device).frequencies)
         for index in range(spec.num_layers):
+            self._starts.append(len(self._operations))
             self._attention(index)
             self._mlp(index)
+        self._starts.append(len(self._operations))
         final = self._norm(weights.prefix + names.final_norm)
         head = embedding if spec.is_tied else self._vocabulary(names.head)
         self._operations += [
@@ -235,14 +248,3 @@ class Program:
         values = self._weights.read(name, shape)
         self.held_bytes += values.numel() * values.element_size()
         return self.engine.add_vector(values)
-
-
-def matrix_bytes(kind: Kind, num_outputs: int, num_inputs: int, num_parts: int = 1) -> int:
-    """Bytes a matrix takes in the engine, biases left out."""
-    panels = -(-num_outputs // _LANES) * num_parts
-    outputs = (panels + panels % 2) * _LANES  # panels lie in pairs
-    if kind.has_blocks:
-        return outputs * BlockType[kind.name].row_bytes(num_inputs)
-    if kind is Kind.INT8:
-        return outputs * (num_inputs + num_inputs % 2 + 4)  # pairs of inputs, a scale
-    return outputs * num_inputs * (4 if kind is Kind.FLOAT32 else 2)

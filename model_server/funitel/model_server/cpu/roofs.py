@@ -1,6 +1,7 @@
-"""The C interface of `roofs.cpp`: what this processor can read and multiply at best."""
+"""What this processor can read and multiply at best, by the C interface of `roofs.cpp`; times held against it."""
 
 import ctypes
+from dataclasses import dataclass
 from pathlib import Path
 
 from funitel.model_server.cpu.build import build
@@ -9,6 +10,30 @@ from funitel.proto.errors import NotEnoughMemory
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One shape with one number of rows; times in microseconds, rates in thousand millions a second."""
+
+    shape: str
+    rows: int
+    microseconds: float
+    gb_s: float
+    gmac_s: float
+    roof: str
+    share: float
+
+
+def held_against(
+    shape: str, rows: int, seconds: float, *, num_bytes: int, num_weights: int, read_bytes_s: float, multiply_s: float
+) -> Row:
+    """One product's time as rates, and as a share of the roof that is nearer."""
+    reading, multiplying = num_bytes / read_bytes_s, rows * num_weights / multiply_s
+    roof, best = ("reads", reading) if reading >= multiplying else ("multiplies", multiplying)
+    return Row(
+        shape, rows, seconds * 1e6, num_bytes / seconds / 1e9, rows * num_weights / seconds / 1e9, roof, best / seconds
+    )
 
 
 class Roofs:

@@ -13,38 +13,63 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <cstdint>
 #include <vector>
 
 namespace funitel {
 
+// Ticks of the counter that `__rdtsc` reads.
+inline uint64_t ticks_per_microsecond() {
+    static const uint64_t ticks = [] {
+        using Clock = std::chrono::steady_clock;
+        constexpr auto span = std::chrono::microseconds(200);
+        uint64_t first = __rdtsc();
+        auto begin = Clock::now();
+        while (Clock::now() - begin < span) _mm_pause();
+        auto passed = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
+        return (__rdtsc() - first) * 1000 / static_cast<uint64_t>(passed);
+    }();
+    return ticks;
+}
+
 class Threads {
   public:
     using Work = void (*)(void* job, int chunk, int thread);
+    // What a thread does again and again while it waits, a little each time. Returns whether there was something to do.
+    using Pastime = bool (*)(void* job, int thread);
 
-    explicit Threads(int num_threads) : owner_(getpid()), ranges_(num_threads > 1 ? num_threads : 1) {
-        arguments_.resize(num_threads > 1 ? num_threads - 1 : 0);
-        for (size_t i = 0; i < arguments_.size(); i++) {
-            arguments_[i] = {this, static_cast<int>(i) + 1};
-            pthread_t helper;
-            if (start(&helper, &arguments_[i]) != 0) break;  // fewer helpers: slower, not wrong
-            helpers_.push_back(helper);
-        }
+    // Long enough to bridge the phases of one row of a small model, short enough to leave the core to others.
+    static constexpr int kSpinMicroseconds = 15;
+
+    explicit Threads(int num_threads, Pastime pastime = nullptr, void* pastime_job = nullptr)
+        : pastime_(pastime), pastime_job_(pastime_job) {
+        set(num_threads, kSpinMicroseconds);
     }
 
-    ~Threads() {
-        if (getpid() != owner_) return;  // a forked child has the object but none of the threads
-        is_over_.store(true);
-        serial_.fetch_add(1);
-        futex(&serial_, FUTEX_WAKE_PRIVATE, INT_MAX);
-        for (pthread_t helper : helpers_) pthread_join(helper, nullptr);
-    }
+    ~Threads() { stop(); }
 
     Threads(const Threads&) = delete;
     Threads& operator=(const Threads&) = delete;
 
     int count() const { return static_cast<int>(helpers_.size()) + 1; }
+
+    // Go on with so many threads, the leader included, that spin so long before they sleep. Between two phases.
+    void set(int num_threads, int spin_microseconds) {
+        stop();
+        owner_ = getpid();
+        spin_ticks_ = ticks_per_microsecond() * static_cast<uint64_t>(spin_microseconds);
+        int num_helpers = num_threads > 1 ? num_threads - 1 : 0;
+        ranges_ = std::vector<Range>(num_helpers + 1);
+        arguments_.resize(num_helpers);
+        for (int i = 0; i < num_helpers; i++) {
+            arguments_[i] = {this, i + 1, serial_.load()};
+            pthread_t helper;
+            if (start(&helper, &arguments_[i]) != 0) break;  // fewer helpers: slower, not wrong
+            helpers_.push_back(helper);
+        }
+    }
 
     // Do chunks 0 .. num_chunks - 1 of a job, in any order and on any thread, and return when all are done.
     void run(Work work, void* job, int num_chunks) {
@@ -52,6 +77,7 @@ class Threads {
         while (num_chunks > 0) {
             int part = num_chunks < kMaxChunks ? num_chunks : kMaxChunks;
             if (is_alone || part < 2) {
+                if (pastime_ != nullptr) pastime_(pastime_job_, 0);  // the leader alone has no other time for it
                 for (int i = 0; i < part; i++) work(job, base_ + i, 0);
             } else {
                 share(work, job, part);
@@ -74,11 +100,10 @@ class Threads {
     struct Argument {
         Threads* threads;
         int index;
+        uint32_t serial;  // of the last phase before it
     };
 
     static constexpr int kCountBits = 16, kMaxChunks = (1 << kCountBits) - 1;
-    // Long enough to bridge the phases of one row of a small model, short enough to leave the core to others.
-    static constexpr uint64_t kSpinCycles = 40000;
 
     static int start(pthread_t* helper, Argument* argument) {
         sigset_t all, before;
@@ -89,11 +114,26 @@ class Threads {
         return error;
     }
 
+    void stop() {
+        if (getpid() == owner_ && !helpers_.empty()) {  // a forked child has the object but none of the threads
+            is_over_.store(true);
+            serial_.fetch_add(1);
+            futex(&serial_, FUTEX_WAKE_PRIVATE, INT_MAX);
+            for (pthread_t helper : helpers_) pthread_join(helper, nullptr);
+            is_over_.store(false);
+        }
+        helpers_.clear();
+    }
+
     static long futex(std::atomic<uint32_t>* word, int operation, uint32_t value) {
         return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, nullptr, nullptr, 0);
     }
 
     pid_t getpid_cached() const { return pid_; }
+
+    void pass_time(int thread) {
+        if (pastime_ == nullptr || !pastime_(pastime_job_, thread)) _mm_pause();
+    }
 
     void share(Work work, void* job, int num_chunks) {
         work_ = work;
@@ -105,8 +145,9 @@ class Threads {
         if (num_asleep_.load(std::memory_order_seq_cst) > 0) futex(&serial_, FUTEX_WAKE_PRIVATE, INT_MAX);
         take_part(phase, 0);
         uint32_t total = static_cast<uint32_t>(num_chunks);
-        for (uint64_t begin = __rdtsc(); done_.load(std::memory_order_acquire) != total; _mm_pause()) {
-            if (__rdtsc() - begin > kSpinCycles) return sleep_until_done(total);
+        for (uint64_t begin = __rdtsc(); done_.load(std::memory_order_acquire) != total;) {
+            pass_time(0);
+            if (__rdtsc() - begin > spin_ticks_) return sleep_until_done(total);
         }
     }
 
@@ -121,7 +162,7 @@ class Threads {
     // Do what is left of a phase, this thread's range first.
     void take_part(uint64_t phase, int thread) {
         uint32_t done = 0;
-        int all = count();
+        int all = static_cast<int>(ranges_.size());
         for (int i = 0; i < all; i++) {
             int range = (thread + i) % all;
             for (int chunk; (chunk = claim(phase, range, all)) >= 0; done++) work_(job_, base_ + chunk, thread);
@@ -149,22 +190,22 @@ class Threads {
 
     static void* help(void* argument) {
         Argument* mine = static_cast<Argument*>(argument);
-        mine->threads->help_until_over(mine->index);
+        mine->threads->help_until_over(mine->index, mine->serial);
         return nullptr;
     }
 
-    void help_until_over(int thread) {
-        uint32_t seen = 0;
-        while (!is_over_.load(std::memory_order_acquire)) {
-            seen = wait_for_change(seen);
+    void help_until_over(int thread, uint32_t seen) {
+        for (seen = wait_for_change(seen, thread); !is_over_.load(std::memory_order_acquire);
+             seen = wait_for_change(seen, thread)) {
             take_part(phase_.load(std::memory_order_acquire), thread);
         }
     }
 
-    uint32_t wait_for_change(uint32_t seen) {
+    uint32_t wait_for_change(uint32_t seen, int thread) {
         uint32_t serial;
-        for (uint64_t begin = __rdtsc(); (serial = serial_.load(std::memory_order_acquire)) == seen; _mm_pause()) {
-            if (__rdtsc() - begin <= kSpinCycles) continue;
+        for (uint64_t begin = __rdtsc(); (serial = serial_.load(std::memory_order_acquire)) == seen;) {
+            pass_time(thread);
+            if (__rdtsc() - begin <= spin_ticks_) continue;
             num_asleep_.fetch_add(1, std::memory_order_seq_cst);
             while ((serial = serial_.load(std::memory_order_seq_cst)) == seen) {
                 futex(&serial_, FUTEX_WAIT_PRIVATE, seen);
@@ -175,8 +216,11 @@ class Threads {
         return serial;
     }
 
-    pid_t owner_;
+    const Pastime pastime_;
+    void* const pastime_job_;
+    pid_t owner_ = 0;
     pid_t pid_ = 0;
+    uint64_t spin_ticks_ = 0;
     std::vector<Argument> arguments_;
     std::vector<pthread_t> helpers_;
     Work work_ = nullptr;

@@ -37,7 +37,7 @@ def load_encoder(settings: ModelServerSettings, folder: Path) -> tuple[EncoderEx
     _check(settings)
     device = choose_device(settings.device, settings.rank)
     dtype = choose_dtype(settings.dtype, device)
-    set_threads(settings.num_threads)
+    set_threads(settings.num_threads or settings.most_threads)
     spec = encoder_spec_of(read_json(folder / "config.json"))
     weights = Weights(folder, dtype, device, spec.names.prefix)
     encoder = Encoder(spec, weights)
