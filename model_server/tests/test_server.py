@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from funitel.model_server.calls import Calls
+from funitel.model_server.call_server import CallServer
 from funitel.model_server.executor import Executor
 from funitel.model_server.server import Servicer, make_server
 from funitel.proto import generate_pb2 as pb
@@ -50,13 +50,15 @@ async def shard(executor: Executor, tmp_path: Path) -> AsyncIterator[Shard]:
     with ThreadPoolExecutor(1) as compute:
         failures: list[FunitelError] = []
         urls = ["unix:///a-0", "unix:///a-1"]
-        calls = Calls(executor, info.world_size, compute, failures.append)
-        server = make_server(Servicer(executor, info, urls, calls), address)
+        server = CallServer(executor, info.world_size, "", compute, failures.append)
         await server.start()
+        grpc_server = make_server(Servicer(executor, info, urls, server.calls), address)
+        await grpc_server.start()
         async with grpc.aio.insecure_channel(address) as channel:
             stub = generate_pb2_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]
             yield Shard(executor, stub, failures)
-        await server.stop(None)
+        await grpc_server.stop(None)
+        await server.stop()
 
 
 async def test_info_and_discovery(shard: Shard) -> None:
@@ -101,7 +103,7 @@ async def test_steps_may_be_sent_before_the_one_before_is_answered(shard: Shard)
         shard.stub.Prefill(wire.encode_prefill(wire.encode_batch(2, [start(2, PROMPT)], 4), ended, (), 3)),
     )
     first, second, third = await asyncio.gather(*calls)
-    assert [len(answer.generations) for answer in (first, second, third)] == [1, 0, 1]
+    assert [len(wire.decode_result(answer).generations) for answer in (first, second, third)] == [1, 0, 1]
     assert [answer.HasField("batch") for answer in (first, second, third)] == [False, False, True]
     assert list(third.batch.request_ids) == [2]
 

@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from funitel.model_server.calls import Calls
 from funitel.model_server.executor import Executor
+from funitel.model_server.lanes import BesideLane, OwnLane
 from funitel.model_server.step_server import StepServer
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import tracing, wire
@@ -67,17 +68,18 @@ class Shard:
         return router
 
 
-@pytest.fixture
-async def shard(executor: Executor, tmp_path: Path) -> AsyncIterator[Shard]:
+@pytest.fixture(params=["own lane", "lane beside"])
+async def shard(request: pytest.FixtureRequest, executor: Executor, tmp_path: Path) -> AsyncIterator[Shard]:
     executor.clear()
     with ThreadPoolExecutor(1) as compute:
         failures: list[FunitelError] = []
         path = f"{tmp_path}/shard-0.steps"
-        calls = Calls(executor, 1, compute, failures.append)
+        lane = OwnLane() if request.param == "own lane" else BesideLane(compute)
+        calls = Calls(executor, 1, lane, asyncio.get_running_loop(), failures.append)
         server = StepServer(calls, path)
         await server.start()
         yield Shard(calls, server, path, failures)
-        server.stop()
+        await server.stop()
 
 
 async def test_every_method_is_answered(shard: Shard) -> None:
@@ -97,7 +99,7 @@ async def test_every_method_is_answered(shard: Shard) -> None:
     decoded, filtered, cleared = [await router.answer() for _ in range(3)]
     assert [frame.call_id for frame in (decoded, filtered, cleared)] == [3, 4, 5]
     assert {frame.code for frame in (decoded, filtered, cleared)} == {OK}
-    generations = pb.DecodeResponse.FromString(decoded.payload).generations
+    generations = wire.decode_result(pb.DecodeResponse.FromString(decoded.payload)).generations
     assert [generation.request_id for generation in generations] == [1, 2]
     assert list(pb.FilterBatchResponse.FromString(filtered.payload).batch.request_ids) == [2]
 
@@ -158,7 +160,7 @@ async def test_stopping_hangs_up_and_leaves_no_file(shard: Shard) -> None:
     router = await shard.connect()
     router.prefill(1, 1, 1)
     await router.answer()
-    shard.server.stop()
+    await shard.server.stop()
     await asyncio.wait_for(router.lost.wait(), 10)
     assert not await asyncio.to_thread(Path(shard.path).exists)
 

@@ -243,6 +243,32 @@ def test_step_result(response: type[wire.StepResponse], result: StepResult) -> N
     assert wire.decode_result(over_the_wire(message)) == as_float32(result)
 
 
+@pytest.mark.parametrize("response", [pb.PrefillResponse, pb.DecodeResponse])
+@quickly
+@given(result=RESULTS)
+def test_step_result_in_columns(response: type[wire.StepResponse], result: StepResult) -> None:
+    """Generations of one token come last."""
+    message = response()
+    wire.encode_result(result, message, in_columns=True)
+    ordered = tuple(sorted(result.generations, key=lambda generation: generation.is_plain))
+    assert wire.decode_result(over_the_wire(message)) == as_float32(dataclasses.replace(result, generations=ordered))
+    assert len(message.columns.ids) == sum(generation.is_plain for generation in result.generations)
+
+
+def test_only_generations_of_one_token_are_plain() -> None:
+    token, two = Tokens((1,), (-0.5,), ("a",), (False,)), Tokens((1, 2), (-0.5, 0.0), ("a", "b"), (False, False))
+    ending = GeneratedText("a", 1, FinishReason.LENGTH)
+    assert Generation(7, token).is_plain
+    others = (
+        Generation(7, two),
+        Generation(7, token, top_tokens=(two,)),
+        Generation(7, token, prefill_tokens=two),
+        Generation(7, token, finished=ending),
+        Generation(7, Tokens((1,), (-0.5,), ("a",))),
+    )
+    assert not any(generation.is_plain for generation in others)
+
+
 @quickly
 @given(INFOS)
 def test_shard_info(info: ShardInfo) -> None:

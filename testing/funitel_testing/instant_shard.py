@@ -5,8 +5,7 @@
 Every running row gets one token a step, whose text is a space and the microsecond it was made in, so that a client can
 tell how long it was on its way. All rows end together, so many tokens after the newest of them joined: however long it
 takes to let many requests in, they then run side by side. Steps come over a step socket, as with a real shard of this
-machine. Answers are put together from pieces that were encoded once, for the shard shall take as little of the machine
-as it can.
+machine, and answers are in columns: routers that do not take them so get no tokens.
 """
 
 import asyncio
@@ -29,7 +28,6 @@ BLOCK_SIZE = 16
 POOL_TOKENS = 1 << 21
 MAX_TOTAL_TOKENS = 1 << 14
 STAMP_DIGITS = 12
-_GENERATION = b"\x0a"  # the tag of `generations`, field 1 of both responses
 
 Method = Callable[[Any], Awaitable[bytes]]
 
@@ -41,20 +39,21 @@ def stamp() -> str:
 
 @dataclass(slots=True)
 class Row:
-    """One sequence: what it has yet to compute, what it has generated, and how each of its generations begins."""
+    """One sequence: what it has yet to compute, and what it has generated.
+
+    Each has a token of its own, that no two complete the same block.
+    """
 
     request_id: int
     pending: int
-    head: bytes
+    token_id: int
     texts: list[str] = field(default_factory=list)
 
 
 def row_of(request: pb.Request) -> Row:
     """The row a request begins with, or goes on with."""
     pending = len(request.input_ids) + len(request.output_ids) - request.cache_len
-    # Every sequence has a token of its own, that no two complete the same block. Tokens of later fields are added.
-    head = pb.Generation(request_id=request.id, tokens=pb.Tokens(ids=[request.id % 1000]))
-    return Row(request.id, pending, head.SerializeToString())
+    return Row(request.id, pending, request.id % 1000)
 
 
 class InstantShard:
@@ -166,12 +165,11 @@ class InstantShard:
         if any(row.pending or not row.texts for row in rows):  # someone has no token yet
             self._num_left = self._num_tokens - 1
         answer = pb.DecodeResponse(num_forwards=1, num_forward_rows=len(rows), total_ns=1)
-        pieces = _generations(rows, is_last=self._num_left == 0)
+        _generate(rows, answer, is_last=self._num_left == 0)
         if rows and self._num_left:
             self._batches[batch_id] = rows
             answer.batch.CopyFrom(_cached(batch_id, rows))
-        pieces.append(answer.SerializeToString())
-        return b"".join(pieces)
+        return answer.SerializeToString()
 
 
 class StepSocket(FrameProtocol):
@@ -204,36 +202,30 @@ def _cached(batch_id: int, rows: Sequence[Row]) -> pb.CachedBatch:
     return pb.CachedBatch(id=batch_id, request_ids=[row.request_id for row in rows], size=len(rows))
 
 
-def _generations(rows: Iterable[Row], *, is_last: bool) -> list[bytes]:
-    """The encoded generations of a step, in pieces."""
+def _generate(rows: Iterable[Row], answer: pb.DecodeResponse, *, is_last: bool) -> None:
+    """Give every row whose prompt is computed a token, in columns but for the last ones."""
     text = stamp()
-    tail = pb.Generation(tokens=pb.Tokens(logprobs=[-0.5], texts=[text], is_special=[False])).SerializeToString()
-    pieces: list[bytes] = []
-    for row in rows:
-        if row.pending:
-            continue
+    complete = [row for row in rows if not row.pending]
+    for row in complete:
         row.pending = 1
         row.texts.append(text)
-        ending = _ending(row) if is_last else b""
-        length = len(row.head) + len(tail) + len(ending)
-        pieces += (_GENERATION, _varint(length), row.head, tail, ending)
-    return pieces
+    if is_last:
+        answer.generations.extend(_last(row) for row in complete)
+        return
+    columns, count = answer.columns, len(complete)
+    columns.request_ids.extend([row.request_id for row in complete])
+    columns.ids.extend([row.token_id for row in complete])
+    columns.logprobs.extend([-0.5] * count)
+    columns.texts.extend([text] * count)
+    columns.is_special.extend([False] * count)
 
 
-def _ending(row: Row) -> bytes:
+def _last(row: Row) -> pb.Generation:
     finished = pb.GeneratedText(
         text="".join(row.texts), generated_tokens=len(row.texts), finish_reason="FINISH_REASON_EOS_TOKEN"
     )
-    return pb.Generation(generated_text=finished).SerializeToString()
-
-
-def _varint(number: int) -> bytes:
-    encoded = bytearray()
-    while number > 127:
-        encoded.append(number & 127 | 128)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
+    tokens = pb.Tokens(ids=[row.token_id], logprobs=[-0.5], texts=row.texts[-1:], is_special=[False])
+    return pb.Generation(request_id=row.request_id, tokens=tokens, generated_text=finished)
 
 
 async def serve(path: str, num_tokens: int) -> None:

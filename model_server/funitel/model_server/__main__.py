@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -109,12 +109,11 @@ def serve(settings: ModelServerSettings) -> None:
 async def _serve(settings: ModelServerSettings) -> FunitelError | None:
     """Serve until told to stop, or until the ranks have lost each other; the latter is returned."""
     # torch: seconds to import, not wanted for --help
-    from funitel.model_server.calls import Calls
+    from funitel.model_server.call_server import CallServer
     from funitel.model_server.encoder.loading import holds_encoder, load_encoder
     from funitel.model_server.encoder.servicer import EncoderServicer
     from funitel.model_server.loading import load
     from funitel.model_server.server import Servicer, make_server
-    from funitel.model_server.step_server import StepServer
 
     loop = asyncio.get_running_loop()
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -128,22 +127,20 @@ async def _serve(settings: ModelServerSettings) -> FunitelError | None:
         stop.set()
 
     servicer: Servicer | EncoderServicer
-    steps: StepServer | None = None
+    calls: CallServer | None = None
     if holds_encoder(folder):
         encoder, info = await loop.run_in_executor(compute, load_encoder, settings, folder)
         servicer, leave = EncoderServicer(encoder, info, [url], compute), encoder.parallel.leave
     else:
         executor, info = await loop.run_in_executor(compute, load, settings, folder)
         urls = await loop.run_in_executor(compute, executor.parallel.exchange, url)
-        calls = Calls(executor, info.world_size, compute, fail)
-        if step_path := _step_socket(settings):
-            steps = StepServer(calls, step_path)
-            info = replace(info, step_socket=step_path)
-        servicer, leave = Servicer(executor, info, urls, calls), executor.parallel.leave
+        info = replace(info, step_socket=_step_socket(settings))
+        calls = CallServer(executor, info.world_size, info.step_socket, compute, fail)
+        servicer, leave = Servicer(executor, info, urls, calls.calls), executor.parallel.leave
     server = make_server(servicer, address, is_traced=settings.otlp_endpoint is not None)
     try:
-        if steps is not None:
-            await steps.start()
+        if calls is not None:
+            await calls.start()
         await server.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
@@ -151,10 +148,11 @@ async def _serve(settings: ModelServerSettings) -> FunitelError | None:
         await stop.wait()
     finally:
         await server.stop(STOP_GRACE_SECONDS)
-        if steps is not None:
-            steps.stop()
         _remove_files(settings)
-    await _leave(leave, compute, failures)
+        if calls is not None:
+            await _in_time(calls.stop(), failures)
+    await _in_time(loop.run_in_executor(compute, leave), failures)
+    compute.shutdown()
     return failures[0] if failures else None
 
 
@@ -164,15 +162,14 @@ def _abandon(settings: ModelServerSettings) -> NoReturn:
     os._exit(0)
 
 
-async def _leave(leave: Callable[[], None], compute: ThreadPoolExecutor, failures: list[FunitelError]) -> None:
-    """Leave the group on the compute thread; end the process here if that thread hangs in a collective."""
+async def _in_time(work: Awaitable[None], failures: list[FunitelError]) -> None:
+    """Wait for work of the compute thread; end the process here if that thread hangs in a collective."""
     try:
         async with asyncio.timeout(STOP_GRACE_SECONDS):
-            await asyncio.get_running_loop().run_in_executor(compute, leave)
+            await work
     except TimeoutError:
         print(f"error: {failures[0].message if failures else 'a step did not end'}", file=sys.stderr, flush=True)
         os._exit(1 if failures else 0)
-    compute.shutdown()
 
 
 def _address(settings: ModelServerSettings) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -30,50 +31,60 @@ class RowSpan:
         return self.start + len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ForwardBatch:
     """The sequences of one forward, tokens of all rows back to back, single-token rows first.
 
-    `rows` are the spans in that order; `order[i]` is where the caller's row i went. `logit_indices` are the tokens
-    whose logits are wanted, caller's row by row.
+    `rows` are the spans in that order. `logit_indices` are the tokens whose logits are wanted, caller's row by row.
     """
 
     rows: tuple[RowSpan, ...]
     num_decode: int  # leading rows that compute one token
+    block_size: int
     input_ids: torch.Tensor  # [num_tokens] int64
-    positions: torch.Tensor  # [num_tokens] int64
-    slots: Slots
     logit_indices: torch.Tensor  # [num_logits] int64
 
     @classmethod
     def build(cls, spans: Sequence[RowSpan], block_size: int, device: torch.device) -> "ForwardBatch":
         """Lay rows out; decode rows are sorted by context so that attention can group like with like."""
         order = sorted(range(len(spans)), key=lambda i: (len(spans[i].tokens) > 1, spans[i].end))
-        rows = tuple(spans[i] for i in order)
-        lengths = np.array([len(row.tokens) for row in rows])
-        first = np.zeros(len(spans), dtype=np.int64)  # caller's row -> its first token in the flat order
-        first[order] = np.cumsum(lengths) - lengths
-        positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
-        blocks = np.concatenate([row.block_table[np.arange(row.start, row.end) // block_size] for row in rows])
-        input_ids = np.concatenate([np.asarray(row.tokens, dtype=np.int64) for row in rows])
-        wanted = [_logit_indices(span, first[i]) for i, span in enumerate(spans)]
-
-        def tensor(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(values.astype(np.int64, copy=False)).to(device, non_blocking=True)
-
+        input_ids: list[int] = []
+        first = [0] * len(spans)  # caller's row -> its first token in the flat order
+        for i in order:
+            first[i] = len(input_ids)
+            input_ids += spans[i].tokens
+        wanted: list[int] = []
+        for begin, span in zip(first, spans, strict=True):
+            end = begin + len(span.tokens)
+            wanted += range(end - {"none": 0, "last": 1, "all": len(span.tokens)}[span.logits], end)
         return cls(
-            rows=rows,
-            num_decode=int((lengths == 1).sum()),
-            input_ids=tensor(input_ids),
-            positions=tensor(positions),
-            slots=(tensor(blocks), tensor(positions % block_size)),
-            logit_indices=tensor(np.concatenate(wanted)),
+            rows=tuple([spans[i] for i in order]),
+            num_decode=sum(len(span.tokens) == 1 for span in spans),
+            block_size=block_size,
+            input_ids=_tensor(input_ids, device),
+            logit_indices=_tensor(wanted, device),
         )
 
     @property
     def num_tokens(self) -> int:
         """Tokens in this forward."""
         return self.input_ids.shape[0]
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Where in its sequence each token stands: [num_tokens] int64."""
+        return _tensor(self._positions, self.input_ids.device)
+
+    @cached_property
+    def slots(self) -> Slots:
+        """Where the keys and values of each token go."""
+        blocks = [row.block_table[np.arange(row.start, row.end) // self.block_size] for row in self.rows]
+        device = self.input_ids.device
+        return _tensor(np.concatenate(blocks), device), _tensor(self._positions % self.block_size, device)
+
+    @cached_property
+    def _positions(self) -> np.ndarray:
+        return np.concatenate([np.arange(row.start, row.end) for row in self.rows])
 
     def reaches(self) -> torch.Tensor:
         """How many tokens each token's sequence is known to have: those of its prompt, and those up to itself."""
@@ -82,6 +93,5 @@ class ForwardBatch:
         return torch.maximum(known, self.positions + 1)
 
 
-def _logit_indices(span: RowSpan, first: int) -> np.ndarray:
-    count = {"none": 0, "last": 1, "all": len(span.tokens)}[span.logits]
-    return np.arange(first + len(span.tokens) - count, first + len(span.tokens))
+def _tensor(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device, non_blocking=True)

@@ -127,7 +127,8 @@ def sample(
     """
     raw = {row: logits[row : row + 1].clone() for row, state in enumerate(states) if _needs_raw(state.params)}
     for row, state in enumerate(states):
-        state.process(logits[row])
+        if state.params.edits_scores:
+            state.process(logits[row])
     # Half-precision overflow or an extreme penalty must spoil its own row only, and must not raise.
     maths.allow(logits, masks)
     sampled = [row for row, state in enumerate(states) if state.params.is_sampled]

@@ -4,12 +4,12 @@ What changes state is run by `calls`, on the compute thread. Health and Info nev
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Callable
 from typing import TypeVar
 
 import grpc
 
-from funitel.model_server.calls import Calls
+from funitel.model_server.calls import Calls, Reply
 from funitel.model_server.executor import Executor
 from funitel.model_server.servicing import Context, ShardServicer, abort
 from funitel.model_server.tracing import Traced
@@ -18,6 +18,7 @@ from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.errors import FunitelError, StartupError
 from funitel.proto.step import ShardInfo
 
+Q = TypeVar("Q")
 R = TypeVar("R")
 MAX_MESSAGE_BYTES = 2**31 - 1
 
@@ -41,31 +42,45 @@ class Servicer(ShardServicer):
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         """Drop one or all cached batches."""
-        return await _answer(context, self._calls.clear_cache(request))
+        return await self._answer(context, self._calls.clear_cache, request)
 
     async def FilterBatch(self, request: pb.FilterBatchRequest, context: Context) -> pb.FilterBatchResponse:
         """Keep some rows of a cached batch."""
-        return await _answer(context, self._calls.filter_batch(request))
+        return await self._answer(context, self._calls.filter_batch, request)
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         """Size the pool."""
-        return await _answer(context, self._calls.warmup(request))
+        return await self._answer(context, self._calls.warmup, request)
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         """Take a batch in and run one step."""
-        return await _answer(context, self._calls.prefill(request))
+        return await self._answer(context, self._calls.prefill, request)
 
     async def Decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
         """Run one step of cached batches."""
-        return await _answer(context, self._calls.decode(request))
+        return await self._answer(context, self._calls.decode, request)
 
+    async def _answer(self, context: Context, call: Callable[[Q, Reply[R]], None], request: Q) -> R:
+        """Make a call on its loop and wait for what comes of it here; failures become gRPC statuses."""
+        here = asyncio.get_running_loop()
+        answered: asyncio.Future[R] = here.create_future()
 
-async def _answer(context: Context, answered: Awaitable[R]) -> R:
-    """What a call gave; failures become gRPC statuses. A client that hangs up does not stop it."""
-    try:
-        return await asyncio.shield(answered)
-    except FunitelError as error:
-        await abort(context, error)
+        def settle(outcome: R | FunitelError) -> None:
+            if answered.done():  # the client has hung up
+                return
+            if isinstance(outcome, FunitelError):
+                answered.set_exception(outcome)
+            else:
+                answered.set_result(outcome)
+
+        def tell(outcome: R | FunitelError) -> None:
+            here.call_soon_threadsafe(settle, outcome)
+
+        self._calls.loop.call_soon_threadsafe(call, request, Reply(tell, tell))
+        try:
+            return await answered
+        except FunitelError as error:
+            await abort(context, error)
 
 
 def make_server(

@@ -8,22 +8,23 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from funitel.model_server.calls import Calls
+from funitel.model_server.calls import Calls, Reply
 from funitel.model_server.tracing import open_span
 from funitel.proto import generate_pb2 as pb
 from funitel.proto.errors import FunitelError, InvalidRequest, StartupError
 from funitel.proto.step_socket import OK, Frame, FrameProtocol, Method, decode_context
 from funitel.proto.tracing import OpenSpan
 
-Answer = asyncio.Future[Any]  # of a protobuf message; these share no useful base
-Parse = Callable[[bytes], Any]
+Message = Any  # protobuf messages share no useful base
+Parse = Callable[[bytes], Message]
+Call = Callable[[Message, Reply[Message]], None]
 
 
 class StepServer:
     """Listens on the Unix socket at `path`; any number of routers may be connected."""
 
     def __init__(self, calls: Calls, path: str) -> None:
-        self.methods: dict[int, tuple[Method, Parse, Callable[[Any], Answer]]] = {
+        self.methods: dict[int, tuple[Method, Parse, Call]] = {
             Method.PREFILL: (Method.PREFILL, pb.PrefillRequest.FromString, calls.prefill),
             Method.DECODE: (Method.DECODE, pb.DecodeRequest.FromString, calls.decode),
             Method.FILTER_BATCH: (Method.FILTER_BATCH, pb.FilterBatchRequest.FromString, calls.filter_batch),
@@ -46,7 +47,7 @@ class StepServer:
         except OSError as error:
             raise StartupError(f"cannot listen on {self._path}: {error}") from error
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """Hang up once what was answered is sent."""
         if self._server is not None:
             self._server.close()
@@ -77,24 +78,24 @@ class StepConnection(FrameProtocol):
             method, parse, call = self._server.methods[frame.code]
             request = parse(frame.payload)
         except KeyError:
-            self._refuse(frame, InvalidRequest(f"the step socket has no method {frame.code}"))
+            self._refuse(frame.call_id, InvalidRequest(f"the step socket has no method {frame.code}"))
         except DecodeError:
-            self._refuse(frame, InvalidRequest("the payload is no message of its method"))
+            self._refuse(frame.call_id, InvalidRequest("the payload is no message of its method"))
         else:
             span = open_span(method.rpc, decode_context(frame.context))
-            call(request).add_done_callback(partial(self._answer, frame, span))
+            reply = Reply(partial(self._answer, frame.call_id, span), partial(self._fail, frame.call_id, span))
+            call(request, reply)
 
-    def _answer(self, call: Frame, span: OpenSpan, answered: Answer) -> None:
-        error = answered.exception()
-        if isinstance(error, FunitelError):
-            span.fail(error)
-            self._refuse(call, error)
-        else:
-            span.end(**{"rpc.grpc.status_code": OK})
-            self._reply(Frame(call.call_id, OK, answered.result().SerializeToString()))
+    def _answer(self, call_id: int, span: OpenSpan, message: Message) -> None:
+        span.end(**{"rpc.grpc.status_code": OK})
+        self._reply(Frame(call_id, OK, message.SerializeToString()))
 
-    def _refuse(self, call: Frame, error: FunitelError) -> None:
-        self._reply(Frame(call.call_id, error.grpc_status.value[0], error.message.encode()))
+    def _fail(self, call_id: int, span: OpenSpan, error: FunitelError) -> None:
+        span.fail(error)
+        self._refuse(call_id, error)
+
+    def _refuse(self, call_id: int, error: FunitelError) -> None:
+        self._reply(Frame(call_id, error.grpc_status.value[0], error.message.encode()))
 
     def _reply(self, frame: Frame) -> None:
         if self in self._server.connections:

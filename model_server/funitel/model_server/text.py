@@ -28,6 +28,7 @@ class TextCodec:
             raise WeightsError(f"{path} is not a readable tokenizer: {error}") from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._alone: dict[int, str] = {}  # texts of tokens that were decoded alone
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""
@@ -36,6 +37,14 @@ class TextCodec:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included; incomplete characters become U+FFFD."""
+        if len(ids) == 1:
+            text = self._alone.get(ids[0])
+            if text is None:
+                text = self._alone[ids[0]] = self._decode(ids)
+            return text
+        return self._decode(ids)
+
+    def _decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
 

@@ -13,6 +13,8 @@ SERVICE = "generate.v3.TextGenerationService"
 
 def open_span(rpc: str, headers: Mapping[str, str]) -> tracing.OpenSpan:
     """The span of a call that came without gRPC, as gRPC's would be; below the one that `headers` name."""
+    if not tracing.is_recording():
+        return tracing.NO_SPAN
     method = f"{SERVICE}/{rpc}"
     parent = tracing.extract(headers) if headers else tracing.ROOT
     return tracing.begin(f"/{method}", parent, SpanKind.SERVER, _attributes(method))

@@ -382,20 +382,36 @@ class RowUpdate(_message.Message):
     chunk_len: int
     def __init__(self, request_id: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., chunk_len: _Optional[int] = ...) -> None: ...
 
+class Columns(_message.Message):
+    __slots__ = ("request_ids", "ids", "logprobs", "texts", "is_special")
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    IS_SPECIAL_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    is_special: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., texts: _Optional[_Iterable[str]] = ..., is_special: _Optional[_Iterable[bool]] = ...) -> None: ...
+
 class PrefillRequest(_message.Message):
-    __slots__ = ("batch", "cached_batch", "step_seq", "rows")
+    __slots__ = ("batch", "cached_batch", "step_seq", "rows", "takes_columns")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     CACHED_BATCH_FIELD_NUMBER: _ClassVar[int]
     STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     batch: Batch
     cached_batch: CachedBatch
     step_seq: int
     rows: _containers.RepeatedCompositeFieldContainer[RowUpdate]
-    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ...) -> None: ...
+    takes_columns: bool
+    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: _Optional[bool] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens")
+    __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
@@ -405,6 +421,7 @@ class PrefillResponse(_message.Message):
     NUM_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     NUM_FORWARD_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_FORWARD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     generations: _containers.RepeatedCompositeFieldContainer[Generation]
     batch: CachedBatch
     forward_ns: int
@@ -414,20 +431,23 @@ class PrefillResponse(_message.Message):
     num_forwards: int
     num_forward_rows: int
     num_forward_tokens: int
-    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ...) -> None: ...
+    columns: Columns
+    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ..., columns: _Optional[_Union[Columns, _Mapping]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("batches", "step_seq", "rows")
+    __slots__ = ("batches", "step_seq", "rows", "takes_columns")
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_COLUMNS_FIELD_NUMBER: _ClassVar[int]
     batches: _containers.RepeatedCompositeFieldContainer[CachedBatch]
     step_seq: int
     rows: _containers.RepeatedCompositeFieldContainer[RowUpdate]
-    def __init__(self, batches: _Optional[_Iterable[_Union[CachedBatch, _Mapping]]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ...) -> None: ...
+    takes_columns: bool
+    def __init__(self, batches: _Optional[_Iterable[_Union[CachedBatch, _Mapping]]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: _Optional[bool] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
-    __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens")
+    __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns")
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
@@ -437,6 +457,7 @@ class DecodeResponse(_message.Message):
     NUM_FORWARDS_FIELD_NUMBER: _ClassVar[int]
     NUM_FORWARD_ROWS_FIELD_NUMBER: _ClassVar[int]
     NUM_FORWARD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
     generations: _containers.RepeatedCompositeFieldContainer[Generation]
     batch: CachedBatch
     forward_ns: int
@@ -446,7 +467,8 @@ class DecodeResponse(_message.Message):
     num_forwards: int
     num_forward_rows: int
     num_forward_tokens: int
-    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ...) -> None: ...
+    columns: Columns
+    def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ..., columns: _Optional[_Union[Columns, _Mapping]] = ...) -> None: ...
 
 class WarmupRequest(_message.Message):
     __slots__ = ("batch", "max_input_tokens", "max_prefill_tokens", "max_total_tokens", "max_batch_total_tokens")

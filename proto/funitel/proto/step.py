@@ -99,9 +99,14 @@ class SamplingParams:
         )
 
     @property
+    def edits_scores(self) -> bool:
+        """Whether single scores are changed before a token is chosen."""
+        return self.has_penalties or self.watermark or bool(self.logit_bias)
+
+    @property
     def changes_scores(self) -> bool:
         """Whether the scores the token is chosen by can differ from the model's own."""
-        return self.is_sampled or self.has_penalties or self.watermark or bool(self.logit_bias) or bool(self.grammar)
+        return self.is_sampled or self.edits_scores or bool(self.grammar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +198,17 @@ class Generation:
     top_tokens: tuple[Tokens, ...] = ()
     prefill_tokens: Tokens | None = None
     finished: GeneratedText | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to say but one token."""
+        tokens = self.tokens
+        return (
+            self.finished is None
+            and not self.top_tokens
+            and self.prefill_tokens is None
+            and len(tokens.ids) == len(tokens.logprobs) == len(tokens.texts) == len(tokens.is_special) == 1
+        )
 
 
 @dataclass(frozen=True, slots=True)

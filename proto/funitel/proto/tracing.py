@@ -100,6 +100,14 @@ class OpenSpan:
             self._span.end()
 
 
+NO_SPAN = OpenSpan(None)
+
+
+def is_recording() -> bool:
+    """Whether spans are recorded at all; to be asked where even a call that returns at once is too many."""
+    return _tracer is not None
+
+
 def begin(
     name: str,
     parent: Context | None = None,
@@ -107,7 +115,7 @@ def begin(
     attributes: Mapping[str, Attribute] | None = None,
 ) -> OpenSpan:
     """A span that lasts until it is ended; below `parent`, or below the span of the caller."""
-    return OpenSpan(None if _tracer is None else _tracer.start_span(name, parent, kind, attributes))
+    return NO_SPAN if _tracer is None else OpenSpan(_tracer.start_span(name, parent, kind, attributes))
 
 
 def record(name: str, parent: Context | None, begin: float, end: float, **attributes: Attribute) -> None:

@@ -148,7 +148,7 @@ def encode_prefill(
     batch: pb.Batch, cached: CachedBatch | None, rows: Iterable[RowUpdate], step_seq: int | None
 ) -> pb.PrefillRequest:
     """Build a Prefill call; `cached` rows are stepped in the same forward."""
-    request = pb.PrefillRequest(batch=batch, rows=map(_encode_row, rows))
+    request = pb.PrefillRequest(batch=batch, rows=map(_encode_row, rows), takes_columns=True)
     if cached is not None:
         request.cached_batch.CopyFrom(encode_cached(cached))
     if step_seq is not None:
@@ -158,7 +158,7 @@ def encode_prefill(
 
 def encode_decode(batches: Iterable[CachedBatch], rows: Iterable[RowUpdate], step_seq: int | None) -> pb.DecodeRequest:
     """Build a Decode call of one or more cached batches, concatenated in this order."""
-    request = pb.DecodeRequest(batches=map(encode_cached, batches), rows=map(_encode_row, rows))
+    request = pb.DecodeRequest(batches=map(encode_cached, batches), rows=map(_encode_row, rows), takes_columns=True)
     if step_seq is not None:
         request.step_seq = step_seq
     return request
@@ -197,9 +197,13 @@ def decode_rows(messages: Iterable[pb.RowUpdate]) -> tuple[RowUpdate, ...]:
 # Results, shard -> router -------------------------------------------------------------------------------------------
 
 
-def encode_result(result: StepResult, response: StepResponse) -> None:
-    """Fill a Prefill or Decode response."""
-    response.generations.extend(map(_encode_generation, result.generations))
+def encode_result(result: StepResult, response: StepResponse, *, in_columns: bool = False) -> None:
+    """Fill a Prefill or Decode response; `in_columns` where the call takes generations of one token as columns."""
+    generations = result.generations
+    if in_columns:
+        _encode_columns([generation for generation in generations if generation.is_plain], response.columns)
+        generations = tuple(generation for generation in generations if not generation.is_plain)
+    response.generations.extend(map(_encode_generation, generations))
     if result.batch is not None:
         response.batch.CopyFrom(encode_cached(result.batch))
     response.forward_ns = result.forward_ns
@@ -215,7 +219,7 @@ def encode_result(result: StepResult, response: StepResponse) -> None:
 def decode_result(response: StepResponse) -> StepResult:
     """Read a Prefill or Decode response."""
     return StepResult(
-        generations=tuple(map(_decode_generation, response.generations)),
+        generations=(*map(_decode_generation, response.generations), *_decode_columns(response.columns)),
         batch=decode_cached(response.batch) if response.HasField("batch") else None,
         forward_ns=response.forward_ns,
         decode_ns=response.decode_ns,
@@ -225,6 +229,23 @@ def decode_result(response: StepResponse) -> StepResult:
         num_forward_rows=response.num_forward_rows,
         num_forward_tokens=response.num_forward_tokens,
     )
+
+
+def _encode_columns(generations: Sequence[Generation], columns: pb.Columns) -> None:
+    tokens = [generation.tokens for generation in generations]
+    columns.request_ids.extend([generation.request_id for generation in generations])
+    columns.ids.extend([one.ids[0] for one in tokens])
+    columns.logprobs.extend([one.logprobs[0] for one in tokens])
+    columns.texts.extend([one.texts[0] for one in tokens])
+    columns.is_special.extend([one.is_special[0] for one in tokens])
+
+
+def _decode_columns(columns: pb.Columns) -> Iterable[Generation]:
+    request_ids, ids, logprobs = columns.request_ids[:], columns.ids[:], columns.logprobs[:]
+    for request_id, token_id, logprob, text, is_special in zip(
+        request_ids, ids, logprobs, columns.texts[:], columns.is_special[:], strict=True
+    ):
+        yield Generation(request_id, Tokens((token_id,), (logprob,), (text,), (is_special,)))
 
 
 def _encode_tokens(tokens: Tokens) -> pb.Tokens:

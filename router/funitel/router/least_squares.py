@@ -15,13 +15,16 @@ RIDGE = 1e-4
 MOST_DEVIATIONS = 3.0
 LEAST_DEVIATION = 0.05  # of the prediction, so that a perfectly regular past makes no outlier of a small change
 DEVIATION_MEMORY = 0.9
+FIRST = 32  # measurements that each change much
 
 
 class LeastSquares:
     """Predicts a quantity as a sum of features times costs >= 0; features near 1 are learnt best."""
 
-    def __init__(self, num_features: int) -> None:
+    def __init__(self, num_features: int, patience: int = 1) -> None:
+        """`patience`: costs are solved for anew after so many measurements, once there were `FIRST`."""
         self.num_observed = 0
+        self._patience = patience
         self._long = _Memory(num_features, LONG_MEMORY)
         self._short = _Memory(num_features, SHORT_MEMORY)
         self._costs: list[float] | None = None
@@ -47,7 +50,8 @@ class LeastSquares:
         self.num_observed += 1
         self._long.add(features, value)
         self._short.add(features, value)
-        self._costs = None
+        if self.num_observed <= FIRST or self.num_observed % self._patience == 0:
+            self._costs = None
 
     def _believable(self, predicted: float, value: float) -> float:
         reach = MOST_DEVIATIONS * max(self._deviation, LEAST_DEVIATION * predicted)

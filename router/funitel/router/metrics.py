@@ -23,7 +23,7 @@ from funitel.proto.errors import FunitelError
 from funitel.proto.step import StepResult
 from funitel.router.sequence import Limits
 from funitel.router.stream import Timings
-from funitel.router.tallies import HistogramTally, SummaryTally
+from funitel.router.tallies import CounterTally, HistogramTally, SummaryTally
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # TGI's, 0.15 ms .. 146 s
@@ -129,7 +129,7 @@ class Metrics:
 
     def count_step(self, method: str) -> None:
         """Note that a step is about to be sent; `method` is `prefill`, `decode` or `encode`."""
-        self._inference_count.labels(method).inc()
+        self._inference_count.inc(1, method)
 
     def count_step_failure(self, method: str) -> None:
         """Note that a step was answered by an error."""
@@ -138,10 +138,10 @@ class Metrics:
     def observe_step(self, method: str, seconds: float, results: Sequence[StepResult]) -> None:
         """Note one answered step: the time the call took and every rank's result, in rank order."""
         slowest = max(results, key=lambda result: result.total_ns)
-        self._inference_success.labels(method).inc()
-        self._step_duration.labels(method).observe(seconds)
-        self._forward_duration.labels(method).observe(slowest.forward_ns / 1e9)
-        self._decode_duration.labels(method).observe(slowest.decode_ns / 1e9)
+        self._inference_success.inc(1, method)
+        self._step_duration.observe(seconds, method)
+        self._forward_duration.observe(slowest.forward_ns / 1e9, method)
+        self._decode_duration.observe(slowest.decode_ns / 1e9, method)
         if slowest.concat_ns is not None:
             # TGI's label, whatever the method.
             self._concat_duration.labels("decode").observe(slowest.concat_ns / 1e9)
@@ -149,7 +149,7 @@ class Metrics:
             return  # planned before it was known that every sequence ends with the step before: nothing was computed
         self._steps.inc()
         for rank, result in enumerate(results):
-            self._forwards.labels(self._first_rank + rank).inc(result.num_forwards)
+            self._forwards.inc(result.num_forwards, str(self._first_rank + rank))
         self._forward_rows.observe(results[0].num_forward_rows)
         self._forward_tokens.inc(results[0].num_forward_tokens)
 
@@ -160,12 +160,12 @@ class Metrics:
     def observe_encoding(self, num_texts: int, num_tokens: int, seconds: float, forward_seconds: float) -> None:
         """Note one batch of an encoder that was answered: the time the call took, and the shard's own."""
         self._steps.inc()
-        self._forwards.labels(self._first_rank).inc()
+        self._forwards.inc(1, str(self._first_rank))
         self._forward_rows.observe(num_texts)
         self._forward_tokens.inc(num_tokens)
-        self._inference_success.labels("encode").inc()
-        self._step_duration.labels("encode").observe(seconds)
-        self._forward_duration.labels("encode").observe(forward_seconds)
+        self._inference_success.inc(1, "encode")
+        self._step_duration.observe(seconds, "encode")
+        self._forward_duration.observe(forward_seconds, "encode")
 
     def observe_new_batch(self, size: int, reason: str | None = None) -> None:
         """Note that so many waiting sequences were let in.
@@ -268,9 +268,7 @@ class Metrics:
             "tgi_request_skipped_tokens", "Tokens beyond the first that a step gave.", self.registry
         )
         self._first_token = self._duration("funitel_time_to_first_token_seconds", "Submitted until the first token.")
-        self._inter_token = HistogramTally(
-            "funitel_inter_token_latency_seconds", "Time between two tokens.", DURATION_BUCKETS, self.registry
-        )
+        self._inter_token = self._tally("funitel_inter_token_latency_seconds", "Time between two tokens.")
 
     def _make_batch_metrics(self) -> None:
         self._queue_size = self._gauge("tgi_queue_size", "Waiting sequences.")
@@ -284,23 +282,23 @@ class Metrics:
         )
         self._concat = self._counter("tgi_batch_concat", "Batches that joined a running one.", "reason")
         self._concat_duration = self._duration("tgi_batch_concat_duration", "Time to join batches.", "method")
-        self._inference_count = self._counter("tgi_batch_inference_count", "Steps sent.", "method")
-        self._inference_success = self._counter("tgi_batch_inference_success", "Steps answered.", "method")
+        self._inference_count = CounterTally("tgi_batch_inference_count", "Steps sent.", self.registry, "method")
+        self._inference_success = CounterTally(
+            "tgi_batch_inference_success", "Steps answered.", self.registry, "method"
+        )
         self._inference_failure = self._counter("tgi_batch_inference_failure", "Steps failed.", "method")
-        self._step_duration = self._duration("tgi_batch_inference_duration", "Time of a step's call.", "method")
-        self._forward_duration = self._duration("tgi_batch_forward_duration", "Time of a forward pass.", "method")
-        self._decode_duration = self._duration("tgi_batch_decode_duration", "Time to settle texts and stops.", "method")
+        self._step_duration = self._tally("tgi_batch_inference_duration", "Time of a step's call.", "method")
+        self._forward_duration = self._tally("tgi_batch_forward_duration", "Time of a forward pass.", "method")
+        self._decode_duration = self._tally("tgi_batch_decode_duration", "Time to settle texts and stops.", "method")
         self._filter_duration = self._duration(
             "tgi_batch_filter_duration", "Time to drop finished sequences.", "method"
         )
 
     def _make_engine_metrics(self) -> None:
-        self._steps = self._counter("funitel_steps", "Steps answered.")
-        self._forwards = self._counter("funitel_forwards", "Forward passes of a rank.", "rank")
-        self._forward_rows = Histogram(
-            "funitel_forward_rows", "Sequences in a step.", buckets=SIZE_BUCKETS, registry=self.registry
-        )
-        self._forward_tokens = self._counter("funitel_forward_tokens", "Tokens computed.")
+        self._steps = CounterTally("funitel_steps", "Steps answered.", self.registry)
+        self._forwards = CounterTally("funitel_forwards", "Forward passes of a rank.", self.registry, "rank")
+        self._forward_rows = HistogramTally("funitel_forward_rows", "Sequences in a step.", SIZE_BUCKETS, self.registry)
+        self._forward_tokens = CounterTally("funitel_forward_tokens", "Tokens computed.", self.registry)
         self._weight_bytes = self._gauge("funitel_weight_bytes", "Weights a rank holds.", "rank")
         self._sharded_weight_bytes = self._gauge(
             "funitel_sharded_weight_bytes", "Weights a rank holds that are split between ranks.", "rank"
@@ -340,6 +338,9 @@ class Metrics:
 
     def _duration(self, name: str, help: str, *labels: str) -> Histogram:
         return Histogram(name, help, labels, buckets=DURATION_BUCKETS, registry=self.registry)
+
+    def _tally(self, name: str, help: str, label: str | None = None) -> HistogramTally:
+        return HistogramTally(name, help, DURATION_BUCKETS, self.registry, label)
 
     def _tokens(self, name: str, help: str, top: int) -> Histogram:
         return Histogram(name, help, buckets=_linear(top), registry=self.registry)

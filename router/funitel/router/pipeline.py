@@ -82,13 +82,18 @@ class Pipeline:
 
     def send(self, plan: StepPlan) -> None:
         """Send a step now: what was planned is what is sent."""
+        if not tracing.is_recording():
+            self._add_step(plan, self._replica.send(plan))
+            return
         batch = tracing.begin("batch", tracing.ROOT)
         with batch.within():
             step_span = tracing.begin(plan.method, attributes={"size": len(plan.computed)})
             with step_span.within():
                 step = self._replica.send(plan)
-        answer = asyncio.ensure_future(step.results)
-        self._add(Call(answer, plan, step, (step_span, batch)))
+        self._add_step(plan, step, (step_span, batch))
+
+    def _add_step(self, plan: StepPlan, step: SentStep, spans: tuple[tracing.OpenSpan, ...] = ()) -> None:
+        self._add(Call(asyncio.ensure_future(step.results), plan, step, spans))
 
     def _add(self, call: Call) -> None:
         self._calls.append(call)

@@ -17,17 +17,25 @@ class SchedulerReport:
         self._scheduler = scheduler
         self._replica = replica
         self._metrics = metrics
+        self._told: object = None  # what metrics were told of the state
         self._preempted = (0, 0)  # sequences, and tokens computed again, that metrics know of
         self._has_told_target = False
 
     def update(self) -> None:
         """Tell how things stand now."""
         scheduler, metrics = self._scheduler, self._metrics
-        metrics.set_sequences(len(scheduler.waiting), len(scheduler.running))
-        metrics.set_queue(scheduler.waiting.num_preempted, scheduler.waiting.num_prompt_tokens)
-        metrics.set_pool(scheduler.blocks.num_used, scheduler.blocks.num_free, scheduler.blocks.num_cached)
-        metrics.set_batch_tokens(scheduler.blocks.num_used * scheduler.blocks.block_size)
-        metrics.set_cached_batches(self._replica.num_batches)
+        waiting, blocks = scheduler.waiting, scheduler.blocks
+        sequences = len(waiting), len(scheduler.running)
+        queue = waiting.num_preempted, waiting.num_prompt_tokens
+        pool = blocks.num_used, blocks.num_free, blocks.num_cached
+        state = sequences, queue, pool, self._replica.num_batches
+        if state != self._told:  # most steps change nothing of it
+            self._told = state
+            metrics.set_sequences(*sequences)
+            metrics.set_queue(*queue)
+            metrics.set_pool(*pool)
+            metrics.set_batch_tokens(blocks.num_used * blocks.block_size)
+            metrics.set_cached_batches(self._replica.num_batches)
         preempted = (scheduler.num_preempted, scheduler.shares.num_repeated)
         if preempted != self._preempted:
             metrics.count_preempted(*(now - before for now, before in zip(preempted, self._preempted, strict=True)))

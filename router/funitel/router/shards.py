@@ -7,7 +7,7 @@ funitel errors here.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -48,6 +48,8 @@ _STATUSES: dict[int, grpc.StatusCode] = {status.value[0]: status for status in g
 
 T = TypeVar("T")
 Message = Any  # protobuf messages share no useful base
+Parse = Callable[[bytes], T]
+Results = tuple[StepResult, ...]  # of the ranks asked, in their order
 
 
 def target_of(url: str) -> str:
@@ -76,21 +78,20 @@ class ShardClient:
         except OSError as error:
             logger.warning("shard rank %d: steps go over gRPC, for %s is out of reach: %s", self.rank, path, error)
 
-    def step(self, method: Method, payload: bytes, response: type[T]) -> Awaitable[T]:
+    def step(self, method: Method, payload: bytes, parse: Parse[T]) -> Awaitable[T]:
         """Send a numbered call now; raises FunitelError when it is awaited."""
         if self._steps is not None and not self._steps.lost.done():
-            parse = response.FromString  # type: ignore[attr-defined]
             return self._steps.call(method, payload, parse, STEP_TIMEOUT_SECONDS)
-        return self.call(method.rpc, payload, response, STEP_TIMEOUT_SECONDS)
+        return self.call(method.rpc, payload, parse, STEP_TIMEOUT_SECONDS)
 
-    def call(self, method: str, payload: bytes, response: type[T], timeout: float | None = None) -> Awaitable[T]:
+    def call(self, method: str, payload: bytes, parse: Parse[T], timeout: float | None = None) -> Awaitable[T]:
         """Send now over gRPC; raises FunitelError when it is awaited."""
         function = self._methods.get(method)
         if function is None:
             function = self._methods[method] = self._channel.unary_unary(
                 SERVICE + method,
                 request_serializer=None,
-                response_deserializer=response.FromString,  # type: ignore[attr-defined]
+                response_deserializer=parse,
             )
         return self._answer(function(payload, timeout=timeout, metadata=tuple(tracing.inject().items()) or None))
 
@@ -130,6 +131,14 @@ class ShardClient:
         await self._channel.close()
 
 
+def _prefilled(payload: bytes) -> Results:
+    return (wire.decode_result(pb.PrefillResponse.FromString(payload)),)
+
+
+def _decoded(payload: bytes) -> Results:
+    return (wire.decode_result(pb.DecodeResponse.FromString(payload)),)
+
+
 class Shards:
     """Every rank of one model copy, in rank order: the `Ranks` of a `Replica`."""
 
@@ -167,7 +176,7 @@ class Shards:
         master = ShardClient(0, master_url)
         try:
             found: pb.ServiceDiscoveryResponse = await master.call(
-                "ServiceDiscovery", b"", pb.ServiceDiscoveryResponse, HEALTH_TIMEOUT_SECONDS
+                "ServiceDiscovery", b"", pb.ServiceDiscoveryResponse.FromString, HEALTH_TIMEOUT_SECONDS
             )
         except ShardFailed:
             raise
@@ -178,7 +187,7 @@ class Shards:
         bare = cls([ShardClient(rank, url) for rank, url in enumerate(found.urls)], [])
         try:
             await bare.clear()
-            infos = await bare._fan_out("Info", pb.InfoRequest(), pb.InfoResponse)
+            infos = await bare._fan_out("Info", pb.InfoRequest(), pb.InfoResponse.FromString)
         except ShardFailed:
             await bare.close()
             raise
@@ -191,12 +200,12 @@ class Shards:
         """Size the pool; every rank's result."""
         batch = wire.encode_batch(0, sequences, self._block_size)
         request = wire.encode_warmup(batch, limits)
-        responses = await self._fan_out("Warmup", request, pb.WarmupResponse)
+        responses = await self._fan_out("Warmup", request, pb.WarmupResponse.FromString)
         return [wire.decode_warmup_result(response) for response in responses]
 
     async def health(self) -> None:
         """Raise ShardFailed unless every rank answers."""
-        await self._fan_out("Health", pb.HealthRequest(), pb.HealthResponse, timeout=HEALTH_TIMEOUT_SECONDS)
+        await self._fan_out("Health", pb.HealthRequest(), pb.HealthResponse.FromString, timeout=HEALTH_TIMEOUT_SECONDS)
 
     async def disconnected(self) -> None:
         """Return once the connection to any rank has ended."""
@@ -218,19 +227,19 @@ class Shards:
         """Send a step that takes new sequences in."""
         batch = wire.encode_batch(batch_id, starts, self._block_size)
         request = wire.encode_prefill(batch, cached, rows, step_seq)
-        return self._results(self._send(Method.PREFILL, request, pb.PrefillResponse))
+        return self._results(self._send(Method.PREFILL, request, _prefilled))
 
     def decode(
         self, batches: Sequence[CachedBatch], rows: Sequence[RowUpdate], step_seq: int | None
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Send a step of cached batches."""
         request = wire.encode_decode(batches, rows, step_seq)
-        return self._results(self._send(Method.DECODE, request, pb.DecodeResponse))
+        return self._results(self._send(Method.DECODE, request, _decoded))
 
     def filter(self, batch_id: int, request_ids: Sequence[int], step_seq: int | None) -> Awaitable[CachedBatch]:
         """Send that only some rows of a cached batch are kept."""
         request = pb.FilterBatchRequest(batch_id=batch_id, request_ids=request_ids, step_seq=step_seq)
-        return self._kept(self._send(Method.FILTER_BATCH, request, pb.FilterBatchResponse))
+        return self._kept(self._send(Method.FILTER_BATCH, request, pb.FilterBatchResponse.FromString))
 
     async def _kept(self, calls: Sequence[Awaitable[pb.FilterBatchResponse]]) -> CachedBatch:
         responses = await self._answers(calls)
@@ -239,18 +248,18 @@ class Shards:
     async def compile_grammar(self, kind: GrammarType, text: str) -> None:
         """Compile a grammar on every rank, beside the steps."""
         request = wire.encode_grammar(kind, text)
-        await self._fan_out("CompileGrammar", request, pb.CompileGrammarResponse, GRAMMAR_TIMEOUT_SECONDS)
+        await self._fan_out("CompileGrammar", request, pb.CompileGrammarResponse.FromString, GRAMMAR_TIMEOUT_SECONDS)
 
     async def encode(self, task: EncoderTask, inputs: Sequence[EncoderInput]) -> EncoderResult:
         """Have texts read whole by an encoder, which is one rank."""
         request = encoder_wire.encode_inputs(task, inputs)
-        [response] = await self._fan_out("Encode", request, pb.EncodeResponse, STEP_TIMEOUT_SECONDS)
+        [response] = await self._fan_out("Encode", request, pb.EncodeResponse.FromString, STEP_TIMEOUT_SECONDS)
         return encoder_wire.decode_rows(response)
 
     def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> Awaitable[None]:
         """Send that one cached batch is dropped, or all are."""
         request = pb.ClearCacheRequest(id=batch_id, step_seq=step_seq)
-        return self._done(self._send(Method.CLEAR_CACHE, request, pb.ClearCacheResponse))
+        return self._done(self._send(Method.CLEAR_CACHE, request, pb.ClearCacheResponse.FromString))
 
     async def _done(self, calls: Sequence[Awaitable[pb.ClearCacheResponse]]) -> None:
         await self._answers(calls)
@@ -259,17 +268,20 @@ class Shards:
     def _block_size(self) -> int:
         return self.infos[-1].block_size
 
-    async def _results(self, calls: Sequence[Awaitable[wire.StepResponse]]) -> tuple[StepResult, ...]:
-        return tuple(wire.decode_result(response) for response in await self._answers(calls))
+    def _results(self, calls: Sequence[Awaitable[Results]]) -> Awaitable[Results]:
+        return calls[0] if len(calls) == 1 else self._joined(calls)  # one rank: no task has to wake up for a step
 
-    def _send(self, method: Method, request: Message, response: type[T]) -> list[Awaitable[T]]:
+    async def _joined(self, calls: Sequence[Awaitable[Results]]) -> Results:
+        return tuple(result for results in await self._answers(calls) for result in results)
+
+    def _send(self, method: Method, request: Message, parse: Parse[T]) -> list[Awaitable[T]]:
         """Encode once and send without yielding to the event loop: what was planned is what is sent."""
         payload = request.SerializeToString()
-        return [client.step(method, payload, response) for client in self.clients]
+        return [client.step(method, payload, parse) for client in self.clients]
 
-    async def _fan_out(self, method: str, request: Message, response: type[T], timeout: float | None = None) -> list[T]:
+    async def _fan_out(self, method: str, request: Message, parse: Parse[T], timeout: float | None = None) -> list[T]:
         payload = request.SerializeToString()
-        return await self._answers([client.call(method, payload, response, timeout) for client in self.clients])
+        return await self._answers([client.call(method, payload, parse, timeout) for client in self.clients])
 
     async def _answers(self, calls: Sequence[Awaitable[T]]) -> list[T]:
         """Wait for every rank; the lowest rank's failure is raised, a dead shard before a failed step."""

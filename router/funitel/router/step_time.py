@@ -36,6 +36,9 @@ MOST_TAIL = 1.5  # noise beyond this is not paid for by smaller chunks
 PROBE_STEPS = 50
 PROBE_RATIO = 1.5
 
+# Plain steps are alike: what they cost is worked out for every fourth, for that takes longer than all else of a plan.
+PLAIN_PATIENCE = 4
+
 # Features near 1 are learnt best; a usual value of each.
 _DECODES, _DECODE_CONTEXT = 8, 8192
 _TOKENS, _ATTENDED, _CONTEXT = 32, 32768, 1024
@@ -51,7 +54,7 @@ class StepTimeModel:
     def __init__(self, target_gap_seconds: float | None = None) -> None:
         self.target_gap_seconds = target_gap_seconds
         self.longest_plain_seconds: float | None = None  # of a plain step that took longer than the target by itself
-        self._plain = LeastSquares(3)
+        self._plain = LeastSquares(3, PLAIN_PATIENCE)
         self._plain_tail = _Tail()
         self._last_plain_decodes = 0  # sequences of the last plain step
         self._steps_since_plain = 0

@@ -1,40 +1,80 @@
-"""A histogram and a summary cheap enough to be told of every token: plain sums, no locks. Event loop only.
+"""Counters, histograms and a summary cheap enough for every token and step: plain sums, no locks. Event loop only.
 
-prometheus_client's own take some microseconds for each observation; its registry collects these as well.
+prometheus_client's own take some microseconds for each observation; its registry collects these as well. One with a
+label keeps a series for each of its values.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.core import HistogramMetricFamily, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 
-class HistogramTally(Collector):
-    """How many observations fell up to each bound; exposed as prometheus_client's Histogram without labels is."""
+class CounterTally(Collector):
+    """A sum that only grows; exposed as prometheus_client's Counter is."""
 
-    def __init__(self, name: str, help: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
-        """Register; `bounds` ascend, the bucket without one is added."""
+    def __init__(self, name: str, help: str, registry: CollectorRegistry, label: str | None = None) -> None:
+        """Register."""
         self._name, self._help = name, help
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
+        self._labels = [label] if label else []
+        self._sums: dict[str, float] = {} if label else {"": 0.0}
         registry.register(self)
 
-    def observe(self, value: float) -> None:
-        """Note one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def inc(self, amount: float = 1, series: str = "") -> None:
+        """Add; `series` is the value of the label, if there is one."""
+        self._sums[series] = self._sums.get(series, 0.0) + amount
 
     def collect(self) -> Iterable[Metric]:
         """What the registry shows."""
-        buckets, total = [], 0
-        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            total += count
-            buckets.append((floatToGoString(bound), float(total)))  # type: ignore[no-untyped-call]
-        yield HistogramMetricFamily(self._name, self._help, buckets, self._sum)
+        family = CounterMetricFamily(self._name, self._help, labels=self._labels)
+        for series, value in self._sums.items():
+            family.add_metric([series] if self._labels else [], value)
+        yield family
+
+
+class HistogramTally(Collector):
+    """How many observations fell up to each bound; exposed as prometheus_client's Histogram is."""
+
+    def __init__(
+        self,
+        name: str,
+        help: str,
+        bounds: Sequence[float],
+        registry: CollectorRegistry,
+        label: str | None = None,
+    ) -> None:
+        """Register; `bounds` ascend, the bucket without one is added."""
+        self._name, self._help = name, help
+        self._bounds = tuple(bounds)
+        self._labels = [label] if label else []
+        self._series: dict[str, list[float]] = {} if label else {"": self._nothing()}
+        registry.register(self)
+
+    def _nothing(self) -> list[float]:
+        """A count for each bucket, then the sum."""
+        return [0] * (len(self._bounds) + 1) + [0.0]
+
+    def observe(self, value: float, series: str = "") -> None:
+        """Note one value; `series` is the value of the label, if there is one."""
+        counts = self._series.get(series)
+        if counts is None:
+            counts = self._series[series] = self._nothing()
+        counts[bisect_left(self._bounds, value)] += 1
+        counts[-1] += value
+
+    def collect(self) -> Iterable[Metric]:
+        """What the registry shows."""
+        family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
+        for series, (*counts, total) in self._series.items():
+            buckets, reached = [], 0.0
+            for bound, count in zip((*self._bounds, float("inf")), counts, strict=True):
+                reached += count
+                buckets.append((floatToGoString(bound), reached))  # type: ignore[no-untyped-call]
+            family.add_metric([series] if self._labels else [], buckets, total)
+        yield family
 
 
 class SummaryTally(Collector):

@@ -1,8 +1,8 @@
 """The decoder of `decoder.py` by the fused step: the same call, the same results."""
 
 import ctypes
+from array import array
 
-import numpy as np
 import torch
 
 from funitel.model_server.batch import ForwardBatch
@@ -70,12 +70,13 @@ class FusedDecoder:
         x = torch.empty(batch.num_tokens, self._hidden_size)
         partial = torch.empty_like(x) if self._parallel.size > 1 else x
         logits = torch.empty(num_logits, self._local_vocab)
-        blocks = [row.block_table[: -(-row.end // self.block_size)] for row in batch.rows]
-        starts = np.array([row.start for row in batch.rows], dtype=np.int32)
-        lengths = np.array([len(row.tokens) for row in batch.rows], dtype=np.int32)
-        sizes = np.array([len(table) for table in blocks], dtype=np.int32)
-        table_starts = (np.cumsum(sizes) - sizes).astype(np.int32)
-        tables = np.concatenate(blocks).astype(np.int32, copy=False)
+        # Arrays of Python's own: for few rows these cost a fraction of what numpy's do.
+        starts = array("i", [row.start for row in batch.rows])
+        lengths = array("i", [len(row.tokens) for row in batch.rows])
+        tables, table_starts = array("i"), array("i")
+        for row in batch.rows:
+            table_starts.append(len(tables))
+            tables.frombytes(row.block_table[: -(-row.end // self.block_size)].tobytes())
         request = Batch(
             num_tokens=batch.num_tokens,
             num_rows=len(batch.rows),
@@ -83,10 +84,10 @@ class FusedDecoder:
             logits_stride=self._local_vocab,
             token_ids=batch.input_ids.data_ptr(),
             logit_indices=batch.logit_indices.data_ptr(),
-            starts=starts.ctypes.data,
-            lengths=lengths.ctypes.data,
-            blocks=tables.ctypes.data,
-            table_starts=table_starts.ctypes.data,
+            starts=_address(starts),
+            lengths=_address(lengths),
+            blocks=_address(tables),
+            table_starts=_address(table_starts),
             pool=cache.pool.data_ptr(),
             x=x.data_ptr(),
             partial=partial.data_ptr(),
@@ -97,3 +98,7 @@ class FusedDecoder:
             self._parallel.all_reduce(x if self.program.reduced_at(at) is Buffer.X else partial)
             at = self._engine.run(request, at)
         return self._parallel.gather_columns(logits, self._vocab_size) if num_logits else None
+
+
+def _address(values: "array[int]") -> int:
+    return values.buffer_info()[0]

@@ -1,0 +1,105 @@
+"""Where the jobs of calls are computed: on the event loop's own thread, or on one beside it.
+
+On a CPU the model wants every core it is given. A second thread that reads, describes and sends beside it takes one
+away, and on a crowded core an answer waits until the kernel lets that thread run. So there a loop of its own turns on
+the compute thread (`ComputeLoop`): a call is read, computed and answered without a hand-over. The compute thread of a
+GPU waits for its device, and describing beside it costs nothing.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor as ThreadExecutor
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+import uvloop
+
+T = TypeVar("T")
+
+
+class Lane(Protocol):
+    """Runs jobs one by one in the order they come; used on one event loop, on which it tells what came of them."""
+
+    def run(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
+        """Run `job` after all before it; then call `done` with what it returned, or `failed` with what it raised."""
+
+
+class BesideLane:
+    """Jobs run on the one thread of `compute`; the next is at hand there before the last has ended."""
+
+    def __init__(self, compute: ThreadExecutor) -> None:
+        self._compute = compute
+
+    def run(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
+        """See `Lane`."""
+        loop = asyncio.get_running_loop()
+
+        def compute() -> None:
+            try:
+                result = job()
+            except Exception as error:
+                loop.call_soon_threadsafe(failed, error)
+            else:
+                loop.call_soon_threadsafe(done, result)
+
+        self._compute.submit(compute)
+
+
+class OwnLane:
+    """Jobs run on the event loop's thread, one a turn: what one has answered is sent before the next begins."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[Callable[[], None]] = deque()
+
+    def run(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
+        """See `Lane`."""
+
+        def compute() -> None:
+            try:
+                result = job()
+            except Exception as error:
+                failed(error)
+            else:
+                done(result)
+
+        self._jobs.append(compute)
+        if len(self._jobs) == 1:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        try:
+            self._jobs[0]()
+        finally:
+            self._jobs.popleft()
+            if self._jobs:
+                asyncio.get_running_loop().call_soon(self._turn)
+
+
+class ComputeLoop:
+    """An event loop that turns on the one thread of `compute` from `start` to `stop`."""
+
+    def __init__(self, compute: ThreadExecutor) -> None:
+        self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+        self._compute = compute
+        self._ended: Future[None] | None = None
+
+    def start(self) -> None:
+        """Begin to turn, after what was submitted to the thread before."""
+        self._ended = self._compute.submit(self._turn)
+
+    def _turn(self) -> None:
+        self.loop.run_forever()
+        self.loop.close()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there; awaited on another loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
+
+    async def stop(self) -> None:
+        """End it after the job under way; what was answered has been sent."""
+        if self._ended is None:
+            self.loop.close()
+            return
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        await asyncio.wrap_future(self._ended)
