@@ -76,7 +76,8 @@ class Servicer(ShardServicer):
         def tell(outcome: R | FunitelError) -> None:
             here.call_soon_threadsafe(settle, outcome)
 
-        self._calls.loop.call_soon_threadsafe(call, request, Reply(tell, tell))
+        reply: Reply[R] = Reply(tell, tell)
+        self._calls.loop.call_soon_threadsafe(call, request, reply)
         try:
             return await answered
         except FunitelError as error:
