@@ -61,9 +61,9 @@ def test_what_would_change_the_answer_is_one_line_and_exit_code_1(
 
 def test_what_changes_nothing_is_one_line_of_the_log_and_the_start_goes_on() -> None:
     argv = ("--model-id", "/nowhere", "--cuda-graphs", "0", "--env", "--shard-uds-path", "/tmp/funitel-test-flags")
-    result = run("funitel", *argv, environ={"TRUST_REMOTE_CODE": "true"})
+    result = run("funitel", *argv, environ={"USAGE_STATS": "off"})
     assert result.stderr.count("--cuda-graphs 0 is accepted and changes nothing: ") == 1
-    assert result.stderr.count("TRUST_REMOTE_CODE=true is accepted and changes nothing: ") == 1
+    assert result.stderr.count("USAGE_STATS=off is accepted and changes nothing: ") == 1
     assert "Runtime environment:" in result.stderr
     assert "Python: 3." in result.stderr
     assert result.returncode == 1

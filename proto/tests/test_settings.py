@@ -303,6 +303,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "num_threads": st.none() | COUNT,
     "most_threads": st.none() | COUNT,
     "thread_spin_us": st.none() | st.integers(0, MOST_SPIN_US),
+    "trust_remote_code": st.booleans(),
     "cores": st.none() | st.frozensets(st.integers(0, 300), min_size=1).map(Cores),
     "memory_node": st.none() | st.integers(0, MOST_NODES - 1),
     "prefill_chunking": st.booleans(),

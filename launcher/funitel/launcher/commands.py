@@ -103,9 +103,9 @@ def router_environ(settings: ResolvedSettings, environ: Environ) -> dict[str, st
 
 
 def _unremarked(environ: Environ) -> dict[str, str]:
-    """Leave out the variables of which the launcher has said that they have no effect: once is enough."""
-    said = {row.env for row in INERT if "launcher" in (*row.flag, *row.variable)}
-    return {name: value for name, value in environ.items() if name not in said}
+    """Leave out variables without effect, which the launcher has remarked on; what shards honour they get as a flag."""
+    inert = {row.env for row in INERT}
+    return {name: value for name, value in environ.items() if name not in inert}
 
 
 def _hub(settings: LauncherSettings, environ: Environ) -> dict[str, str]:

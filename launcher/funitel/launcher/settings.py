@@ -65,6 +65,7 @@ class LauncherSettings:
         "model_spec",
         "JSON file that describes the model, instead of what its architecture says; see docs/models.md.",
     )
+    trust_remote_code: bool = _shard("trust_remote_code", "Run the code that comes with a model no other way serves.")
     rope_scaling: str | None = _shard(
         "rope_scaling",
         "How rotary positions are stretched, instead of as the checkpoint says; linear when only a factor is given.",

@@ -23,7 +23,7 @@ class AttentionBackend(Protocol):
         """Prepare what every layer of a step shares."""
 
     def attend(self, query: torch.Tensor, cache: KVCache, layer: int, plan: Any, rule: "AttentionRule") -> torch.Tensor:
-        """Attend queries [num_tokens, num_heads, head_dim] to the cache; same shape back.
+        """Attend queries [num_tokens, num_heads, head_dim] to the cache; back come as many heads of the values' size.
 
         Keys and values of the step's own tokens are already written.
         """
@@ -37,6 +37,7 @@ class AttentionRule:
     window: int | None = None  # in tokens, None for full
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     slopes: torch.Tensor | None = None  # [num_heads]: scores grow by slope * (key's position - query's position)
+    sinks: torch.Tensor | None = None  # [num_heads]: the score of one key more, which has no value
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,8 @@ class TorchAttention:
         self, query: torch.Tensor, cache: KVCache, layer: int, plan: TorchPlan, rule: AttentionRule
     ) -> torch.Tensor:
         """See AttentionBackend."""
-        out = torch.empty_like(query)
         keys, values = cache.keys[layer], cache.values[layer]
+        out = query.new_empty(*query.shape[:2], values.shape[3])
         for group in plan.groups:
             self._attend_group(query, keys, values, group, rule, out)
         for chunk in plan.chunks:
@@ -132,7 +133,7 @@ class TorchAttention:
         k = keys.index_select(0, group.blocks).view(num_rows, -1, num_kv, dim).transpose(1, 2)
         v = k
         if values is not keys:
-            v = values.index_select(0, group.blocks).view(num_rows, -1, num_kv, dim).transpose(1, 2)
+            v = values.index_select(0, group.blocks).view(num_rows, -1, num_kv, values.shape[3]).transpose(1, 2)
         # The query heads that share a KV head stand in as queries of one head: no copy of K and V per query head.
         q = query[group.start : group.end].view(num_rows, num_kv, -1, dim)  # [rows, kv_heads, heads_per_kv, dim]
         slots = torch.arange(k.shape[2], device=self.device)
@@ -143,8 +144,9 @@ class TorchAttention:
         if rule.slopes is not None:
             distances = (slots - group.contexts + 1)[:, None, None]
             mask = (rule.slopes.view(num_kv, -1, 1) * distances).masked_fill_(~mask, -torch.inf).to(q.dtype)
-        attended = _attend(q, k, v, mask, rule)
-        out[group.start : group.end] = attended.reshape(num_rows, -1, dim)
+        sinks = None if rule.sinks is None else rule.sinks.view(num_kv, -1, 1)  # as the queries lie
+        attended = _attend(q, k, v, mask, rule, sinks)
+        out[group.start : group.end] = attended.reshape(num_rows, -1, values.shape[3])
 
     def _attend_chunk(
         self,
@@ -155,17 +157,18 @@ class TorchAttention:
         rule: AttentionRule,
         out: torch.Tensor,
     ) -> None:
-        num_kv, dim = keys.shape[2], keys.shape[3]
-        k = keys.index_select(0, chunk.blocks).view(-1, num_kv, dim)[: chunk.context].transpose(0, 1)[None]
-        v = values.index_select(0, chunk.blocks).view(-1, num_kv, dim)[: chunk.context].transpose(0, 1)[None]
+        num_kv = keys.shape[2]
+        k = keys.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.context].transpose(0, 1)[None]
+        v = values.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.context].transpose(0, 1)[None]
         q = query[chunk.start : chunk.end].transpose(0, 1)[None]  # [1, num_heads, chunk, dim]
-        is_plain = rule.window is None and rule.softcap is None and rule.slopes is None
+        is_plain = rule.window is None and rule.softcap is None and rule.slopes is None and rule.sinks is None
         if chunk.first_position == 0 and is_plain:
             attended = F.scaled_dot_product_attention(
                 q, k, v, is_causal=True, scale=rule.scale, enable_gqa=q.shape[1] != num_kv
             )
         else:
-            attended = _attend(q, k, v, self._chunk_mask(chunk, rule, q.dtype), rule)
+            sinks = None if rule.sinks is None else rule.sinks.view(-1, 1, 1)
+            attended = _attend(q, k, v, self._chunk_mask(chunk, rule, q.dtype), rule, sinks)
         out[chunk.start : chunk.end] = attended[0].transpose(0, 1)
 
     def _chunk_mask(self, chunk: _Chunk, rule: AttentionRule, dtype: torch.dtype) -> torch.Tensor:
@@ -188,15 +191,28 @@ class TorchAttention:
 
 
 def _attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, rule: AttentionRule
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    rule: AttentionRule,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend queries [rows, num_heads, tokens, head_dim]; `mask` is added to scores, or says which of them count."""
+    """Attend queries [rows, num_heads, tokens, head_dim]; `mask` is added to scores, or says which of them count.
+
+    `sinks` are those of the rule, as scores [rows, num_heads, tokens, 1] take them.
+    """
     group = query.shape[1] // keys.shape[1]
-    if rule.softcap is None:
+    if rule.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, scale=rule.scale, enable_gqa=group != 1
         )
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    scores = rule.softcap * torch.tanh(query @ keys.transpose(-1, -2) * (rule.scale / rule.softcap))
+    scores = query @ keys.transpose(-1, -2) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
     scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else scores + mask
-    return scores.softmax(dim=-1) @ values
+    if sinks is None:
+        return scores.softmax(dim=-1) @ values
+    scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:3], 1)), dim=-1)
+    return scores.softmax(dim=-1)[..., :-1] @ values

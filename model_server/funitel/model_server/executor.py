@@ -17,14 +17,14 @@ import torch
 from funitel.model_server.batch import ForwardBatch, RowSpan
 from funitel.model_server.decoder import Forward
 from funitel.model_server.grammar import GrammarCompiler, GrammarState, TokenMasks
-from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.kv_cache import KVCache, Pools
 from funitel.model_server.memory import pool_bytes
-from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.sampler import SampledToken, SamplingState, sample, token_logprobs
 from funitel.model_server.scores import ScoreMath, TorchScores
 from funitel.model_server.sequences import Row, SequenceTable
 from funitel.model_server.settling import Settled, Settler
-from funitel.model_server.spec import ModelSpec
+from funitel.model_server.spec import ModelFacts
 from funitel.model_server.text import Detokenizer, StopMatcher, TextCodec
 from funitel.model_server.watermark import Watermark
 from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError, ShardFailed, UnknownBatch
@@ -83,8 +83,9 @@ class Executor:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: ModelFacts,
         decoder: Forward,
+        pools: Pools,
         codec: TextCodec,
         parallel: TensorParallel,
         options: ExecutorOptions,
@@ -96,7 +97,7 @@ class Executor:
         self.parallel = parallel
         self.options = options
         self.scores = scores or TorchScores()
-        self.heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+        self.pools = pools
         self.max_prefill_tokens = spec.max_position_embeddings
         self._cache: KVCache | None = None
         self._batches: dict[int, list[Row]] = {}
@@ -554,13 +555,12 @@ class Executor:
         if max_input >= max_total:
             raise SettingsError(f"--max-input-tokens {max_input} must be < --max-total-tokens {max_total}")
         self._table = SequenceTable(max_blocks=-(-context // self.options.block_size) + 1)
-        block_bytes = self._block_bytes(self.spec.num_kv_heads)
         return WarmupResult(
             pool_tokens=pool_tokens,
             max_input_tokens=max_input,
             max_total_tokens=max_total,
             kv_bytes=self._pool.num_bytes,
-            total_kv_bytes=self._pool.num_blocks * block_bytes,
+            total_kv_bytes=self._pool.num_blocks * self.pools.total_bytes_per_block,
         )
 
     def _rehearse(self, starts: Sequence[SequenceStart]) -> None:
@@ -580,7 +580,7 @@ class Executor:
         if not spans:
             raise InvalidRequest("Warmup needs at least one prompt token")
         with torch.inference_mode():
-            self._cache = self._make_pool(block)
+            self._cache = self.pools.make(block)
             self.decoder(ForwardBatch.build(spans, size, self.options.device), self._cache)
         self._cache = None
 
@@ -590,7 +590,7 @@ class Executor:
         free = pool_bytes(options.device, options.memory_fraction, self.parallel)
         # Ranks hold different heads and read free memory at different moments: agree before anything may be refused.
         # Block 0 is never a sequence's.
-        num_blocks = self.parallel.smallest(free // self._block_bytes(self.heads.num_kv_heads) - 1)
+        num_blocks = self.parallel.smallest(free // self.pools.bytes_per_block - 1)
         if limits.max_batch_total_tokens is not None:
             asked = limits.max_batch_total_tokens // size
             if asked > num_blocks:
@@ -605,19 +605,12 @@ class Executor:
             num_blocks = asked
         if num_blocks < 1:
             raise NotEnoughMemory(f"{free} bytes are left for the KV pool, less than one block of {size} tokens")
-        self._cache = self._make_pool(num_blocks + 1)
+        self._cache = self.pools.make(num_blocks + 1)
         logger.info("KV pool tokens=%d bytes=%d dtype=%s", num_blocks * size, self._pool.num_bytes, options.dtype)
         if options.step_bytes is not None:
             most = self.max_prefill_tokens
             logger.info("memory predicted_step_bytes=%d most_tokens=%d", options.step_bytes(most), most)
         return num_blocks * size
-
-    def _make_pool(self, num_blocks: int) -> KVCache:
-        options = self.options
-        return KVCache(self.spec, self.heads, num_blocks, options.block_size, options.dtype, options.device)
-
-    def _block_bytes(self, num_kv_heads: int) -> int:
-        return KVCache.bytes_per_block(self.spec, num_kv_heads, self.options.block_size, self.options.dtype)
 
 
 def _within(pending: int, asked: int | None) -> int:

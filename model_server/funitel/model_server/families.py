@@ -7,21 +7,33 @@ from funitel.model_server.spec_file import check_types
 from funitel.proto.errors import UnsupportedModel
 
 
+class NoRow(UnsupportedModel):
+    """No row of the table describes the model, for the reason `why`; transformers may run it."""
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
 def spec_of(config: Config) -> ModelSpec:
     """Derive the spec of a checkpoint from its `config.json`.
 
     Raises:
-        UnsupportedModel: the architecture, or a choice it makes, is in no row of the table, or a field is missing.
+        NoRow: the architecture, or a choice it makes, is in no row of the table.
+        UnsupportedModel: a field is missing, or has a value of the wrong kind.
     """
     architectures = config.get("architectures") or []
     family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
     if family is None:
-        raise UnsupportedModel(
+        raise NoRow(
             f"architecture {', '.join(architectures) or 'not named in config.json'} is not supported: docs/models.md "
-            f"lists the {len(FAMILIES)} that are, and --model-spec can describe another"
+            f"lists the {len(FAMILIES)} that are, and --model-spec can describe another",
+            why="no row of the table is for it",
         )
     try:
         spec = family.spec(config)
+    except UnsupportedModel as error:
+        raise NoRow(error.message, why=error.message) from error
     except KeyError as error:
         raise UnsupportedModel(f"config.json of {architectures[0]} lacks the field {error.args[0]!r}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:

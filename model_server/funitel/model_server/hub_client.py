@@ -17,7 +17,8 @@ from huggingface_hub.errors import (
 from funitel.model_server.catalogue import CATALOGUE
 from funitel.proto.errors import StartupError, WeightsError
 
-_WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
+# Code is run with --trust-remote-code only, by shards.
+_WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "*.py"]
 _PICKLES = ["*.bin", "*.pt", "*.pth"]  # fetched where there are no safetensors
 _UNWANTED_FILES = ["*/*", "consolidated*", "*args*", "*arguments*", "*training*", "*optimizer*", "*scheduler*"]
 

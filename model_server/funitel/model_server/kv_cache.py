@@ -1,5 +1,8 @@
 """The KV pool: keys and values of every layer in blocks of `block_size` tokens."""
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import numpy as np
 import torch
 
@@ -58,6 +61,50 @@ class KVCache:
 
 def _num_parts(spec: ModelSpec) -> int:
     return 1 if spec.latent is not None else 2
+
+
+class Pools(Protocol):
+    """How this rank's pool of a model is made."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Memory of a block on this rank."""
+
+    @property
+    def total_bytes_per_block(self) -> int:
+        """Memory of a block of the whole model, not split."""
+
+    def make(self, num_blocks: int) -> KVCache:
+        """A pool of zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpecPools:
+    """The pools of a model that a spec describes."""
+
+    spec: ModelSpec
+    heads: HeadSplit
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_block(self) -> int:
+        """See Pools."""
+        return KVCache.bytes_per_block(self.spec, self.heads.num_kv_heads, self.block_size, self.dtype)
+
+    @property
+    def total_bytes_per_block(self) -> int:
+        """See Pools."""
+        return KVCache.bytes_per_block(self.spec, self.spec.num_kv_heads, self.block_size, self.dtype)
+
+    def make(self, num_blocks: int) -> KVCache:
+        """See Pools."""
+        return KVCache(self.spec, self.heads, num_blocks, self.block_size, self.dtype, self.device)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,11 +13,13 @@ from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.tiers import MADE, Tier, choose_tier
 from funitel.model_server.decoders import Loaded, load_fused, load_torch
 from funitel.model_server.executor import Executor, ExecutorOptions
+from funitel.model_server.families import NoRow
 from funitel.model_server.hub import is_outdated
+from funitel.model_server.kv_cache import Pools, SpecPools
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.quantization import check_flag
 from funitel.model_server.settings import ModelServerSettings
-from funitel.model_server.spec import ModelSpec, Position
+from funitel.model_server.spec import ModelFacts, ModelSpec, Position
 from funitel.model_server.spec_command import choose_spec
 from funitel.model_server.text import TextCodec
 from funitel.model_server.watermark import Watermark
@@ -35,7 +38,10 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     """
     device = choose_device(settings.device, settings.rank)
     set_threads(settings.num_threads or settings.most_threads)
-    spec = _stretched(choose_spec(settings.model_spec, folder), settings)
+    try:
+        spec = _stretched(choose_spec(settings.model_spec, folder), settings)
+    except NoRow as no_row:
+        return _load_fallback(settings, folder, no_row, device)
     HeadSplit.of(spec.num_heads, spec.num_kv_heads, settings.world_size, settings.rank)  # refuses too many ranks
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.names.prefix)
     tier = None
@@ -51,21 +57,54 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     parallel = _join(settings, device)
     loaded = load_fused(settings, spec, weights, parallel, tier) if tier is not None else None
     loaded = loaded or load_torch(settings, spec, weights, parallel)
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+    pools = SpecPools(spec, heads, settings.block_size, loaded.kv_dtype, device)
     options = _options(settings, device, loaded, eos_token_ids)
+    return _finish(settings, folder, spec, loaded, pools, codec, options)
+
+
+def _load_fallback(
+    settings: ModelServerSettings, folder: Path, no_row: NoRow, device: torch.device
+) -> tuple[Executor, ShardInfo]:
+    """Load a model that no row of the table describes."""
+    # transformers' models: seconds to import, not wanted for those of the table
+    from funitel.model_server.fallback.loading import load_fallback
+
+    codec = TextCodec(folder)
+    eos_token_ids = find_eos(folder, codec)
+    model = load_fallback(settings, folder, no_row, choose_dtype(settings.dtype, device), device)
+    settings = replace(
+        settings,
+        block_size=model.pools.block_size,
+        prefill_chunking=settings.prefill_chunking and model.takes_chunks,
+        prefix_caching=settings.prefix_caching and model.shares_prefixes,
+    )
+    options = _options(settings, device, model.loaded, eos_token_ids)
+    return _finish(settings, folder, model, model.loaded, model.pools, codec, options)
+
+
+def _finish(
+    settings: ModelServerSettings,
+    folder: Path,
+    spec: ModelFacts,
+    loaded: Loaded,
+    pools: Pools,
+    codec: TextCodec,
+    options: ExecutorOptions,
+) -> tuple[Executor, ShardInfo]:
     logger.info(
         "loaded model=%s architecture=%s device=%s step=%s precision=%s threads=%d collectives=%s weight_bytes=%d",
         folder,
         spec.architecture,
-        device,
+        options.device,
         loaded.name,
         loaded.precision,
         loaded.num_threads,
         loaded.parallel.name,
         loaded.footprint.held_bytes,
     )
-    return Executor(spec, loaded.decoder, codec, loaded.parallel, options, loaded.scores), _info(
-        settings, options, loaded
-    )
+    executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, loaded.scores)
+    return executor, _info(settings, options, loaded)
 
 
 def _stretched(spec: ModelSpec, settings: ModelServerSettings) -> ModelSpec:

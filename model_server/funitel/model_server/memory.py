@@ -18,15 +18,22 @@ def pool_bytes(device: torch.device, fraction: float, parallel: TensorParallel) 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, free - int((1 - fraction * GPU_SHARE) * total))
+        return pool_share(device, free_bytes(device), fraction, 1)
     hosts = parallel.exchange(socket.gethostname())
-    neighbours = hosts.count(hosts[parallel.rank])
-    return int(_host_free_bytes() * CPU_SHARE * fraction / neighbours)
+    return pool_share(device, free_bytes(device), fraction, hosts.count(hosts[parallel.rank]))
 
 
-def _host_free_bytes() -> int:
-    """Memory this process can still get: of the host, or of its control group if that allows less."""
+def pool_share(device: torch.device, free: int, fraction: float, num_ranks: int) -> int:
+    """Bytes that the pool of each of `num_ranks` on a device may take of the `free` ones."""
+    if device.type == "cuda":
+        return max(0, free - int((1 - fraction * GPU_SHARE) * torch.cuda.mem_get_info(device)[1]))
+    return max(0, int(free * CPU_SHARE * fraction / num_ranks))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory this process can still get: of a GPU, of the host, or of its control group if that allows less."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     group = Path("/sys/fs/cgroup")

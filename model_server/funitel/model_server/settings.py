@@ -163,6 +163,7 @@ class ModelServerSettings:
     model_spec: str | None = setting(
         None, "JSON file that describes the model, instead of what its architecture says; see docs/models.md."
     )
+    trust_remote_code: bool = setting(False, "Run the code that comes with a model no other way serves.")
     sharded: bool = setting(False, "Join the other ranks through torch.distributed.", env=None)
     rank: int = setting(0, "Tensor-parallel rank of this shard.")
     world_size: int = setting(1, "Number of shards of the model.")

@@ -6,6 +6,7 @@ of them. No torch here.
 
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Protocol
 
 from funitel.model_server.spec_names import TensorNames
 
@@ -133,6 +134,22 @@ class ExpertsSpec:
     num_chosen_groups: int = 1
     group_depth: int = 1  # best experts of a group that rank it, by the sum of their scores
     shared_size: int = 0  # hidden units of an MLP that all tokens pass besides; 0: none
+
+
+class ModelFacts(Protocol):
+    """What is to be known of any model besides how to compute it."""
+
+    @property
+    def architecture(self) -> str:
+        """The name of its class in transformers."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids there are."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The longest sequence, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

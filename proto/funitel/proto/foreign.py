@@ -79,9 +79,9 @@ _ON_SHARDS: tuple[Program, ...] = ("launcher", "shard")
 INERT: tuple[Inert, ...] = (
     Inert(
         name="trust_remote_code",
-        flag=(*_CHILDREN, "quantize"),
+        flag=("router", "download", "quantize"),
         kind=bool,
-        why="code of a repository is never run; a model that needs its own code is refused",
+        why="only shards run the code that comes with a model",
     ),
     Inert(
         name="cuda_graphs",

@@ -1,0 +1,198 @@
+"""Checkpoint folder -> a model of transformers that steps like ours, by the way of serving it that computes right."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from funitel.model_server.checkpoint import read_json
+from funitel.model_server.decoders import Loaded
+from funitel.model_server.fallback.attention import Unsuited
+from funitel.model_server.fallback.keepers import choose_keeper
+from funitel.model_server.fallback.model import first_line, load_model, named, read_config
+from funitel.model_server.fallback.packed import PackedModel
+from funitel.model_server.fallback.pool import FallbackPools
+from funitel.model_server.fallback.stacked import StackedModel
+from funitel.model_server.fallback.trial import check_steps, expected_logits
+from funitel.model_server.families import NoRow
+from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.scores import TorchScores
+from funitel.model_server.settings import ModelServerSettings
+from funitel.proto.errors import SettingsError, UnsupportedModel
+
+logger = logging.getLogger(__name__)
+
+# What configurations call the longest sequence. A state has no end: there the tokenizer's word counts, or this bound.
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length")
+_UNBOUNDED_CONTEXT = 8192  # tokens
+
+Way = Callable[[Any], PackedModel | StackedModel]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FallbackModel:
+    """A loaded model with what the rest of the shard must know of it. See `ModelFacts` for the first two."""
+
+    vocab_size: int
+    max_position_embeddings: int
+    architecture: str
+    loaded: Loaded
+    pools: FallbackPools
+    takes_chunks: bool  # of prompts, in several steps
+    shares_prefixes: bool
+
+
+@dataclass(slots=True)
+class WeightCount:
+    """See `Footprint`."""
+
+    held_bytes: int
+    sharded_bytes: int = 0
+    total_sharded_bytes: int = 0
+
+
+def load_fallback(
+    settings: ModelServerSettings, folder: Path, no_row: NoRow, dtype: torch.dtype, device: torch.device
+) -> FallbackModel:
+    """Load the model in `folder`, which no row of the table describes.
+
+    Raises:
+        StartupError: it cannot be served, or not with these settings.
+    """
+    config = read_config(folder, no_row, trusts_code=settings.trust_remote_code)
+    _check(settings, no_row.why)
+    model = load_model(folder, config, dtype, device, trusts_code=settings.trust_remote_code)
+    text_config = config.get_text_config(decoder=True)
+    context = _context(text_config, folder)
+    forward, pools = _choose_way(model, text_config.vocab_size, context, settings.block_size, dtype, device)
+    weights = {p.data_ptr(): p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers())}
+    name = named(read_json(folder / "config.json"))
+    logger.info(
+        "%s runs through transformers (%s): %s; its weights are %s, as int8 and blocks are for the table's models",
+        name,
+        _HOW[forward.name],
+        no_row.why,
+        dtype,
+    )
+    return FallbackModel(
+        vocab_size=text_config.vocab_size,
+        max_position_embeddings=context,
+        architecture=name,
+        loaded=Loaded(
+            name=f"transformers-{forward.name}",
+            decoder=forward,
+            scores=TorchScores(),
+            precision=str(dtype),
+            kv_dtype=dtype,
+            num_threads=torch.get_num_threads(),
+            parallel=TensorParallel(device=device),
+            footprint=WeightCount(sum(weights.values())),
+        ),
+        pools=pools,
+        takes_chunks=forward.takes_chunks,
+        shares_prefixes=forward.shares_prefixes,
+    )
+
+
+_HOW = {
+    "packed": "its attention over our blocks, all rows in one forward",
+    "stacked": "padded batches, what it keeps of sequences handed to it",
+    "alone": "each sequence in a forward of its own",
+}
+
+
+def _check(settings: ModelServerSettings, reason: str) -> None:
+    """Raise SettingsError for what would change the answers and cannot be honoured here."""
+    if settings.world_size > 1:
+        raise SettingsError(
+            f"--num-shard {settings.world_size}: a model that runs through transformers is not split over shards "
+            f"({reason}); give --num-replicas to run more of it"
+        )
+    asked = (
+        ("--quantize", settings.quantize),
+        ("--rope-scaling", settings.rope_scaling),
+        ("--rope-factor", settings.rope_factor),
+    )
+    for flag, value in asked:
+        if value is not None:
+            raise SettingsError(f"{flag} {value} is not for models that run through transformers ({reason})")
+
+
+def _choose_way(
+    model: Any, vocab_size: int, context: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[PackedModel | StackedModel, FallbackPools]:
+    """The first way that computes by steps what the model computes at once, and the pools it needs.
+
+    Raises:
+        UnsupportedModel: none does.
+    """
+    short_context = _short_context(model.config.get_text_config(decoder=True))
+    ways: tuple[Way, ...] = (
+        lambda model: PackedModel(model, block_size, device, short_context),
+        lambda model: _stacked(model, device, is_alone=False),
+        lambda model: _stacked(model, device, is_alone=True),
+    )
+    former = model.config._attn_implementation
+    failures: list[str] = []
+    with torch.inference_mode():
+        prompts, expected = _expected(model, vocab_size, device)
+        for way in ways:
+            try:
+                forward = way(model)
+                pools = FallbackPools(forward.kept, forward.kept.fit_block(block_size, context, dtype), dtype, device)
+                check_steps(forward, pools, prompts, expected)
+            except Unsuited as error:
+                failures.append(str(error))
+            except Exception as error:  # the code is not ours
+                failures.append(f"its code fails: {first_line(error)}")
+            else:
+                if failures:
+                    logger.info("not computed in a faster way: %s", "; ".join(failures))
+                return forward, pools
+            model.set_attn_implementation(former)
+    raise UnsupportedModel(f"the model cannot be served through transformers: {'; '.join(failures)}")
+
+
+def _stacked(model: Any, device: torch.device, *, is_alone: bool) -> StackedModel:
+    keeper = choose_keeper(model, device)
+    if not keeper.takes_padding and not is_alone:
+        raise Unsuited("its code does not say how to pad")
+    return StackedModel(model, keeper, device, is_alone=is_alone)
+
+
+def _expected(model: Any, vocab_size: int, device: torch.device) -> tuple[list[list[int]], list[torch.Tensor]]:
+    try:
+        return expected_logits(model, vocab_size, device)
+    except Exception as error:  # the code is not ours
+        raise UnsupportedModel(f"the model's code in transformers fails: {first_line(error)}") from error
+
+
+def _context(config: Any, folder: Path) -> int:
+    """Longest sequence in tokens."""
+    known = (getattr(config, key, None) for key in _CONTEXT_KEYS)
+    found = next((value for value in known if isinstance(value, int) and value > 0), None)
+    if found is not None:
+        return found
+    try:
+        stated = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("model_max_length")
+    except (OSError, ValueError, AttributeError):
+        stated = None
+    return int(stated) if isinstance(stated, int) and 0 < stated <= _UNBOUNDED_CONTEXT else _UNBOUNDED_CONTEXT
+
+
+def _short_context(config: Any) -> int | None:
+    """The context up to which longrope turns by its short factors; None where positions alone say how to turn."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [given, *(value for value in given.values() if isinstance(value, dict))]
+    found = (kind for kind in kinds if kind.get("rope_type", kind.get("type")) == "longrope")
+    longrope = next(found, None)
+    if longrope is None:
+        return None
+    original = longrope.get("original_max_position_embeddings") or getattr(
+        config, "original_max_position_embeddings", None
+    )
+    return int(original) if original else None

@@ -1,0 +1,152 @@
+"""Architectures that are in no row of the table, through transformers over our blocks: a table of the worst errors.
+
+Usage: python -m funitel_testing.fallback [NAME ...]. A random tiny checkpoint of each, three prompts of uneven length
+in chunks beside each other and then 32 decode steps; every logit in float32 is held against transformers alone. The
+last line is one JSON object.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from funitel.model_server.fallback.loading import FallbackModel, load_fallback
+from funitel.model_server.families import NoRow
+from funitel.model_server.settings import ModelServerSettings
+from funitel_testing.forward_worker import BLOCK_SIZE, step_through
+from funitel_testing.zoo import CONTEXT, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB_SIZE, ZOO, Tiny, by_steps
+
+PROMPTS = (37, 5, 70)  # tokens: uneven, and longer than the windows
+NUM_DECODE = 32
+TOLERANCE = 1e-4
+
+_MODERN: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "max_position_embeddings": CONTEXT,
+}
+_HEAD_DIM = {"head_dim": 8}
+_MAMBA_PART = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_chunk_size": 16}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 48,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "short_mscale": 1.0,
+    "long_mscale": 1.2,
+    "factor": CONTEXT / 48,
+}
+
+
+def _tiny(kind: str, model: str = "", **config: Any) -> Tiny:
+    return Tiny(kind=kind, model=model, config={**_MODERN, **config}, attention="eager")
+
+
+def _bare(kind: str, **config: Any) -> Tiny:
+    return Tiny(kind=kind, config={"vocab_size": VOCAB_SIZE, **config}, attention="eager")
+
+
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+UNLISTED: Mapping[str, Tiny] = {
+    # all rows in one forward
+    "arcee": _tiny("Arcee"),
+    "helium": _tiny("Helium", **_HEAD_DIM),
+    "ernie": _tiny("Ernie4_5", **_HEAD_DIM, tie_word_embeddings=False),
+    "apertus": _tiny("Apertus"),
+    "seed-oss": _tiny("SeedOss", **_HEAD_DIM),
+    "exaone": _tiny("Exaone4", sliding_window=20, sliding_window_pattern=2),
+    "glm-moe": _tiny("Glm4Moe", **_HEAD_DIM, **_MOE, n_routed_experts=4, first_k_dense_replace=1),
+    "gpt-oss": _tiny("GptOss", **_HEAD_DIM, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
+    "nemotron": _tiny("Nemotron"),
+    "hunyuan": _tiny("HunYuanDenseV1", **_HEAD_DIM),
+    "phimoe": replace(_tiny("Phimoe", num_local_experts=4, rope_parameters=_LONGROPE), oracle=by_steps),
+    # in padded batches, for the attention is of their own
+    "codegen": _bare("CodeGen", n_embd=64, n_head=4, n_layer=2, n_positions=CONTEXT, rotary_dim=8),
+    "biogpt": Tiny(
+        kind="BioGpt",
+        config={key: value for key, value in _MODERN.items() if key != "num_key_value_heads"},
+        attention="eager",
+    ),
+    # with a state of their own
+    "mamba": _bare("Mamba", hidden_size=HIDDEN, state_size=8, num_hidden_layers=2),
+    "mamba2": _bare(
+        "Mamba2", hidden_size=48, state_size=8, num_hidden_layers=2, num_heads=4, head_dim=24, n_groups=2, chunk_size=16
+    ),
+    "falcon-mamba": _bare("FalconMamba", hidden_size=HIDDEN, state_size=8, num_hidden_layers=2),
+    "rwkv": _bare("Rwkv", hidden_size=HIDDEN, num_hidden_layers=3, context_length=CONTEXT, rescale_every=2),
+    "lfm2": _tiny("Lfm2", layer_types=["conv", "full_attention"]),
+    "jamba": _tiny(
+        "Jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_d_state=8, use_mamba_kernels=False
+    ),
+    "falcon-h1": _tiny("FalconH1", **_MAMBA_PART, mamba_d_ssm=96),
+    "bamba": _tiny("Bamba", **_MAMBA_PART, attn_layer_indices=[1]),
+    "qwen3-next": _tiny(
+        "Qwen3Next",
+        **_HEAD_DIM,
+        **_MOE,
+        num_experts=4,
+        shared_expert_intermediate_size=24,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+}
+
+
+def load(folder: Path, **settings: Any) -> FallbackModel:
+    """The model in `folder` through transformers, whether the table has a row for it or not."""
+    given = ModelServerSettings(model_id=str(folder), device="cpu", **{"block_size": BLOCK_SIZE, **settings})
+    return load_fallback(given, folder, NoRow("asked for", why="asked for"), torch.float32, torch.device("cpu"))
+
+
+def worst_error(tiny: Tiny, folder: Path, num_decode: int = NUM_DECODE) -> tuple[float, str]:
+    """The largest difference of any logit from transformers', and the way the model is served."""
+    theirs = tiny.save(folder)
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(0, VOCAB_SIZE, (n + num_decode,), generator=generator).tolist() for n in PROMPTS]
+    with torch.inference_mode():
+        expected = [tiny.oracle(theirs, ids, num_decode) for ids in prompts]
+    ours = load(folder)
+    assert ours.loaded.name.startswith("transformers-")
+    chunk = 11 if ours.takes_chunks else max(PROMPTS)
+    found = step_through(ours.loaded.decoder, ours.pools.make(200), prompts, num_decode, chunk)
+    errors = [float((mine - other).abs().max()) for mine, other in zip(found, expected, strict=True)]
+    return max(errors), ours.loaded.name
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    checkpoints = {**UNLISTED, "llama (forced)": ZOO["llama"]}
+    names = sys.argv[1:] or list(checkpoints)
+    print(f"transformers {transformers.__version__}\n{'checkpoint':<18}{'architecture':<28}{'served':<24}{'error':>9}")
+    worst, failed = 0.0, []
+    for name in names:
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            error, way = worst_error(checkpoints[name], Path(folder))
+        seconds = time.monotonic() - began
+        print(f"{name:<18}{checkpoints[name].architecture:<28}{way:<24}{error:>9.1e}{seconds:>7.2f} s", flush=True)
+        worst = max(worst, error)
+        if not error < TOLERANCE:
+            failed.append(name)
+    print(json.dumps({"checkpoints": len(names), "worst_error": worst, "tolerance": TOLERANCE, "failed": failed}))
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
