@@ -1,4 +1,7 @@
-"""What is written is sent at once, or in one piece once the client reads again; over a double and over a socket."""
+"""What is written is sent with the loop's next turn, or in one piece once the client reads again.
+
+Over a double and over a socket.
+"""
 
 import asyncio
 import socket
@@ -38,14 +41,19 @@ def outlet_to(connection: Connection) -> Outlet:
     return Outlet(connection.send, connection.send, [])
 
 
-async def test_what_is_written_is_sent_before_write_returns() -> None:
+async def test_what_is_written_is_sent_with_the_next_turn_each_by_itself() -> None:
     connection = Connection()
     outlet = outlet_to(connection)
     outlet.write(b"a")
     outlet.write(b"b")
+    assert connection.bodies == []
+    await asyncio.sleep(0)
     assert connection.bodies == [b"a", b"b"]
-    await outlet.end(b"c")
-    assert connection.bodies == [b"a", b"b", b"c"]
+    outlet.write(b"c")
+    await outlet.end(b"d")
+    assert connection.bodies == [b"a", b"b", b"c", b"d"]
+    await asyncio.sleep(0)
+    assert connection.bodies == [b"a", b"b", b"c", b"d"]
 
 
 @pytest.mark.parametrize("sent_before", [0, 1])
@@ -54,6 +62,7 @@ async def test_what_a_client_does_not_read_is_sent_in_one_piece_once_it_does(sen
     outlet = outlet_to(connection)
     for _ in range(sent_before):
         outlet.write(b"!")
+        await asyncio.sleep(0)
     connection.reads.clear()
     for data in (b"a", b"b", b"c", b"d"):
         outlet.write(data)
@@ -64,6 +73,7 @@ async def test_what_a_client_does_not_read_is_sent_in_one_piece_once_it_does(sen
     assert b"".join(connection.bodies) == b"!" * sent_before + b"abcd"
     assert len(connection.bodies) <= sent_before + 2
     outlet.write(b"e")
+    await asyncio.sleep(0)
     assert connection.bodies[-1] == b"e", "it is sent at once again"
 
 
@@ -96,14 +106,26 @@ async def test_an_abandoned_outlet_sends_nothing_more() -> None:
 async def test_a_failure_to_send_is_raised_to_who_writes_or_ends() -> None:
     connection = Connection()
     outlet = outlet_to(connection)
+    outlet.write(b"!")
     connection.failure = RuntimeError("broken")
-    with pytest.raises(RuntimeError):
-        outlet.write(b"a")
-    connection.reads.clear()
-    outlet.write(b"b")
-    connection.reads.set()
-    with pytest.raises(RuntimeError):
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="broken"):
+        outlet.write(b"b")
+    with pytest.raises(RuntimeError, match="broken"):
         await outlet.end(b"c")
+
+
+async def test_a_failure_while_the_client_does_not_read_is_raised_too() -> None:
+    connection = Connection()
+    outlet = outlet_to(connection)
+    connection.reads.clear()
+    outlet.write(b"a")
+    await asyncio.sleep(0)
+    connection.failure = RuntimeError("broken")
+    connection.reads.set()
+    await asyncio.sleep(0.01)
+    with pytest.raises(RuntimeError, match="broken"):
+        outlet.write(b"b")
 
 
 # Over a socket

@@ -1,8 +1,12 @@
-"""The sending half of one streamed answer: what is written is sent at once, or waits until the client reads again.
+"""The sending half of one streamed answer: what is written is sent soon, or waits until the client reads again.
 
 A server's `send` is a coroutine, but one that waits for nothing while the connection takes what it is given. So it is
-run by whoever has something to send, as far as it goes, and no task has to wake up for each token of a stream. A task
-takes over where it does have to wait: once the client reads again it sends what has come meanwhile, in one piece.
+run by a callback, as far as it goes, and no task has to wake up for each token of a stream. A task takes over where it
+does have to wait: once the client reads again it sends what has come meanwhile, in one piece.
+
+Nothing is sent before whoever writes has returned to the event loop: the engine hands a step's tokens to all of their
+streams first, and then all of them are sent. To go back and forth between the two for every token, with the kernel's
+network in between, costs a fifth more with a thousand streams, for neither stays in the processor's caches.
 """
 
 import asyncio
@@ -22,30 +26,39 @@ class Outlet:
         self._send_start = send_start
         self._send_body = send_body
         self._raw_headers = raw_headers
+        self._loop = asyncio.get_running_loop()
         self._waiting: list[bytes] = []
-        self._clearing: asyncio.Task[None] | None = None  # sends what waits, while the client does not read
+        self._clearing: asyncio.Future[None] | None = None  # sends what waits, while the client does not read
         self._last_sent = time.monotonic()
 
     def write(self, data: bytes) -> None:
-        """Send more of the body, after what waits."""
+        """Send more of the body, after what waits.
+
+        Raises:
+            Exception: what was written before could not be sent.
+        """
         if not self.is_started:
             self._start()
-        if self._clearing is not None:
-            self._waiting.append(data)
-            return
-        self._begin(self._send_body({"type": "http.response.body", "body": data, "more_body": True}))
+        if self._clearing is None:
+            if not self._waiting:
+                self._loop.call_soon(self._send_waiting)
+        elif self._clearing.done() and not self._clearing.cancelled():
+            self._clearing.result()
+        self._waiting.append(data)
         self._last_sent = time.monotonic()
 
     async def end(self, data: bytes) -> None:
         """Send the last of the body, once everything before it was sent."""
         if not self.is_started:
             self._start()
+        self._send_waiting()
         if self._clearing is not None:
             await self._clearing
         await self._send_body({"type": "http.response.body", "body": data, "more_body": False})
 
     def abandon(self) -> None:
         """Send nothing more."""
+        self._waiting.clear()
         if self._clearing is not None:
             self._clearing.cancel()
 
@@ -64,12 +77,21 @@ class Outlet:
         self.is_started = True
         self._begin(self._send_start({"type": "http.response.start", "status": 200, "headers": self._raw_headers}))
 
+    def _send_waiting(self) -> None:
+        while self._waiting and self._clearing is None:
+            data = self._waiting.pop(0)
+            self._begin(self._send_body({"type": "http.response.body", "body": data, "more_body": True}))
+
     def _begin(self, sending: Awaitable[None]) -> None:
         """Send as far as nothing has to be waited for; leave the rest to a task, if there is one."""
         steps = sending.__await__()
         try:
             awaited = next(steps)
         except StopIteration:
+            return
+        except Exception as error:  # is for whoever writes next, or ends
+            self._clearing = self._loop.create_future()
+            self._clearing.set_exception(error)
             return
         self._clearing = asyncio.ensure_future(self._clear(_Rest(steps, awaited)))
 

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Container
+from math import isnan
 
 from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed, StepFailed
 from funitel.proto.step import Generation
@@ -207,7 +208,7 @@ class StepLoop:
         self._pipeline.send(plan)
 
     def _deliver(self, sequence: Sequence, generation: Generation) -> None:
-        if any(logprob != logprob for logprob in generation.tokens.logprobs):
+        if isnan(sum(generation.tokens.logprobs)):
             self._requests.fail(sequence, StepFailed("the model's scores are not numbers (NaN)"))
             return
         stream = self._requests.streams[sequence.id]
