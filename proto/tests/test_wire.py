@@ -152,6 +152,7 @@ INFOS = st.builds(
     weight_bytes=U64,
     sharded_weight_bytes=U64,
     total_sharded_weight_bytes=U64,
+    num_opening_tokens=U32,
 )
 LIMITS = st.builds(
     WarmupLimits,

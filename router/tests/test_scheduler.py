@@ -3,7 +3,7 @@
 import itertools
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -50,6 +50,7 @@ class FakeShard:
     forces_spans: bool = False
     ends: frozenset[int] = frozenset()  # tokens that end a sequence
     finished: set[int] = field(default_factory=set)
+    num_opening: int = 0  # tokens behind every prompt
 
     def retain(self, keep: set[int]) -> None:
         for sequence_id in set(self.rows) - keep:
@@ -61,7 +62,7 @@ class FakeShard:
         for start in plan.starts:
             assert start.request_id not in self.rows
             self.rows[start.request_id] = start
-            self.tokens[start.request_id] = [*start.input_ids, *start.output_ids]
+            self.tokens[start.request_id] = [*start.input_ids, *[0] * self.num_opening, *start.output_ids]
             self.cached[start.request_id] = start.cache_len
             self.blocks[start.request_id] = list(start.blocks)
         chunks = {start.request_id: start.chunk_len for start in plan.starts}
@@ -106,7 +107,7 @@ class FakeShard:
         while done is None:
             new.append(next_token(tokens))
             tokens.append(new[-1])
-            generated = len(tokens) - len(start.input_ids)
+            generated = len(tokens) - len(start.input_ids) - self.num_opening
             if generated >= start.stopping.max_new_tokens:
                 done = GeneratedText("", generated, FinishReason.LENGTH)
             elif new[-1] in self.ends:
@@ -131,12 +132,13 @@ def replay(
     forces_spans: bool = False,
     ends: frozenset[int] = frozenset(),
     late: Seq[bool] = (False,),
+    num_opening: int = 0,
 ) -> dict[int, list[int]]:
     """Run until nothing is left. `arrivals` by step; `leaving` maps a sequence to the step it is cancelled in.
 
     `late` says of each step, over and over, whether its result comes only after the next step is planned.
     """
-    shard = FakeShard(forces_spans=forces_spans, ends=ends)
+    shard = FakeShard(forces_spans=forces_spans, ends=ends, num_opening=num_opening)
     outputs, everyone = {}, {s.id: s for batch in arrivals.values() for s in batch}
     in_flight: deque[tuple[StepPlan, set[int]]] = deque()
     is_late = itertools.cycle(late)
@@ -290,6 +292,17 @@ def test_the_newest_is_preempted_and_resumes_where_it_was() -> None:
     outputs = replay(scheduler, {0: [make_sequence(0, 8, 12), make_sequence(1, 6, 12)]}, {})
     assert scheduler.num_preempted > 0
     assert outputs == {0: expected_output(make_sequence(0, 8, 12)), 1: expected_output(make_sequence(1, 6, 12))}
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+@pytest.mark.parametrize("late", [False, True])
+def test_tokens_that_shards_put_behind_prompts_have_places_of_their_own(is_chunked: bool, late: bool) -> None:
+    scheduler = Scheduler(Policy(max_batch_prefill_tokens=8, is_chunked=is_chunked), BlockAllocator(12, BLOCK))
+    # The prompts fill their blocks to the last place.
+    sequences = [replace(make_sequence(i, 2 * BLOCK, 12), num_opening=1) for i in range(3)]
+    outputs = replay(scheduler, {0: sequences}, {}, late=(late,), num_opening=1)
+    assert outputs == {i: expected_output(make_sequence(i, 2 * BLOCK, 12)) for i in range(3)}
+    assert (scheduler.num_preempted > 0) == is_chunked
 
 
 @pytest.mark.parametrize(("ratio", "max_waiting", "joins_at"), [(1.0, 20, 1), (3.0, 5, 6), (3.0, 2, 3)])

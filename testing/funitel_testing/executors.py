@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from funitel.model_server.executor import Executor
-from funitel.model_server.loading import load
+from funitel.model_server.generators import load_generator
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.step import (
     Generation,
@@ -29,7 +29,7 @@ def load_executor(folder: Path, **settings: Any) -> Executor:
         "num_threads": 1,
         "enable_prefill_logprobs": True,
     } | settings
-    executor, _ = load(ModelServerSettings(model_id=str(folder), **chosen), folder)
+    executor, _ = load_generator(ModelServerSettings(model_id=str(folder), **chosen), folder)
     warm = SequenceStart(
         request_id=0, sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=1), inputs="x" * 20
     )

@@ -12,7 +12,7 @@ import torch
 
 from funitel.llm.ranks import LocalRanks
 from funitel.llm.threads import CLOSED, ComputeThread, LoopThread
-from funitel.model_server.loading import load
+from funitel.model_server.generators import load_generator
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import FunitelError, NotReady
 from funitel.router.engine import Engine
@@ -70,7 +70,7 @@ async def _start(
     folder: Path, shard: ModelServerSettings, router: RouterSettings, compute: ComputeThread
 ) -> tuple[Engine, int]:
     """The engine and the size of the vocabulary."""
-    executor, info = await asyncio.wrap_future(compute.submit(lambda: load(shard, folder)))
+    executor, info = await asyncio.wrap_future(compute.submit(lambda: load_generator(shard, folder)))
     context = executor.spec.max_position_embeddings
     router = replace(router, max_batch_prefill_tokens=min(router.max_batch_prefill_tokens, context))
     return await start(LocalRanks(executor, info, compute), router, Metrics()), executor.spec.vocab_size

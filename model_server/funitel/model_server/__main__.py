@@ -112,7 +112,7 @@ async def _serve(settings: ModelServerSettings) -> FunitelError | None:
     from funitel.model_server.call_server import CallServer
     from funitel.model_server.encoder.loading import holds_encoder, load_encoder
     from funitel.model_server.encoder.servicer import EncoderServicer
-    from funitel.model_server.loading import load
+    from funitel.model_server.generators import load_generator
     from funitel.model_server.server import Servicer, make_server
 
     loop = asyncio.get_running_loop()
@@ -132,7 +132,7 @@ async def _serve(settings: ModelServerSettings) -> FunitelError | None:
         encoder, info = await loop.run_in_executor(compute, load_encoder, settings, folder)
         servicer, leave = EncoderServicer(encoder, info, [url], compute), encoder.parallel.leave
     else:
-        executor, info = await loop.run_in_executor(compute, load, settings, folder)
+        executor, info = await loop.run_in_executor(compute, load_generator, settings, folder)
         urls = await loop.run_in_executor(compute, executor.parallel.exchange, url)
         info = replace(info, step_socket=_step_socket(settings))
         calls = CallServer(executor, info.world_size, info.step_socket, compute, fail)

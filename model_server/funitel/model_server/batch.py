@@ -16,7 +16,8 @@ class RowSpan:
 
     `tokens` are the known tokens to compute, the first at position `start`; `block_table` covers at least
     start + len(tokens) tokens. `logits` says which of them need logits: "none", "last" or "all". `prompt_len` is that
-    of the sequence, 0 where it does not matter.
+    of the sequence, 0 where it does not matter. The first `source_len` tokens of a sequence are what an encoder reads;
+    it does so in the step that has them as `source`.
     """
 
     tokens: Sequence[int]
@@ -24,6 +25,8 @@ class RowSpan:
     block_table: np.ndarray  # [num_blocks] int32
     logits: str = "last"
     prompt_len: int = 0
+    source_len: int = 0
+    source: Sequence[int] = ()
 
     @property
     def end(self) -> int:

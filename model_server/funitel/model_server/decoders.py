@@ -67,7 +67,11 @@ class Loaded:
 def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> Loaded:
     """The readable decoder: every device, every spec, in the precision of `weights`."""
     attention = TorchAttention(settings.block_size, weights.device)
-    decoder = Decoder(spec, weights, parallel, attention)
+    return in_torch(Decoder(spec, weights, parallel, attention), weights, parallel)
+
+
+def in_torch(decoder: Forward, weights: Weights, parallel: TensorParallel) -> Loaded:
+    """What the rest of the shard must know of a model that torch computes."""
     return Loaded(
         name="torch",
         decoder=decoder,

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 
+import numpy as np
 import torch
 
 from funitel.model_server.batch import ForwardBatch, RowSpan
@@ -574,7 +575,7 @@ class Executor:
                 continue
             num_blocks = -(-len(tokens) // size)
             table = torch.arange(block, block + num_blocks, dtype=torch.int32).numpy()
-            spans.append(RowSpan(tokens, 0, table))
+            spans.append(self._rehearsal(tokens, table))
             budget -= len(tokens)
             block += num_blocks
         if not spans:
@@ -583,6 +584,10 @@ class Executor:
             self._cache = self.pools.make(block)
             self.decoder(ForwardBatch.build(spans, size, self.options.device), self._cache)
         self._cache = None
+
+    def _rehearsal(self, tokens: Sequence[int], block_table: np.ndarray) -> RowSpan:
+        """What a prompt of the warm-up computes."""
+        return RowSpan(tokens, 0, block_table)
 
     def _size_pool(self, limits: WarmupLimits) -> int:
         """Allocate the pool; every rank the same number of blocks. Returns its size in tokens."""

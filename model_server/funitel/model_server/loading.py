@@ -54,12 +54,12 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
         check_flag(settings.quantize, weights.quantization)
     codec = TextCodec(folder)
     eos_token_ids = find_eos(folder, codec)
-    parallel = _join(settings, device)
+    parallel = join_ranks(settings, device)
     loaded = load_fused(settings, spec, weights, parallel, tier) if tier is not None else None
     loaded = loaded or load_torch(settings, spec, weights, parallel)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
     pools = SpecPools(spec, heads, settings.block_size, loaded.kv_dtype, device)
-    options = _options(settings, device, loaded, eos_token_ids)
+    options = options_of(settings, device, loaded, eos_token_ids)
     return _finish(settings, folder, spec, loaded, pools, codec, options)
 
 
@@ -79,7 +79,7 @@ def _load_fallback(
         prefill_chunking=settings.prefill_chunking and model.takes_chunks,
         prefix_caching=settings.prefix_caching and model.shares_prefixes,
     )
-    options = _options(settings, device, model.loaded, eos_token_ids)
+    options = options_of(settings, device, model.loaded, eos_token_ids)
     return _finish(settings, folder, model, model.loaded, model.pools, codec, options)
 
 
@@ -92,19 +92,24 @@ def _finish(
     codec: TextCodec,
     options: ExecutorOptions,
 ) -> tuple[Executor, ShardInfo]:
+    log_loaded(folder, spec, options.device, loaded)
+    executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, loaded.scores)
+    return executor, info_of(settings, options, loaded)
+
+
+def log_loaded(folder: Path, spec: ModelFacts, device: torch.device, loaded: Loaded) -> None:
+    """Say what is served, and how."""
     logger.info(
         "loaded model=%s architecture=%s device=%s step=%s precision=%s threads=%d collectives=%s weight_bytes=%d",
         folder,
         spec.architecture,
-        options.device,
+        device,
         loaded.name,
         loaded.precision,
         loaded.num_threads,
         loaded.parallel.name,
         loaded.footprint.held_bytes,
     )
-    executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, loaded.scores)
-    return executor, _info(settings, options, loaded)
 
 
 def _stretched(spec: ModelSpec, settings: ModelServerSettings) -> ModelSpec:
@@ -117,9 +122,10 @@ def _stretched(spec: ModelSpec, settings: ModelServerSettings) -> ModelSpec:
     return spec.stretched(settings.rope_factor or 1.0)
 
 
-def _options(
+def options_of(
     settings: ModelServerSettings, device: torch.device, loaded: Loaded, eos_token_ids: frozenset[int]
 ) -> ExecutorOptions:
+    """What the executor is told at start."""
     return ExecutorOptions(
         device=device,
         dtype=loaded.kv_dtype,
@@ -133,7 +139,7 @@ def _options(
     )
 
 
-def _join(settings: ModelServerSettings, device: torch.device) -> TensorParallel:
+def join_ranks(settings: ModelServerSettings, device: torch.device) -> TensorParallel:
     """Wait for the other ranks; alone there are none."""
     if not settings.sharded or settings.world_size == 1:
         return TensorParallel()
@@ -145,7 +151,7 @@ def _join(settings: ModelServerSettings, device: torch.device) -> TensorParallel
     return TensorParallel.join(settings.rank, settings.world_size, *address, device)
 
 
-def _info(settings: ModelServerSettings, options: ExecutorOptions, loaded: Loaded) -> ShardInfo:
+def info_of(settings: ModelServerSettings, options: ExecutorOptions, loaded: Loaded) -> ShardInfo:
     """The facts this rank tells the router."""
     return ShardInfo(
         dtype=loaded.precision,

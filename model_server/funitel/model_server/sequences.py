@@ -17,12 +17,15 @@ from funitel.proto.step import FinishReason, SequenceStart
 
 @dataclass(slots=True)
 class Row:
-    """One sequence. `tokens` are prompt and completion; KV is computed for the first `num_cached` of them."""
+    """One sequence. `tokens` are prompt and completion; KV is computed for the first `num_cached` of them.
+
+    Where an encoder reads the prompt, that is the first `source_len` tokens, and the decoder begins behind them.
+    """
 
     index: int  # place in the table
     start: SequenceStart
     tokens: list[int]
-    prompt_len: int
+    prompt_len: int  # the tokens that the completion comes behind
     num_cached: int
     sampling: SamplingState
     detokenizer: Detokenizer
@@ -32,6 +35,7 @@ class Row:
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[float] = field(default_factory=list)
     grammar: GrammarState | None = None  # on the rank that samples
+    source_len: int = 0
 
     @property
     def request_id(self) -> int:

@@ -105,9 +105,12 @@ class Settler:
         return Tokens(tuple(ids), tuple(logprobs), texts, specials)
 
     def _prompt_tokens(self, row: Row) -> Tokens:
-        """Prompt tokens with log-probabilities; NaN for the first and for those whose KV came from the cache."""
-        prompt = row.tokens[: row.prompt_len]
-        unknown = [math.nan] * (row.prompt_len - len(row.prompt_logprobs))
+        """Prompt tokens with log-probabilities.
+
+        NaN for the first, for those whose KV came from the cache, and for those that an encoder reads.
+        """
+        prompt = row.tokens[: row.source_len or row.prompt_len]
+        unknown = [math.nan] * (len(prompt) - len(row.prompt_logprobs))
         described = self._describe(prompt, unknown + row.prompt_logprobs)
         return Tokens(described.ids, described.logprobs, described.texts)
 

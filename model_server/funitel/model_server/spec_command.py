@@ -10,6 +10,8 @@ from funitel.model_server.checkpoint import read_json
 from funitel.model_server.decoder import Decoder
 from funitel.model_server.families import spec_of
 from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.seq2seq.families import is_seq2seq, seq2seq_spec_of
+from funitel.model_server.seq2seq.model import Seq2Seq
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.spec_file import read_spec, to_json
 from funitel.model_server.storage import Range
@@ -67,8 +69,10 @@ class Inspection(Weights):
 
 
 def show(folder: Path, *, is_whole: bool) -> str:
-    """The spec of a checkpoint as JSON. Raises: `StartupError`."""
-    return to_json(choose_spec(None, folder), is_whole=is_whole)
+    """The spec of a checkpoint as JSON; of an encoder-decoder those of both stacks. Raises: `StartupError`."""
+    config = read_json(folder / "config.json")
+    spec = seq2seq_spec_of(config) if is_seq2seq(config) else spec_of(config)
+    return to_json(spec, is_whole=is_whole)
 
 
 def check(folder: Path, model_spec: str | None) -> list[str]:
@@ -77,6 +81,11 @@ def check(folder: Path, model_spec: str | None) -> list[str]:
     Raises:
         StartupError: there is no spec, or no checkpoint.
     """
+    if model_spec is None and is_seq2seq(config := read_json(folder / "config.json")):
+        both = seq2seq_spec_of(config)
+        weights = Inspection(folder, both.decoder.names.prefix)
+        Seq2Seq(both, weights, TensorParallel(device=_META))
+        return weights.problems
     spec = choose_spec(model_spec, folder)
     weights = Inspection(folder, spec.names.prefix)
     Decoder(spec, weights, TensorParallel(device=_META), TorchAttention(1, _META))

@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from funitel.model_server.seq2seq.spec import Seq2SeqSpec
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.spec_rules import check_spec
 from funitel.proto.errors import SettingsError, UnsupportedModel
@@ -19,7 +20,7 @@ from funitel.proto.errors import SettingsError, UnsupportedModel
 MOST_FILE_BYTES = 1 << 20
 
 
-def to_json(spec: ModelSpec, *, is_whole: bool = False) -> str:
+def to_json(spec: ModelSpec | Seq2SeqSpec, *, is_whole: bool = False) -> str:
     """A spec as JSON: the fields that differ from their defaults, or all of them."""
     return json.dumps(_plain(spec, is_whole), indent=2)
 

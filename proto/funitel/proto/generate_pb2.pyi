@@ -47,7 +47,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "capabilities", "rank", "world_size", "weight_bytes", "sharded_weight_bytes", "total_sharded_weight_bytes", "encoder", "step_socket")
+    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "capabilities", "rank", "world_size", "weight_bytes", "sharded_weight_bytes", "total_sharded_weight_bytes", "encoder", "step_socket", "num_opening_tokens")
     REQUIRES_PADDING_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +65,7 @@ class InfoResponse(_message.Message):
     TOTAL_SHARDED_WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
     ENCODER_FIELD_NUMBER: _ClassVar[int]
     STEP_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    NUM_OPENING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     requires_padding: bool
     dtype: str
     device_type: str
@@ -82,7 +83,8 @@ class InfoResponse(_message.Message):
     total_sharded_weight_bytes: int
     encoder: EncoderFacts
     step_socket: str
-    def __init__(self, requires_padding: _Optional[bool] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: _Optional[bool] = ..., use_prefix_caching: _Optional[bool] = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sharded_weight_bytes: _Optional[int] = ..., total_sharded_weight_bytes: _Optional[int] = ..., encoder: _Optional[_Union[EncoderFacts, _Mapping]] = ..., step_socket: _Optional[str] = ...) -> None: ...
+    num_opening_tokens: int
+    def __init__(self, requires_padding: _Optional[bool] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: _Optional[bool] = ..., use_prefix_caching: _Optional[bool] = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sharded_weight_bytes: _Optional[int] = ..., total_sharded_weight_bytes: _Optional[int] = ..., encoder: _Optional[_Union[EncoderFacts, _Mapping]] = ..., step_socket: _Optional[str] = ..., num_opening_tokens: _Optional[int] = ...) -> None: ...
 
 class EncoderFacts(_message.Message):
     __slots__ = ("tasks", "width", "max_tokens", "labels", "is_multi_label", "pooling", "usual_tokens")

@@ -324,6 +324,7 @@ def encode_info(info: ShardInfo) -> pb.InfoResponse:
         sharded_weight_bytes=info.sharded_weight_bytes,
         total_sharded_weight_bytes=info.total_sharded_weight_bytes,
         step_socket=info.step_socket,
+        num_opening_tokens=info.num_opening_tokens,
     )
     if info.window_size is not None:
         message.window_size = info.window_size
@@ -352,6 +353,7 @@ def decode_info(message: pb.InfoResponse) -> ShardInfo:
         total_sharded_weight_bytes=message.total_sharded_weight_bytes,
         encoder=encoder_wire.decode_facts(message.encoder) if message.HasField("encoder") else None,
         step_socket=message.step_socket,
+        num_opening_tokens=message.num_opening_tokens,
     )
 
 

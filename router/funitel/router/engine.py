@@ -69,7 +69,12 @@ class Engine:
             raise NotReady("the server is shutting down")
         if self._steps.has_ended:
             raise ShardFailed("the engine has stopped")
-        sequence = Sequence(self._next_id, request, arrived=time.monotonic())
+        sequence = Sequence(
+            self._next_id,
+            request,
+            num_opening=self._replica.info.num_opening_tokens,
+            arrived=time.monotonic(),
+        )
         self._next_id += 1
         return self.accept(sequence)
 

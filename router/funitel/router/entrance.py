@@ -83,7 +83,7 @@ class Entrance:
     def _admission_tokens(self, sequence: Sequence) -> int:
         """Tokens a sequence gets blocks for on entry: what is known, or all it may ever need."""
         if not self._policy.is_chunked:  # the last token is returned but never computed
-            return len(sequence.request.input_ids) + sequence.request.stopping.max_new_tokens - 1
+            return sequence.num_prompt + sequence.request.stopping.max_new_tokens - 1
         return sequence.num_known
 
     def take(self, sequence: Sequence, prefix: Seq[int]) -> None:

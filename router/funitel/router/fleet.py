@@ -85,7 +85,12 @@ class Fleet:
             raise NotReady("the server is shutting down")
         if not self._serving:
             raise ShardFailed("every replica is lost")
-        sequence = Sequence(self._next_id, request, arrived=time.monotonic())
+        sequence = Sequence(
+            self._next_id,
+            request,
+            num_opening=self._members[0].shards.infos[0].num_opening_tokens,
+            arrived=time.monotonic(),
+        )
         self._next_id += 1
         member = self._home_of_sibling(request) or self._choose(sequence)
         self._newest = request, member

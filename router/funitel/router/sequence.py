@@ -53,11 +53,12 @@ class Sequence:
     num_repeated: int = 0  # tokens that were computed once and lost; to be computed again at no charge
     num_losses: int = 0  # replicas that were lost while it ran there
     num_plain_steps: int = 0  # for so many it certainly computes a token, needs no block, and is not at its end
-    num_prompt: int = field(init=False)  # tokens
+    num_opening: int = 0  # tokens that the shards put behind the prompt
+    num_prompt: int = field(init=False)  # tokens that the completion comes behind
     _block_keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.request.input_ids)
+        self.num_prompt = len(self.request.input_ids) + self.num_opening
 
     @property
     def num_known(self) -> int:

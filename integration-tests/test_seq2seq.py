@@ -1,0 +1,89 @@
+"""Encoder-decoders on every route that generates: what transformers writes, whatever comes and goes beside it."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from funitel_testing.clients import client_of, generate, stream
+from funitel_testing.servers import Server
+from funitel_testing.tiny_seq2seq import EOS_ID, save_tiny_seq2seq
+from funitel_testing.tiny_seq2seq import generate as by_transformers
+
+PROMPT = "the quick brown fox jumps"
+NUM_REQUESTS = 12
+# A pool for a third of what is asked for, and prompts that may come in several chunks.
+LIMITS = (
+    *("--max-input-tokens", "50", "--max-total-tokens", "100"),
+    *("--max-batch-total-tokens", "320", "--max-batch-prefill-tokens", "24"),
+)
+
+
+def prompt_of(number: int) -> str:
+    return f"{number} {PROMPT} over"[: 5 + 3 * number]
+
+
+def how(number: int) -> dict[str, Any]:
+    """What a request asks for: some are sampled, some end where a letter comes."""
+    sampled = {"do_sample": True, "seed": number, "temperature": 0.8} if number % 3 == 1 else {}
+    return {"max_new_tokens": 20 + 3 * number, **sampled, **({"stop": ["e"]} if number % 4 == 2 else {})}
+
+
+@pytest.mark.parametrize(("family", "num_shard"), [("t5", 2), ("t5", 1), ("bart", 1), ("bart", 2), ("m2m_100", 2)])
+async def test_what_transformers_writes_whoever_comes_and_goes(
+    family: str, num_shard: int, launch: Any, tmp_path_factory: pytest.TempPathFactory, is_full: bool
+) -> None:
+    if (family, num_shard) != ("t5", 2) and not is_full:
+        pytest.skip("the executor's own tests know every family; --full serves all of them here")
+    folder = save_tiny_seq2seq(family, tmp_path_factory.mktemp(family))
+    flags = ("--model-id", str(folder), "--device", "cpu", "--num-shard", str(num_shard), *LIMITS)
+    server: Server = launch(*flags)
+    async with client_of(server.url) as client:
+        await _check_routes(client, folder)
+        alone = [await generate(client, prompt_of(number), **how(number)) for number in range(NUM_REQUESTS)]
+
+        async def one(number: int) -> list[int]:
+            await asyncio.sleep(0.01 * number)
+            leave_after = 5 if number % 5 == 4 else None
+            return (await stream(client, prompt_of(number), leave_after=leave_after, **how(number))).ids
+
+        together = await asyncio.gather(*(one(number) for number in range(NUM_REQUESTS)))
+    assert server.metrics()["funitel_preempted_total"] > 0
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for number, (answer, ids) in enumerate(zip(alone, together, strict=True)):
+        assert ids == answer.ids[: len(ids)], f"request {number}"
+        assert number % 5 == 4 or len(ids) == len(answer.ids)
+        if number % 3 != 1 and number % 4 != 2:
+            (expected,) = by_transformers(folder, [tokenizer.encode(prompt_of(number)).ids], 20 + 3 * number)
+            assert answer.ids == expected, f"request {number}"
+            assert answer.finish_reason == ("eos_token" if len(expected) < 20 + 3 * number else "length")
+
+
+async def _check_routes(client: Any, folder: Path) -> None:
+    """Native, OpenAI's, and a chat that the model has no template for."""
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids
+    assert ids[-1] == EOS_ID
+    (expected,) = by_transformers(folder, [ids], 8)
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 8, "details": True, "decoder_input_details": True}}
+    response = await client.post("/", json=body)
+    assert response.status_code == 200, response.text
+    (answer,) = response.json()
+    assert [token["id"] for token in answer["details"]["tokens"]] == expected
+    streamed = await stream(client, PROMPT, max_new_tokens=8)
+    assert (streamed.ids, streamed.text) == (expected, answer["generated_text"])
+    completion = await client.post("/v1/completions", json={"model": "tgi", "prompt": PROMPT, "max_tokens": 8})
+    assert completion.json()["choices"][0]["text"] == answer["generated_text"]
+    assert completion.json()["usage"] == {
+        "prompt_tokens": len(ids),
+        "completion_tokens": len(expected),
+        "total_tokens": len(ids) + len(expected),
+    }
+    chat = {"model": "tgi", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
+    refused = await client.post("/v1/chat/completions", json=chat)
+    assert refused.status_code == 422
+    assert "template not found" in refused.text
+    too_long = await client.post("/generate", json={"inputs": PROMPT * 2, "parameters": {"max_new_tokens": 8}})
+    assert too_long.status_code == 422
+    assert "`inputs` must have less than 50 tokens. Given: 51" in too_long.text

@@ -1,0 +1,70 @@
+"""Checkpoint folder -> loaded encoder-decoder."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from funitel.model_server.checkpoint import read_json
+from funitel.model_server.decoders import in_torch
+from funitel.model_server.executor import Executor
+from funitel.model_server.kv_cache import SpecPools
+from funitel.model_server.loading import (
+    choose_device,
+    choose_dtype,
+    find_eos,
+    info_of,
+    join_ranks,
+    log_loaded,
+    options_of,
+    set_threads,
+)
+from funitel.model_server.parallel import HeadSplit
+from funitel.model_server.quantization import check_flag
+from funitel.model_server.seq2seq.executor import NUM_OPENING_TOKENS, Seq2SeqExecutor
+from funitel.model_server.seq2seq.families import seq2seq_spec_of
+from funitel.model_server.seq2seq.model import Seq2Seq
+from funitel.model_server.seq2seq.rules import read_rules
+from funitel.model_server.settings import ModelServerSettings
+from funitel.model_server.text import TextCodec
+from funitel.model_server.weights import Weights
+from funitel.proto.errors import SettingsError
+from funitel.proto.step import ShardInfo
+
+
+def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardInfo]:
+    """Load this rank's share of the encoder-decoder in `folder`; blocks until every rank has joined.
+
+    Raises:
+        StartupError: the checkpoint, the settings and the machine do not fit together.
+    """
+    _check(settings)
+    device = choose_device(settings.device, settings.rank)
+    set_threads(settings.num_threads or settings.most_threads)
+    config = read_json(folder / "config.json")
+    spec = seq2seq_spec_of(config)
+    _, heads = (  # refuses too many ranks
+        HeadSplit.of(stack.num_heads, stack.num_kv_heads, settings.world_size, settings.rank)
+        for stack in (spec.encoder, spec.decoder)
+    )
+    rules = read_rules(folder, spec.decoder.vocab_size)
+    weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.decoder.names.prefix)
+    check_flag(settings.quantize, weights.quantization)
+    codec = TextCodec(folder)
+    eos_token_ids = find_eos(folder, codec)
+    parallel = join_ranks(settings, device)
+    loaded = in_torch(Seq2Seq(spec, weights, parallel), weights, parallel)
+    pools = SpecPools(spec.whole, heads, settings.block_size, loaded.kv_dtype, device)
+    options = options_of(settings, device, loaded, eos_token_ids)
+    log_loaded(folder, spec.decoder, device, loaded)
+    info = replace(
+        info_of(settings, options, loaded),
+        use_prefix_caching=False,  # what the pool holds of a token depends on the whole prompt
+        num_opening_tokens=NUM_OPENING_TOKENS,
+    )
+    return Seq2SeqExecutor(spec, rules, loaded.decoder, pools, codec, parallel, options), info
+
+
+def _check(settings: ModelServerSettings) -> None:
+    """Raise SettingsError for what is for models with rotary positions only, and an encoder-decoder has none."""
+    for flag, value in (("--rope-scaling", settings.rope_scaling), ("--rope-factor", settings.rope_factor)):
+        if value is not None:
+            raise SettingsError(f"{flag} {value} is not for encoder-decoders: they have no rotary positions")

@@ -1,0 +1,205 @@
+"""Encoder-decoders write what transformers writes, whatever shares their steps and however they are cut or resumed."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from funitel.model_server.executor import Executor
+from funitel.proto.errors import InvalidRequest, SettingsError
+from funitel.proto.step import FinishReason, Generation, GrammarType, WarmupLimits
+from funitel_testing import seq2seq_worker
+from funitel_testing.executors import chunk, collect, ids_of, load_executor, run_alone, run_out, start
+from funitel_testing.servers import free_port
+from funitel_testing.tiny_seq2seq import (
+    EOS_ID,
+    FAMILIES,
+    LANGUAGE_ID,
+    T5_START,
+    decoder_logprobs,
+    generate,
+    save_tiny_seq2seq,
+)
+
+SHORT = [70, 80, 90, EOS_ID]
+LONG = [*range(40, 75), EOS_ID]
+LETTERS = tuple((token_id, 50.0) for token_id in range(60, 94))  # so that the text is one that can be searched
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: save_tiny_seq2seq(family, tmp_path_factory.mktemp(family)) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def loaded(folders: dict[str, Path]) -> dict[str, Executor]:
+    return {family: load_executor(folder) for family, folder in folders.items()}
+
+
+@pytest.fixture(params=["t5", "bart"])
+def executor(loaded: dict[str, Executor], request: pytest.FixtureRequest) -> Executor:
+    found = loaded[request.param]
+    found.clear()
+    assert found.num_sequences == 0
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_of_two_lengths_writes_what_transformers_writes(
+    family: str, folders: dict[str, Path], loaded: dict[str, Executor]
+) -> None:
+    executor = loaded[family]
+    expected = generate(folders[family], [SHORT, LONG], 24)
+    assert all(len(set(ids)) > 2 for ids in expected), "the tokens hardly vary"
+    found: dict[int, list[Generation]] = {}
+    starts = [start(1, SHORT, 24, ignore_eos=False), start(2, LONG, 24, ignore_eos=False)]
+    run_out(executor, executor.prefill(1, starts), found)
+    assert [ids_of(found[1]), ids_of(found[2])] == expected
+    assert executor.num_sequences == 0
+
+
+def test_company_that_joins_and_leaves_changes_nothing(executor: Executor) -> None:
+    prompts = {i: [*LONG[i : 3 * i + 5], EOS_ID] for i in range(5)}
+    for how in ({}, {"do_sample": True, "temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2}):
+        starts = {i: start(i, ids, 8 + 3 * i, seed=i, **how) for i, ids in prompts.items()}
+        expected = {i: ids_of(run_alone(executor, each)) for i, each in starts.items()}
+        found: dict[int, list[Generation]] = {}
+        result = executor.prefill(0, [starts[0], starts[1], starts[2]])
+        collect(result, found)
+        assert result.batch is not None
+        left = executor.filter(result.batch.id, [0, 2])  # the client of 1 has gone
+        for i in (3, 4):
+            result = executor.prefill(i, [starts[i]], left)
+            collect(result, found)
+            assert result.batch is not None
+            left = result.batch
+        run_out(executor, executor.decode([left]), found)
+        assert ids_of(found.pop(1)) == expected.pop(1)[:1]
+        assert {i: ids_of(generations) for i, generations in found.items()} == expected
+        assert executor.num_sequences == 0
+
+
+@pytest.mark.parametrize("chunks", [[36, 1], [37], [7, 20, 5, 5], [1, 36]])
+def test_chunks_of_a_prompt_do_not_change_the_tokens(executor: Executor, chunks: list[int]) -> None:
+    expected = ids_of(run_alone(executor, start(2, LONG)))
+    found: dict[int, list[Generation]] = {}
+    result = executor.prefill(1, [start(2, LONG, chunk_len=chunks[0]), start(3, SHORT)])
+    collect(result, found)
+    for count in chunks[1:]:
+        assert result.batch is not None
+        result = executor.decode([result.batch], [chunk(2, count)])
+        collect(result, found)
+    assert result.batch is not None
+    run_out(executor, executor.decode([result.batch]), found)
+    assert ids_of(found[2]) == expected
+
+
+@pytest.mark.parametrize("cut", [1, 7])
+@pytest.mark.parametrize("chunk_len", [None, 38])
+def test_resuming_goes_on_exactly_where_it_stopped(executor: Executor, cut: int, chunk_len: int | None) -> None:
+    how: dict[str, Any] = {"do_sample": True, "seed": 11, "repetition_penalty": 1.3, "count_penalty": 0.2}
+    whole = run_alone(executor, start(1, LONG, 10, stop_sequences=("zzz",), **how))
+    again = start(2, LONG, 10, output_ids=tuple(ids_of(whole)[:cut]), stop_sequences=("zzz",), **how)
+    found: dict[int, list[Generation]] = {}
+    result = executor.prefill(1, [replace(again, chunk_len=chunk_len)])
+    run_out(executor, result, found)
+    assert ids_of(found[2]) == ids_of(whole)[cut:]
+    assert found[2][-1].finished == whole[-1].finished
+
+
+def test_penalties_see_what_the_decoder_has_written_only(folders: dict[str, Path], loaded: dict[str, Executor]) -> None:
+    for family in ("t5", "bart"):
+        expected = generate(folders[family], [LONG], 24, repetition_penalty=1.5)
+        found = run_alone(loaded[family], start(1, LONG, 24, ignore_eos=False, repetition_penalty=1.5))
+        assert [ids_of(found)] == expected
+        assert expected != generate(folders[family], [LONG], 24)
+
+
+def test_logprobs_are_those_of_transformers(folders: dict[str, Path], loaded: dict[str, Executor]) -> None:
+    for family, opening in (("t5", T5_START), ("bart", EOS_ID)):
+        found = run_alone(loaded[family], start(1, LONG, 9, top_n_tokens=3))
+        ids = ids_of(found)
+        expected = decoder_logprobs(folders[family], LONG, [opening, *ids])
+        for place, generation in enumerate(found):
+            (logprob,), (top,) = generation.tokens.logprobs, generation.top_tokens
+            assert logprob == pytest.approx(float(expected[place][ids[place]]), abs=1e-4)
+            assert list(top.logprobs) == pytest.approx(expected[place][list(top.ids)].tolist(), abs=1e-4)
+
+
+def test_a_stop_sequence_ends_the_text(executor: Executor) -> None:
+    how: dict[str, Any] = {"logit_bias": LETTERS, "do_sample": True, "seed": 3}
+    (*_, whole) = run_alone(executor, start(1, LONG, 12, **how))
+    assert whole.finished is not None
+    text = whole.finished.text
+    assert len(set(text)) > 1
+    stop = next(letter for letter in text if letter != text[0])
+    (*_, last) = run_alone(executor, start(2, LONG, 12, **how, stop_sequences=(stop,)))
+    assert last.finished is not None
+    assert last.finished.finish_reason is FinishReason.STOP_SEQUENCE
+    assert last.finished.text == text[: text.index(stop) + 1]
+
+
+def test_a_prompt_that_an_encoder_reads_has_no_logprobs(executor: Executor) -> None:
+    (first, *_) = run_alone(executor, start(1, SHORT, 3, prefill_logprobs=True))
+    assert first.prefill_tokens is not None
+    assert first.prefill_tokens.ids == tuple(SHORT)
+    assert all(map(math.isnan, first.prefill_tokens.logprobs))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 4])
+def test_a_grammar_begins_behind_a_forced_language(loaded: dict[str, Executor], cut: int) -> None:
+    how: dict[str, Any] = {"grammar": "[ab]{6}", "grammar_type": GrammarType.REGEX, "ignore_eos": False}
+    executor = loaded["m2m_100"]
+    whole = ids_of(run_alone(executor, start(1, SHORT, 12, **how)))
+    assert whole[0] == LANGUAGE_ID
+    assert whole[-1] == EOS_ID
+    assert len(whole) == 8
+    rest = run_alone(executor, start(2, SHORT, 12, output_ids=tuple(whole[:cut]), **how))
+    assert ids_of(rest) == whole[cut:]
+    ended = rest[-1].finished
+    assert ended is not None
+    assert set(ended.text) <= set("ab<extra2>")
+
+
+def test_what_does_not_fit_a_stack_is_refused_or_ends_there(loaded: dict[str, Executor]) -> None:
+    executor = loaded["bart"]
+    with pytest.raises(InvalidRequest, match="prompt of 65 tokens, the model's encoder reads 64"):
+        executor.prefill(1, [start(1, [70] * 65, 8)])
+    with pytest.raises(InvalidRequest, match="cache_len must be 0"):
+        executor.prefill(1, [start(1, LONG, 8, cache_len=4)])
+    with pytest.raises(InvalidRequest, match="64 completion tokens, the model's decoder writes 64"):
+        executor.prefill(1, [start(1, SHORT, 80, output_ids=(70,) * 64)])
+    assert executor.num_sequences == 0
+    found = run_alone(executor, start(1, SHORT, 80))  # the decoder has positions for 64
+    assert len(ids_of(found)) == 64
+    assert found[-1].finished is not None
+    assert found[-1].finished.finish_reason is FinishReason.LENGTH
+    with pytest.raises(SettingsError, match="--max-input-tokens 65 exceeds the 64 tokens"):
+        executor.warmup([start(0, SHORT)], WarmupLimits(max_input_tokens=65))
+
+
+def test_two_ranks_together_write_what_transformers_writes(folders: dict[str, Path], tmp_path: Path) -> None:
+    chosen = [folders[family] for family in ("t5", "bart", "m2m_100")]
+    job = {
+        "folders": list(map(str, chosen)),
+        "ports": [free_port() for _ in chosen],
+        "prompts": [SHORT, LONG],
+        "count": 8,
+        "size": 2,
+    }
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    ranks = [
+        subprocess.Popen([sys.executable, seq2seq_worker.__file__, str(tmp_path), str(rank)], stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=120)[1].decode() for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    shares = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for folder, *found in zip(chosen, *shares, strict=True):
+        together = found[0] | found[1]
+        assert [together["0"], together["1"]] == generate(folder, [SHORT, LONG], 8)
