@@ -1,9 +1,10 @@
 """How many threads compute a step, and how long they spin before they sleep: found by trying on the model's own layers.
 
 What is tried is first the number of threads, then the spin, each candidate in turns with the others and every other
-round in reverse order, so that a neighbour who comes and goes favours none; medians count. A visit computes some rows
-and one row through a few layers, other ones each time, so that weights come from memory as they do in a step. Ranks try
-the same at the same time, as each waits for the others, and do what rank 0 found.
+round in reverse order. The least times count: a start is when other processes start too, and what they take away now
+says nothing of later. A visit computes some rows and one row through a few layers, other ones each time, so that they
+come from memory as they do in a step. Ranks try the same at the same time, as each waits for the others, and do what
+rank 0 found.
 """
 
 import json
@@ -11,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import numpy as np
 import torch
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 DIVISORS = (1, 2, 4)  # of the most threads: all cores, one thread for each of two hyper-threads, and fewer
 SPINS_US: tuple[int, ...] = (15, 0, 100)
-MARGIN = 0.95  # of the first candidate's time: what another must beat
-ROUNDS, SECONDS = 5, 0.1  # most of each for threads, and again for spins; a round that has begun is ended
-ROWS = 16
-EXCERPT_BYTES = 24 << 20  # of the weights that a visit reads
+MARGIN = 0.9  # of the first candidate's time: what another must beat, in the geometric mean of both numbers of rows
+ROUNDS, SECONDS = 15, 0.08  # most of each for threads, and again for spins; a round that has begun is ended
+ROWS = 8
+EXCERPT_BYTES = 8 << 20  # of the weights that a visit reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Probe:
         self.tried: list[str] = []  # each with its times, in the order they were tried
 
     def best(self, candidates: Sequence[Waiting]) -> int:
-        """Which candidate is best: the first, unless another is clearly faster by one row and some rows together."""
+        """Which candidate is best: the first, unless another is clearly faster, by one row and some rows together."""
         if len(candidates) == 1:
             return 0
         times: list[list[tuple[float, float]]] = [[] for _ in candidates]
@@ -67,17 +67,20 @@ class Probe:
                 times[index].append(self._visit(candidates[index]))
             if not self._parallel.smallest(time.perf_counter() - begin < SECONDS):
                 break
-        both = [(median(one for one, _ in each), median(some for _, some in each)) for each in times]
+        both = [(min(one for one, _ in each), min(some for _, some in each)) for each in times]
         self.tried += [
             f"{c}: {one * 1e6:.0f}, {some * 1e6:.0f}" for c, (one, some) in zip(candidates, both, strict=True)
         ]
-        found = self._least([one * some for one, some in both])
+        found = _fastest(both)
         return int(json.loads(self._parallel.share(json.dumps(found))))
 
-    @staticmethod
-    def _least(products: Sequence[float]) -> int:
-        index = min(range(len(products)), key=products.__getitem__)
-        return index if products[index] < MARGIN**2 * products[0] else 0
+
+def _fastest(times: Sequence[tuple[float, float]]) -> int:
+    """The first, or of those that are slower than it by neither time the one whose product is least, by the margin."""
+    first = times[0]
+    able = [i for i, (one, some) in enumerate(times) if one <= first[0] and some <= first[1]]
+    best = min(able, key=lambda i: times[i][0] * times[i][1])
+    return best if times[best][0] * times[best][1] < MARGIN**2 * first[0] * first[1] else 0
 
 
 def choose(
