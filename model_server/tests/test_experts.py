@@ -16,11 +16,12 @@ from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.loading import load
 from funitel.model_server.mlp_layers import Experts, Router
 from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.quantizer.walk import inputs_of
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec import ExpertScore, ExpertsSpec, ModelSpec
 from funitel.model_server.spec_command import check
 from funitel.model_server.weights import Weights
-from funitel.proto.errors import SettingsError, WeightsError
+from funitel.proto.errors import SettingsError, UnsupportedModel, WeightsError
 from funitel_testing import forward_worker
 from funitel_testing.tiny import save_tokenizer
 from funitel_testing.zoo import ZOO
@@ -174,3 +175,10 @@ def test_on_a_cpu_experts_run_in_torch_with_exact_weights_and_the_log_says_why(
     assert "the model runs in torch, without the fused CPU step: a mixture of experts" in caplog.text
     with pytest.raises(SettingsError, match="--quantize int8 needs the fused CPU step: a mixture of experts"):
         load(replace(settings, quantize="int8"), tmp_path)
+
+
+def test_quantize_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    ZOO["mixtral"].save(tmp_path)
+    spec, weights = opened(tmp_path)
+    with pytest.raises(UnsupportedModel, match="MixtralForCausalLM has a mixture of experts: it cannot be quantised"):
+        inputs_of(spec, weights.prefix, 0)

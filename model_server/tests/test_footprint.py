@@ -6,14 +6,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from funitel.model_server.attention import TorchAttention
 from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.decoder import Decoder
 from funitel.model_server.families import spec_of
 from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.torch_footprint import torch_weight_bytes
+from funitel.model_server.weights import Weights
 from funitel_testing.forward_worker import fused_decoder
 from funitel_testing.tiny import FAMILIES, save_tiny
+from funitel_testing.zoo import ZOO
+
+CPU = torch.device("cpu")
 
 # One process, precision after precision: what the log says of the weights, and what a pool takes once it is used.
 SCRIPT = """
@@ -60,6 +68,17 @@ def test_weights_take_what_was_predicted_on_every_rank(family: str, tier: Tier, 
             weight_bytes(spec, parallel, tier, lambda layer, columns: None)
             == fused_decoder(folder, tier, parallel).program.held_bytes
         )
+
+
+@pytest.mark.parametrize("name", ["gemma2", "opt_350m", "qwen2_moe", "deepseek_v2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_takes_what_was_predicted_on_every_rank(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    ZOO[name].save(tmp_path)
+    spec = spec_of(read_json(tmp_path / "config.json"))
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        weights = Weights(tmp_path, dtype, CPU, spec.names.prefix, is_shown=False)
+        Decoder(spec, weights, TensorParallel(rank, size), TorchAttention(4, CPU))
+        assert torch_weight_bytes(spec, rank, size, dtype, CPU) == weights.held_bytes
 
 
 def test_the_process_has_as_much_memory_as_was_predicted(demo_model: Path) -> None:

@@ -23,11 +23,12 @@ from funitel.model_server.cpu.tiers import MADE, Tier
 from funitel.model_server.decoder import Decoder, Forward
 from funitel.model_server.hub import DEFAULT_CACHE_DIR
 from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.memory import resident_bytes
+from funitel.model_server.memory import bytes_in_use
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.scores import ScoreMath, TorchScores
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec import ModelSpec
+from funitel.model_server.torch_footprint import torch_weight_bytes
 from funitel.model_server.weights import Weights
 from funitel.proto.errors import SettingsError
 
@@ -66,8 +67,11 @@ class Loaded:
 
 def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> Loaded:
     """The readable decoder: every device, every spec, in the precision of `weights`."""
-    attention = TorchAttention(settings.block_size, weights.device)
-    return in_torch(Decoder(spec, weights, parallel, attention), weights, parallel)
+    predicted = torch_weight_bytes(spec, parallel.rank, parallel.size, weights.dtype, weights.device)
+    before = bytes_in_use(weights.device)
+    decoder = Decoder(spec, weights, parallel, TorchAttention(settings.block_size, weights.device))
+    _log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, weights.dtype)
+    return in_torch(decoder, weights, parallel)
 
 
 def in_torch(decoder: Forward, weights: Weights, parallel: TensorParallel) -> Loaded:
@@ -107,7 +111,7 @@ def load_fused(
         logger.warning("the model runs in torch, without the fused CPU step: %s", reason)
         return None
     parallel = _in_shared_memory(parallel, library)
-    predicted, before = weight_bytes(spec, parallel, tier, weights.block_type), resident_bytes()
+    predicted, before = weight_bytes(spec, parallel, tier, weights.block_type), bytes_in_use(weights.device)
     weights.dtype = torch.float32  # what the engine takes; the tier says what becomes of it
     decoder = fused.FusedDecoder(
         spec,
@@ -118,14 +122,7 @@ def load_fused(
         block_size=settings.block_size,
         num_threads=torch.get_num_threads(),
     )
-    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-    block_bytes = KVCache.bytes_per_block(spec, heads.num_kv_heads, settings.block_size, decoder.kv_dtype)
-    logger.info(
-        "memory predicted_weight_bytes=%d measured_bytes=%d kv_bytes_per_token=%d",
-        predicted,
-        resident_bytes() - before,
-        block_bytes // settings.block_size,
-    )
+    _log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, decoder.kv_dtype)
     settle_threads(
         decoder,
         spec,
@@ -152,6 +149,25 @@ def load_fused(
 
 def _step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, num_tokens: int) -> int:
     return step_bytes(spec, parallel, tier, num_tokens=num_tokens, num_logits=min(num_tokens, _MOST_LOGITS))
+
+
+def _log_memory(
+    settings: ModelServerSettings,
+    spec: ModelSpec,
+    parallel: TensorParallel,
+    predicted: int,
+    measured: int,
+    kv_dtype: torch.dtype,
+) -> None:
+    """Say what weights were to take and took, and what a token takes in the pool."""
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+    block_bytes = KVCache.bytes_per_block(spec, heads.num_kv_heads, settings.block_size, kv_dtype)
+    logger.info(
+        "memory predicted_weight_bytes=%d measured_bytes=%d kv_bytes_per_token=%d",
+        predicted,
+        measured,
+        block_bytes // settings.block_size,
+    )
 
 
 def _in_shared_memory(parallel: TensorParallel, library: ctypes.CDLL) -> TensorParallel:

@@ -57,3 +57,8 @@ def resident_bytes() -> int:
         trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def bytes_in_use(device: torch.device) -> int:
+    """Memory this process holds where weights on `device` lie."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()

@@ -1,0 +1,72 @@
+"""What a rank's weights will take in torch, from the spec alone: its decoder, built of tensors without values."""
+
+from collections.abc import Sequence
+
+import torch
+
+from funitel.model_server.attention import TorchAttention
+from funitel.model_server.decoder import Decoder
+from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.spec import ModelSpec
+from funitel.model_server.storage import Range
+from funitel.model_server.weights import Weights
+
+_META = torch.device("meta")
+
+
+def torch_weight_bytes(spec: ModelSpec, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of the weights of one of `size` ranks, as `Weights.held_bytes` will count them."""
+    weights = _Sizes(dtype)
+    parallel = TensorParallel(rank, size, _META)
+    Decoder(spec, weights, parallel, TorchAttention(1, _META))
+    start, end = parallel.split(spec.vocab_size)
+    is_packed = device.type == "cpu" and dtype is torch.float32
+    # A head that is the embedding table is a second copy where products are packed; one of unit rows has counted it.
+    if spec.is_tied and is_packed and not spec.is_head_normalized:
+        weights.held_bytes += (end - start) * spec.table_size * dtype.itemsize
+    return weights.held_bytes
+
+
+class _Sizes(Weights):
+    """A checkpoint that has every tensor anyone asks for, and counts them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.device, self.prefix = dtype, _META, ""
+        self.held_bytes = self.sharded_bytes = self.total_sharded_bytes = 0
+
+    def has(self, name: str) -> bool:
+        """Any."""
+        return True
+
+    def read(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A tensor of the part's shape."""
+        parts = [*(rows, columns), *(None for _ in shape)]
+        sizes = [size if part is None else part[1] - part[0] for size, part in zip(shape, parts, strict=False)]
+        kept = torch.empty(sizes, dtype=dtype or self.dtype, device=_META)
+        self.held_bytes += kept.numel() * kept.element_size()
+        return kept
+
+    def read_linear(
+        self,
+        stem: str,
+        num_outputs: int,
+        num_inputs: int,
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        is_transposed: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A matrix of the part's shape."""
+        return self.read(stem, [num_outputs, num_inputs], rows=rows, columns=columns, dtype=dtype)
+
+    def finish(self, ignored: Sequence[str]) -> None:
+        """There is nothing that nobody asked for."""
