@@ -21,7 +21,7 @@ from funitel_testing.tiny import byte_tokenizer
 from funitel_testing.zoo import ZOO, Tiny
 
 # One of each kind; `python -m funitel_testing.fallback` takes all of them, and more steps.
-WAYS = dict.fromkeys(("exaone", "glm-moe", "gpt-oss", "nemotron", "phimoe"), "packed")
+WAYS = dict.fromkeys(("exaone", "dots", "gpt-oss", "nemotron", "phimoe"), "packed")
 WAYS |= dict.fromkeys(("codegen", "mamba", "falcon-h1"), "stacked") | {"rwkv": "alone"}
 PROMPTS = [list(range(40, 63)), [7, 8, 9], list(range(100, 141))]
 

@@ -67,7 +67,7 @@ UNLISTED: Mapping[str, Tiny] = {
     "apertus": _tiny("Apertus"),
     "seed-oss": _tiny("SeedOss", **_HEAD_DIM),
     "exaone": _tiny("Exaone4", sliding_window=20, sliding_window_pattern=2),
-    "glm-moe": _tiny("Glm4Moe", **_HEAD_DIM, **_MOE, n_routed_experts=4, first_k_dense_replace=1),
+    "dots": _tiny("Dots1", **_HEAD_DIM, **_MOE, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1),
     "gpt-oss": _tiny("GptOss", **_HEAD_DIM, num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
     "nemotron": _tiny("Nemotron"),
     "hunyuan": _tiny("HunYuanDenseV1", **_HEAD_DIM),

@@ -21,6 +21,7 @@ from funitel.model_server.settings import (
     DownloadSettings,
     KernelSettings,
     ModelServerSettings,
+    ModelsSettings,
     QuantizeSettings,
     SpecSettings,
 )
@@ -89,6 +90,19 @@ def spec(settings: SpecSettings) -> None:
     problems = spec_command.check(folder, settings.model_spec)
     print("\n".join(problems) or f"ok: every tensor of {folder} is in the spec, with its shape")
     if problems:
+        raise typer.Exit(1)
+
+
+def models(settings: ModelsSettings) -> None:
+    """List what can be served, or say what one model takes; then the exit code is 1 where it does not fit."""
+    from funitel.model_server.inventory.report import list_all, tell_needs  # torch: seconds to import
+
+    if not settings.model_id:
+        print(list_all(is_json=settings.json))
+        return
+    text, fits = tell_needs(settings)
+    print(text)
+    if not fits:
         raise typer.Exit(1)
 
 
@@ -257,6 +271,13 @@ app.command("spec")(
         SpecSettings,
         spec,
         {"action": "show or check.", "model_id": "Model whose spec is shown or whose tensors are checked."},
+    )
+)
+
+
+app.command("models")(
+    as_command(
+        ModelsSettings, models, {"model_id": "Model whose needs are told; all that can be served when left out."}
     )
 )
 

@@ -152,6 +152,40 @@ class SpecSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelsSettings:
+    """List what can be served; or say what serving one model would take on this machine, before anything is loaded."""
+
+    model_id: str = ""
+    revision: str | None = setting(None, "Hub revision.")
+    cache_dir: str | None = setting(
+        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+    )
+    num_shard: int = setting(1, "Shards that the model would be split over.", env=None)
+    device: str = setting("auto", "Where the model would run.", choices=DEVICES, env=None)
+    dtype: str | None = setting(None, "Precision, as for serving.", choices=DTYPES, env=None)
+    quantize: str | None = setting(
+        None,
+        "How weights would be kept, as for serving.",
+        choices=QUANTIZATIONS,
+        refused=REFUSED_VALUES["quantize"],
+        env=None,
+    )
+    model_spec: str | None = setting(None, "JSON file that describes the model.", env=None)
+    trust_remote_code: bool = setting(False, "Run the code that comes with a model no other way serves.", env=None)
+    block_size: int = setting(16, "Tokens per KV block.", env=None)
+    cuda_memory_fraction: float = setting(1.0, "Share of the free device memory for the KV pool.", env=None)
+    json: bool = setting(False, "Print one JSON object.", env=None)
+
+    def __post_init__(self) -> None:
+        require(self.num_shard > 0, f"--num-shard must be > 0, given {self.num_shard}")
+        require(self.block_size > 0, f"--block-size must be > 0, given {self.block_size}")
+        require(
+            0.0 < self.cuda_memory_fraction <= 1.0,
+            f"--cuda-memory-fraction must be within (0, 1], given {self.cuda_memory_fraction}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelServerSettings:
     """Serve one tensor-parallel rank of a model over gRPC."""
 

@@ -17,17 +17,18 @@ from funitel.proto.settings import as_command, run_app
 
 T = TypeVar("T")
 
+TORCH_COMMANDS = ("models", "spec")
 PROMPT_HELP = "What to complete; - reads it from stdin."
 
 
 def run_client() -> NoReturn:
     """Run the client that the first word of the command line names.
 
-    `bench kernels` and `spec` are the model server's commands, and become its process: they need torch.
+    `bench kernels` and `TORCH_COMMANDS` are the model server's, and become its process: they need torch.
     """
     if sys.argv[1:3] == ["bench", "kernels"]:
         os.execv(sys.executable, [sys.executable, "-m", "funitel.model_server", "bench-kernels", *sys.argv[3:]])
-    if sys.argv[1] == "spec":
+    if sys.argv[1] in TORCH_COMMANDS:
         os.execv(sys.executable, [sys.executable, "-m", "funitel.model_server", *sys.argv[1:]])
     app = typer.Typer(add_completion=False)
     app.callback()(lambda: None)  # without it a single command would take no name

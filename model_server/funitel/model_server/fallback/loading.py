@@ -64,10 +64,10 @@ def load_fallback(
         StartupError: it cannot be served, or not with these settings.
     """
     config = read_config(folder, no_row, trusts_code=settings.trust_remote_code)
-    _check(settings, no_row.why)
+    check_honoured(settings.world_size, settings.quantize, settings.rope_scaling, settings.rope_factor, no_row.why)
     model = load_model(folder, config, dtype, device, trusts_code=settings.trust_remote_code)
     text_config = config.get_text_config(decoder=True)
-    context = _context(text_config, folder)
+    context = context_of(text_config, folder)
     forward, pools = _choose_way(model, text_config.vocab_size, context, settings.block_size, dtype, device)
     weights = {p.data_ptr(): p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers())}
     name = named(read_json(folder / "config.json"))
@@ -105,19 +105,16 @@ _HOW = {
 }
 
 
-def _check(settings: ModelServerSettings, reason: str) -> None:
+def check_honoured(
+    num_shard: int, quantize: str | None, rope_scaling: str | None, rope_factor: float | None, reason: str
+) -> None:
     """Raise SettingsError for what would change the answers and cannot be honoured here."""
-    if settings.world_size > 1:
+    if num_shard > 1:
         raise SettingsError(
-            f"--num-shard {settings.world_size}: a model that runs through transformers is not split over shards "
+            f"--num-shard {num_shard}: a model that runs through transformers is not split over shards "
             f"({reason}); give --num-replicas to run more of it"
         )
-    asked = (
-        ("--quantize", settings.quantize),
-        ("--rope-scaling", settings.rope_scaling),
-        ("--rope-factor", settings.rope_factor),
-    )
-    for flag, value in asked:
+    for flag, value in (("--quantize", quantize), ("--rope-scaling", rope_scaling), ("--rope-factor", rope_factor)):
         if value is not None:
             raise SettingsError(f"{flag} {value} is not for models that run through transformers ({reason})")
 
@@ -171,7 +168,7 @@ def _expected(model: Any, vocab_size: int, device: torch.device) -> tuple[list[l
         raise UnsupportedModel(f"the model's code in transformers fails: {first_line(error)}") from error
 
 
-def _context(config: Any, folder: Path) -> int:
+def context_of(config: Any, folder: Path) -> int:
     """Longest sequence in tokens."""
     known = (getattr(config, key, None) for key in _CONTEXT_KEYS)
     found = next((value for value in known if isinstance(value, int) and value > 0), None)
