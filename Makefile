@@ -5,10 +5,10 @@ UNIT_TESTS := proto/tests router/tests model_server/tests launcher/tests llm/tes
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check fmt proto docs itest bench families wheel clean
+.PHONY: help setup serve test check fmt proto docs itest bench families fuzz-files wheel clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
 setup: ## install everything into .venv (repeats cost nothing)
 	@PYTHON=$(PYTHON) scripts/install.sh $(VENV)
@@ -43,6 +43,9 @@ bench: setup ## benchmarks of a model on this machine; funitel bench is for serv
 
 families: setup ## every architecture against transformers: the worst error of each; ARGS=--full for the long form
 	@PYTHONPATH=testing $(BIN)/python -m funitel_testing.families $(ARGS)
+
+fuzz-files: setup ## 2,800 damaged checkpoints and specs: each must load or be refused in one line; ARGS="--count 50 gguf"
+	@PYTHONPATH=testing $(BIN)/python -m funitel_testing.fuzz_files $(ARGS)
 
 wheel: setup ## build dist/*.whl
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

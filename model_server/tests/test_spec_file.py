@@ -80,6 +80,7 @@ def test_check_names_what_is_missing_unexpected_and_of_the_wrong_shape(tmp_path:
         ({"vocab_size": "288"}, 'vocab_size must be an integer, given "288"'),
         ({"vocab_size": True}, "vocab_size must be an integer, given true"),
         ({"num_layers": 0}, "num_layers must be within 1..4096, given 0"),
+        ({"norm_eps": 10**400}, "norm_eps must be a finite number, given 1000"),
         ({"num_layers": 10**12}, "num_layers must be within 1..4096, given 1000000000000"),
         ({"norm": "batch"}, 'norm must be one of rms, layer, none, given "batch"'),
         ({"norm_eps": float("nan")}, "norm_eps must be a finite number, given NaN"),

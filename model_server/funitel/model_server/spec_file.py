@@ -6,6 +6,7 @@ A file holds the fields of a ModelSpec, those left out having their defaults.
 import difflib
 import json
 import math
+import sys
 import types
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
@@ -104,7 +105,7 @@ def _value(given: Any, hint: Any, path: str) -> Any:
         if given not in choices:
             raise UnsupportedModel(f"{path} must be one of {', '.join(choices)}, given {_shown(given)}")
         return hint(given)
-    if hint is float and isinstance(given, int) and not isinstance(given, bool):
+    if hint is float and type(given) is int and abs(given) <= sys.float_info.max:
         given = float(given)
     if type(given) is not hint or (hint is float and not math.isfinite(given)):
         kind = {int: "an integer", float: "a finite number", bool: "true or false", str: "text"}[hint]
