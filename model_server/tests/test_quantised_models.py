@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from funitel_testing import forward_worker
 from funitel_testing.executors import load_executor
 from funitel_testing.packed import compressed_tensors, gptq_tensors, random_layer
 from funitel_testing.servers import free_port
+from funitel_testing.threads import on_ranks
 from funitel_testing.tiny import save_tiny
+from funitel_testing.zoo import ZOO
 
 WORKER = Path(forward_worker.__file__)
 NUM_DECODE = 3
@@ -102,6 +105,18 @@ def test_logits_are_those_of_the_same_weights_in_float(
     expected = forward_worker.run(float_folder, TensorParallel(), prompts(), NUM_DECODE)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
+        assert (ours - theirs).abs().max() < 1e-4
+
+
+def test_quantised_experts_and_latents_are_those_of_the_same_weights_in_float(tmp_path: Path) -> None:
+    sizes = {"kv_lora_rank": 24, "qk_nope_head_dim": 16, "v_head_dim": 8}  # words hold eight of the outputs
+    units = {"intermediate_size": 104, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+    tiny, folder = ZOO["deepseek_v2_lite"], tmp_path / "quantised"
+    replace(tiny, config={**tiny.config, **sizes, **units}).save(folder)
+    float_folder = quantise_like_others(folder, "gptq")
+    found = on_ranks(2, lambda parallel: forward_worker.run(folder, parallel, prompts(), NUM_DECODE))
+    expected = forward_worker.run(float_folder, TensorParallel(), prompts(), NUM_DECODE)
+    for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() < 1e-4
 
 
