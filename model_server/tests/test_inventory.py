@@ -9,13 +9,17 @@ import torch
 
 from funitel.model_server.encoder.families import ENCODERS
 from funitel.model_server.family_table import FAMILIES
+from funitel.model_server.generators import load_generator
 from funitel.model_server.inventory import needs
 from funitel.model_server.inventory.report import list_all, tell_needs
 from funitel.model_server.loading import load
+from funitel.model_server.seq2seq.families import SEQ2SEQ
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.proto.errors import SettingsError, WeightsError
 from funitel_testing.fallback import UNLISTED
 from funitel_testing.tiny import byte_tokenizer, save_tiny
+from funitel_testing.tiny_seq2seq import FAMILIES as TINY_SEQ2SEQ
+from funitel_testing.tiny_seq2seq import save_tiny_seq2seq
 
 FREE = 10**9
 
@@ -35,7 +39,7 @@ def told(folder: Path, **given: Any) -> dict[str, Any]:
 def test_the_list_has_every_row_of_the_tables_and_what_transformers_has_besides() -> None:
     found = json.loads(list_all(is_json=True))
     rows = {row["architecture"]: row for row in found["architectures"]}
-    assert rows.keys() == {*FAMILIES, *ENCODERS}
+    assert rows.keys() == {*FAMILIES, *SEQ2SEQ, *ENCODERS}
     assert rows["LlamaForCausalLM"]["fused"] == "yes"
     assert "int8" in rows["LlamaForCausalLM"]["precisions"]
     assert rows["Olmo2ForCausalLM"]["fused"] == "no: norm_placement post"
@@ -45,7 +49,7 @@ def test_the_list_has_every_row_of_the_tables_and_what_transformers_has_besides(
     assert not rows.keys() & set(found["through_transformers"])
     assert "all-minilm-l6-v2" in found["catalogue"]
     text = list_all(is_json=False)
-    assert all(name in text for name in (*FAMILIES, *ENCODERS, *found["catalogue"]))
+    assert all(name in text for name in (*FAMILIES, *SEQ2SEQ, *ENCODERS, *found["catalogue"]))
 
 
 @pytest.mark.parametrize("given", [{}, {"dtype": "float32"}, {"dtype": "bfloat16"}], ids=str)
@@ -83,6 +87,16 @@ def test_a_model_through_transformers_takes_what_was_told(name: str, tmp_path: P
     assert (found["block_size"], found["context"]) == (info.block_size, executor.spec.max_position_embeddings)
     with pytest.raises(SettingsError, match="--num-shard 2: a model that runs through transformers is not split"):
         told(tmp_path, num_shard=2)
+
+
+@pytest.mark.parametrize("family", TINY_SEQ2SEQ)
+def test_an_encoder_decoder_takes_what_was_told(family: str, tmp_path: Path) -> None:
+    folder = save_tiny_seq2seq(family, tmp_path)
+    settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1, block_size=4)
+    executor, info = load_generator(settings, folder)
+    found = told(folder)
+    assert (found["weights"], found["blocks"]) == ([info.weight_bytes], [executor.pools.bytes_per_block])
+    assert len(told(folder, num_shard=2)["weights"]) == 2
 
 
 def test_what_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What a rank's weights will take in torch, from the spec alone: its decoder, built of tensors without values."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,11 +14,29 @@ from funitel.model_server.weights import Weights
 _META = torch.device("meta")
 
 
-def torch_weight_bytes(spec: ModelSpec, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of the weights of one of `size` ranks, as `Weights.held_bytes` will count them."""
-    weights = _Sizes(dtype)
+Build = Callable[[Weights, TensorParallel], ModelSpec]
+
+
+def torch_weight_bytes(
+    spec: ModelSpec,
+    rank: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    build: Build | None = None,
+    checkpoint: Weights | None = None,
+) -> int:
+    """Bytes of the weights of one of `size` ranks, as `Weights.held_bytes` will count them.
+
+    `build` makes the model where it is more than a decoder, and returns the spec of the stack with the head;
+    `checkpoint` says which tensors there are, where that decides what is read.
+    """
+    weights = _Sizes(dtype, checkpoint)
     parallel = TensorParallel(rank, size, _META)
-    Decoder(spec, weights, parallel, TorchAttention(1, _META))
+    if build is None:
+        Decoder(spec, weights, parallel, TorchAttention(1, _META))
+    else:
+        spec = build(weights, parallel)
     start, end = parallel.split(spec.vocab_size)
     is_packed = device.type == "cpu" and dtype is torch.float32
     # A head that is the embedding table is a second copy where products are packed; one of unit rows has counted it.
@@ -30,13 +48,15 @@ def torch_weight_bytes(spec: ModelSpec, rank: int, size: int, dtype: torch.dtype
 class _Sizes(Weights):
     """A checkpoint that has every tensor anyone asks for, and counts them."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.device, self.prefix = dtype, _META, ""
+    def __init__(self, dtype: torch.dtype, checkpoint: Weights | None) -> None:
+        self.dtype, self.device = dtype, _META
+        self.prefix = "" if checkpoint is None else checkpoint.prefix
+        self._checkpoint = checkpoint
         self.held_bytes = self.sharded_bytes = self.total_sharded_bytes = 0
 
     def has(self, name: str) -> bool:
-        """Any."""
-        return True
+        """Any, where no checkpoint says otherwise."""
+        return self._checkpoint is None or self._checkpoint.has(name)
 
     def read(
         self,

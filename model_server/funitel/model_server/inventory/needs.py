@@ -8,24 +8,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from funitel.model_server.attention import TorchAttention
 from funitel.model_server.checkpoint import read_json, weight_files
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.tiers import Tier, choose_tier
-from funitel.model_server.decoder import Decoder
 from funitel.model_server.encoder.families import encoder_spec_of, is_encoder
 from funitel.model_server.fallback.pool import FallbackPools
 from funitel.model_server.families import NoRow
+from funitel.model_server.family_rows import Config
 from funitel.model_server.kv_cache import Pools, SpecPools
 from funitel.model_server.loading import choose_device, choose_dtype
 from funitel.model_server.memory import free_bytes, pool_share
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.quantization import check_flag
+from funitel.model_server.seq2seq.families import is_seq2seq, seq2seq_spec_of
+from funitel.model_server.seq2seq.model import Seq2Seq
 from funitel.model_server.settings import ModelsSettings
 from funitel.model_server.spec import ModelSpec
-from funitel.model_server.spec_command import Inspection, choose_spec
-from funitel.model_server.storage import Range, open_file
+from funitel.model_server.spec_command import choose_spec
+from funitel.model_server.storage import open_file
+from funitel.model_server.torch_footprint import torch_weight_bytes
 from funitel.model_server.weights import Weights
 from funitel.proto.errors import SettingsError
 
@@ -57,28 +59,6 @@ class Needs:
         return self.free > sum(self.weights) and (not self.blocks or self.pool > 0)
 
 
-class Census(Inspection):
-    """Counts what a rank would hold of a checkpoint whose tensors are cast to `dtype`."""
-
-    def __init__(self, folder: Path, prefix: str, dtype: torch.dtype) -> None:
-        super().__init__(folder, prefix)
-        self.dtype = dtype
-
-    def read(
-        self,
-        name: str,
-        shape: Sequence[int],
-        *,
-        rows: Range | None = None,
-        columns: Range | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """A tensor without values, counted."""
-        part = super().read(name, shape, rows=rows, columns=columns)
-        self.held_bytes += part.numel() * (dtype or self.dtype).itemsize
-        return part
-
-
 def needs_of(settings: ModelsSettings, folder: Path) -> Needs:
     """What serving the model in `folder` takes with these settings.
 
@@ -88,6 +68,8 @@ def needs_of(settings: ModelsSettings, folder: Path) -> Needs:
     config = read_json(folder / "config.json")
     if is_encoder(config):
         return _of_encoder(settings, folder)
+    if settings.model_spec is None and is_seq2seq(config):
+        return _of_seq2seq(settings, folder, config)
     try:
         spec = choose_spec(settings.model_spec, folder)
     except NoRow as no_row:
@@ -114,7 +96,10 @@ def _of_spec(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
         kv_dtype = torch.float16 if tier.has_half_kv else torch.float32
         served_by, precision = "the fused C++ step", "the GGUF's blocks" if tier is Tier.GGUF else tier.label
     else:
-        held, kv_dtype = [_torch_bytes(spec, folder, weights.dtype, rank) for rank in ranks], weights.dtype
+        held, kv_dtype = (
+            [torch_weight_bytes(spec, rank.rank, rank.size, weights.dtype, device) for rank in ranks],
+            weights.dtype,
+        )
         served_by, precision = "torch", name_of(weights.dtype)
     facts = Needs(
         architecture=spec.architecture,
@@ -128,10 +113,29 @@ def _of_spec(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
     return with_pool(facts, settings, [SpecPools(spec, each, settings.block_size, kv_dtype, device) for each in heads])
 
 
-def _torch_bytes(spec: ModelSpec, folder: Path, dtype: torch.dtype, rank: TensorParallel) -> int:
-    census = Census(folder, spec.names.prefix, dtype)
-    Decoder(spec, census, rank, TorchAttention(1, _META))
-    return census.held_bytes
+def _of_seq2seq(settings: ModelsSettings, folder: Path, config: Config) -> Needs:
+    spec = seq2seq_spec_of(config)
+    device = choose_device(settings.device, 0)
+    dtype, size = choose_dtype(settings.dtype, device), settings.num_shard
+    checkpoint = Weights(folder, dtype, _META, spec.decoder.names.prefix, is_shown=False)
+    check_flag(settings.quantize, checkpoint.quantization)
+
+    def build(weights: Weights, parallel: TensorParallel) -> ModelSpec:
+        return replace(spec.decoder, is_tied=Seq2Seq(spec, weights, parallel).is_tied)
+
+    def held(rank: int) -> int:
+        return torch_weight_bytes(spec.decoder, rank, size, dtype, device, build, checkpoint)
+
+    heads = [HeadSplit.of(spec.decoder.num_heads, spec.decoder.num_kv_heads, size, rank) for rank in range(size)]
+    facts = Needs(
+        architecture=spec.decoder.architecture,
+        served_by="torch, as an encoder-decoder",
+        precision=name_of(dtype),
+        kv_precision=name_of(dtype),
+        context=spec.whole.max_position_embeddings,
+        weights=tuple(map(held, range(size))),
+    )
+    return with_pool(facts, settings, [SpecPools(spec.whole, h, settings.block_size, dtype, device) for h in heads])
 
 
 def _of_encoder(settings: ModelsSettings, folder: Path) -> Needs:

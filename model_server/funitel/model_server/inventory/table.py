@@ -13,6 +13,7 @@ from funitel.model_server.cpu.tiers import MADE
 from funitel.model_server.encoder.families import ENCODERS
 from funitel.model_server.families import spec_of
 from funitel.model_server.family_table import FAMILIES
+from funitel.model_server.seq2seq.families import SEQ2SEQ
 from funitel.model_server.settings import DTYPES
 from funitel.proto.errors import UnsupportedModel
 
@@ -38,7 +39,7 @@ class ServedArchitecture:
     """One architecture, and of its usual configuration whether the fused CPU step computes it, or why not."""
 
     architecture: str
-    kind: str  # decoder, encoder
+    kind: str  # decoder, encoder-decoder, encoder
     is_split: bool  # over shards
     shares_prefixes: bool
     precisions: tuple[str, ...]
@@ -58,6 +59,15 @@ def served_architectures() -> Iterator[ServedArchitecture]:
             precisions=DTYPES if fused.startswith("no") else (*DTYPES, *MADE),
             fused=fused,
         )
+    for architecture in SEQ2SEQ:
+        yield ServedArchitecture(
+            architecture=architecture,
+            kind="encoder-decoder",
+            is_split=True,
+            shares_prefixes=False,
+            precisions=DTYPES,
+            fused="no: it is for decoders",
+        )
     for architecture in ENCODERS:
         yield ServedArchitecture(
             architecture=architecture,
@@ -71,7 +81,7 @@ def served_architectures() -> Iterator[ServedArchitecture]:
 
 def through_transformers() -> list[str]:
     """Causal language models that transformers has and the tables have not; loading tries whether one can be served."""
-    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - FAMILIES.keys() - ENCODERS.keys())
+    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()) - FAMILIES.keys() - SEQ2SEQ.keys() - ENCODERS.keys())
 
 
 def _fused(architecture: str) -> str:

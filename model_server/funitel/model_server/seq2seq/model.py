@@ -37,6 +37,7 @@ class Seq2Seq:
         self.layers = [DecoderLayer(spec, weights, parallel, i) for i in range(decoder.num_layers)]
         self.final_norm = _final_norm(decoder, weights)
         head = _head_of(decoder, weights, table)
+        self.is_tied = head.is_tied
         self.head = VocabHead(head, weights, decoder.names.head, embedding, parallel)
         self.logits_bias: torch.Tensor | None = None
         if spec.logits_bias and weights.has(spec.logits_bias):
