@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from funitel.model_server.executor import Executor
-from funitel.proto.errors import InvalidRequest, SettingsError
+from funitel.model_server.seq2seq.families import seq2seq_spec_of
+from funitel.model_server.seq2seq.rules import DecodingRules, read_rules
+from funitel.model_server.spec_command import check, show
+from funitel.proto.errors import InvalidRequest, SettingsError, UnsupportedModel, WeightsError
 from funitel.proto.step import FinishReason, Generation, GrammarType, WarmupLimits
 from funitel_testing import seq2seq_worker
 from funitel_testing.executors import chunk, collect, ids_of, load_executor, run_alone, run_out, start
@@ -203,3 +206,53 @@ def test_two_ranks_together_write_what_transformers_writes(folders: dict[str, Pa
     for folder, *found in zip(chosen, *shares, strict=True):
         together = found[0] | found[1]
         assert [together["0"], together["1"]] == generate(folder, [SHORT, LONG], 8)
+
+
+def test_a_spec_is_shown_and_held_against_the_tensors(folders: dict[str, Path], tmp_path: Path) -> None:
+    for folder in folders.values():
+        shown = json.loads(show(folder, is_whole=False))
+        assert {"encoder", "decoder", "cross"} <= shown.keys()
+        assert check(folder, None) == []
+    config = json.loads((folders["bart"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"decoder_ffn_dim": 61}))
+    (tmp_path / "model.safetensors").symlink_to(folders["bart"] / "model.safetensors")
+    problems = check(tmp_path, None)
+    assert len(problems) == 2 * 3  # two layers: fc1 with its bias, fc2
+    assert "wrong shape: model.decoder.layers.0.fc1.weight is [60, 48], the spec says [61, 48]" in problems
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("t5", {"d_kv": None}, "encoder: head_dim must be"),
+        ("t5", {"feed_forward_proj": "gated-mish"}, "activation 'mish' is not supported"),
+        (
+            "t5",
+            {"relative_attention_num_buckets": 2},
+            "relative_attention_num_buckets must be within 4..65536, given 2",
+        ),
+        ("bart", {"encoder_attention_heads": 7}, "encoder: hidden size 48 does not divide into 7 heads"),
+        ("bart", {"decoder_layers": -1}, "decoder: num_layers must be within"),
+        ("bart", {"d_model": "wide"}, "value of the wrong kind"),
+    ],
+)
+def test_impossible_configs_are_refused_in_one_line(
+    family: str, changes: dict[str, Any], message: str, folders: dict[str, Path]
+) -> None:
+    config = json.loads((folders[family] / "config.json").read_text())
+    with pytest.raises(UnsupportedModel, match=message):
+        seq2seq_spec_of(config | changes)
+
+
+def test_rules_are_read_with_those_of_generation_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "config.json").write_text('{"decoder_start_token_id": 3, "forced_eos_token_id": 4, "num_beams": 4}')
+    (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": 5, "forced_bos_token_id": [6]}')
+    with caplog.at_level("INFO"):
+        assert read_rules(tmp_path, 10) == DecodingRules(start=5, forced_first=6, forced_last=4)
+    assert "num_beams=4 is not used" in caplog.text
+    with pytest.raises(WeightsError, match=r"decoder_start_token_id must be within 0\.\.4, given 5"):
+        read_rules(tmp_path, 5)
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(WeightsError, match="does not say what the decoder begins with"):
+        read_rules(tmp_path, 10)
