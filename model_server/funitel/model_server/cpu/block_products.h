@@ -2,8 +2,6 @@
 // added in order, so that a row's result does not depend on what shares the batch.
 #pragma once
 
-#include <type_traits>
-
 #include "blocks.h"
 #include "matrix.h"
 
@@ -15,7 +13,6 @@ namespace funitel {
 using Words = __m512i;
 constexpr int kParts = 1;
 inline Words load_words(const uint16_t* p) { return _mm512_loadu_si512(p); }
-inline void store_words(int16_t* p, Words x) { _mm512_storeu_si512(p, x); }
 inline Words low_nibbles(Words x) { return _mm512_and_si512(x, _mm512_set1_epi16(15)); }
 inline Words next_nibbles(Words x) { return _mm512_srli_epi16(x, 4); }
 inline Words widen(const int8_t* p) {
@@ -29,7 +26,6 @@ inline F16 to_floats(const Words (&sums)[kParts]) { return {_mm512_cvtepi32_ps(s
 using Words = __m256i;
 constexpr int kParts = 2;
 inline Words load_words(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-inline void store_words(int16_t* p, Words x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
 inline Words low_nibbles(Words x) { return _mm256_and_si256(x, _mm256_set1_epi16(15)); }
 inline Words next_nibbles(Words x) { return _mm256_srli_epi16(x, 4); }
 inline Words widen(const int8_t* p) {
@@ -41,19 +37,6 @@ inline F16 to_floats(const Words (&sums)[kParts]) {
 }
 
 #endif
-
-// A block ready to be multiplied: codes as int16, the rest as floats. Of a pair of panels they are made once for many tiles
-// of rows, and stay in the caches of the thread that made them; memory holds the packed ones.
-template <bool HasMinimums>
-struct OpenBlock {
-    static constexpr bool kHasMinimums = HasMinimums;
-    int16_t codes[kBlockInputs / 2][2 * kLanes];
-    float scales[kLanes];
-    float minimums[kLanes];
-};
-
-template <class Block>
-using Opened = OpenBlock<Block::kHasMinimums>;
 
 constexpr int kPartWords = 2 * kLanes / kParts;
 
@@ -82,42 +65,13 @@ inline ByteReader reader(const int8_t (&codes)[kBlockInputs / 2][2 * kLanes], in
     return {codes[group * kGroupPairs] + part * kPartWords};
 }
 
-struct OpenReader {
-    const int16_t* at;
-    Words next() {
-        Words weights = load_words(reinterpret_cast<const uint16_t*>(at));
-        at += 2 * kLanes;
-        return weights;
-    }
-};
-inline OpenReader reader(const int16_t (&codes)[kBlockInputs / 2][2 * kLanes], int group, int part) {
-    return {codes[group * kGroupPairs] + part * kPartWords};
-}
-
-// Open the blocks of a pair of panels.
-template <class Block>
-void open_blocks(const Block* source, Opened<Block>* target, int num_blocks) {
-    for (int b = 0; b < num_blocks * kPair; b++) {
-        fetch(source + b);
-        store(target[b].scales, load(source[b].scales));
-        if constexpr (Block::kHasMinimums) store(target[b].minimums, load(source[b].minimums));
-        for (int group = 0; group < kGroups; group++) {
-            for (int part = 0; part < kParts; part++) {
-                auto codes = reader(source[b].codes, group, part);
-                for (int i = 0; i < kGroupPairs; i++) {
-                    store_words(target[b].codes[group * kGroupPairs + i] + part * kPartWords, codes.next());
-                }
-            }
-        }
-    }
-}
-
 // sums[r][p] += the products of row r with block p of as many panels.
 template <class Block, int R, int P>
 inline void add_block(const Block* w, const OperandBlock& x, Words (&sums)[R][P][kParts]) {
-    for (int group = 0; group < kGroups; group++) {
+    // Part by part: the sums of both would not fit in the registers of AVX2.
 #pragma GCC unroll 2
-        for (int part = 0; part < kParts; part++) {
+    for (int part = 0; part < kParts; part++) {
+        for (int group = 0; group < kGroups; group++) {
             decltype(reader(w->codes, 0, 0)) readers[P];
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) readers[p] = reader(w[p].codes, group, part);
@@ -151,9 +105,7 @@ inline void multiply(const Block* w, const OperandBlock* x, int depth, F16 (&out
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
             const Block& block = w[p];
-            if constexpr (!std::is_same_v<Block, Opened<Block>>) {
-                for (size_t i = 0; i < sizeof(Block); i += 64) fetch(reinterpret_cast<const uint8_t*>(&block) + i);
-            }
+            for (size_t i = 0; i < sizeof(Block); i += 64) fetch(reinterpret_cast<const uint8_t*>(&block) + i);
             scales[p] = load(block.scales);
             if constexpr (Block::kHasMinimums) minimums[p] = load(block.minimums);
         }

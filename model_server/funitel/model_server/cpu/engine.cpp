@@ -465,46 +465,21 @@ class Engine {
     void linear_of(const Matrix& matrix, const Operation& operation) {
         constexpr int tiles_each = 96 / kTileRows;
         int num_tiles = operand_.num_tiles(), num_blocks = divide_up(num_tiles, tiles_each);
-        bool opens = num_tiles > 1 && make_room_for_open(matrix);
-        for_each(threads_, matrix.num_pairs() * num_blocks, [&](int chunk, int thread) {
-            int pair = chunk / num_blocks, first = chunk % num_blocks * tiles_each;
-            int last = std::min(num_tiles, first + tiles_each);
-            const W* weights = reinterpret_cast<const W*>(matrix.panel(pair * kPair));
-            if constexpr (std::is_same_v<X, OperandBlock>) {
-                if (opens && last - first > 1) {
-                    auto* open = scratch_[thread].open.template as<Opened<W>>();
-                    open_blocks(weights, open, matrix.num_blocks());
-                    return linear_tiles<Opened<W>, X>(matrix, operation, open, pair, first, last);
-                }
+        float* target = buffer(operation.c);
+        size_t width = stride(operation.c);
+        for_each(threads_, matrix.num_pairs() * num_blocks, [&](int chunk, int) {
+            int pair = chunk / num_blocks, block = chunk % num_blocks;
+            for (int tile = block * tiles_each; tile < std::min(num_tiles, (block + 1) * tiles_each); tile++) {
+                int row = tile * operand_.tile_rows, count = operand_.rows_of(tile);
+                const X* x = operand_.tile<X>(matrix, tile);
+                linear_tile<W, X>(matrix, operation, x, pair, row, count, target + row * width, width);
             }
-            linear_tiles<W, X>(matrix, operation, weights, pair, first, last);
         });
     }
 
-    // Room for the open blocks of a pair of panels on every thread; false where the caches would not hold them.
-    bool make_room_for_open(const Matrix& matrix) {
-        constexpr size_t most = size_t(1) << 20;
-        size_t size = has_blocks(matrix.kind) ? matrix.num_blocks() * kPair * sizeof(OpenBlock<true>) : 0;
-        bool fits = size > 0 && size <= most;
-        for (ThreadScratch& scratch : scratch_) fits = fits && scratch.open.grow(size);
-        return fits;
-    }
-
     template <class W, class X>
-    void linear_tiles(const Matrix& matrix, const Operation& operation, const W* weights, int pair, int first,
-                      int last) {
-        float* target = buffer(operation.c);
-        size_t width = stride(operation.c);
-        for (int tile = first; tile < last; tile++) {
-            int row = tile * operand_.tile_rows, count = operand_.rows_of(tile);
-            const X* x = operand_.tile<X>(matrix, tile);
-            linear_tile<W, X>(matrix, operation, weights, x, pair, row, count, target + row * width, width);
-        }
-    }
-
-    template <class W, class X>
-    void linear_tile(const Matrix& matrix, const Operation& operation, const W* weights, const X* x, int pair, int row,
-                     int count, float* target, size_t width) {
+    void linear_tile(const Matrix& matrix, const Operation& operation, const X* x, int pair, int row, int count,
+                     float* target, size_t width) {
         float gates[kTileRows][kLanes];
         const Mode mode = static_cast<Mode>(operation.b);
         const Activation activation = static_cast<Activation>(operation.d);
@@ -529,7 +504,7 @@ class Engine {
         };
         switch (count) {
 #define FUNITEL_CASE(R) \
-    case R: return multiply_tile<W, X, R>(matrix, weights, x, pair, scales, finish);
+    case R: return multiply_tile<W, X, R>(matrix, x, pair, scales, finish);
             FUNITEL_CASE(1)
             FUNITEL_CASE(2)
             FUNITEL_CASE(3)
@@ -669,7 +644,6 @@ class Engine {
 
     struct ThreadScratch : Scratch {
         Memory row;
-        Memory open;  // blocks of a pair of panels
         Warper warper;
     };
 

@@ -394,15 +394,14 @@ inline void multiply(const int8_t* w, const int32_t* x, int depth, F16 (&out)[R]
 
 #endif
 
-// Call `finish(row of the tile, panel, sums)` for R rows of one tile and a pair of panels, whose weights begin at `w`.
+// Call `finish(row of the tile, panel, sums)` for R rows of one tile and a pair of panels.
 template <class W, class X, int R, class Finish>
-void multiply_tile(const Matrix& matrix, const W* w, const X* x, int pair, const float* row_scales, Finish finish) {
-    const size_t panel_step = has_blocks(matrix.kind) ? 1 : matrix.step_bytes() / sizeof(W);
+void multiply_tile(const Matrix& matrix, const X* x, int pair, const float* row_scales, Finish finish) {
     constexpr int P = panels_at_once(R);
     for (int begin = 0; begin < kPair; begin += P) {
         const int first = pair * kPair + begin;
         F16 sums[R][P];
-        multiply(w + begin * panel_step, x, matrix.depth, sums);
+        multiply(reinterpret_cast<const W*>(matrix.panel(first)), x, matrix.depth, sums);
         for (int r = 0; r < R; r++) {
             for (int p = first; p < std::min(first + P, matrix.num_panels); p++) {
                 F16 value = sums[r][p - first];
