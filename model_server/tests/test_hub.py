@@ -408,6 +408,28 @@ def test_hub_repository_is_left_in_the_hubs_cache(
     )
 
 
+def test_pickles_are_fetched_where_a_repository_has_no_safetensors(
+    hf_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[list[str], list[str]]] = []
+
+    def download(repository: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_: object) -> str:
+        asked.append((allow_patterns, ignore_patterns))
+        if "*.bin" in allow_patterns:
+            (hf_folder / "pytorch_model.bin").write_bytes(b"\x80\x02}.")
+        return str(hf_folder)
+
+    monkeypatch.setattr(hub_client, "snapshot_download", download)
+    assert hub.resolve("org/model").folder == hf_folder
+    assert len(asked) == 1
+    (hf_folder / "model.safetensors").unlink()
+    assert hub.resolve("org/model").folder == hf_folder
+    assert len(asked) == 3
+    wanted, unwanted = asked[-1]
+    assert {"*.safetensors", "*.bin", "*.pt", "*.pth"} <= set(wanted)
+    assert {"*training*", "*optimizer*"} <= set(unwanted)
+
+
 def test_hub_repository_is_checked(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (hf_folder / "model.safetensors").unlink()
     monkeypatch.setattr(hub_client, "snapshot_download", lambda repository, **_: str(hf_folder))
