@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from funitel.model_server.executor import Executor
+from funitel.model_server.fallback.pool import FallbackPool
 from funitel.model_server.loading import load
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import InvalidRequest, SettingsError, UnsupportedModel, WeightsError
@@ -158,6 +159,18 @@ def test_models_with_a_state_have_blocks_for_it_and_share_no_prefixes(tmp_path: 
     executor, info = loaded["falcon-h1"]
     assert 4 < info.block_size < 256
     assert executor.pools.bytes_per_block * 100 > executor.pools.make(100).num_bytes * 0.99
+
+
+def test_a_pool_of_small_states_is_no_larger_than_the_wire_can_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(UNLISTED["mamba"], tmp_path)
+    executor, _ = load(settings(folder), folder)
+    monkeypatch.setattr("funitel.model_server.executor.pool_bytes", lambda *_: 10**12)
+    monkeypatch.setattr(type(executor.pools), "make", lambda pools, num_blocks: FallbackPool(pools, min(num_blocks, 9)))
+    result = executor.warmup([start(0, range(20))], WarmupLimits(max_prefill_tokens=64))
+    assert result.pool_tokens is not None
+    assert 2**30 < result.pool_tokens < 2**31
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from funitel.model_server.batch import ForwardBatch, RowSpan
 from funitel.model_server.decoder import Forward
 from funitel.model_server.grammar import GrammarCompiler, GrammarState, TokenMasks
 from funitel.model_server.kv_cache import KVCache, Pools
-from funitel.model_server.memory import pool_bytes
+from funitel.model_server.memory import MOST_POOL_TOKENS, pool_bytes
 from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.sampler import SampledToken, SamplingState, sample, token_logprobs
 from funitel.model_server.scores import ScoreMath, TorchScores
@@ -596,6 +596,7 @@ class Executor:
         # Ranks hold different heads and read free memory at different moments: agree before anything may be refused.
         # Block 0 is never a sequence's.
         num_blocks = self.parallel.smallest(free // self.pools.bytes_per_block - 1)
+        num_blocks = min(num_blocks, MOST_POOL_TOKENS // size)
         if limits.max_batch_total_tokens is not None:
             asked = limits.max_batch_total_tokens // size
             if asked > num_blocks:

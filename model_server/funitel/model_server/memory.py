@@ -11,6 +11,7 @@ from funitel.model_server.parallel import TensorParallel
 # Free memory is shared with the activations of later steps, and on a host with everything else that runs there.
 GPU_SHARE = 0.90
 CPU_SHARE = 0.5
+MOST_POOL_TOKENS = 2**31 - 1  # as many as the wire can say: a state of a few kilobytes stands for thousands
 
 
 def pool_bytes(device: torch.device, fraction: float, parallel: TensorParallel) -> int:

@@ -18,7 +18,7 @@ from funitel.model_server.families import NoRow
 from funitel.model_server.family_rows import Config
 from funitel.model_server.kv_cache import Pools, SpecPools
 from funitel.model_server.loading import choose_device, choose_dtype
-from funitel.model_server.memory import free_bytes, pool_share
+from funitel.model_server.memory import MOST_POOL_TOKENS, free_bytes, pool_share
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.quantization import check_flag
 from funitel.model_server.seq2seq.families import is_seq2seq, seq2seq_spec_of
@@ -191,7 +191,7 @@ def with_pool(facts: Needs, settings: ModelsSettings, pools: Sequence[Pools]) ->
         blocks=tuple(each.bytes_per_block for each in pools),
         block_size=size,
         free=free,
-        pool=max(0, num_blocks) * size,
+        pool=max(0, min(num_blocks, MOST_POOL_TOKENS // size)) * size,
     )
 
 
