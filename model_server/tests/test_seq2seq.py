@@ -256,3 +256,9 @@ def test_rules_are_read_with_those_of_generation_first(tmp_path: Path, caplog: p
         (tmp_path / name).write_text("{}")
     with pytest.raises(WeightsError, match="does not say what the decoder begins with"):
         read_rules(tmp_path, 10)
+
+
+@pytest.mark.parametrize(("flag", "value"), [("quantize", "int8"), ("rope_scaling", "linear"), ("rope_factor", 2.0)])
+def test_what_is_for_decoders_is_refused(flag: str, value: Any, folders: dict[str, Path]) -> None:
+    with pytest.raises(SettingsError, match=f"--{flag.replace('_', '-')} {value} is not for encoder-decoders"):
+        load_executor(folders["t5"], **{flag: value})

@@ -23,6 +23,7 @@ from funitel.model_server.quantizer.folder import (
 from funitel.model_server.quantizer.formats import side_files
 from funitel.model_server.quantizer.job import Job, Report
 from funitel.model_server.quantizer.upload import check_upload, upload
+from funitel.model_server.seq2seq.families import is_seq2seq
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.text import TextCodec
@@ -77,6 +78,8 @@ def quantize(settings: QuantizeSettings, folder: Path) -> Report:
     device = choose_device(settings.device, 0)
     set_threads(settings.num_threads)
     config = read_json(folder / "config.json")
+    if is_seq2seq(config):
+        raise UnsupportedModel(f"{config['architectures'][0]} is an encoder-decoder: only decoders are quantised")
     spec = spec_of(config)
     weights = Weights(folder, torch.float32, device, spec.names.prefix, is_shown=False)
     if weights.quantization is not None:

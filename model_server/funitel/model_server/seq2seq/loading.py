@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from funitel.model_server.checkpoint import read_json
+from funitel.model_server.cpu.tiers import MADE
 from funitel.model_server.decoders import in_torch
 from funitel.model_server.executor import Executor
 from funitel.model_server.kv_cache import SpecPools
@@ -64,7 +65,9 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor,
 
 
 def _check(settings: ModelServerSettings) -> None:
-    """Raise SettingsError for what is for models with rotary positions only, and an encoder-decoder has none."""
+    """Raise SettingsError for what is for decoders only: the fused step, and rotary positions."""
+    if settings.quantize in MADE:
+        raise SettingsError(f"--quantize {settings.quantize} is not for encoder-decoders: the fused CPU step makes it")
     for flag, value in (("--rope-scaling", settings.rope_scaling), ("--rope-factor", settings.rope_factor)):
         if value is not None:
             raise SettingsError(f"{flag} {value} is not for encoder-decoders: they have no rotary positions")
