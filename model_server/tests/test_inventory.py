@@ -12,6 +12,7 @@ from funitel.model_server.family_table import FAMILIES
 from funitel.model_server.generators import load_generator
 from funitel.model_server.inventory import needs
 from funitel.model_server.inventory.report import list_all, tell_needs
+from funitel.model_server.inventory.table import served_architectures
 from funitel.model_server.loading import load
 from funitel.model_server.seq2seq.families import SEQ2SEQ
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
@@ -110,3 +111,11 @@ def test_what_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_path_that_is_none_is_one_line() -> None:
     with pytest.raises(WeightsError, match="^no such folder or file: /nowhere$"):
         tell_needs(ModelsSettings(model_id="/nowhere"))
+
+
+def test_no_mixture_of_experts_is_said_to_run_in_the_fused_step() -> None:
+    mixtures = {name for name, row in FAMILIES.items() if "experts" in row.fields}
+    found = {each.architecture: each for each in served_architectures() if each.architecture in mixtures}
+    assert found.keys() == mixtures
+    assert {each.fused for each in found.values()} == {"no: a mixture of experts"}
+    assert all("int8" not in each.precisions for each in found.values())

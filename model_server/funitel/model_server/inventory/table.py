@@ -91,8 +91,8 @@ def _fused(architecture: str) -> str:
     config = _PLAIN if kind is None else CONFIG_MAPPING[kind]().to_dict()
     try:
         reason = missing(spec_of({**config, "architectures": [architecture]}))
-    except UnsupportedModel:
-        return "as configured"
+    except UnsupportedModel:  # the defaults alone are no model
+        return "no: a mixture of experts" if "experts" in FAMILIES[architecture].fields else "as configured"
     if reason is not None:
         return f"no: {reason}"
     return "as configured" if kind is None else "yes"
