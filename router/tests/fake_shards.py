@@ -1,6 +1,7 @@
 """Shards that answer at once with made-up tokens, over real Unix sockets: the wire without a model.
 
-Numbered calls are executed in order, and one after the other, as a real shard does.
+Numbered calls are executed in order, and one after the other, as a real shard does; they come by gRPC, and by a step
+socket where the shards have one.
 """
 
 import asyncio
@@ -8,6 +9,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,15 @@ import grpc
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.step import Capability, ShardInfo
+from funitel.proto.step_socket import OK, Frame, FrameProtocol, Method, decode_context
 
 BLOCK_SIZE = 4
+REQUESTS: dict[Method, Any] = {
+    Method.PREFILL: pb.PrefillRequest,
+    Method.DECODE: pb.DecodeRequest,
+    Method.FILTER_BATCH: pb.FilterBatchRequest,
+    Method.CLEAR_CACHE: pb.ClearCacheRequest,
+}
 
 
 @dataclass
@@ -78,8 +87,28 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.pool_tokens = pool_tokens
         self.server: Any = None
         self.step_socket = ""
+        self.step_server: asyncio.Server | None = None
+        self.step_ends: list[FakeStepEnd] = []  # of the connections to it
+        self.garbled: list[bytes] = []  # what the next steps are answered with in place of what they found
         self.refuses_prompts_from = 1 << 32  # token ids the fake model does not know
         self.has_no_scores_from = 1 << 32  # first tokens of prompts it has no scores but NaN for
+
+    def encode(self, answer: Any) -> bytes:
+        """An answer as it is sent."""
+        is_garbled = self.garbled and isinstance(answer, pb.PrefillResponse | pb.DecodeResponse)
+        return self.garbled.pop(0) if is_garbled else answer.SerializeToString()
+
+    async def open_step_socket(self, path: str) -> None:
+        """Take steps by a socket too."""
+        self.step_socket = path
+        self.step_server = await asyncio.get_running_loop().create_unix_server(partial(FakeStepEnd, self), path)
+
+    def hang_up(self) -> None:
+        """End the step socket and its connections."""
+        if self.step_server is not None:
+            self.step_server.close()
+        for end in self.step_ends:
+            end.close()
 
     async def die(self) -> None:
         """End at once: every call under way fails, and none is answered any more."""
@@ -242,20 +271,78 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         return pb.CachedBatch(id=batch_id, request_ids=ids, size=len(ids))
 
 
+class FakeStepEnd(FrameProtocol):
+    """A connection to a step socket: steps are answered by a fake shard, as its gRPC methods would."""
+
+    def __init__(self, fake: FakeShard) -> None:
+        super().__init__()
+        self.fake = fake
+        self.contexts: list[dict[str, str]] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+        fake.step_ends.append(self)
+
+    def take(self, frame: Frame) -> None:
+        self.tasks.add(asyncio.create_task(self._answer(frame)))
+
+    def invocation_metadata(self) -> dict[str, str]:
+        return self.contexts[-1]
+
+    async def abort(self, status: grpc.StatusCode, details: str) -> None:
+        raise Aborted(status, details)
+
+    async def _answer(self, frame: Frame) -> None:
+        self.contexts.append(decode_context(frame.context))
+        method = Method(frame.code)
+        try:
+            answer = await getattr(self.fake, method.rpc)(REQUESTS[method].FromString(frame.payload), self)
+        except Aborted as aborted:
+            self.send(Frame(frame.call_id, aborted.status.value[0], aborted.details.encode()))
+        else:
+            self.send(Frame(frame.call_id, OK, self.fake.encode(answer)))
+
+
+class Aborted(Exception):
+    def __init__(self, status: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.status = status
+        self.details = details
+
+
+class Encoded(grpc.aio.ServerInterceptor):
+    """Lets a fake shard encode what gRPC sends."""
+
+    def __init__(self, fake: FakeShard) -> None:
+        self.fake = fake
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        return grpc.unary_unary_rpc_method_handler(
+            handler.unary_unary,
+            request_deserializer=handler.request_deserializer,
+            response_serializer=self.fake.encode,
+        )
+
+
 @asynccontextmanager
-async def fake_shards(folder: Path, count: int = 1, **settings: Any) -> AsyncIterator[list[FakeShard]]:
-    """Serve `count` ranks under folder/shard-RANK."""
+async def fake_shards(
+    folder: Path, count: int = 1, *, has_step_sockets: bool = False, **settings: Any
+) -> AsyncIterator[list[FakeShard]]:
+    """Serve `count` ranks under folder/shard-RANK, with the step sockets shard-RANK.steps if so asked."""
     urls = [f"unix://{folder}/shard-{rank}" for rank in range(count)]
     shards = [FakeShard(rank, urls, **settings) for rank in range(count)]
     servers = []
     for rank, shard in enumerate(shards):
-        server = shard.server = grpc.aio.server()
+        server = shard.server = grpc.aio.server(interceptors=[Encoded(shard)])
         generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(shard, server)  # type: ignore[no-untyped-call]
         server.add_insecure_port(f"unix:{folder}/shard-{rank}")
         await server.start()
         servers.append(server)
     try:
+        for shard in shards if has_step_sockets else ():
+            await shard.open_step_socket(f"{folder}/shard-{shard.rank}.steps")
         yield shards
     finally:
+        for shard in shards:
+            shard.hang_up()
         for server in servers:
             await server.stop(None)

@@ -4,65 +4,28 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from fake_shards import FakeShard, fake_shards
+from fake_shards import FakeShard, FakeStepEnd, fake_shards
 
-from funitel.proto import generate_pb2 as pb
 from funitel.proto.errors import InvalidRequest, ShardFailed, StepFailed
 from funitel.proto.step import CachedBatch, SamplingParams, SequenceStart, StoppingParams
-from funitel.proto.step_socket import OK, Frame, FrameProtocol, Method, decode_context
+from funitel.proto.step_socket import Frame
 from funitel.router import shards as shards_module
 from funitel.router.shards import Shards
-
-REQUESTS: dict[int, Any] = {Method.PREFILL: pb.PrefillRequest, Method.DECODE: pb.DecodeRequest}
-
-
-class FakeStepEnd(FrameProtocol):
-    """The shard's end: steps are answered by a fake shard, as its gRPC methods would."""
-
-    def __init__(self, fake: FakeShard) -> None:
-        super().__init__()
-        self.fake = fake
-        self.contexts: list[dict[str, str]] = []
-        self.tasks: set[asyncio.Task[None]] = set()
-
-    def take(self, frame: Frame) -> None:
-        self.tasks.add(asyncio.create_task(self._answer(frame)))
-
-    def invocation_metadata(self) -> dict[str, str]:
-        return self.contexts[-1]
-
-    async def abort(self, status: grpc.StatusCode, details: str) -> None:
-        raise Aborted(status, details)
-
-    async def _answer(self, frame: Frame) -> None:
-        self.contexts.append(decode_context(frame.context))
-        method = Method(frame.code)
-        try:
-            answer = await getattr(self.fake, method.rpc)(REQUESTS[method].FromString(frame.payload), self)
-        except Aborted as aborted:
-            self.send(Frame(frame.call_id, aborted.status.value[0], aborted.details.encode()))
-        else:
-            self.send(Frame(frame.call_id, OK, answer.SerializeToString()))
-
-
-class Aborted(Exception):
-    def __init__(self, status: grpc.StatusCode, details: str) -> None:
-        super().__init__(details)
-        self.status = status
-        self.details = details
 
 
 class Served:
     """Shards with step sockets, and what they answered over these."""
 
-    def __init__(self, shards: Shards, fakes: list[FakeShard], ends: list[FakeStepEnd]) -> None:
+    def __init__(self, shards: Shards, fakes: list[FakeShard]) -> None:
         self.shards = shards
         self.fakes = fakes
-        self.ends = ends
+
+    @property
+    def ends(self) -> list[FakeStepEnd]:
+        return [end for fake in self.fakes for end in fake.step_ends]
 
     async def prefill(self, step_seq: int) -> list[int]:
         """Run one step; the requests that got a token of it."""
@@ -80,24 +43,10 @@ class Served:
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    ends: list[FakeStepEnd] = []
-    async with fake_shards(tmp_path, 2) as fakes:
-        servers = []
-        for fake in fakes:
-            fake.step_socket = f"{tmp_path}/shard-{fake.rank}.steps"
-
-            def connected(fake: FakeShard = fake) -> FakeStepEnd:
-                ends.append(FakeStepEnd(fake))
-                return ends[-1]
-
-            servers.append(await asyncio.get_running_loop().create_unix_server(connected, fake.step_socket))
+    async with fake_shards(tmp_path, 2, has_step_sockets=True) as fakes:
         shards = await Shards.connect(f"unix://{tmp_path}/shard-0")
-        yield Served(shards, fakes, ends)
+        yield Served(shards, fakes)
         await shards.close()
-        for end in ends:
-            end.close()
-        for server in servers:
-            server.close()
 
 
 async def test_steps_go_over_the_socket_to_every_rank(served: Served) -> None:
@@ -168,5 +117,15 @@ async def test_steps_go_over_grpc_when_the_socket_is_out_of_reach(
         with caplog.at_level(logging.WARNING):
             shards = await Shards.connect(f"unix://{tmp_path}/shard-0")
         assert "steps go over gRPC" in caplog.text
-        assert await Served(shards, fakes, []).prefill(1) == [1]
+        assert await Served(shards, fakes).prefill(1) == [1]
         await shards.close()
+
+
+async def test_words_of_a_failure_that_are_no_text_are_told_all_the_same(served: Served) -> None:
+    served.fakes[0].pause.clear()
+    step = asyncio.create_task(served.prefill(1))
+    await asyncio.sleep(0.05)
+    served.ends[0].send(Frame(1, grpc.StatusCode.ABORTED.value[0], b"\xff ran out"))
+    with pytest.raises(StepFailed, match="shard rank 0: \ufffd ran out"):
+        await step
+    served.fakes[0].pause.set()

@@ -18,6 +18,7 @@ SUFFIX = ".steps"  # of the gRPC socket's path
 # gRPC's numbers of statuses that either end gives itself.
 OK = 0
 DEADLINE_EXCEEDED = 4
+INTERNAL = 13
 UNAVAILABLE = 14
 
 _HEADER = struct.Struct("<IIQB")  # bytes of payload, bytes of context, number of the call, code
@@ -52,8 +53,18 @@ def encode_context(headers: Mapping[str, str]) -> bytes:
 
 
 def decode_context(context: bytes) -> dict[str, str]:
-    """Read the context of a trace; empty where there is none."""
-    return cast(dict[str, str], json.loads(context)) if context else {}
+    """Read the context of a trace; empty where there is none.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    try:
+        headers = json.loads(context) if context else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError("the context is not JSON") from error
+    if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
+        raise ValueError("the context is no object of strings")
+    return headers
 
 
 class FrameProtocol(asyncio.Protocol):

@@ -29,7 +29,7 @@ from funitel.proto.step import (
     WarmupResult,
 )
 from funitel.proto.step_socket import Method
-from funitel.router.step_client import StepClient
+from funitel.router.step_client import StepClient, unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +91,19 @@ class ShardClient:
             function = self._methods[method] = self._channel.unary_unary(
                 SERVICE + method,
                 request_serializer=None,
-                response_deserializer=parse,
+                response_deserializer=None,  # gRPC would make nothing of what cannot be parsed, and go on
             )
-        return self._answer(function(payload, timeout=timeout, metadata=tuple(tracing.inject().items()) or None))
+        return self._answer(function(payload, timeout=timeout, metadata=tuple(tracing.inject().items()) or None), parse)
 
-    async def _answer(self, call: Any) -> Any:
+    async def _answer(self, call: Awaitable[bytes], parse: Parse[T]) -> T:
         try:
-            return await call
+            payload = await call
         except grpc.aio.AioRpcError as error:
             raise self.failure(error.code(), error.details()) from error
+        try:
+            return parse(payload)
+        except Exception as error:  # as a step socket's end takes it
+            raise self.failure(grpc.StatusCode.INTERNAL, unreadable(error)) from error
 
     def _failure_of(self, code: int, details: str) -> FunitelError:
         return self.failure(_STATUSES.get(code, grpc.StatusCode.UNKNOWN), details)

@@ -9,6 +9,7 @@ from funitel.proto import tracing
 from funitel.proto.errors import FunitelError
 from funitel.proto.step_socket import (
     DEADLINE_EXCEEDED,
+    INTERNAL,
     OK,
     UNAVAILABLE,
     Frame,
@@ -18,6 +19,11 @@ from funitel.proto.step_socket import (
 )
 
 Failure = Callable[[int, str], FunitelError]
+
+
+def unreadable(error: Exception) -> str:
+    """Words for an answer that `error` was raised by."""
+    return f"the answer cannot be read: {error}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +70,15 @@ class StepClient(FrameProtocol):
         call.timeout.cancel()
         if call.answer.done():
             return
-        if frame.code == OK:
-            call.answer.set_result(call.parse(frame.payload))
+        if frame.code != OK:
+            call.answer.set_exception(self._failure(frame.code, frame.payload.decode(errors="replace")))
+            return
+        try:
+            answer = call.parse(frame.payload)
+        except Exception as error:  # whatever the parser makes of what is no answer, the caller must hear of it
+            call.answer.set_exception(self._failure(INTERNAL, unreadable(error)))
         else:
-            call.answer.set_exception(self._failure(frame.code, frame.payload.decode()))
+            call.answer.set_result(answer)
 
     def connection_lost(self, error: Exception | None) -> None:
         """Fail every call under way: the shard is gone, or we have hung up."""
