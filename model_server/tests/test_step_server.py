@@ -118,6 +118,10 @@ async def test_calls_of_two_routers_run_in_the_order_of_their_numbers(shard: Sha
     [
         (Frame(9, 77, b""), grpc.StatusCode.INVALID_ARGUMENT, "the step socket has no method 77"),
         (Frame(9, Method.DECODE, b"\xff"), grpc.StatusCode.INVALID_ARGUMENT, "the payload is no message of its method"),
+        (Frame(9, Method.DECODE, b"", b"traced"), grpc.StatusCode.INVALID_ARGUMENT, "the context is not JSON"),
+        (Frame(9, Method.DECODE, b"", b"\xff{}"), grpc.StatusCode.INVALID_ARGUMENT, "the context is not JSON"),
+        (Frame(9, Method.DECODE, b"", b"[" * 100_000), grpc.StatusCode.INVALID_ARGUMENT, "the context is not JSON"),
+        (Frame(9, Method.DECODE, b"", b"[1]"), grpc.StatusCode.INVALID_ARGUMENT, "the context is no object of strings"),
         (
             Frame(9, Method.FILTER_BATCH, pb.FilterBatchRequest(batch_id=99, request_ids=[1]).SerializeToString()),
             grpc.StatusCode.INTERNAL,

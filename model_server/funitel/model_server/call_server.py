@@ -7,7 +7,7 @@ from typing import Any
 
 from funitel.model_server.calls import Calls
 from funitel.model_server.executor import Executor
-from funitel.model_server.lanes import BesideLane, ComputeLoop, OwnLane
+from funitel.model_server.lanes import BesideLane, ComputeLoop, Lane, OwnLane, emptied
 from funitel.model_server.step_server import StepServer
 from funitel.proto.errors import FunitelError
 
@@ -37,10 +37,9 @@ class CallServer:
             here.call_soon_threadsafe(on_fatal, error)
 
         self._turning = ComputeLoop(compute) if executor.options.device.type == "cpu" else None
-        if self._turning is not None:
-            self.calls = Calls(executor, world_size, OwnLane(), self._turning.loop, tell)
-        else:
-            self.calls = Calls(executor, world_size, BesideLane(compute), here, tell)
+        self._lane: Lane = OwnLane() if self._turning is not None else BesideLane(compute)
+        loop = self._turning.loop if self._turning is not None else here
+        self.calls = Calls(executor, world_size, self._lane, loop, tell)
         self._steps = StepServer(self.calls, step_path) if step_path else None
 
     async def start(self) -> None:
@@ -55,11 +54,17 @@ class CallServer:
             await self._run(self._steps.start())
 
     async def stop(self) -> None:
-        """Hang up once what was answered is sent, and give the compute thread back."""
-        if self._steps is not None:
-            await self._run(self._steps.stop())
+        """Answer the calls that have come, hang up, and give the compute thread back; gRPC brings no more of them."""
+        await self._run(self._hang_up())
         if self._turning is not None:
             await self._turning.stop()
+
+    async def _hang_up(self) -> None:
+        if self._steps is not None:
+            self._steps.stop_listening()
+        await emptied(self._lane)
+        if self._steps is not None:
+            await self._steps.stop()
 
     async def _run(self, work: Coroutine[Any, Any, None]) -> None:
         if self._turning is not None:

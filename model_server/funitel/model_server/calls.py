@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 Response = TypeVar("Response", pb.PrefillResponse, pb.DecodeResponse)
+Request = pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest | pb.ClearCacheRequest | pb.WarmupRequest
+Q = TypeVar("Q", bound=Request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,18 @@ class Calls:
         self._lane = lane
         self._on_fatal = on_fatal
         self._order = StepOrder()
+
+    def make(self, call: Callable[[Q, Reply[R]], None], request: Q, reply: Reply[R]) -> None:
+        """Make one of the calls below; what it raises itself is answered too, and takes up the call's number."""
+        try:
+            call(request, reply)
+        except Exception as error:
+            failure = self._failure(error)
+
+            def refuse(_: FunitelError | None = None) -> None:
+                reply.refuse(failure)
+
+            self._order.begin(_step_seq(request), refuse, refuse)
 
     def clear_cache(self, request: pb.ClearCacheRequest, reply: Reply[pb.ClearCacheResponse]) -> None:
         """Drop one or all cached batches; dropping all starts the numbering again."""
@@ -140,10 +154,10 @@ class Calls:
         return failure
 
 
-def _step_seq(
-    request: pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest | pb.ClearCacheRequest,
-) -> int | None:
-    return request.step_seq if request.HasField("step_seq") else None
+def _step_seq(request: Request) -> int | None:
+    if isinstance(request, pb.WarmupRequest) or not request.HasField("step_seq"):
+        return None
+    return request.step_seq
 
 
 def _encoded(step: ComputedStep, response: Response, in_columns: bool) -> Response:

@@ -25,6 +25,13 @@ class Lane(Protocol):
         """Run `job` after all before it; then call `done` with what it returned, or `failed` with what it raised."""
 
 
+async def emptied(lane: Lane) -> None:
+    """Wait until every job that `lane` has been given is done, and what came of it was told."""
+    is_last = asyncio.Event()
+    lane.run(lambda: None, lambda _: is_last.set(), lambda _: is_last.set())
+    await is_last.wait()
+
+
 class BesideLane:
     """Jobs run on the one thread of `compute`; the next is at hand there before the last has ended."""
 
@@ -97,7 +104,7 @@ class ComputeLoop:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     async def stop(self) -> None:
-        """End it after the job under way; what was answered has been sent."""
+        """End it after the turn under way, with whatever still waits: jobs of a lane, or bytes to be sent."""
         if self._ended is None:
             self.loop.close()
             return

@@ -5,11 +5,10 @@ What changes state is run by `calls`, on the compute thread. Health and Info nev
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
 
 import grpc
 
-from funitel.model_server.calls import Calls, Reply
+from funitel.model_server.calls import Calls, Q, R, Reply
 from funitel.model_server.executor import Executor
 from funitel.model_server.servicing import Context, ShardServicer, abort
 from funitel.model_server.tracing import Traced
@@ -18,8 +17,6 @@ from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.errors import FunitelError, StartupError
 from funitel.proto.step import ShardInfo
 
-Q = TypeVar("Q")
-R = TypeVar("R")
 MAX_MESSAGE_BYTES = 2**31 - 1
 
 
@@ -77,7 +74,7 @@ class Servicer(ShardServicer):
             here.call_soon_threadsafe(settle, outcome)
 
         reply: Reply[R] = Reply(tell, tell)
-        self._calls.loop.call_soon_threadsafe(call, request, reply)
+        self._calls.loop.call_soon_threadsafe(self._calls.make, call, request, reply)
         try:
             return await answered
         except FunitelError as error:

@@ -19,6 +19,8 @@ Message = Any  # protobuf messages share no useful base
 Parse = Callable[[bytes], Message]
 Call = Callable[[Message, Reply[Message]], None]
 
+FLUSH_SECONDS = 1.0  # that a router has at the end to read what was answered
+
 
 class StepServer:
     """Listens on the Unix socket at `path`; any number of routers may be connected."""
@@ -30,6 +32,7 @@ class StepServer:
             Method.FILTER_BATCH: (Method.FILTER_BATCH, pb.FilterBatchRequest.FromString, calls.filter_batch),
             Method.CLEAR_CACHE: (Method.CLEAR_CACHE, pb.ClearCacheRequest.FromString, calls.clear_cache),
         }
+        self.calls = calls
         self.connections: set[StepConnection] = set()
         self._path = Path(path)
         self._server: asyncio.Server | None = None
@@ -47,13 +50,27 @@ class StepServer:
         except OSError as error:
             raise StartupError(f"cannot listen on {self._path}: {error}") from error
 
-    async def stop(self) -> None:
-        """Hang up once what was answered is sent."""
+    def stop_listening(self) -> None:
+        """Take neither connections nor calls any more; those that have come are still answered."""
         if self._server is not None:
             self._server.close()
-        for connection in tuple(self.connections):
+        for connection in self.connections:
+            connection.stop_reading()
+
+    async def stop(self) -> None:
+        """Hang up once what was answered is sent; on a router that does not read it, all the same."""
+        self.stop_listening()
+        connections = tuple(self.connections)
+        for connection in connections:
             connection.close()
         self._path.unlink(missing_ok=True)
+        try:
+            async with asyncio.timeout(FLUSH_SECONDS):
+                for connection in connections:
+                    await connection.lost.wait()
+        except TimeoutError:
+            for connection in self.connections:
+                connection.abort()
 
 
 class StepConnection(FrameProtocol):
@@ -62,6 +79,7 @@ class StepConnection(FrameProtocol):
     def __init__(self, server: StepServer) -> None:
         super().__init__()
         self._server = server
+        self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Be known to the server."""
@@ -71,20 +89,31 @@ class StepConnection(FrameProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         """Calls under way go on; their answers are dropped."""
         self._server.connections.discard(self)
+        self.lost.set()
+
+    def stop_reading(self) -> None:
+        """Leave what comes where it is."""
+        self._transport.pause_reading()
+
+    def abort(self) -> None:
+        """Hang up at once."""
+        self._transport.abort()
 
     def take(self, frame: Frame) -> None:
         """Begin a call."""
         try:
             method, parse, call = self._server.methods[frame.code]
-            request = parse(frame.payload)
+            request, headers = parse(frame.payload), decode_context(frame.context)
         except KeyError:
             self._refuse(frame.call_id, InvalidRequest(f"the step socket has no method {frame.code}"))
         except DecodeError:
             self._refuse(frame.call_id, InvalidRequest("the payload is no message of its method"))
+        except ValueError as error:
+            self._refuse(frame.call_id, InvalidRequest(str(error)))
         else:
-            span = open_span(method.rpc, decode_context(frame.context))
+            span = open_span(method.rpc, headers)
             reply = Reply(partial(self._answer, frame.call_id, span), partial(self._fail, frame.call_id, span))
-            call(request, reply)
+            self._server.calls.make(call, request, reply)
 
     def _answer(self, call_id: int, span: OpenSpan, message: Message) -> None:
         span.end(**{"rpc.grpc.status_code": OK})
