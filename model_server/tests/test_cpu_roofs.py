@@ -15,7 +15,8 @@ from funitel.model_server.families import spec_of
 from funitel.model_server.settings import KernelSettings
 from funitel.proto.errors import SettingsError, StartupError
 from funitel.proto.options import Counts
-from funitel_testing.tiny import save_tiny
+from funitel_testing.tiny import save_tiny, save_tokenizer
+from funitel_testing.zoo import ZOO
 
 pytestmark = pytest.mark.skipif("avx2" not in cpu_flags(), reason="needs AVX2")
 
@@ -91,6 +92,37 @@ def test_kernels_of_a_tiny_model(
     for row in summary["shapes"]:
         assert 0 < row["share"] < 2  # more than 1 is a roof measured too low, which a busy machine may do
         assert row["gb_s"] > 0
+
+
+def test_what_the_fused_step_does_not_run_is_measured_but_for_the_whole_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "SECONDS", 0.01)
+    ZOO["phi"].save(tmp_path)
+    save_tokenizer(tmp_path)
+    measure_kernels(KernelSettings(model_id=str(tmp_path), rows=Counts("1"), num_threads=1, footprint_mib=1))
+    *lines, last = capsys.readouterr().out.splitlines()
+    words = "not measured: the fused step leaves this model to torch: is_parallel True"
+    assert lines[-1].split(maxsplit=2) == ["whole", "step", words]
+    assert len(lines) == 1 + 6 + 1
+    summary = json.loads(last)
+    assert (summary["step"], len(summary["shapes"])) == (None, 6)
+
+
+def test_the_table_is_printed_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*arguments: object) -> None:
+        raise StartupError("no memory")
+
+    monkeypatch.setattr(measure, "SECONDS", 0.01)
+    monkeypatch.setattr(measure, "measure_step", none)
+    settings = KernelSettings(
+        model_id=str(save_tiny("llama", tmp_path)), rows=Counts("1"), num_threads=1, footprint_mib=1
+    )
+    with pytest.raises(StartupError, match="no memory"):
+        measure_kernels(settings)
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 6
 
 
 def test_no_compiler_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 A product of few rows is bound by reading weights, one of many rows by arithmetic. Every shape of the model is held
 against both roofs of `roofs`, with as many threads and the same amount of memory: its weights are repeated until
 they fill the footprint. Attention of one row over a long context is held against the reading of its keys and values.
-At last comes what a user gets: one row through the whole model with its own weights, waiting included. A share is the
-time that the nearer roof needs, of the time that was taken.
+At last comes what a user gets, where the fused step runs the model: one row through all of it with its own weights,
+waiting included. A share is the time that the nearer roof needs, of the time that was taken.
 """
 
 import ctypes
@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ import torch
 from funitel.model_server.blocks import open_blocks
 from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.build import CannotBuild, build
+from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.measure_attention import CONTEXT, measure_attention
 from funitel.model_server.cpu.measure_step import measure_step
@@ -122,10 +124,39 @@ def measure_kernels(settings: KernelSettings) -> None:
         roofs = Roofs(libraries, num_threads=num_threads, num_bytes=footprint)
         library = load_library(build(libraries))
         table = list(_rows(kinds, spec, settings.rows, library, roofs, num_threads, footprint))
-        cost = measure_step(library, folder, spec, tier, num_threads, SECONDS)
-        roofs.measure(kinds["up"])
     except CannotBuild as error:
         raise StartupError(f"the fused CPU step cannot be measured: {error}") from error
+    print(
+        f"{tier.label}, {num_threads} threads: reads {roofs.read_bytes_s / 1e9:.1f} GB/s of {footprint >> 20} MiB, "
+        f"multiplies {roofs.multiply_s / 1e9:.0f} GMAC/s"
+    )
+    for row in table:
+        print(
+            f"{row.shape:20} rows {row.rows:4}  {row.microseconds:9.1f} us  {row.gb_s:6.1f} GB/s  "
+            f"{row.gmac_s:6.1f} GMAC/s  {row.share:5.0%} of what it {row.roof}"
+        )
+    summary = {
+        "tier": tier.label,
+        "num_threads": num_threads,
+        "footprint_mib": footprint >> 20,
+        "read_gb_s": roofs.read_bytes_s / 1e9,
+        "multiply_gmac_s": roofs.multiply_s / 1e9,
+        "shapes": [asdict(row) for row in table],
+    }
+    step = _tell_step(library, folder, spec, tier, num_threads, roofs, kinds["up"])
+    print(json.dumps(summary | {"step": step}))
+
+
+def _tell_step(
+    library: ctypes.CDLL, folder: Path, spec: ModelSpec, tier: Tier, num_threads: int, roofs: Roofs, kind: Kind
+) -> dict[str, Any] | None:
+    """Measure a whole step and print its line; what the JSON has of it, None where the fused step is not run."""
+    reason = missing(spec)
+    if reason is not None:
+        print(f"{'whole step':20} not measured: the fused step leaves this model to torch: {reason}")
+        return None
+    cost = measure_step(library, folder, spec, tier, num_threads, SECONDS)
+    roofs.measure(kind)
     *layer, head = (num_outputs * num_inputs for num_outputs, num_inputs in shapes_of(spec).values())
     step = held_against(
         "whole step",
@@ -137,29 +168,11 @@ def measure_kernels(settings: KernelSettings) -> None:
         multiply_s=roofs.multiply_s,
     )
     print(
-        f"{tier.label}, {num_threads} threads: reads {roofs.read_bytes_s / 1e9:.1f} GB/s of {footprint >> 20} MiB, "
-        f"multiplies {roofs.multiply_s / 1e9:.0f} GMAC/s"
-    )
-    for row in table:
-        print(
-            f"{row.shape:20} rows {row.rows:4}  {row.microseconds:9.1f} us  {row.gb_s:6.1f} GB/s  "
-            f"{row.gmac_s:6.1f} GMAC/s  {row.share:5.0%} of what it {row.roof}"
-        )
-    print(
         f"{step.shape:20} rows {step.rows:4}  {step.microseconds:9.1f} us  {step.gb_s:6.1f} GB/s of "
         f"{cost.weight_bytes / 1e6:.1f} MB of weights and {cost.kv_bytes / 1e6:.1f} MB of context, "
         f"{step.share:5.0%} of what it {step.roof}; usually {cost.median_seconds * 1e6:.1f} us"
     )
-    summary = {
-        "tier": tier.label,
-        "num_threads": num_threads,
-        "footprint_mib": footprint >> 20,
-        "read_gb_s": roofs.read_bytes_s / 1e9,
-        "multiply_gmac_s": roofs.multiply_s / 1e9,
-        "shapes": [asdict(row) for row in table],
-        "step": asdict(step) | {"median_microseconds": cost.median_seconds * 1e6},
-    }
-    print(json.dumps(summary))
+    return asdict(step) | {"median_microseconds": cost.median_seconds * 1e6}
 
 
 def _rows(
