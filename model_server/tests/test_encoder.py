@@ -240,3 +240,10 @@ def test_odd_configs_are_refused(change: dict[str, Any], words: str, tmp_path: P
     save_tiny_encoder("Bert", "Model", tmp_path)
     with pytest.raises(UnsupportedModel, match=words):
         encoder_spec_of(read_json(tmp_path / "config.json") | change)
+
+
+def test_a_flag_for_threads_of_the_fused_step_is_said_to_change_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(save_tiny_encoder("Bert", "Model", tmp_path), thread_spin_us=7)
+    assert caplog.text.count("--thread-spin-us 7 changes nothing: the fused CPU step") == 1

@@ -1,10 +1,12 @@
 """What a shard's settings make of a checkpoint."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from funitel.model_server.cpu import build as building
 from funitel.model_server.loading import load
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError
@@ -54,3 +56,21 @@ def test_a_model_without_rotary_positions_says_that_nothing_is_stretched(
 def test_a_factor_has_bounds(factor: float) -> None:
     with pytest.raises(SettingsError, match=r"--rope-factor must be within \(0, 1024\]"):
         ModelServerSettings(model_id="x", rope_factor=factor)
+
+
+def test_a_flag_for_threads_of_the_fused_step_is_warned_of_where_torch_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = save_tiny("llama", tmp_path)
+    settings = ModelServerSettings(model_id="tiny", device="cpu", num_threads=1, thread_spin_us=7)
+    load(settings, folder)
+    assert "--thread-spin-us" not in caplog.text
+    monkeypatch.setattr(building, "COMPILERS", ("no-such-compiler",))
+    load(replace(settings, cache_dir=str(tmp_path / "nothing built")), folder)
+    assert caplog.text.count("--thread-spin-us 7 changes nothing: the fused CPU step") == 1
+
+
+def test_a_number_of_threads_and_a_bound_on_it_contradict_each_other() -> None:
+    message = "--most-threads 4 bounds the probe, which --num-threads 2 leaves nothing to find: give one of them"
+    with pytest.raises(SettingsError, match=f"^{message}$"):
+        ModelServerSettings(model_id="x", num_threads=2, most_threads=4)

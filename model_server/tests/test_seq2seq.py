@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from funitel.model_server.executor import Executor
+from funitel.model_server.generators import load_generator
 from funitel.model_server.seq2seq.families import seq2seq_spec_of
 from funitel.model_server.seq2seq.rules import DecodingRules, read_rules
+from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec_command import check, show
 from funitel.proto.errors import InvalidRequest, SettingsError, UnsupportedModel, WeightsError
 from funitel.proto.step import FinishReason, Generation, GrammarType, WarmupLimits
 from funitel_testing import seq2seq_worker
-from funitel_testing.executors import chunk, collect, ids_of, load_executor, run_alone, run_out, start
+from funitel_testing.executors import BLOCK_SIZE, chunk, collect, ids_of, load_executor, run_alone, run_out, start
 from funitel_testing.servers import free_port
 from funitel_testing.tiny_seq2seq import (
     EOS_ID,
@@ -262,3 +264,22 @@ def test_rules_are_read_with_those_of_generation_first(tmp_path: Path, caplog: p
 def test_what_is_for_decoders_is_refused(flag: str, value: Any, folders: dict[str, Path]) -> None:
     with pytest.raises(SettingsError, match=f"--{flag.replace('_', '-')} {value} is not for encoder-decoders"):
         load_executor(folders["t5"], **{flag: value})
+
+
+@pytest.mark.parametrize("max_new_tokens", [4, 5, 6])
+def test_a_completion_fits_the_blocks_that_tgis_router_reserves(
+    executor: Executor, folders: dict[str, Path], max_new_tokens: int
+) -> None:
+    """It counts no opening token: without `speculate` the last of 36 + 5 would have no place."""
+    settings = ModelServerSettings(model_id="tiny", device="cpu", block_size=BLOCK_SIZE, num_threads=1)
+    _, info = load_generator(settings, folders["t5"])
+    num_tokens = len(LONG) + max_new_tokens + info.speculate - 1
+    blocks = tuple(range(1, 1 + -(-num_tokens // BLOCK_SIZE)))
+    assert len(ids_of(run_alone(executor, start(1, LONG, max_new_tokens, blocks=blocks)))) == max_new_tokens
+
+
+def test_a_flag_for_threads_of_the_fused_step_is_said_to_change_nothing(
+    folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    load_executor(folders["t5"], thread_spin_us=7)
+    assert caplog.text.count("--thread-spin-us 7 changes nothing: the fused CPU step") == 1

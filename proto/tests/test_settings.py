@@ -301,7 +301,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "block_size": COUNT,
     "cuda_memory_fraction": st.floats(0, 1, exclude_min=True),
     "num_threads": st.none() | COUNT,
-    "most_threads": st.none() | COUNT,
+    "most_threads": st.none(),  # and a number where "num_threads" is none
     "thread_spin_us": st.none() | st.integers(0, MOST_SPIN_US),
     "trust_remote_code": st.booleans(),
     "cores": st.none() | st.frozensets(st.integers(0, 300), min_size=1).map(Cores),
@@ -327,7 +327,10 @@ def test_router_settings_survive_the_command_line(given: RouterSettings) -> None
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.builds(ModelServerSettings, **SHARD))
+@given(
+    st.builds(ModelServerSettings, **SHARD)
+    | st.builds(ModelServerSettings, **SHARD | {"num_threads": st.none(), "most_threads": COUNT})
+)
 def test_shard_settings_survive_the_command_line(given: ModelServerSettings) -> None:
     argv = [given.model_id, *to_argv(given, skip=["model_id"])]
     assert parse(ModelServerSettings, argv, arguments={"model_id": "The model."}) == given

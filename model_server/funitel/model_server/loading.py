@@ -92,12 +92,14 @@ def _finish(
     codec: TextCodec,
     options: ExecutorOptions,
 ) -> tuple[Executor, ShardInfo]:
-    log_loaded(folder, spec, options.device, loaded)
+    log_loaded(settings, folder, spec, options.device, loaded)
     executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, loaded.scores)
     return executor, info_of(settings, options, loaded)
 
 
-def log_loaded(folder: Path, spec: ModelFacts, device: torch.device, loaded: Loaded) -> None:
+def log_loaded(
+    settings: ModelServerSettings, folder: Path, spec: ModelFacts, device: torch.device, loaded: Loaded
+) -> None:
     """Say what is served, and how."""
     logger.info(
         "loaded model=%s architecture=%s device=%s step=%s precision=%s threads=%d collectives=%s weight_bytes=%d",
@@ -110,6 +112,15 @@ def log_loaded(folder: Path, spec: ModelFacts, device: torch.device, loaded: Loa
         loaded.parallel.name,
         loaded.footprint.held_bytes,
     )
+    if loaded.name != "fused":
+        warn_of_spin(settings)
+
+
+def warn_of_spin(settings: ModelServerSettings) -> None:
+    """Say of a model without the fused step that a flag for its threads changes nothing, if it is given."""
+    if settings.thread_spin_us is not None:
+        message = "--thread-spin-us %d changes nothing: the fused CPU step, whose threads spin, does not run"
+        logger.warning(message, settings.thread_spin_us)
 
 
 def _stretched(spec: ModelSpec, settings: ModelServerSettings) -> ModelSpec:

@@ -234,7 +234,10 @@ class ModelServerSettings:
         None, "Compute threads; when not given, on a CPU as many of its cores as a probe at start finds best."
     )
     most_threads: int | None = setting(
-        None, "Most threads that the probe may choose; the cores this process may use when not given.", env=None
+        None,
+        "Most threads that the probe may choose where --num-threads is not given; the cores this process may use when "
+        "not given.",
+        env=None,
     )
     thread_spin_us: int | None = setting(
         None,
@@ -302,6 +305,11 @@ class ModelServerSettings:
         require(
             self.most_threads is None or self.most_threads > 0,
             f"--most-threads must be > 0, given {self.most_threads}",
+        )
+        require(
+            self.num_threads is None or self.most_threads is None,
+            f"--most-threads {self.most_threads} bounds the probe, "
+            f"which --num-threads {self.num_threads} leaves nothing to find: give one of them",
         )
         require(
             self.thread_spin_us is None or 0 <= self.thread_spin_us <= MOST_SPIN_US,

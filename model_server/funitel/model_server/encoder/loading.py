@@ -11,7 +11,7 @@ from funitel.model_server.encoder.families import encoder_spec_of, is_encoder
 from funitel.model_server.encoder.heads import ClassifierHead, FillHead
 from funitel.model_server.encoder.model import Encoder
 from funitel.model_server.encoder.sentence_transformers import read_embedding_head, read_usual_tokens
-from funitel.model_server.loading import choose_device, choose_dtype, set_threads
+from funitel.model_server.loading import choose_device, choose_dtype, set_threads, warn_of_spin
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.weights import Weights
 from funitel.proto.errors import SettingsError
@@ -56,6 +56,7 @@ def load_encoder(settings: ModelServerSettings, folder: Path) -> tuple[EncoderEx
         ",".join(sorted(task.name.lower() for task in executor.tasks)),
         ",".join(embedding.pools),
     )
+    warn_of_spin(settings)
     facts = EncoderFacts(
         tasks=executor.tasks,
         width=embedding.width,

@@ -55,11 +55,12 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor,
     loaded = in_torch(Seq2Seq(spec, weights, parallel), weights, parallel)
     pools = SpecPools(spec.whole, heads, settings.block_size, loaded.kv_dtype, device)
     options = options_of(settings, device, loaded, eos_token_ids)
-    log_loaded(folder, spec.decoder, device, loaded)
+    log_loaded(settings, folder, spec.decoder, device, loaded)
     info = replace(
         info_of(settings, options, loaded),
         use_prefix_caching=False,  # what the pool holds of a token depends on the whole prompt
         num_opening_tokens=NUM_OPENING_TOKENS,
+        speculate=NUM_OPENING_TOKENS,  # a router of TGI asks for no other place beyond prompt and completion
     )
     return Seq2SeqExecutor(spec, rules, loaded.decoder, pools, codec, parallel, options), info
 
