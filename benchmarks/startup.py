@@ -2,8 +2,9 @@
 
 Each start is a new `funitel` on a free port, which is asked for one token as soon as it says that it is ready, and
 then ended. Phases end where a line of its log arrives; what several processes do at once is not told apart. The time of
-processors is that of all processes of the deployment. Medians of several starts count; the first one, which may find
-neither files in memory nor the fused step compiled, is not measured. Flags after `--` are handed on.
+processors is that of all processes of the deployment. Medians of several starts count, of phases that all of them log;
+the first start, which may find neither files in memory nor the fused step compiled, is not measured. Flags after `--`
+are handed on.
 
     python benchmarks/startup.py smollm2-135m-instruct --starts 5 -- --quantize int8
 
@@ -14,13 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
+from http.client import HTTPException
 from statistics import median
 
 from funitel.launcher.sockets import free_port
@@ -35,38 +40,67 @@ PHASES = {
 """What ends a phase, in the log; the phase before began where the last one ended."""
 FIRST_TOKEN = "first token"
 PROGRAM = (sys.executable, "-m", "funitel")
-READY_SECONDS = 300.0
+MOST_SECONDS = 300.0  # of a start, the first token included
+STOP_SECONDS = 30.0
 
 
 def start(model: str, flags: Sequence[str]) -> dict[str, float]:
-    """Start a server, ask for a token, end it. Seconds of each phase, of all of them, and of processors."""
+    """Start a server, ask for a token, end it. Seconds of each phase, of all of them, and of processors.
+
+    Raises:
+        SystemExit: the server ends, does not answer, or takes longer than `MOST_SECONDS`; in one line.
+    """
     port = free_port()
     command = [*PROGRAM, "--model-id", model, "--port", str(port), *flags]
     before = _processor_seconds()
-    begin = last = time.perf_counter()
-    seconds = {}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    timer = threading.Timer(MOST_SECONDS, _kill, [process])
+    timer.start()
     try:
-        assert process.stdout is not None
-        pending, lines = dict(PHASES), []
-        for line in process.stdout:
-            lines.append(line)
-            now = time.perf_counter()
-            found = next((phase for phase, words in pending.items() if words in line), None)
-            if found is not None:
-                seconds[found], last = now - last, now
-                del pending[found]
-            if found == "ready":
-                break
-        else:
-            raise SystemExit(f"error: the server ended: {lines[-1].strip() if lines else 'it said nothing'}")
+        seconds, ready = _phases(process, begin)
         _first_token(port)
-        seconds[FIRST_TOKEN] = time.perf_counter() - last
-        seconds["total"] = time.perf_counter() - begin
+        end = time.perf_counter()
+        seconds |= {FIRST_TOKEN: end - ready, "total": end - begin}
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate()
+        timer.cancel()
+        _end(process)
     return seconds | {"processors": _processor_seconds() - before}
+
+
+def _phases(process: subprocess.Popen[str], begin: float) -> tuple[dict[str, float], float]:
+    """Seconds of the phases up to the one that ends when the server is ready, and that instant."""
+    assert process.stdout is not None
+    seconds: dict[str, float] = {}
+    pending, last, line = dict(PHASES), begin, "it said nothing"
+    for line in process.stdout:
+        now = time.perf_counter()
+        found = next((phase for phase, words in pending.items() if words in line), None)
+        if found is not None:
+            seconds[found], last = now - last, now
+            del pending[found]
+        if found == "ready":
+            return seconds, now
+    is_late = time.perf_counter() - begin >= MOST_SECONDS
+    what = f"was not ready within {MOST_SECONDS:g} s" if is_late else "ended"
+    raise SystemExit(f"error: the server {what}: {line.strip()}")
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.communicate(timeout=STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        process.communicate()
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """End a server with all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _first_token(port: int) -> None:
@@ -74,8 +108,11 @@ def _first_token(port: int) -> None:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/generate", body, headers={"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=READY_SECONDS) as answer:
-        answer.read()
+    try:
+        with urllib.request.urlopen(request, timeout=MOST_SECONDS) as answer:
+            answer.read()
+    except (OSError, HTTPException) as error:
+        raise SystemExit(f"error: the server gave no token: {error}") from error
 
 
 def _processor_seconds() -> float:
@@ -103,7 +140,8 @@ def main() -> None:
     arguments = parse()
     start(arguments.model, arguments.flags)
     starts = [start(arguments.model, arguments.flags) for _ in range(arguments.starts)]
-    medians = {phase: median(one[phase] for one in starts) for phase in starts[0]}
+    phases = [phase for phase in starts[0] if all(phase in one for one in starts)]
+    medians = {phase: median(one[phase] for one in starts) for phase in phases}
     for phase, seconds in medians.items():
         print(f"{phase:<18} {seconds:6.2f} s")
     totals = [one["total"] for one in starts]
