@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from funitel.model_server import pickles
 from funitel.model_server.checkpoint import check_folder, weight_files
 from funitel.model_server.pickles import PickleFile
 from funitel.model_server.weights import Weights
@@ -160,6 +161,24 @@ def test_other_globals_are_named_too(tmp_path: Path, call: Call, name: str) -> N
 )
 def test_other_files_are_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "model.bin").write_bytes(content)
+    with pytest.raises(WeightsError, match=message) as caught:
+        PickleFile(tmp_path / "model.bin")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", [0x01, 0x20, 0x40], ids=["encrypted", "patch", "strongly encrypted"])
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_record_that_needs_more_than_reading_is_one_line(
+    tmp_path: Path, flag: int, is_checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = bytearray(zip_of(pickle.dumps({}, 2)))
+    content[content.index(b"PK\x01\x02") + 8] |= flag  # in the directory of the zip, of its first record
+    (tmp_path / "model.bin").write_bytes(content)
+    if not is_checked:  # then torch raises, and the name of what it refused is looked for
+        monkeypatch.setattr(pickles, "check_pickle", lambda path: None)
+    message = (
+        r"its record archive/data\.pkl is compressed or encrypted" if is_checked else "cannot be read as a PyTorch"
+    )
     with pytest.raises(WeightsError, match=message) as caught:
         PickleFile(tmp_path / "model.bin")
     assert "\n" not in str(caught.value)

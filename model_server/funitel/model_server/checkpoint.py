@@ -26,6 +26,7 @@ _SAFETENSORS_INDEX = "model.safetensors.index.json"
 _PICKLE_INDEX = "pytorch_model.bin.index.json"
 _PICKLES = ("pytorch_model.bin", "*.bin", "*.pt", "*.pth")  # the first that is there counts
 _NO_WEIGHTS = re.compile(r"arg(ument)?s|training|optimizer|scheduler|rng_state")  # in names of pickles
+_ENCRYPTED = 0x01 | 0x20 | 0x40  # flags of a record in a zip; the second: it is a patch to another
 
 
 def check_folder(folder: Path) -> None:
@@ -124,13 +125,18 @@ def check_pickle(path: Path) -> None:
         if not is_zip:
             return  # older, or something else: only reading tells
         with zipfile.ZipFile(path) as archive:
-            packed = [info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED]
+            strange = [info.filename for info in archive.infolist() if not _is_plain(info)]
     except OSError as error:
         raise WeightsError(f"cannot read {path}: {error.strerror}") from error
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise WeightsError(f"{path} is truncated or damaged: {error}") from error
-    if packed:
-        raise WeightsError(f"{path} is not one of PyTorch's files: its record {packed[0]} is compressed")
+    if strange:
+        raise WeightsError(f"{path} is not one of PyTorch's files: its record {strange[0]} is compressed or encrypted")
+
+
+def _is_plain(info: zipfile.ZipInfo) -> bool:
+    """Whether a record of a zip holds its bytes as they are."""
+    return info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & _ENCRYPTED
 
 
 def hash_file(path: Path) -> str:

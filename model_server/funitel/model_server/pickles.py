@@ -5,7 +5,6 @@ with the global's name. A zip, which torch has written since 1.6, is memory mapp
 """
 
 import logging
-import pickle
 import pickletools
 import re
 import warnings
@@ -113,7 +112,7 @@ def _foreign_global(path: Path) -> str | None:
     try:
         with _pickle_of(path) as file:
             return next((".".join(each) for each in _globals(file) if each[0] not in _USUAL), None)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, pickle.UnpicklingError):
+    except Exception:  # the file is refused already, and damaged as it likes
         return None
 
 
