@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -270,6 +271,16 @@ def test_byte_level_adds_no_bos_unless_told(make_gguf: MakeGguf, tmp_path: Path)
         ("smollm", ["I", "'m", "Ġ", "1", "2", "3", "4", "5", "!!", "ĊĊ", "Ġok"]),
         ("llama-bpe", ["I", "'m", "Ġ", "123", "45", "!!ĊĊ", "Ġok"]),
         ("qwen2", ["I", "'m", "Ġ", "1", "2", "3", "4", "5", "!!ĊĊ", "Ġok"]),
+        ("command-r", ["I", "'m", "Ġ", "1", "2", "3", "4", "5", "!!", "ĊĊ", "Ġok"]),
+        ("bloom", ["I'm", "Ġ12345", "!!ĊĊ", "Ġok"]),
+        ("phi-2", ["I", "'m", "Ġ12345", "!!", "ĊĊ", "Ġok"]),
+        ("mpt", ["I", "'m", "Ġ12345", "!!", "ĊĊ", "Ġok"]),
+        ("olmo", ["I", "'m", "Ġ12345", "!!", "ĊĊ", "Ġok"]),
+        ("stablelm2", ["I", "'m", "Ġ", "1", "2", "3", "4", "5", "!!ĊĊ", "Ġok"]),
+        ("dbrx", ["I", "'m", "Ġ", "123", "45", "!!ĊĊ", "Ġok"]),
+        ("chatglm-bpe", ["I", "'m", "Ġ", "123", "45", "!!ĊĊ", "Ġok"]),
+        ("glm4", ["I", "'m", "Ġ", "123", "45", "!!ĊĊ", "Ġok"]),
+        ("gpt-4o", ["I'm", "Ġ", "123", "45", "!!ĊĊ", "Ġok"]),
         ("tekken", ["I", "'m", "Ġ", "1", "2", "3", "4", "5", "!!ĊĊ", "Ġok"]),
     ],
 )
@@ -285,6 +296,13 @@ def test_pre_tokenizers_cut_as_their_models_do(
     assert built.tokenizer.pre_tokenizer is not None
     assert [word for word, _ in built.tokenizer.pre_tokenizer.pre_tokenize_str("I'm 12345!!\n\n ok")] == words
     assert built.settings["add_bos_token"] is PRE_TOKENIZERS[name].add_bos_token
+
+
+def test_the_docs_list_the_pre_tokenizers() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    known, refused = text.split("`tokenizer.ggml.pre`: ")[1].split("\n\n")[0].split("A file that names another")
+    assert re.findall(r"`([^`]+)`", known) == list(PRE_TOKENIZERS)
+    assert not {*re.findall(r"`([^`]+)`", refused)} & PRE_TOKENIZERS.keys()
 
 
 def test_unknown_pre_tokenizer_is_named(make_gguf: MakeGguf, tmp_path: Path) -> None:

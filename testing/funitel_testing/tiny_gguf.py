@@ -26,6 +26,7 @@ class TinyGguf:
     name: str = ""  # in general.architecture, where it differs from the key in the table
     metadata: Mapping[str, Any] = field(default_factory=dict)
     is_permuted: bool = False
+    pre: str = "gpt-2"  # the pre-tokenizer that its files name
     lay: Lay = lambda name, values: values
     factors: Mapping[str, list[float]] = field(default_factory=dict)
 
@@ -39,7 +40,7 @@ class TinyGguf:
         writer = gguf.GGUFWriter(path, architecture)
         for key, value in (_sizes(model.config) | dict(self.metadata)).items():
             _add(writer, f"{architecture}.{key}", value)
-        add_byte_tokenizer(writer)
+        add_byte_tokenizer(writer, self.pre)
         number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
         names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
         for hf_name, tensor in packed.items():
@@ -90,13 +91,13 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def add_byte_tokenizer(writer: gguf.GGUFWriter) -> None:
+def add_byte_tokenizer(writer: gguf.GGUFWriter, pre: str = "gpt-2") -> None:
     """A byte-level vocabulary with an end token."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = [*map(chr, printable), *(chr(256 + rank) for rank in range(256 - len(printable)))]
     tokens = ["<|end|>", *letters, "he", "ll", "hell"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(tokens) - 1)])
     writer.add_token_merges(["h e", "l l", "he ll"])
@@ -141,8 +142,8 @@ _GRANITE = {"embedding_scale": 3.0, "residual_scale": 0.3, "attention.scale": 0.
 TINY_GGUFS: dict[str, TinyGguf] = {
     "llama": TinyGguf(tiny=ZOO["llama"], metadata=_RMS, is_permuted=True),
     "llama_bias": TinyGguf(name="llama", tiny=ZOO["llama_bias"], metadata=_RMS | _WIDE, is_permuted=True),
-    "qwen2": TinyGguf(tiny=_changed("qwen2", use_sliding_window=False), metadata=_RMS),
-    "qwen3": TinyGguf(tiny=ZOO["qwen3"], metadata=_RMS | _WIDE),
+    "qwen2": TinyGguf(pre="qwen2", tiny=_changed("qwen2", use_sliding_window=False), metadata=_RMS),
+    "qwen3": TinyGguf(pre="qwen2", tiny=ZOO["qwen3"], metadata=_RMS | _WIDE),
     "gemma": TinyGguf(tiny=ZOO["gemma"], metadata=_RMS | _WIDE, lay=_plus_one),
     "gemma2": TinyGguf(
         tiny=_changed("gemma2", query_pre_attn_scalar=16),
@@ -169,48 +170,58 @@ TINY_GGUFS: dict[str, TinyGguf] = {
         lay=_plus_one,
     ),
     "phi2": TinyGguf(
-        tiny=ZOO["phi"], metadata=_LAYER | {"attention.head_count_kv": KV_HEADS, "rope.dimension_count": 4}
+        pre="phi-2", tiny=ZOO["phi"], metadata=_LAYER | {"attention.head_count_kv": KV_HEADS, "rope.dimension_count": 4}
     ),
-    "phi3": TinyGguf(tiny=_changed("phi3", rms_norm_eps=1e-6), metadata=_RMS | {"attention.sliding_window": 24}),
+    "phi3": TinyGguf(
+        pre="dbrx",
+        tiny=_changed("phi3", rms_norm_eps=1e-6),
+        metadata=_RMS | {"attention.sliding_window": 24},
+    ),
     "phi3_longrope": TinyGguf(
         name="phi3",
+        pre="gpt-4o",
         tiny=_changed("phi3_longrope", rms_norm_eps=1e-6),
         metadata=_RMS | {"rope.scaling.original_context_length": 64},
         factors={f"rope_factors_{name}.weight": values for name, values in _LONGROPE.items()},
     ),
     "gpt2": TinyGguf(tiny=ZOO["gpt2"], metadata=_LAYER, lay=_without_transposition),
-    "starcoder": TinyGguf(tiny=ZOO["gpt_bigcode"], metadata=_LAYER | {"attention.head_count_kv": 1}),
+    "starcoder": TinyGguf(pre="starcoder", tiny=ZOO["gpt_bigcode"], metadata=_LAYER | {"attention.head_count_kv": 1}),
     "starcoder2": TinyGguf(
-        tiny=_changed("starcoder2", sliding_window=None), metadata=_LAYER | {"attention.head_count_kv": KV_HEADS}
+        pre="starcoder",
+        tiny=_changed("starcoder2", sliding_window=None),
+        metadata=_LAYER | {"attention.head_count_kv": KV_HEADS},
     ),
-    "gptneox": TinyGguf(tiny=ZOO["gpt_neox"], metadata=_LAYER | {"rope.dimension_count": 2}, lay=_stacked),
+    "gptneox": TinyGguf(pre="olmo", tiny=ZOO["gpt_neox"], metadata=_LAYER | {"rope.dimension_count": 2}, lay=_stacked),
     "gptneox_sequential": TinyGguf(
         name="gptneox",
         tiny=ZOO["gpt_neox_sequential"],
         metadata=_LAYER | {"rope.dimension_count": 8, "use_parallel_residual": False},
         lay=_stacked,
     ),
-    "bloom": TinyGguf(tiny=ZOO["bloom"], metadata=_LAYER, lay=_stacked),
+    "bloom": TinyGguf(pre="bloom", tiny=ZOO["bloom"], metadata=_LAYER, lay=_stacked),
     "stablelm": TinyGguf(
         tiny=ZOO["stablelm"],
         metadata=_LAYER | {"attention.head_count_kv": KV_HEADS, "rope.dimension_count": 2},
     ),
     "stablelm_parallel": TinyGguf(
         name="stablelm",
+        pre="stablelm2",
         tiny=_changed("stablelm_2_12b", qk_layernorm=False),
         metadata=_LAYER | {"attention.head_count_kv": KV_HEADS, "rope.dimension_count": 2},
     ),
     "olmo": TinyGguf(
+        pre="olmo",
         tiny=ZOO["olmo"],
         metadata=_LAYER | {"attention.head_count_kv": KV_HEADS, "attention.clamp_kqv": 1.0},
         is_permuted=True,
     ),
-    "olmo2": TinyGguf(tiny=_changed("olmo2", rms_norm_eps=1e-6), metadata=_RMS),
+    "olmo2": TinyGguf(pre="dbrx", tiny=_changed("olmo2", rms_norm_eps=1e-6), metadata=_RMS),
     "command-r": TinyGguf(
+        pre="command-r",
         tiny=ZOO["cohere"],
         metadata=_LAYER | {"attention.head_count_kv": KV_HEADS, "logit_scale": 0.0625, "rope.scaling.type": "none"},
     ),
-    "granite": TinyGguf(tiny=ZOO["granite"], metadata=_RMS | _GRANITE, is_permuted=True),
+    "granite": TinyGguf(pre="refact", tiny=ZOO["granite"], metadata=_RMS | _GRANITE, is_permuted=True),
     "minicpm": TinyGguf(
         tiny=replace(_changed("minicpm", logits_scaling=48 / 256), family_config=None),
         metadata=_RMS,
@@ -220,16 +231,18 @@ TINY_GGUFS: dict[str, TinyGguf] = {
         tiny=_changed("smollm3", no_rope_layer_interval=4, num_hidden_layers=4), metadata=_RMS, is_permuted=True
     ),
     "mpt": TinyGguf(
+        pre="mpt",
         tiny=_changed("mpt", attn_config={"clip_qkv": 1.0}),
         metadata=_LAYER | {"attention.max_alibi_bias": 8.0, "attention.clamp_kqv": 1.0},
     ),
     "qwen": TinyGguf(
-        tiny=ZOO["qwen1"], metadata={"attention.layer_norm_rms_epsilon": 1e-6, "feed_forward_length": 200}
+        pre="qwen2", tiny=ZOO["qwen1"], metadata={"attention.layer_norm_rms_epsilon": 1e-6, "feed_forward_length": 200}
     ),
     "chatglm": TinyGguf(
+        pre="chatglm-bpe",
         tiny=ZOO["chatglm3"],
         metadata=_RMS | {"attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 5e5, "rope.dimension_count": 4},
     ),
-    "glm4": TinyGguf(tiny=_changed("glm4", rms_norm_eps=1e-6), metadata=_RMS | {"rope.dimension_count": 4}),
+    "glm4": TinyGguf(pre="glm4", tiny=_changed("glm4", rms_norm_eps=1e-6), metadata=_RMS | {"rope.dimension_count": 4}),
     "internlm2": TinyGguf(tiny=ZOO["llama"], metadata=_RMS, is_permuted=True),
 }

@@ -54,30 +54,48 @@ def _llama3_pattern(numbers: str) -> str:
     )
 
 
-_TEKKEN_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+def _cased_pattern(ending: str, numbers: str) -> str:
+    """Words by what is written large in them, capitals alone or first, each with `ending`."""
+    before, large, small = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    words = f"{before}{large}*{small}+{ending}|{before}{large}+{small}*{ending}"
+    return words + "|" + numbers + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+_UP_TO_THREE = r"\p{N}{1,3}"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+# Runs of anything but blanks, brackets, bars and the marks that end a part of a sentence, of several scripts.
+_BLOOM_PATTERN = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 _GPT2 = PreTokenizer()
+_NEOX = PreTokenizer(compose=True)
 _SINGLE_DIGITS = PreTokenizer(split_digits=True)
-_LLAMA3 = PreTokenizer(pattern=_llama3_pattern(r"\p{N}{1,3}"), ignore_merges=True, add_bos_token=True)
+_CL100K = PreTokenizer(pattern=_llama3_pattern(_UP_TO_THREE))
+_LLAMA3 = PreTokenizer(pattern=_llama3_pattern(_UP_TO_THREE), ignore_merges=True, add_bos_token=True)
 _QWEN2 = PreTokenizer(pattern=_llama3_pattern(r"\p{N}"), compose=True)
 
 # Source: the patterns of each family's published tokenizer.json; the names are llama.cpp's.
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "bloom": PreTokenizer(pattern=_BLOOM_PATTERN),
+    "chatglm-bpe": _CL100K,
+    "command-r": PreTokenizer(split_digits=True, compose=True),
+    "dbrx": _CL100K,
     "default": _GPT2,
     "deepseek-r1-qwen": _QWEN2,
+    "glm4": _CL100K,
     "gpt-2": _GPT2,
+    "gpt-4o": PreTokenizer(pattern=_cased_pattern(_CONTRACTION, _UP_TO_THREE)),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
+    "mpt": _NEOX,
+    "olmo": _NEOX,
+    "phi-2": _GPT2,
     "qwen2": _QWEN2,
     "refact": _SINGLE_DIGITS,
     "smollm": _SINGLE_DIGITS,
+    "stablelm2": _QWEN2,
     "starcoder": _SINGLE_DIGITS,
-    "tekken": PreTokenizer(pattern=_TEKKEN_PATTERN, ignore_merges=True, add_bos_token=True),
+    "tekken": PreTokenizer(pattern=_cased_pattern("", r"\p{N}"), ignore_merges=True, add_bos_token=True),
 }
 
 
