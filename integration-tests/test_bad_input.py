@@ -86,8 +86,12 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "weights of another model": (_replace_weights, ("model.",)),
     "wrong sizes": (lambda folder: _edit(folder / "config.json", hidden_size=96), ("embed_tokens",)),
     "unknown architecture": (
-        lambda folder: _edit(folder / "config.json", architectures=["MambaForCausalLM"], model_type="mamba"),
-        ("Mamba", "docs/models.md"),
+        lambda folder: _edit(folder / "config.json", architectures=["NobodyForCausalLM"], model_type="nobody"),
+        ("NobodyForCausalLM", "docs/models.md", "does not know it either"),
+    ),
+    "no language model": (
+        lambda folder: _edit(folder / "config.json", architectures=["ViTForImageClassification"], model_type="vit"),
+        ("ViTForImageClassification", "docs/models.md", "no causal language model"),
     ),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), ("tokenizer.json",)),
     "broken tokenizer": (lambda folder: _cut(folder / "tokenizer.json", 200), ("tokenizer.json",)),
