@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
+from funitel.model_server.encoder.packed import Packed
 from funitel.model_server.executor import Executor
 from funitel.model_server.generators import load_generator
 from funitel.model_server.seq2seq.families import seq2seq_spec_of
@@ -24,6 +29,7 @@ from funitel_testing.servers import free_port
 from funitel_testing.tiny_seq2seq import (
     EOS_ID,
     FAMILIES,
+    FORCED_LANGUAGE,
     LANGUAGE_ID,
     T5_START,
     decoder_logprobs,
@@ -66,6 +72,48 @@ def test_a_batch_of_two_lengths_writes_what_transformers_writes(
     run_out(executor, executor.prefill(1, starts), found)
     assert [ids_of(found[1]), ids_of(found[2])] == expected
     assert executor.num_sequences == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_of_both_stacks_alone_is_the_same_model(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folders[family], tmp_path / family)
+    transformers.AutoModel.from_pretrained(folder).save_pretrained(folder)
+    (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+    assert architecture == f"{FAMILIES[family][0]}Model"
+    found = run_alone(load_executor(folder), start(1, LONG, 12, ignore_eos=False))
+    assert [ids_of(found)] == generate(folder, [LONG], 12)
+
+
+def test_of_a_first_token_that_is_the_last_the_end_is_what_is_forced(
+    folders: dict[str, Path], loaded: dict[str, Executor]
+) -> None:
+    found = run_alone(loaded["mbart"], start(1, LONG, 1, ignore_eos=False))
+    assert [ids_of(found)] == generate(folders["mbart"], [LONG], 1) == [[EOS_ID]]
+    assert ids_of(run_alone(loaded["mbart"], start(1, LONG, 1))) == [LANGUAGE_ID]
+
+
+def test_the_encoder_reads_no_more_at_once_than_the_longest_prompt_it_can(
+    loaded: dict[str, Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = loaded["bart"]  # reads 64 tokens
+    model: Any = executor.decoder
+    starts = [start(i, LONG[-count:], 6) for i, count in enumerate((20, 36, 10, 30))]
+    expected = {each.request_id: ids_of(run_alone(executor, each)) for each in starts}
+    read: list[int] = []
+    encode = model.encoder
+
+    def recorded(packed: Packed) -> torch.Tensor:
+        read.append(len(packed.input_ids))
+        encoded: torch.Tensor = encode(packed)
+        return encoded
+
+    monkeypatch.setattr(model, "encoder", recorded)
+    found: dict[int, list[Generation]] = {}
+    run_out(executor, executor.prefill(1, starts), found)
+    assert {i: ids_of(generations) for i, generations in found.items()} == expected
+    assert read == [36, 60]
 
 
 def test_company_that_joins_and_leaves_changes_nothing(executor: Executor) -> None:
@@ -125,15 +173,33 @@ def test_penalties_see_what_the_decoder_has_written_only(folders: dict[str, Path
         assert expected != generate(folders[family], [LONG], 24)
 
 
-def test_logprobs_are_those_of_transformers(folders: dict[str, Path], loaded: dict[str, Executor]) -> None:
-    for family, opening in (("t5", T5_START), ("bart", EOS_ID)):
-        found = run_alone(loaded[family], start(1, LONG, 9, top_n_tokens=3))
-        ids = ids_of(found)
-        expected = decoder_logprobs(folders[family], LONG, [opening, *ids])
-        for place, generation in enumerate(found):
-            (logprob,), (top,) = generation.tokens.logprobs, generation.top_tokens
-            assert logprob == pytest.approx(float(expected[place][ids[place]]), abs=1e-4)
-            assert list(top.logprobs) == pytest.approx(expected[place][list(top.ids)].tolist(), abs=1e-4)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_those_of_transformers(family: str, folders: dict[str, Path], loaded: dict[str, Executor]) -> None:
+    found = run_alone(loaded[family], start(1, LONG, 9, top_n_tokens=3))
+    ids = ids_of(found)
+    opening = T5_START if "t5" in family else EOS_ID
+    expected = decoder_logprobs(folders[family], LONG, [opening, *ids])
+    num_forced = 1 if family in FORCED_LANGUAGE else 0  # which are certain
+    for place, generation in enumerate(found[num_forced:], num_forced):
+        (logprob,), (top,) = generation.tokens.logprobs, generation.top_tokens
+        assert logprob == pytest.approx(float(expected[place][ids[place]]), abs=5e-4)
+        assert list(top.logprobs) == pytest.approx(expected[place][list(top.ids)].tolist(), abs=5e-4)
+
+
+@pytest.mark.parametrize("family", ["t5", "t5_gated", "mt5"])
+def test_sums_that_outgrow_float16_are_no_nan(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders[family], tmp_path / family)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(".wo.weight"):
+            tensors[name] = tensor * 2e4
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    executor = load_executor(folder, dtype="float16")
+    found = run_alone(executor, start(1, LONG, 9))
+    ids = ids_of(found)
+    expected = decoder_logprobs(folder, LONG, [T5_START, *ids])
+    for place, generation in enumerate(found):
+        assert generation.tokens.logprobs[0] == pytest.approx(float(expected[place][ids[place]]), abs=0.05)
 
 
 def test_a_stop_sequence_ends_the_text(executor: Executor) -> None:
@@ -258,6 +324,48 @@ def test_rules_are_read_with_those_of_generation_first(tmp_path: Path, caplog: p
         (tmp_path / name).write_text("{}")
     with pytest.raises(WeightsError, match="does not say what the decoder begins with"):
         read_rules(tmp_path, 10)
+
+
+@pytest.mark.parametrize(
+    ("key", "asks", "is_nothing"),
+    [
+        ("repetition_penalty", 1.2, 1.0),
+        ("encoder_repetition_penalty", 1.5, 1.0),
+        ("no_repeat_ngram_size", 3, 0),
+        ("min_length", 56, 0),
+        ("min_new_tokens", 4, 0),
+        ("bad_words_ids", [[7]], []),
+        ("sequence_bias", [[[7], -2.0]], []),
+        ("suppress_tokens", [7], []),
+        ("begin_suppress_tokens", [7], []),
+        ("length_penalty", 2.0, 1.0),
+        ("exponential_decay_length_penalty", [5, 1.1], None),
+    ],
+)
+def test_what_a_checkpoint_asks_of_generation_and_is_not_used_is_said(
+    key: str, asks: Any, is_nothing: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for value, is_said in ((asks, True), (is_nothing, False)):
+        caplog.clear()
+        (tmp_path / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": 3, key: value}))
+        with caplog.at_level("INFO"):
+            read_rules(tmp_path, 10)
+        assert (f"{key}={value} is not used" in caplog.text) is is_said
+
+
+@pytest.mark.parametrize(("family", "is_said"), [("m2m_100", True), ("mbart", True), ("bart", False), ("t5", False)])
+def test_completions_of_which_nothing_says_the_language_are_told_of(
+    family: str, is_said: bool, folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(folders[family], tmp_path / family)
+    with caplog.at_level("WARNING"):
+        if is_said:
+            load_executor(folder)
+            assert "forced_bos_token_id" not in caplog.text
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"forced_bos_token_id": None}))
+        load_executor(folder)
+    assert ("forced_bos_token_id" in caplog.text) is is_said
 
 
 @pytest.mark.parametrize(("flag", "value"), [("quantize", "int8"), ("rope_scaling", "linear"), ("rope_factor", 2.0)])

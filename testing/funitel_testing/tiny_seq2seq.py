@@ -98,8 +98,8 @@ def generate(folder: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int
 
 
 def decoder_logprobs(folder: Path, prompt: Sequence[int], decoder_ids: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities [tokens, vocab_size] of what follows each token that the decoder has got, by transformers."""
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
+    """Log-probabilities [tokens, vocab_size] of what follows each token the decoder has got: transformers, float64."""
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float64).eval()
     with torch.inference_mode():
         answer = model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([decoder_ids]))
     logprobs: torch.Tensor = answer.logits[0].log_softmax(-1)

@@ -142,11 +142,23 @@ class Layer:
 
 
 class Frame:
-    """The norms around one block, and its way back into the residual."""
+    """The norms around one block, and its way back into the residual.
 
-    def __init__(self, spec: ModelSpec, weights: Weights, before: str, after: str, index: int) -> None:
+    `sum_dtype` is the precision of the residual, where that is not the weights'.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        before: str,
+        after: str,
+        index: int,
+        sum_dtype: torch.dtype | None = None,
+    ) -> None:
         def norm(template: str) -> NormLayer:
-            return NormLayer(spec, weights, weights.prefix + template.format(i=index), spec.hidden_size)
+            name = weights.prefix + template.format(i=index)
+            return NormLayer(spec, weights, name, spec.hidden_size, dtype=sum_dtype)
 
         placement = spec.norm_placement
         has_before = placement in (NormPlacement.PRE, NormPlacement.BOTH) and before

@@ -58,19 +58,36 @@ class Matmul:
 
 
 class NormLayer:
-    """RMS or layer norm over the last dimension; nothing at all where the spec has no norms."""
+    """RMS or layer norm over the last dimension; nothing at all where the spec has no norms.
 
-    def __init__(self, spec: ModelSpec, weights: Weights, name: str, size: int, *, eps: float | None = None) -> None:
+    `dtype` is the precision of what it reads, where that is not the weights', which its result has.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        name: str,
+        size: int,
+        *,
+        eps: float | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.kind = spec.norm
         self.size = (size,)
         self.eps = spec.norm_eps if eps is None else eps
         has_norm = spec.norm is not Norm.NONE
         self.weight: torch.Tensor | None = None
         if has_norm and spec.has_norm_weight:
-            self.weight = weights.read(f"{name}.weight", [size]) + spec.norm_offset
-        self.bias = weights.read(f"{name}.bias", [size]) if has_norm and spec.has_norm_bias else None
+            self.weight = weights.read(f"{name}.weight", [size], dtype=dtype) + spec.norm_offset
+        self.bias = weights.read(f"{name}.bias", [size], dtype=dtype) if has_norm and spec.has_norm_bias else None
+        self.dtype = None if dtype is None else weights.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = self._normalized(x)
+        return x if self.dtype is None else x.to(self.dtype)
+
+    def _normalized(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind is Norm.RMS:
             x = F.rms_norm(x, self.size, self.weight, self.eps)
             return x if self.bias is None else x + self.bias
@@ -158,7 +175,10 @@ class ColumnLinear:
 
 
 class RowLinear:
-    """A linear layer split by input: partial sums are added over all ranks; rank 0 adds the bias."""
+    """A linear layer split by input: partial sums are added over all ranks; rank 0 adds the bias.
+
+    `dtype` is the precision of the product, where that is not the weights'.
+    """
 
     def __init__(
         self,
@@ -171,10 +191,14 @@ class RowLinear:
         *,
         has_bias: bool,
         is_transposed: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.parallel = parallel
-        weight = weights.read_linear(name, num_outputs, num_inputs, columns=columns, is_transposed=is_transposed)
-        bias = weights.read(f"{name}.bias", [num_outputs]) if has_bias else None
+        self.dtype = dtype
+        weight = weights.read_linear(
+            name, num_outputs, num_inputs, columns=columns, is_transposed=is_transposed, dtype=dtype
+        )
+        bias = weights.read(f"{name}.bias", [num_outputs], dtype=dtype) if has_bias else None
         self.matmul = Matmul(weight, bias if parallel.rank == 0 else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -182,7 +206,7 @@ class RowLinear:
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank's inputs add to the result."""
-        return self.matmul(x)
+        return self.matmul(x if self.dtype is None else x.to(self.dtype))
 
 
 class VocabEmbedding:

@@ -14,9 +14,19 @@ _LEAST_SUM = 1e-20  # what scores are divided by at least
 
 
 class Mlp:
-    """Gated or plain MLP; hidden units are split between ranks."""
+    """Gated or plain MLP; hidden units are split between ranks.
 
-    def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:
+    `sum_dtype` is the precision of the last product, and so of the result, where that is not the weights'.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        parallel: TensorParallel,
+        index: int,
+        sum_dtype: torch.dtype | None = None,
+    ) -> None:
         def name(template: str) -> str:
             return weights.named(template, i=index)
 
@@ -41,6 +51,7 @@ class Mlp:
             parallel,
             has_bias=spec.has_mlp_bias,
             is_transposed=names.is_transposed,
+            dtype=sum_dtype,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

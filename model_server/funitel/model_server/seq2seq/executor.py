@@ -2,7 +2,8 @@
 
 The prompt's tokens count as tokens of the sequence like any others, with a place in the pool each; they cost nothing
 until the step that has the decoder's first token, in which the encoder reads all of them at once. However a prompt is
-cut into chunks, and however often its sequence is resumed, the encoder reads it whole.
+cut into chunks, and however often its sequence is resumed, the encoder reads it whole; of several in one step, as many
+at once as fill the longest it can read.
 """
 
 from collections.abc import Sequence
@@ -89,10 +90,17 @@ class Seq2SeqExecutor(Executor):
         )
 
     def _rehearsal(self, tokens: Sequence[int], block_table: np.ndarray) -> RowSpan:
-        """A prompt as long as the encoder reads, the last of the tokens standing in for the decoder's first."""
+        """A prompt as long as the encoder reads, the last of the tokens standing in for the decoder's first.
+
+        Where the peak of memory counts the encoder reads all that it ever does at once, whatever the budget of a step.
+        """
         length = max(1, min(len(tokens) - NUM_OPENING_TOKENS, self.source_context))
         tokens = tokens[: length + NUM_OPENING_TOKENS]
-        return RowSpan(tokens, 0, block_table, source_len=length, source=tokens[:length])
+        most = self.source_context if self.options.device.type == "cuda" else length
+        source = np.resize(tokens[:length], most).tolist()
+        # Of the pool made for the tokens alone; what is written does not matter.
+        table = np.resize(block_table, max(len(block_table), -(-most // self.options.block_size)))
+        return RowSpan(tokens, 0, table, source_len=length, source=source)
 
     def _sample(self, due: Sequence[Row], logits: torch.Tensor) -> list[list[SampledToken]]:
         """Sample where nothing is forced; the end of what a grammar describes never is."""

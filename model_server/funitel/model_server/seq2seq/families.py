@@ -4,6 +4,7 @@ Source for every row: the field names of the family's `config.json` and the tens
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from funitel.model_server.family_rows import Config, activation, first
@@ -85,7 +86,13 @@ def _t5(config: Config) -> Seq2SeqSpec:
             encoder="encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
             decoder="decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
         ),
+        outgrows_float16=True,
     )
+
+
+def _mt5(config: Config) -> Seq2SeqSpec:
+    """mT5: the later T5, whose logits nothing scales, whatever is tied."""
+    return _t5({"feed_forward_proj": "gated-gelu", **config, "scale_decoder_outputs": False})
 
 
 def _bart(config: Config, **differences: Any) -> Seq2SeqSpec:
@@ -158,26 +165,33 @@ def _bart(config: Config, **differences: Any) -> Seq2SeqSpec:
 
 
 def _mbart(config: Config) -> Seq2SeqSpec:
-    return _bart(config, norm_placement=NormPlacement.PRE)
+    return replace(_bart(config, norm_placement=NormPlacement.PRE), is_multilingual=True)
 
 
 def _m2m_100(config: Config) -> Seq2SeqSpec:
     """M2M100 and NLLB."""
-    return _bart(
-        config,
+    spec = _bart(
+        {"scale_embedding": True, "activation_function": "relu", **config},
         norm_placement=NormPlacement.PRE,
         position=Position.SINUSOIDAL,
         position_offset=first("pad_token_id", default=1)(config) + 1,
         has_embedding_norm=False,
     )
+    return replace(spec, is_multilingual=True)
 
 
+# A checkpoint of both stacks without a head, `...Model`, has the embedding table for one.
 SEQ2SEQ: dict[str, Callable[[Config], Seq2SeqSpec]] = {
     "BartForConditionalGeneration": _bart,
+    "BartModel": _bart,
     "M2M100ForConditionalGeneration": _m2m_100,
+    "M2M100Model": _m2m_100,
     "MBartForConditionalGeneration": _mbart,
-    "MT5ForConditionalGeneration": _t5,
+    "MBartModel": _mbart,
+    "MT5ForConditionalGeneration": _mt5,
+    "MT5Model": _mt5,
     "T5ForConditionalGeneration": _t5,
+    "T5Model": _t5,
     "T5WithLMHeadModel": _t5,
 }
 

@@ -18,6 +18,14 @@ from funitel.proto.step import EncoderInput
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """Prompts that the encoder reads at once, and the slots of the pool of their tokens, in their order."""
+
+    packed: Packed
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """Rows with as many queries each, and the slots of the pool that these look at.
 
@@ -33,13 +41,12 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The sources are the prompts that the encoder reads, if any; all else is about the decoder's tokens.
+    """The sources are the prompts that the encoder reads; all else is about the decoder's tokens.
 
     `kept` are those whose logits are wanted, in the order of the caller's rows.
     """
 
-    sources: Packed | None
-    source_slots: Slots | None  # of the sources' tokens, in their order
+    sources: tuple[Source, ...]
     input_ids: torch.Tensor  # [num_tokens]
     positions: torch.Tensor  # [num_tokens], from 0 in each sequence
     slots: Slots
@@ -48,8 +55,8 @@ class Step:
     others: tuple[View, ...]  # what they see of the prompt
 
     @classmethod
-    def of(cls, batch: ForwardBatch, block_size: int) -> "Step":
-        """Lay a batch out; its tensors say where it is computed."""
+    def of(cls, batch: ForwardBatch, block_size: int, most_read: int) -> "Step":
+        """Lay a batch out, the encoder reading `most_read` tokens at once; its tensors say where it is computed."""
         device = batch.input_ids.device
         lengths = [len(row.tokens) for row in batch.rows]
         source_lens = torch.from_numpy(np.repeat([row.source_len for row in batch.rows], lengths)).to(device)
@@ -63,11 +70,9 @@ class Step:
                 own.append(_own(row, begin, first, block_size))
                 others.append(_others(row, count, first, block_size))
                 first += count
-        sources, source_slots = _sources(batch.rows, block_size, device)
         blocks, offsets = batch.slots
         return cls(
-            sources=sources,
-            source_slots=source_slots,
+            sources=tuple(_source(rows, block_size, device) for rows in _read_together(batch.rows, most_read)),
             input_ids=batch.input_ids[is_decoded],
             positions=(batch.positions - source_lens)[is_decoded],
             slots=(blocks[is_decoded], offsets[is_decoded]),
@@ -77,21 +82,32 @@ class Step:
         )
 
 
-def _sources(
-    rows: Iterable[RowSpan], block_size: int, device: torch.device
-) -> tuple[Packed, Slots] | tuple[None, None]:
-    """The prompts to read, packed, and the slots of their tokens."""
-    reading = sorted((row for row in rows if row.source), key=lambda row: -len(row.source))  # in the order of `pack`
-    if not reading:
-        return None, None
-    packed = pack([EncoderInput(input_ids=tuple(row.source)) for row in reading], device)
-    positions = [np.arange(len(row.source)) for row in reading]
-    blocks = [row.block_table[places // block_size] for row, places in zip(reading, positions, strict=True)]
+def _read_together(rows: Iterable[RowSpan], most: int) -> list[list[RowSpan]]:
+    """Rows whose prompts are to be read, longest first as `pack` wants them: at most `most` tokens, or one, at once.
+
+    Each is read whole, whatever part of it the plan counts in this step: only this bounds what the encoder takes.
+    """
+    parts: list[list[RowSpan]] = []
+    num_tokens = 0
+    for row in sorted((row for row in rows if row.source), key=lambda row: -len(row.source)):
+        num_tokens += len(row.source)
+        if not parts or num_tokens > most:
+            parts.append([])
+            num_tokens = len(row.source)
+        parts[-1].append(row)
+    return parts
+
+
+def _source(rows: Sequence[RowSpan], block_size: int, device: torch.device) -> Source:
+    """The prompts of rows, packed, and the slots of their tokens."""
+    packed = pack([EncoderInput(input_ids=tuple(row.source)) for row in rows], device)
+    positions = [np.arange(len(row.source)) for row in rows]
+    blocks = [row.block_table[places // block_size] for row, places in zip(rows, positions, strict=True)]
 
     def tensor(parts: Sequence[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
 
-    return packed, (tensor(blocks), tensor(positions) % block_size)
+    return Source(packed, (tensor(blocks), tensor(positions) % block_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """Checkpoint folder -> loaded encoder-decoder."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from funitel.model_server.weights import Weights
 from funitel.proto.errors import SettingsError
 from funitel.proto.step import ShardInfo
 
+logger = logging.getLogger(__name__)
+
 
 def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardInfo]:
     """Load this rank's share of the encoder-decoder in `folder`; blocks until every rank has joined.
@@ -47,6 +50,12 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor,
         for stack in (spec.encoder, spec.decoder)
     )
     rules = read_rules(folder, spec.decoder.vocab_size)
+    if spec.is_multilingual and rules.forced_first is None:
+        logger.warning(
+            "the checkpoint does not say which language completions are in (forced_bos_token_id of "
+            "generation_config.json): that is up to the model, behind the token %d",
+            rules.start,
+        )
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.decoder.names.prefix)
     check_flag(settings.quantize, weights.quantization)
     codec = TextCodec(folder)

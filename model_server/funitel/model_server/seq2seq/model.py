@@ -28,14 +28,16 @@ class Seq2Seq:
     """Both stacks and the head. Loading takes every tensor of `weights` and refuses leftovers."""
 
     def __init__(self, spec: Seq2SeqSpec, weights: Weights, parallel: TensorParallel) -> None:
-        decoder = spec.decoder
+        decoder, sums = spec.decoder, _sum_dtype(spec, weights)
+        self.dtype = weights.dtype
+        self.most_read = spec.encoder.max_position_embeddings
         table = _table(decoder, weights)
         embedding = VocabEmbedding(decoder, weights, table, parallel)
         self.encoder = Encoder(spec, weights, parallel, embedding)
-        self.entrance = Entrance(decoder, weights, embedding)
+        self.entrance = Entrance(decoder, weights, embedding, sums)
         self.bias = _bias(spec, weights, parallel, is_causal=True)
         self.layers = [DecoderLayer(spec, weights, parallel, i) for i in range(decoder.num_layers)]
-        self.final_norm = _final_norm(decoder, weights)
+        self.final_norm = _final_norm(decoder, weights, sums)
         head = _head_of(decoder, weights, table)
         self.is_tied = head.is_tied
         self.head = VocabHead(head, weights, decoder.names.head, embedding, parallel)
@@ -46,15 +48,15 @@ class Seq2Seq:
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
-        step = Step.of(batch, cache.block_size)
-        if step.sources is not None and step.source_slots is not None:
-            encoded = self.encoder(step.sources)
+        step = Step.of(batch, cache.block_size, self.most_read)
+        for source in step.sources:
+            encoded = self.encoder(source.packed)
             for layer in self.layers:
-                layer.look_at(encoded, cache, step.source_slots)
+                layer.look_at(encoded, cache, source.slots)
         if not step.input_ids.numel():
             return None
         x = self.entrance(step.input_ids, step.positions)
-        masks = masks_of(step.own, self.bias, x.dtype), masks_of(step.others, None, x.dtype)
+        masks = masks_of(step.own, self.bias, self.dtype), masks_of(step.others, None, self.dtype)
         for layer in self.layers:
             x = layer(x, step, cache, *masks)
         if not step.kept.numel():
@@ -70,11 +72,11 @@ class Encoder:
     def __init__(
         self, spec: Seq2SeqSpec, weights: Weights, parallel: TensorParallel, embedding: VocabEmbedding
     ) -> None:
-        stack = spec.encoder
-        self.entrance = Entrance(stack, weights, embedding)
+        stack, sums = spec.encoder, _sum_dtype(spec, weights)
+        self.entrance = Entrance(stack, weights, embedding, sums)
         self.bias = _bias(spec, weights, parallel, is_causal=False)
-        self.layers = [EncoderLayer(stack, weights, parallel, i) for i in range(stack.num_layers)]
-        self.final_norm = _final_norm(stack, weights)
+        self.layers = [EncoderLayer(stack, weights, parallel, i, sums) for i in range(stack.num_layers)]
+        self.final_norm = _final_norm(stack, weights, sums)
 
     def __call__(self, packed: Packed) -> torch.Tensor:
         x = self.entrance(packed.input_ids, packed.positions)
@@ -84,10 +86,11 @@ class Encoder:
 
 
 class Entrance:
-    """Tokens and their positions -> the hidden states that enter the first layer of a stack."""
+    """Tokens and their positions -> the hidden states that enter the first layer of a stack, of precision `sums`."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, embedding: VocabEmbedding) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, embedding: VocabEmbedding, sums: torch.dtype | None) -> None:
         names = spec.names
+        self.dtype = sums or weights.dtype
         self.spec = spec
         self.embedding = embedding
         self.positions: torch.Tensor | None = None
@@ -108,7 +111,8 @@ class Entrance:
             x = x + self.positions[places]
         elif spec.position is Position.SINUSOIDAL:
             x = x + sinusoids(places, spec.hidden_size).to(x.dtype)
-        return x if self.norm is None else self.norm(x)
+        x = x if self.norm is None else self.norm(x)
+        return x.to(self.dtype)
 
 
 class SelfAttention:
@@ -162,10 +166,12 @@ class CrossAttention:
 class EncoderLayer:
     """Attention over a whole prompt and MLP, each normalised where the spec says and added to the residual."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, index: int, sums: torch.dtype | None
+    ) -> None:
         self.attention = SelfAttention(spec, weights, parallel, index)
-        self.mlp = Mlp(spec, weights, parallel, index)
-        self.attention_frame, self.mlp_frame = _frames(spec, weights, index)
+        self.mlp = Mlp(spec, weights, parallel, index, sums)
+        self.attention_frame, self.mlp_frame = _frames(spec, weights, index, sums)
 
     def __call__(self, x: torch.Tensor, packed: Packed, bias: DistanceBias | None) -> torch.Tensor:
         attention = self.attention
@@ -178,14 +184,14 @@ class DecoderLayer:
     """Attention to the decoder's own tokens, to the prompt, and MLP, each normalised and added as the spec says."""
 
     def __init__(self, spec: Seq2SeqSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:
-        stack = spec.decoder
+        stack, sums = spec.decoder, _sum_dtype(spec, weights)
         self.index = index
         self.attention = SelfAttention(stack, weights, parallel, index)
         self.cross = CrossAttention(stack, spec.cross, weights, parallel, index)
         self.look_at = self.cross.look_at
-        self.mlp = Mlp(stack, weights, parallel, index)
-        self.attention_frame, self.mlp_frame = _frames(stack, weights, index)
-        self.cross_frame = Frame(stack, weights, spec.cross.norm, spec.cross.norm, index)
+        self.mlp = Mlp(stack, weights, parallel, index, sums)
+        self.attention_frame, self.mlp_frame = _frames(stack, weights, index, sums)
+        self.cross_frame = Frame(stack, weights, spec.cross.norm, spec.cross.norm, index, sums)
 
     def __call__(
         self, x: torch.Tensor, step: Step, cache: KVCache, own_masks: Masks, other_masks: Masks
@@ -221,10 +227,15 @@ def _bias(spec: Seq2SeqSpec, weights: Weights, parallel: TensorParallel, *, is_c
     return DistanceBias(bias, weights.named(name), weights, stack.num_heads, heads, is_causal=is_causal)
 
 
-def _final_norm(spec: ModelSpec, weights: Weights) -> NormLayer | None:
+def _sum_dtype(spec: Seq2SeqSpec, weights: Weights) -> torch.dtype | None:
+    """Precision of sums of layers, and of the products that make them large, where it is not that of the weights."""
+    return torch.float32 if spec.outgrows_float16 and weights.dtype is torch.float16 else None
+
+
+def _final_norm(spec: ModelSpec, weights: Weights, sums: torch.dtype | None) -> NormLayer | None:
     if not spec.names.final_norm:
         return None
-    return NormLayer(spec, weights, weights.named(spec.names.final_norm), spec.hidden_size)
+    return NormLayer(spec, weights, weights.named(spec.names.final_norm), spec.hidden_size, dtype=sums)
 
 
 def _heads(spec: ModelSpec, parallel: TensorParallel) -> HeadSplit:
@@ -249,10 +260,10 @@ def _way_out(spec: ModelSpec, weights: Weights, name: str, heads: HeadSplit, par
     )
 
 
-def _frames(spec: ModelSpec, weights: Weights, index: int) -> tuple[Frame, Frame]:
+def _frames(spec: ModelSpec, weights: Weights, index: int, sums: torch.dtype | None) -> tuple[Frame, Frame]:
     """The norms around a layer's attention and around its MLP."""
     names = spec.names
     return (
-        Frame(spec, weights, names.attention_norm, names.attention_post_norm, index),
-        Frame(spec, weights, names.mlp_norm, names.mlp_post_norm, index),
+        Frame(spec, weights, names.attention_norm, names.attention_post_norm, index, sums),
+        Frame(spec, weights, names.mlp_norm, names.mlp_post_norm, index, sums),
     )

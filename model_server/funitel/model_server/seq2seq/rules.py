@@ -13,9 +13,18 @@ logger = logging.getLogger(__name__)
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
-    "no_repeat_ngram_size": (0,),
+    "length_penalty": (1.0,),
+    "exponential_decay_length_penalty": (),
     "min_length": (0,),
+    "min_new_tokens": (0,),
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ([], {}),
 }
 """What checkpoints ask of transformers' own generation, and the values that ask for nothing. A request says it here."""
 
@@ -29,11 +38,11 @@ class DecodingRules:
     forced_last: int | None = None
 
     def forced(self, num_generated: int, max_new_tokens: int, *, ignores_eos: bool) -> int | None:
-        """The token that must follow `num_generated` completion tokens, if there is one."""
-        if num_generated == 0 and self.forced_first is not None:
-            return self.forced_first
+        """The token that must follow `num_generated` completion tokens, if there is one; the last counts more."""
         is_last = num_generated == max_new_tokens - 1
-        return self.forced_last if is_last and not ignores_eos else None
+        if is_last and not ignores_eos and self.forced_last is not None:
+            return self.forced_last
+        return self.forced_first if num_generated == 0 else None
 
 
 def read_rules(folder: Path, vocab_size: int) -> DecodingRules:

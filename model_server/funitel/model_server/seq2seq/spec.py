@@ -41,6 +41,8 @@ class Seq2SeqSpec:
     cross: CrossNames
     distance_bias: DistanceBiasSpec | None = None
     logits_bias: str = ""  # [1, vocab_size], added to logits where the checkpoint holds it
+    outgrows_float16: bool = False  # sums of layers do: in float16 they, and the last products of MLPs, are float32
+    is_multilingual: bool = False  # the first token of a completion says its language
 
     @property
     def architecture(self) -> str:
