@@ -71,6 +71,7 @@ class SimulatedReplica:
         self._givers: list[Row] = []  # of a token, in the step that is computed
         self._seconds = 0.0
         self._plan_from = 0.0  # instant from which a second step may be planned
+        self._newest = 0.0  # instant at which a request came last
         self._ends = array("d")  # of every step
 
     def submit(self, sequence: Sequence, arrival: Arrival) -> None:
@@ -86,6 +87,7 @@ class SimulatedReplica:
         self._rows[sequence.id] = Row(arrival, generation, arrival.completion_tokens, length=arrival.prompt_tokens)
         self.load_tokens += arrival.prompt_tokens
         self.scheduler.add(sequence)
+        self._newest = arrival.at
         if self._plans:
             self._send_steps(arrival.at)
 
@@ -126,7 +128,10 @@ class SimulatedReplica:
         self._seconds = self._compute(plan)
         self._measure(self._seconds)
         self._ends.append(now + self._seconds)
-        self._plan_from = now + plan_after(plan.predicted_seconds)
+        has_several_keys = self.scheduler.shares.num_known_keys > 1
+        self._plan_from = now + plan_after(
+            plan.predicted_seconds, now - self._newest, has_several_keys=has_several_keys
+        )
         self._send_steps(now)
         return self._ends[-1] if self._plan_from <= now else min(self._plan_from, self._ends[-1])
 

@@ -172,7 +172,7 @@ class Engine:
 
     def _queue(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
-        self._steps.wake()
+        self._steps.welcome()
 
     async def _compile_and_queue(self, sequence: Sequence) -> None:
         """Queue a sequence once the shards have compiled its grammar, unless the client has left by then."""

@@ -57,13 +57,14 @@ class Pipeline:
             return not self._calls
         return sum(call.plan is not None for call in self._calls) < self.num_steps
 
-    def seconds_to_plan(self) -> float:
-        """How long the plan of the next step can wait, where there is room for it."""
+    def seconds_to_plan(self, newest: float, *, has_several_keys: bool) -> float:
+        """How long the plan of the next step can wait, where there is room for it; `newest`: when a sequence came."""
         step = next((call for call in self._calls if call.plan is not None), None)
         if step is None or step.plan is None or step.answered is not None:
             return 0.0
         begun = max(step.sent, self._last_answered)
-        return begun + plan_after(step.plan.predicted_seconds) - time.monotonic()
+        now = time.monotonic()
+        return begun + plan_after(step.plan.predicted_seconds, now - newest, has_several_keys=has_several_keys) - now
 
     @property
     def oldest(self) -> Call | None:

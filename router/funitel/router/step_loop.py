@@ -62,6 +62,7 @@ class StepLoop:
         self._woken = asyncio.Event()
         self._pipeline = Pipeline(replica, pipeline_steps, self.wake)
         self._timer: asyncio.TimerHandle | None = None  # wakes when the next step is to be planned
+        self._newest = time.monotonic()  # when a sequence came last
         self._has_given_up = False
         self._num_failed_steps = 0  # since one has succeeded
         self._task = asyncio.create_task(self._run(), name="engine")
@@ -74,6 +75,11 @@ class StepLoop:
     def wake(self) -> None:
         """Make a turn soon: something has happened."""
         self._woken.set()
+
+    def welcome(self) -> None:
+        """Make a turn soon: a sequence was queued."""
+        self._newest = time.monotonic()
+        self.wake()
 
     def give_up(self) -> None:
         """Stop; the shards are not asked."""
@@ -175,7 +181,7 @@ class StepLoop:
         """
         scheduler, pipeline = self._scheduler, self._pipeline
         while pipeline.has_room:
-            delay = pipeline.seconds_to_plan()
+            delay = pipeline.seconds_to_plan(self._newest, has_several_keys=scheduler.shares.num_known_keys > 1)
             if delay > 0.0:
                 self._wake_in(delay)
                 return
