@@ -1,5 +1,6 @@
 """Mixtures of experts and latent attention: who is chosen, who reads what, and what the fused step leaves to torch."""
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -182,3 +183,21 @@ def test_quantize_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     spec, weights = opened(tmp_path)
     with pytest.raises(UnsupportedModel, match="MixtralForCausalLM has a mixture of experts: it cannot be quantised"):
         inputs_of(spec, weights.prefix, 0)
+
+
+@pytest.mark.parametrize(("said", "count"), [({}, 1), ({"num_nextn_predict_layers": 3}, 3)])
+def test_layers_that_predict_further_tokens_are_left_aside(said: dict[str, int], count: int, tmp_path: Path) -> None:
+    ZOO["deepseek_v3"].save(tmp_path)
+    config = read_json(tmp_path / "config.json")
+    known = {key: value for key, value in config.items() if key not in ("num_nextn_predict_layers", "num_mtp_layers")}
+    (tmp_path / "config.json").write_text(json.dumps(known | said))
+    path = tmp_path / "model.safetensors"
+    further = {f"model.layers.{2 + i}.eh_proj.weight": torch.zeros(2, 2) for i in range(count + 1)}
+    save_file(load_file(path) | further, path, {"format": "pt"})
+    assert check(tmp_path, None) == [f"unexpected: model.layers.{2 + count}.eh_proj.weight"]
+
+
+def test_so_many_further_layers_no_model_has() -> None:
+    config = {"architectures": ["DeepseekV3ForCausalLM"], "num_nextn_predict_layers": 10**9}
+    with pytest.raises(UnsupportedModel, match="num_nextn_predict_layers must be at most 64, given 1000000000"):
+        spec_of(config)

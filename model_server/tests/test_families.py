@@ -85,7 +85,7 @@ def test_ranks_together_equal_transformers(family: str, size: int, tmp_path: Pat
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported: docs/models.md lists"),
         ({}, "not named in config.json"),
-        ({"architectures": ["LlamaForCausalLM"]}, "lacks the field"),
+        ({"architectures": ["BaichuanForCausalLM"]}, "lacks the field"),
     ],
 )
 def test_unknown_configs_are_refused_in_one_line(config: dict[str, object], message: str) -> None:

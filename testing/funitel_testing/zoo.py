@@ -68,10 +68,13 @@ class Tiny:
         """The name of transformers' class."""
         return self.model or f"{self.kind}ForCausalLM"
 
+    def configure(self) -> Any:
+        """The configuration in transformers."""
+        return getattr(transformers, f"{self.kind}Config")(**(_NO_SPECIAL | dict(self.config)))
+
     def build(self, seed: int = 0) -> Any:
         """The model in transformers: weights large enough that a wrong norm or bias shows, none of them 0 or 1."""
-        given = _NO_SPECIAL | dict(self.config)
-        config = getattr(transformers, f"{self.kind}Config")(**given)
+        config = self.configure()
         config._attn_implementation = self.attention
         config._experts_implementation = "eager"
         torch.manual_seed(seed)

@@ -1,5 +1,6 @@
 """Hugging Face `config.json` -> ModelSpec, by the table of families."""
 
+from funitel.model_server.class_defaults import CLASS_DEFAULTS
 from funitel.model_server.family_rows import Config
 from funitel.model_server.family_table import FAMILIES
 from funitel.model_server.spec import ModelSpec
@@ -16,22 +17,22 @@ class NoRow(UnsupportedModel):
 
 
 def spec_of(config: Config) -> ModelSpec:
-    """Derive the spec of a checkpoint from its `config.json`.
+    """Derive the spec of a checkpoint from its `config.json`. A field left out means what transformers takes for it.
 
     Raises:
         NoRow: the architecture, or a choice it makes, is in no row of the table.
         UnsupportedModel: a field is missing, or has a value of the wrong kind.
     """
     architectures = config.get("architectures") or []
-    family = next((FAMILIES[name] for name in architectures if name in FAMILIES), None)
-    if family is None:
+    architecture = next((name for name in architectures if name in FAMILIES), None)
+    if architecture is None:
         raise NoRow(
             f"architecture {', '.join(architectures) or 'not named in config.json'} is not supported: docs/models.md "
             f"lists the {len(FAMILIES)} that are, and --model-spec can describe another",
             why="no row of the table is for it",
         )
     try:
-        spec = family.spec(config)
+        spec = FAMILIES[architecture].spec({**CLASS_DEFAULTS.get(architecture, {}), **config})
     except UnsupportedModel as error:
         raise NoRow(error.message, why=error.message) from error
     except KeyError as error:

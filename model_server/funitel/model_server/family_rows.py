@@ -119,8 +119,8 @@ def _scaling(config: Config, given: Config) -> RotaryScaling:
         raise UnsupportedModel(f"rope_type {kind!r} is not supported; known: {', '.join(ROTARY_KINDS)}")
     if kind == "default":
         return RotaryScaling()
-    context = CONTEXT(config) if kind in ("dynamic", "longrope", "yarn") else 8192
-    trained = int(first("original_max_position_embeddings", default=context)({**config, **given}))
+    context = 8192 if kind == "linear" else CONTEXT(config)
+    trained = int(first("original_max_position_embeddings", default=context)({**given, **config}))
     if kind == "dynamic":
         trained = context
     is_ratio = kind in ("longrope", "yarn") and given.get("factor") is None
@@ -172,7 +172,7 @@ def windows(*, pattern: int | None = None, default: int | None = None) -> Rule:
     return read
 
 
-HIDDEN_SIZE = first("hidden_size", "n_embd", "d_model")
+HIDDEN_SIZE = first("n_embed", "hidden_size", "n_embd", "d_model")
 NUM_LAYERS = first("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 NUM_HEADS = first("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 CONTEXT = first("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")

@@ -4,6 +4,8 @@ Source for every row: the field names of the family's `config.json` and the tens
 """
 
 import math
+from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from funitel.model_server.family_blocks import experts, latent, latent_rotary, latent_scale
@@ -11,6 +13,7 @@ from funitel.model_server.family_rows import (
     HIDDEN_SIZE,
     NUM_HEADS,
     NUM_LAYERS,
+    Config,
     Row,
     Rule,
     activation,
@@ -23,21 +26,30 @@ from funitel.model_server.family_rows import (
     windows,
     within,
 )
-from funitel.model_server.spec import ExpertScore, Norm, NormPlacement, Position, QkNorm, QkvLayout
+from funitel.model_server.spec import Activation, ExpertScore, Norm, NormPlacement, Position, QkNorm, QkvLayout
 
 # What several rows share.
 _LAYER: dict[str, Any] = {"norm": Norm.LAYER, "has_norm_bias": True}
 _BIASES: dict[str, Any] = {"has_qkv_bias": True, "has_out_bias": True, "has_mlp_bias": True}
+_MOST_FURTHER = 64  # layers that predict tokens beyond the next; models have one to three
 
 
 def _biases(rule: Rule) -> dict[str, Any]:
     return dict.fromkeys(_BIASES, rule)
 
 
+def _further_layers(config: Config) -> range:
+    """Those that predict tokens beyond the next: one at least, for not every config counts them."""
+    count = max(first("num_nextn_predict_layers", "num_mtp_layers", default=1)(config), 1)
+    if count > _MOST_FURTHER:
+        raise ValueError(f"num_nextn_predict_layers must be at most {_MOST_FURTHER}, given {count}")
+    return range(NUM_LAYERS(config), NUM_LAYERS(config) + count)
+
+
 _TIED: dict[str, Any] = {"is_tied": first("tie_word_embeddings", default=True)}
 _ATTENTION_BIAS = first("attention_bias", default=False)
 _ATTENTION_BIASES: dict[str, Any] = {"has_qkv_bias": _ATTENTION_BIAS, "has_out_bias": _ATTENTION_BIAS}
-# Experts chosen by scores that a learnt vector corrects; modules that predict further tokens lie behind the last layer.
+# Experts chosen by scores that a learnt vector corrects; layers that predict further tokens lie behind the last.
 _CORRECTED: dict[str, Any] = {
     "score": ExpertScore.SIGMOID,
     "is_normalized": first("norm_topk_prob", default=True),
@@ -47,7 +59,7 @@ _CORRECTED: dict[str, Any] = {
 }
 _CORRECTED_NAMES: dict[str, Any] = {
     "router_correction": "layers.{i}.mlp.gate.e_score_correction_bias",
-    "ignored": lambda c: (r"rotary_emb\.inv_freq$", rf"(^|\.)layers\.{NUM_LAYERS(c)}\."),
+    "ignored": lambda c: (r"rotary_emb\.inv_freq$", *(rf"(^|\.)layers\.{i}\." for i in _further_layers(c))),
 }
 _DEEPSEEK: dict[str, Any] = {
     "head_dim": lambda c: c["qk_nope_head_dim"] + c["qk_rope_head_dim"],
@@ -65,7 +77,6 @@ _GRANITE: dict[str, Any] = _ATTENTION_BIASES | {
     "attention_scale": first("attention_multiplier", default=1.0),
     "logit_scale": lambda c: 1 / c.get("logits_scaling", 1.0),
 }
-_USES_WINDOWS = first("use_sliding_window", default=False)
 _GPT2: dict[str, Any] = (
     _LAYER
     | _BIASES
@@ -112,7 +123,7 @@ _GEMMA: dict[str, Any] = (
     | {
         "head_dim": first("head_dim", default=256),
         "norm_offset": 1.0,
-        "activation": activation("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
+        "activation": activation("hidden_activation", default="gelu_pytorch_tanh"),
         "embedding_scale": lambda c: c["hidden_size"] ** 0.5,
     }
 )
@@ -124,12 +135,34 @@ _GEMMA2: dict[str, Any] = _GEMMA | {
 }
 
 
-def _qwen_windows(config: Any) -> tuple[int | None, ...]:
-    """Of Qwen2 and Qwen3: none unless asked for, and then not in the first layers."""
-    if not config.get("use_sliding_window") or not config.get("sliding_window"):
-        return ()
-    bounds = range(config.get("max_window_layers", 0), config["num_hidden_layers"])
-    return tuple(config["sliding_window"] if i in bounds else None for i in range(config["num_hidden_layers"]))
+def _asked_windows(is_windowed: Callable[[Config, int], bool]) -> Rule:
+    """Windows of families that have none unless asked: in layers that `layer_types` names, else where `is_windowed`."""
+
+    def read(config: Config) -> tuple[int | None, ...]:
+        if not config.get("use_sliding_window"):
+            return ()
+        layers = range(NUM_LAYERS(config))
+        kinds = ["sliding_attention" if is_windowed(config, i) else "full_attention" for i in layers]
+        return windows()({**config, "layer_types": config.get("layer_types") or kinds})
+
+    return read
+
+
+_LATER_WINDOWS = _asked_windows(lambda c, i: i >= c["max_window_layers"])
+
+
+def _unrotated_layers(config: Config) -> tuple[int, ...]:
+    """Of SmolLM3: those that a list marks with 0, or each so-many-th."""
+    layers, step = range(NUM_LAYERS(config)), first("no_rope_layer_interval", default=4)(config)
+    is_rotated = first("no_rope_layers", default=[(i + 1) % step for i in layers])(config)
+    return tuple(i for i in layers if not is_rotated[i])
+
+
+def _neo_kinds(config: Config) -> list[str]:
+    """Of GPT-Neo: "local" or "global" for each layer, as listed or by patterns and how often each comes."""
+    patterns = first("attention_types", default=())(config)
+    repeated = (kind for kinds, times in patterns for _ in range(times) for kind in kinds)
+    return list(config.get("attention_layers") or islice(repeated, NUM_LAYERS(config) + 1))
 
 
 _IS_WIDENED = lambda c: c.get("word_embed_proj_dim", c["hidden_size"]) != c["hidden_size"]  # noqa: E731
@@ -139,14 +172,23 @@ _HAS_TWO_NORMS = lambda c: c.get("new_decoder_architecture") and c.get("num_ln_i
 FAMILIES: dict[str, Row] = {
     "LlamaForCausalLM": row(**_ATTENTION_BIASES, has_mlp_bias=first("mlp_bias", default=False)),
     "MistralForCausalLM": row(sliding_windows=windows(default=4096)),
-    "Qwen2ForCausalLM": row(has_qkv_bias=True, sliding_windows=_qwen_windows),
+    "Qwen2ForCausalLM": row(has_qkv_bias=True, sliding_windows=_LATER_WINDOWS),
     "Qwen3ForCausalLM": row(
         **_ATTENTION_BIASES,
         head_dim=first("head_dim", default=128),
         qk_norm=QkNorm.HEAD,
-        sliding_windows=_qwen_windows,
+        sliding_windows=_LATER_WINDOWS,
     ),
-    "GemmaForCausalLM": row(**_GEMMA),
+    "GemmaForCausalLM": row(
+        **_GEMMA
+        | {
+            "activation": when(  # what its first checkpoints call gelu is the approximation
+                lambda c: c.get("hidden_act") == "gelu",
+                Activation.GELU_TANH,
+                activation("hidden_act", default="gelu_pytorch_tanh"),
+            )
+        }
+    ),
     "Gemma2ForCausalLM": row(**_GEMMA2, sliding_windows=windows(pattern=2, default=4096), names=_SANDWICH_NAMES),
     "Gemma3ForCausalLM": row(
         **_GEMMA2,
@@ -231,7 +273,7 @@ FAMILIES: dict[str, Row] = {
         position=Position.LEARNED,
         attention_scale=1.0,
         sliding_windows=lambda c: tuple(
-            c.get("window_size", 256) if kind == "local" else None for kind in c["attention_layers"]
+            c.get("window_size", 256) if kind == "local" else None for kind in _neo_kinds(c)
         ),
         names=_GPT2_NAMES
         | {
@@ -315,7 +357,7 @@ FAMILIES: dict[str, Row] = {
         activation=activation("activation_function", default="gelu"),
         position=Position.SINUSOIDAL,
         position_offset=2,
-        embedding_scale=lambda c: c["d_model"] ** 0.5 if c.get("scale_embedding", True) else 1.0,
+        embedding_scale=lambda c: HIDDEN_SIZE(c) ** 0.5 if c.get("scale_embedding", True) else 1.0,
         names={
             "attention_norm": "layers.{i}.self_attn_layer_norm",
             "out": "layers.{i}.self_attn.out_proj",
@@ -372,7 +414,7 @@ FAMILIES: dict[str, Row] = {
         **_TIED,
         norm=Norm.LAYER,
         norm_eps=first("layer_norm_epsilon", default=1e-5),
-        intermediate_size=lambda c: c.get("expansion_ratio", 4) * c["d_model"],
+        intermediate_size=lambda c: c.get("expansion_ratio", 4) * HIDDEN_SIZE(c),
         is_gated=False,
         activation=activation(default="gelu"),
         position=Position.ALIBI,
@@ -449,12 +491,8 @@ FAMILIES: dict[str, Row] = {
         **_TIED,
         **_ATTENTION_BIASES,
         has_mlp_bias=first("mlp_bias", default=False),
-        unrotated_layers=lambda c: tuple(
-            i
-            for i in range(NUM_LAYERS(c))
-            if not (c.get("no_rope_layers") or [(n + 1) % c.get("no_rope_layer_interval", 4) for n in range(i + 1)])[i]
-        ),
-        sliding_windows=when(_USES_WINDOWS, windows(), ()),
+        unrotated_layers=_unrotated_layers,
+        sliding_windows=_asked_windows(lambda c, i: i in _unrotated_layers(c)),
     ),
     "MiniCPMForCausalLM": row(
         **_TIED,
@@ -541,7 +579,7 @@ FAMILIES: dict[str, Row] = {
     ),
     "Qwen2MoeForCausalLM": row(
         has_qkv_bias=first("qkv_bias", default=True),
-        sliding_windows=when(_USES_WINDOWS, windows(pattern=2), ()),
+        sliding_windows=_asked_windows(lambda c, i: i % 2 == 0 and i < c["max_window_layers"]),
         experts=experts(shared_size=first("shared_expert_intermediate_size")),
         names={
             "shared_gate": "layers.{i}.mlp.shared_expert.gate_proj",
@@ -553,7 +591,7 @@ FAMILIES: dict[str, Row] = {
     "Qwen3MoeForCausalLM": row(
         **_ATTENTION_BIASES,
         qk_norm=QkNorm.HEAD,
-        sliding_windows=when(_USES_WINDOWS, windows(), ()),
+        sliding_windows=when(first("use_sliding_window", default=False), windows(), ()),
         experts=experts(),
     ),
     "OlmoeForCausalLM": row(
