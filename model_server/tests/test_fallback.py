@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,20 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from funitel.model_server.executor import Executor
+from funitel.model_server.fallback import loading
+from funitel.model_server.fallback.attention import Unsuited
+from funitel.model_server.fallback.keepers import Keeper, choose_keeper
 from funitel.model_server.fallback.pool import FallbackPool
+from funitel.model_server.fallback.turns import Turns
 from funitel.model_server.loading import load
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import InvalidRequest, SettingsError, UnsupportedModel, WeightsError
 from funitel.proto.step import Generation, SequenceStart, WarmupLimits
 from funitel_testing.executors import chunk, collect, ids_of, run_alone, run_out, start
 from funitel_testing.fallback import TOLERANCE, UNLISTED, worst_error
+from funitel_testing.fallback import load as load_through_transformers
 from funitel_testing.tiny import byte_tokenizer
-from funitel_testing.zoo import ZOO, Tiny
+from funitel_testing.zoo import ZOO, Tiny, by_steps
 
 # One of each kind; `python -m funitel_testing.fallback` takes all of them, and more steps.
 WAYS = dict.fromkeys(("exaone", "dots", "gpt-oss", "nemotron", "phimoe"), "packed")
@@ -41,6 +47,51 @@ def test_logits_equal_transformers(name: str, way: str, tmp_path: Path) -> None:
 def test_an_architecture_of_the_table_is_the_same_through_transformers(tmp_path: Path) -> None:
     error, way = worst_error(ZOO["llama"], tmp_path, 4)
     assert (way, error < TOLERANCE) == ("transformers-packed", True)
+
+
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+# Trained with 48 tokens.
+BY_LENGTH = {
+    "dynamic": replace(
+        UNLISTED["arcee"],
+        config={**UNLISTED["arcee"].config, "max_position_embeddings": 48, "rope_parameters": _DYNAMIC},
+        oracle=by_steps,
+    ),
+    "longrope": UNLISTED["phimoe"],
+}
+
+
+@pytest.mark.parametrize("way", ["packed", "stacked", "alone"])
+@pytest.mark.parametrize("name", BY_LENGTH)
+def test_a_sequence_turns_by_its_own_length(
+    name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise Unsuited("not asked for")
+
+    def choose_unpadded(*args: Any) -> Keeper:
+        keeper = choose_keeper(*args)
+        keeper.takes_padding = False
+        return keeper
+
+    if way != "packed":
+        monkeypatch.setattr(loading, "PackedModel", refuse)
+    if way == "alone":
+        monkeypatch.setattr(loading, "choose_keeper", choose_unpadded)
+    for lengths in ((40, 60), (50, 60)):  # on both sides of that, and both beyond
+        error, found = worst_error(BY_LENGTH[name], tmp_path, 3, lengths)
+        assert (found, error < TOLERANCE) == (f"transformers-{way}", True)
+    model = load_through_transformers(tmp_path)
+    assert (model.takes_chunks, model.shares_prefixes) == (False, False)
+
+
+def test_code_that_cannot_be_made_to_forget_sequences_is_refused(tmp_path: Path) -> None:
+    given = {"full_attention": _DYNAMIC, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    model = Tiny(
+        kind="Gemma3Text", model="Gemma3ForCausalLM", config={**ZOO["gemma3"].config, "rope_parameters": given}
+    )
+    with pytest.raises(UnsupportedModel, match="rope_type dynamic is not supported through transformers for Gemma3"):
+        Turns.of(model.build())
 
 
 def save(tiny: Tiny, folder: Path) -> Path:

@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,16 +113,18 @@ def load(folder: Path, **settings: Any) -> FallbackModel:
     return load_fallback(given, folder, NoRow("asked for", why="asked for"), torch.float32, torch.device("cpu"))
 
 
-def worst_error(tiny: Tiny, folder: Path, num_decode: int = NUM_DECODE) -> tuple[float, str]:
-    """The largest difference of any logit from transformers', and the way the model is served."""
+def worst_error(
+    tiny: Tiny, folder: Path, num_decode: int = NUM_DECODE, lengths: Sequence[int] = PROMPTS
+) -> tuple[float, str]:
+    """The largest difference of any logit from transformers', and the way it is served; prompts have `lengths`."""
     theirs = tiny.save(folder)
     generator = torch.Generator().manual_seed(7)
-    prompts = [torch.randint(0, VOCAB_SIZE, (n + num_decode,), generator=generator).tolist() for n in PROMPTS]
+    prompts = [torch.randint(0, VOCAB_SIZE, (n + num_decode,), generator=generator).tolist() for n in lengths]
     with torch.inference_mode():
         expected = [tiny.oracle(theirs, ids, num_decode) for ids in prompts]
     ours = load(folder)
     assert ours.loaded.name.startswith("transformers-")
-    chunk = 11 if ours.takes_chunks else max(PROMPTS)
+    chunk = 11 if ours.takes_chunks else max(lengths)
     found = step_through(ours.loaded.decoder, ours.pools.make(200), prompts, num_decode, chunk)
     errors = [float((mine - other).abs().max()) for mine, other in zip(found, expected, strict=True)]
     return max(errors), ours.loaded.name

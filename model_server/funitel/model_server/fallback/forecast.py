@@ -13,6 +13,7 @@ from funitel.model_server.fallback.loading import check_honoured, context_of
 from funitel.model_server.fallback.model import first_line, named, read_config
 from funitel.model_server.fallback.packed import PackedModel
 from funitel.model_server.fallback.pool import Kept
+from funitel.model_server.fallback.turns import Turns
 from funitel.model_server.families import NoRow
 from funitel.model_server.settings import ModelsSettings
 from funitel.proto.errors import UnsupportedModel
@@ -55,7 +56,7 @@ def forecast(settings: ModelsSettings, folder: Path, no_row: NoRow) -> Forecast:
 @torch.inference_mode()
 def _kept(model: torch.nn.Module, block_size: int) -> Kept | None:
     probes: tuple[Callable[[], Kept], ...] = (
-        lambda: PackedModel(model, block_size, _META).kept,
+        lambda: PackedModel(model, block_size, _META, Turns()).kept,
         lambda: choose_keeper(model, _META).kept,
     )
     for probe in probes:

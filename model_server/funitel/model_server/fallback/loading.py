@@ -18,6 +18,7 @@ from funitel.model_server.fallback.packed import PackedModel
 from funitel.model_server.fallback.pool import FallbackPools
 from funitel.model_server.fallback.stacked import StackedModel
 from funitel.model_server.fallback.trial import check_steps, expected_logits
+from funitel.model_server.fallback.turns import Turns
 from funitel.model_server.families import NoRow
 from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.scores import TorchScores
@@ -127,11 +128,11 @@ def _choose_way(
     Raises:
         UnsupportedModel: none does.
     """
-    short_context = _short_context(model.config.get_text_config(decoder=True))
+    turns = Turns.of(model)
     ways: tuple[Way, ...] = (
-        lambda model: PackedModel(model, block_size, device, short_context),
-        lambda model: _stacked(model, device, is_alone=False),
-        lambda model: _stacked(model, device, is_alone=True),
+        lambda model: PackedModel(model, block_size, device, turns),
+        lambda model: _stacked(model, device, turns, is_alone=False),
+        lambda model: _stacked(model, device, turns, is_alone=True),
     )
     former = model.config._attn_implementation
     failures: list[str] = []
@@ -154,11 +155,11 @@ def _choose_way(
     raise UnsupportedModel(f"the model cannot be served through transformers: {'; '.join(failures)}")
 
 
-def _stacked(model: Any, device: torch.device, *, is_alone: bool) -> StackedModel:
+def _stacked(model: Any, device: torch.device, turns: Turns, *, is_alone: bool) -> StackedModel:
     keeper = choose_keeper(model, device)
     if not keeper.takes_padding and not is_alone:
         raise Unsuited("its code does not say how to pad")
-    return StackedModel(model, keeper, device, is_alone=is_alone)
+    return StackedModel(model, keeper, device, turns, is_alone=is_alone)
 
 
 def _expected(model: Any, vocab_size: int, device: torch.device) -> tuple[list[list[int]], list[torch.Tensor]]:
@@ -179,17 +180,3 @@ def context_of(config: Any, folder: Path) -> int:
     except (OSError, ValueError, AttributeError):
         stated = None
     return int(stated) if isinstance(stated, int) and 0 < stated <= _UNBOUNDED_CONTEXT else _UNBOUNDED_CONTEXT
-
-
-def _short_context(config: Any) -> int | None:
-    """The context up to which longrope turns by its short factors; None where positions alone say how to turn."""
-    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [given, *(value for value in given.values() if isinstance(value, dict))]
-    found = (kind for kind in kinds if kind.get("rope_type", kind.get("type")) == "longrope")
-    longrope = next(found, None)
-    if longrope is None:
-        return None
-    original = longrope.get("original_max_position_embeddings") or getattr(
-        config, "original_max_position_embeddings", None
-    )
-    return int(original) if original else None

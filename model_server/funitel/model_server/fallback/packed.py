@@ -12,6 +12,7 @@ import torch
 from funitel.model_server.batch import ForwardBatch
 from funitel.model_server.fallback.attention import PagedInterface, Unsuited
 from funitel.model_server.fallback.pool import Kept
+from funitel.model_server.fallback.turns import Turns
 from funitel.model_server.kv_cache import KVCache
 
 _PROBE_TOKENS = 3
@@ -22,21 +23,19 @@ _KINDS = {"full_attention", _WINDOWED}
 class PackedModel:
     """A transformers model as a `Forward` whose attention goes through our blocks.
 
-    `short_context`: rows up to so many tokens and those beyond turn otherwise, so that each kind has its forward.
+    Rows that `turns` says do not turn alike have forwards of their own.
 
     Raises:
         Unsuited: the model cannot be computed like this.
     """
 
     name = "packed"
-    takes_chunks = True
-    shares_prefixes = True
 
-    def __init__(self, model: Any, block_size: int, device: torch.device, short_context: int | None = None) -> None:
+    def __init__(self, model: Any, block_size: int, device: torch.device, turns: Turns) -> None:
         self._model = model
         self._block_size = block_size
         self._device = device
-        self._short_context = short_context
+        self._turns = turns
         self._interface = PagedInterface(block_size, device)
         if not model.is_backend_compatible():
             raise Unsuited("its code does not use AttentionInterface")
@@ -47,7 +46,7 @@ class PackedModel:
         except BaseException:
             model.set_attn_implementation(former)
             raise
-        self.takes_chunks = short_context is None  # a prompt turns as a whole
+        self.takes_chunks = self.shares_prefixes = not turns.is_by_length
 
     def _probe(self) -> Kept:
         positions = torch.arange(_PROBE_TOKENS, device=self._device)[None]
@@ -86,14 +85,13 @@ class PackedModel:
         return torch.cat(logits)[torch.from_numpy(order).to(self._device)]
 
     def _pieces(self, batch: ForwardBatch) -> Sequence[Sequence[int]]:
-        every = range(len(batch.rows))
-        if self._short_context is None:
-            return [every]
-        is_long = [row.end > self._short_context for row in batch.rows]
-        pieces = [[i for i in every if is_long[i] is kind] for kind in (False, True)]
-        return [piece for piece in pieces if piece]
+        pieces: dict[int, list[int]] = {}
+        for i, row in enumerate(batch.rows):
+            pieces.setdefault(self._turns.kind(row.end), []).append(i)
+        return list(pieces.values())
 
     def _forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
+        self._turns.forget()
         with self._interface.over(batch, cache):
             output = self._model(
                 input_ids=batch.input_ids[None],

@@ -14,6 +14,7 @@ from funitel.model_server.fallback.keepers import Keeper
 from funitel.model_server.fallback.packed import places_of
 from funitel.model_server.fallback.pool import FallbackPool
 from funitel.model_server.fallback.rows import StackedRows
+from funitel.model_server.fallback.turns import Turns
 from funitel.model_server.kv_cache import KVCache
 from funitel.proto.errors import InvalidRequest
 
@@ -21,18 +22,19 @@ from funitel.proto.errors import InvalidRequest
 class StackedModel:
     """A transformers model as a `Forward` that is given rows of equal token count, and what it keeps of them.
 
-    `is_alone`: every row is a forward by itself, for code that is wrong about batches.
+    `is_alone`: every row is a forward by itself, for code that is wrong about batches. See PackedModel for `turns`.
     """
 
-    def __init__(self, model: Any, keeper: Keeper, device: torch.device, *, is_alone: bool) -> None:
+    def __init__(self, model: Any, keeper: Keeper, device: torch.device, turns: Turns, *, is_alone: bool) -> None:
         self.name = "alone" if is_alone else "stacked"
         self._is_alone = is_alone
         self._model = model
         self._keeper = keeper
         self._device = device
+        self._turns = turns
         self._ends: dict[int, int] = {}  # first block of a sequence -> tokens that its state has seen
         self.kept = keeper.kept
-        self.takes_chunks = self.shares_prefixes = not keeper.kept.states
+        self.takes_chunks = self.shares_prefixes = not (keeper.kept.states or turns.is_by_length)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """See Forward."""
@@ -51,12 +53,12 @@ class StackedModel:
         return logits
 
     def _pieces(self, rows: Sequence[RowSpan]) -> list[list[int]]:
-        """Rows that are computed together: those of one token by context, within a factor of two."""
+        """Rows that are computed together: those of one token that turn alike, by context, within a factor of two."""
         pieces: dict[tuple[int, ...], list[int]] = {}
         for i, row in enumerate(rows):
             alone = (i,) if len(row.tokens) > 1 or self._is_alone else ()
             length = row.end.bit_length() if self.kept.layers else 0
-            pieces.setdefault((row.start > 0, length, *alone), []).append(i)
+            pieces.setdefault((row.start > 0, length, self._turns.kind(row.end), *alone), []).append(i)
         return list(pieces.values())
 
     def _run(self, rows: Sequence[RowSpan], pool: FallbackPool) -> torch.Tensor:
@@ -82,6 +84,7 @@ class StackedModel:
     def _forward(self, rows: Sequence[RowSpan], pool: FallbackPool) -> torch.Tensor:
         stacked = StackedRows.of(rows, pool.block_size, self._device)
         given = self._keeper.give(stacked, pool)
+        self._turns.forget()
         output = self._model(input_ids=stacked.input_ids, use_cache=True, **given)
         self._keeper.take(stacked, pool, given, output)
         logits: torch.Tensor = output.logits.float()
