@@ -143,7 +143,8 @@ def _asked_windows(is_windowed: Callable[[Config, int], bool]) -> Rule:
             return ()
         layers = range(NUM_LAYERS(config))
         kinds = ["sliding_attention" if is_windowed(config, i) else "full_attention" for i in layers]
-        return windows()({**config, "layer_types": config.get("layer_types") or kinds})
+        found: tuple[int | None, ...] = windows()({**config, "layer_types": config.get("layer_types") or kinds})
+        return found
 
     return read
 
