@@ -117,3 +117,14 @@ def test_windows_are_in_the_layers_where_transformers_has_them(kind: str, fields
 def test_what_gemma_calls_gelu_is_the_approximation() -> None:
     assert plain("GemmaForCausalLM", hidden_act="gelu").activation == "gelu_tanh"
     assert plain("GemmaForCausalLM", hidden_act="relu").activation == "relu"
+
+
+def test_the_trained_context_is_what_the_config_says_else_the_scaling_else_all_of_it() -> None:
+    scaling = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama = plain("LlamaForCausalLM", max_position_embeddings=4096, rope_scaling=scaling)
+    assert llama.rotary.scaling.original_max_position == 4096
+    said = scaling | {"original_max_position_embeddings": 64}
+    llama = plain("LlamaForCausalLM", max_position_embeddings=4096, rope_scaling=said)
+    assert llama.rotary.scaling.original_max_position == 64
+    phi = plain("Phi3ForCausalLM", original_max_position_embeddings=32, rope_scaling=said)
+    assert phi.rotary.scaling.original_max_position == 32

@@ -1,36 +1,42 @@
 """How much code each architecture has of its own: the lines of its row, and those beyond it.
 
-Usage: python -m funitel_testing.family_lines. Lines beyond the row are the helpers in the table that this row alone
-uses, and every line of the model server's other modules that names the architecture; files that read other formats'
-names for it are no model code. The last line is one JSON object.
+Usage: python -m funitel_testing.family_lines. A row has the defaults of its class with it. Lines beyond are the helpers
+in the table that this row alone uses, and every line of the model server's other modules that names the architecture;
+files that read other formats' names for it are no model code. The last line is one JSON object.
 """
 
 import ast
 import json
 from pathlib import Path
 
-from funitel.model_server import family_table
+from funitel.model_server import class_defaults, family_table
 
+_TABLES = ("family_table.py", "class_defaults.py")
 _PACKAGE = Path(family_table.__file__).parent
 
 
 def count_lines() -> dict[str, tuple[int, int]]:
     """Architecture -> (lines of its row, lines of code of its own elsewhere)."""
     tree = ast.parse(Path(family_table.__file__).read_text())
-    rows, helpers = _rows(tree), _helpers(tree)
+    rows, helpers = _rows(tree, "FAMILIES"), _helpers(tree)
+    defaults = _rows(ast.parse(Path(class_defaults.__file__).read_text()), "CLASS_DEFAULTS")
+    sizes = {name: _length(node) + (_length(defaults[name]) if name in defaults else 0) for name, node in rows.items()}
     users: dict[str, set[str]] = {helper: set() for helper in helpers}
     for architecture, node in rows.items():
         for helper in _reachable(node, helpers):
             users[helper].add(architecture)
     return {
-        architecture: (_length(node), sum(_length(helpers[h]) for h, u in users.items() if u == {architecture}) + named)
-        for architecture, node in rows.items()
+        architecture: (
+            sizes[architecture],
+            sum(_length(helpers[h]) for h, u in users.items() if u == {architecture}) + named,
+        )
+        for architecture in rows
         for named in [_named_elsewhere(architecture)]
     }
 
 
-def _rows(tree: ast.Module) -> dict[str, ast.expr]:
-    table = next(n for n in tree.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == "FAMILIES")
+def _rows(tree: ast.Module, name: str) -> dict[str, ast.expr]:
+    table = next(n for n in tree.body if isinstance(n, ast.AnnAssign) and ast.unparse(n.target) == name)
     assert isinstance(table.value, ast.Dict)
     return {
         ast.literal_eval(key): value for key, value in zip(table.value.keys, table.value.values, strict=True) if key
@@ -59,7 +65,7 @@ def _length(node: ast.stmt | ast.expr) -> int:
 
 
 def _named_elsewhere(architecture: str) -> int:
-    modules = (path for path in _PACKAGE.rglob("*.py") if path.name != "family_table.py" and "gguf" not in path.name)
+    modules = (path for path in _PACKAGE.rglob("*.py") if path.name not in _TABLES and "gguf" not in path.name)
     return sum(architecture in line for path in modules for line in path.read_text().splitlines())
 
 
