@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGUFWriter
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -296,6 +297,28 @@ def test_pre_tokenizers_cut_as_their_models_do(
     assert built.tokenizer.pre_tokenizer is not None
     assert [word for word, _ in built.tokenizer.pre_tokenizer.pre_tokenize_str("I'm 12345!!\n\n ok")] == words
     assert built.settings["add_bos_token"] is PRE_TOKENIZERS[name].add_bos_token
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("command-r", "Cohere"),
+        ("gpt-2", "GPT2"),
+        ("mpt", "GPTNeoX"),
+        ("olmo", "GPTNeoX"),
+        ("phi-2", "CodeGen"),
+        ("qwen2", "Qwen2"),
+        ("stablelm2", "Qwen2"),
+    ],
+)
+def test_pre_tokenizers_are_those_of_transformers(make_gguf: MakeGguf, tmp_path: Path, name: str, family: str) -> None:
+    make_gguf(tmp_path / "tiny.gguf", "gpt2", metadata=lambda writer: writer.add_tokenizer_pre(name))
+    ours = build_tokenizer(read_gguf(tmp_path / "tiny.gguf")).tokenizer
+    theirs = getattr(transformers, f"{family}TokenizerFast")().backend_tokenizer
+    assert repr(ours.normalizer) == repr(theirs.normalizer)
+    text = "I'm 12345!! it'S \u00e9t\u00e9 e\u0301  \n\n\tok, \u0967\u0968 naiveTE'LL x(y)|z...\r\n  \u6f22\u5b57"
+    assert ours.pre_tokenizer is not None
+    assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
 
 
 def test_the_docs_list_the_pre_tokenizers() -> None:

@@ -94,13 +94,9 @@ def test_of_a_first_token_that_is_the_last_the_end_is_what_is_forced(
     assert ids_of(run_alone(loaded["mbart"], start(1, LONG, 1))) == [LANGUAGE_ID]
 
 
-def test_the_encoder_reads_no_more_at_once_than_the_longest_prompt_it_can(
-    loaded: dict[str, Executor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = loaded["bart"]  # reads 64 tokens
+def recorded_reading(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by how many tokens the encoder reads, each time that it does."""
     model: Any = executor.decoder
-    starts = [start(i, LONG[-count:], 6) for i, count in enumerate((20, 36, 10, 30))]
-    expected = {each.request_id: ids_of(run_alone(executor, each)) for each in starts}
     read: list[int] = []
     encode = model.encoder
 
@@ -110,10 +106,58 @@ def test_the_encoder_reads_no_more_at_once_than_the_longest_prompt_it_can(
         return encoded
 
     monkeypatch.setattr(model, "encoder", recorded)
+    return read
+
+
+def test_the_encoder_reads_no_more_at_once_than_the_longest_prompt_it_can(
+    loaded: dict[str, Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = loaded["bart"]  # reads 64 tokens
+    starts = [start(i, LONG[-count:], 6) for i, count in enumerate((20, 36, 10, 30))]
+    expected = {each.request_id: ids_of(run_alone(executor, each)) for each in starts}
+    read = recorded_reading(executor, monkeypatch)
     found: dict[int, list[Generation]] = {}
     run_out(executor, executor.prefill(1, starts), found)
     assert {i: ids_of(generations) for i, generations in found.items()} == expected
     assert read == [36, 60]
+
+
+def test_where_the_peak_of_memory_counts_the_encoder_rehearses_all_that_it_reads_at_once(
+    loaded: dict[str, Executor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor: Any = loaded["bart"]  # reads 64 tokens
+    read = recorded_reading(executor, monkeypatch)
+    monkeypatch.setattr(executor, "_cache", None)
+    rehearsal = executor._rehearsal
+    executor._rehearse([start(0, LONG)])
+    on_gpu = replace(executor.options, device=torch.device("cuda"))
+
+    def as_on_gpu(*arguments: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "options", on_gpu)
+            return rehearsal(*arguments)
+
+    monkeypatch.setattr(executor, "_rehearsal", as_on_gpu)
+    executor._rehearse([start(0, LONG)])
+    assert read == [35, 64]
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("mt5", ("feed_forward_proj", "relative_attention_num_buckets", "tie_word_embeddings")),
+        ("t5", ("feed_forward_proj", "layer_norm_epsilon", "tie_word_embeddings")),
+        ("m2m_100", ("scale_embedding", "activation_function", "pad_token_id")),
+        ("mbart", ("scale_embedding", "activation_function")),
+        ("bart", ("scale_embedding", "activation_function")),
+    ],
+)
+def test_a_field_left_out_means_what_transformers_takes_for_it(family: str, fields: tuple[str, ...]) -> None:
+    kind = FAMILIES[family][0]
+    config = getattr(transformers, f"{kind}Config")().to_dict() | {"architectures": [f"{kind}Model"]}
+    assert set(fields) <= config.keys()
+    given = {key: value for key, value in config.items() if key not in fields}
+    assert seq2seq_spec_of(given) == seq2seq_spec_of(config)
 
 
 def test_company_that_joins_and_leaves_changes_nothing(executor: Executor) -> None:

@@ -107,8 +107,17 @@ def test_bytes_are_counted(folder: Path) -> None:
     weights.finish(())
 
 
+def test_what_is_read_in_another_precision_counts_as_that(folder: Path) -> None:
+    name, tensor = next(item for item in load_file(folder / "model.safetensors").items() if item[1].dim() == 2)
+    weights = Weights(folder, torch.float16, torch.device("cpu"))
+    weights.read(name, list(tensor.shape), rows=(0, tensor.shape[0] // 2), dtype=torch.float32)
+    assert (weights.sharded_bytes, weights.total_sharded_bytes) == (tensor.numel() * 2, tensor.numel() * 4)
+
+
 def test_architectures_without_a_row_are_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["NopeForCausalLM"]}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"architectures": ["NopeForCausalLM"], "model_type": "nope"})
+    )
     with pytest.raises(UnsupportedModel, match="NopeForCausalLM"):
         load_executor(folder)

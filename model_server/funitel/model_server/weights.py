@@ -120,7 +120,7 @@ class Weights:
                 f"tensor {name} has shape {list(storage.shape)}, expected {list(shape)} from config.json"
             )
         is_sharded = rows is not None or columns is not None
-        self._count_whole(storage, storage.num_elements * self.dtype.itemsize, is_sharded)
+        self._count_whole(storage, storage.num_elements * (dtype or self.dtype).itemsize, is_sharded)
         kept = storage.read(rows, columns, dtype or self.dtype, self.device)
         num_bytes = kept.numel() * kept.element_size()
         self.held_bytes += num_bytes
