@@ -12,12 +12,13 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
-from funitel.model_server import catalogue, conversion, hub, hub_client
+from funitel.model_server import catalogue, conversion, hub, hub_client, package_index
 from funitel.model_server.catalogue import HubRepository, IndexFolder, IndexPackage, Source
 from funitel.model_server.checkpoint import check_safetensors
 from funitel.model_server.progress import Progress
@@ -357,6 +358,20 @@ def test_damaged_original_is_not_converted(
     (cache_dir / f"tiny-{package.sha256[:16]}.gguf").write_bytes(b"GGUF and no more")
     with pytest.raises(WeightsError, match=f"expected {package.sha256}; delete it to fetch it again"):
         hub.resolve("tiny", cache_dir=cache_dir)
+
+
+def test_folders_of_pip_may_vanish_while_their_sizes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny.whl").write_bytes(b"123")
+    (tmp_path / "gone").mkdir()
+    scandir = os.scandir
+
+    def vanishing(path: Any) -> Any:
+        if Path(path) == tmp_path / "gone":
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert package_index._size_bytes(tmp_path) == 3
 
 
 def test_next_source_is_tried_when_one_is_out_of_reach(

