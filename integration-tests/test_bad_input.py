@@ -76,7 +76,7 @@ SPOILED: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "config is a list": (lambda folder: (folder / "config.json").write_text("[]"), ("config.json",)),
     "config lacks sizes": (
         lambda folder: (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}'),
-        ("config.json", "lacks"),
+        ("embed_tokens", "[32000, 4096]", "config.json"),  # a size left out is what transformers takes for it
     ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), ("weights", "safetensors")),
     "cut weights": (lambda folder: _cut(folder / "model.safetensors", 100_000), ("model.safetensors", "truncated")),

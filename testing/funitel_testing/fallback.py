@@ -18,8 +18,8 @@ import torch
 import transformers
 
 from funitel.model_server.fallback.loading import FallbackModel, load_fallback
-from funitel.model_server.families import NoRow
 from funitel.model_server.settings import ModelServerSettings
+from funitel.proto.errors import NoRow
 from funitel_testing.forward_worker import BLOCK_SIZE, step_through
 from funitel_testing.zoo import CONTEXT, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB_SIZE, ZOO, Tiny, by_steps
 
@@ -110,7 +110,7 @@ UNLISTED: Mapping[str, Tiny] = {
 def load(folder: Path, **settings: Any) -> FallbackModel:
     """The model in `folder` through transformers, whether the table has a row for it or not."""
     given = ModelServerSettings(model_id=str(folder), device="cpu", **{"block_size": BLOCK_SIZE, **settings})
-    return load_fallback(given, folder, NoRow("asked for", why="asked for"), torch.float32, torch.device("cpu"))
+    return load_fallback(given, folder, NoRow("asked for"), torch.float32, torch.device("cpu"))
 
 
 def worst_error(

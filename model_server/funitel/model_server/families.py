@@ -5,15 +5,7 @@ from funitel.model_server.family_rows import Config
 from funitel.model_server.family_table import FAMILIES
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.spec_file import check_types
-from funitel.proto.errors import UnsupportedModel
-
-
-class NoRow(UnsupportedModel):
-    """No row of the table describes the model, for the reason `why`; transformers may run it."""
-
-    def __init__(self, message: str, why: str) -> None:
-        super().__init__(message)
-        self.why = why
+from funitel.proto.errors import NoRow, UnsupportedModel
 
 
 def spec_of(config: Config) -> ModelSpec:
@@ -34,7 +26,7 @@ def spec_of(config: Config) -> ModelSpec:
     try:
         spec = FAMILIES[architecture].spec({**CLASS_DEFAULTS.get(architecture, {}), **config})
     except UnsupportedModel as error:
-        raise NoRow(error.message, why=error.message) from error
+        raise NoRow(error.message) from error
     except KeyError as error:
         raise UnsupportedModel(f"config.json of {architectures[0]} lacks the field {error.args[0]!r}") from error
     except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:

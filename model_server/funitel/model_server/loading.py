@@ -13,7 +13,6 @@ from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.tiers import MADE, Tier, choose_tier
 from funitel.model_server.decoders import Loaded, load_fused, load_torch
 from funitel.model_server.executor import Executor, ExecutorOptions
-from funitel.model_server.families import NoRow
 from funitel.model_server.hub import is_outdated
 from funitel.model_server.kv_cache import Pools, SpecPools
 from funitel.model_server.parallel import HeadSplit, TensorParallel
@@ -24,7 +23,7 @@ from funitel.model_server.spec_command import choose_spec
 from funitel.model_server.text import TextCodec
 from funitel.model_server.watermark import Watermark
 from funitel.model_server.weights import Weights
-from funitel.proto.errors import SettingsError, WeightsError
+from funitel.proto.errors import NoRow, SettingsError, WeightsError
 from funitel.proto.step import Capability, ShardInfo
 
 logger = logging.getLogger(__name__)

@@ -31,6 +31,7 @@ Handlers and the servicer map by attribute, never by `isinstance` ladders.
         ├── SettingsError         flags or variables contradict each other
         ├── WeightsError          checkpoint missing, truncated, mismatched
         ├── UnsupportedModel      no way to run this architecture
+        │   └── NoRow             it is in no row of the table; transformers may run it
         └── NotEnoughMemory       weights or pool do not fit
 """
 
@@ -289,6 +290,14 @@ class WeightsError(StartupError):
 
 class UnsupportedModel(StartupError):
     """No specification or code path runs this architecture."""
+
+
+class NoRow(UnsupportedModel):
+    """No row of the table describes the model, for the reason `why`; transformers may run it."""
+
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)
+        self.why = why or self.message
 
 
 class NotEnoughMemory(StartupError):

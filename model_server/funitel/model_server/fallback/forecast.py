@@ -14,9 +14,8 @@ from funitel.model_server.fallback.model import first_line, named, read_config
 from funitel.model_server.fallback.packed import PackedModel
 from funitel.model_server.fallback.pool import Kept
 from funitel.model_server.fallback.turns import Turns
-from funitel.model_server.families import NoRow
 from funitel.model_server.settings import ModelsSettings
-from funitel.proto.errors import UnsupportedModel
+from funitel.proto.errors import NoRow, UnsupportedModel
 
 _META = torch.device("meta")
 

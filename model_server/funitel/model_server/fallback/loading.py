@@ -19,11 +19,10 @@ from funitel.model_server.fallback.pool import FallbackPools
 from funitel.model_server.fallback.stacked import StackedModel
 from funitel.model_server.fallback.trial import check_steps, expected_logits
 from funitel.model_server.fallback.turns import Turns
-from funitel.model_server.families import NoRow
 from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.scores import TorchScores
 from funitel.model_server.settings import ModelServerSettings
-from funitel.proto.errors import SettingsError, UnsupportedModel
+from funitel.proto.errors import NoRow, SettingsError, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 

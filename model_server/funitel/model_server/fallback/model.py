@@ -10,9 +10,8 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from funitel.model_server.checkpoint import read_json, weight_files
-from funitel.model_server.families import NoRow
 from funitel.model_server.storage import open_file
-from funitel.proto.errors import UnsupportedModel, WeightsError
+from funitel.proto.errors import NoRow, UnsupportedModel, WeightsError
 
 logger = logging.getLogger(__name__)
 

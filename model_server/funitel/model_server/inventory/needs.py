@@ -14,7 +14,6 @@ from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.tiers import Tier, choose_tier
 from funitel.model_server.encoder.families import encoder_spec_of, is_encoder
 from funitel.model_server.fallback.pool import FallbackPools
-from funitel.model_server.families import NoRow
 from funitel.model_server.family_rows import Config
 from funitel.model_server.kv_cache import Pools, SpecPools
 from funitel.model_server.loading import choose_device, choose_dtype
@@ -29,7 +28,7 @@ from funitel.model_server.spec_command import choose_spec
 from funitel.model_server.storage import open_file
 from funitel.model_server.torch_footprint import torch_weight_bytes
 from funitel.model_server.weights import Weights
-from funitel.proto.errors import SettingsError
+from funitel.proto.errors import NoRow, SettingsError
 
 if TYPE_CHECKING:
     from funitel.model_server.fallback.forecast import Forecast
