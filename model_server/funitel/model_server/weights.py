@@ -114,11 +114,7 @@ class Weights:
         Raises:
             WeightsError: the tensor is missing or has another shape.
         """
-        storage = self._find(name)
-        if storage.shape != tuple(shape):
-            raise WeightsError(
-                f"tensor {name} has shape {list(storage.shape)}, expected {list(shape)} from config.json"
-            )
+        storage = self._shaped(name, shape)
         is_sharded = rows is not None or columns is not None
         self._count_whole(storage, storage.num_elements * (dtype or self.dtype).itemsize, is_sharded)
         kept = storage.read(rows, columns, dtype or self.dtype, self.device)
@@ -179,6 +175,18 @@ class Weights:
             return None
         stack = next((each for each in (f"{place[1]}.weight", place[1]) if each in self._files), None)
         return None if stack is None else (stack, int(place[2]))
+
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Raise WeightsError where a tensor is missing or has another shape, as `read` would."""
+        self._shaped(name, shape)
+
+    def _shaped(self, name: str, shape: Sequence[int]) -> Storage:
+        storage = self._find(name)
+        if storage.shape != tuple(shape):
+            raise WeightsError(
+                f"tensor {name} has shape {list(storage.shape)}, expected {list(shape)} from config.json"
+            )
+        return storage
 
     def _find(self, name: str) -> Storage:
         if name in self._storages:

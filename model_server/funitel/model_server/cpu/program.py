@@ -65,6 +65,8 @@ class Program:
         self._starts: list[int] = []  # of each layer's operations, and where the last one's end
         self.engine = Engine(library, self._shape(block_size, num_threads))
         weights.takes_blocks = tier is Tier.GGUF
+        # Before memory is taken by what config.json says: that may be of another model.
+        weights.check(f"{weights.prefix}{spec.names.embedding}.weight", [spec.vocab_size, spec.hidden_size])
         self.engine.reserve(weight_bytes(spec, parallel, tier, weights.block_type))
         self._compile()
         self._current = self._operations
