@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,16 @@ def test_an_address_of_another_machine_is_refused() -> None:
 def test_a_name_that_is_no_host_is_refused() -> None:
     with pytest.raises(SettingsError, match="--hostname no.such.host.invalid is not an address"):
         check_port("no.such.host.invalid", 3000)
+
+
+def test_a_lock_about_to_be_let_go_is_waited_for(tmp_path: Path) -> None:
+    name = str(tmp_path / "s.lock")
+    held = locks.try_lock(name)
+    assert held is not None
+    locks.remove_if_free(name, 0.05)
+    assert Path(name).exists()
+    letting_go = threading.Timer(0.1, os.close, [held])
+    letting_go.start()
+    locks.remove_if_free(name, 10.0)
+    letting_go.join()
+    assert not Path(name).exists()

@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from funitel.proto.parent import has_lost, stop_with_parent
+from funitel.proto import parent
+from funitel.proto.parent import has_lost, is_losing, stop_with_parent
 
 PATIENCE_SECONDS = 20
 
@@ -72,3 +74,24 @@ def test_it_can_be_asked_whether_the_parent_is_gone() -> None:
     assert not has_lost(os.getppid())
     assert has_lost(os.getppid() + 1)
     assert not has_lost(None)
+
+
+@linux_only
+def test_one_whose_first_thread_has_ended_is_lost_soon() -> None:
+    code = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        try:
+            assert not is_losing(os.getppid())
+            assert not is_losing(None)
+            end = time.monotonic() + 10
+            while parent._state_of(process.pid) != "Z" and time.monotonic() < end:
+                time.sleep(0.01)
+            assert parent._state_of(process.pid) == "Z"
+            assert process.poll() is None, "its other thread goes on"
+        finally:
+            process.kill()
+    assert parent._state_of(process.pid) == ""

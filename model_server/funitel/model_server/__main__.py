@@ -28,12 +28,13 @@ from funitel.model_server.settings import (
 from funitel.proto import logs, step_socket, tracing
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.locks import lock_of, remove_if_free
-from funitel.proto.parent import has_lost, stop_with_parent
+from funitel.proto.parent import is_losing, stop_with_parent
 from funitel.proto.settings import as_command, run_app
 
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_SECONDS = 5.0
+LAST_BREATH_SECONDS = 1.0  # in which a launcher that was killed lets go of its lock
 
 app = typer.Typer(
     help="Model shards of funitel.",
@@ -210,8 +211,8 @@ def _step_socket(settings: ModelServerSettings) -> str:
 def _remove_files(settings: ModelServerSettings) -> None:
     """Remove the sockets, and after a launcher that was killed its lock too."""
     _remove_sockets(settings)
-    if has_lost(settings.exit_with_parent):
-        remove_if_free(lock_of(settings.uds_path))
+    if is_losing(settings.exit_with_parent):
+        remove_if_free(lock_of(settings.uds_path), LAST_BREATH_SECONDS)
 
 
 def _remove_sockets(settings: ModelServerSettings) -> None:

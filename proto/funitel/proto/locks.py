@@ -2,7 +2,10 @@
 
 import fcntl
 import os
+import time
 from contextlib import suppress
+
+_POLL_SECONDS = 0.01
 
 
 def lock_of(path: str) -> str:
@@ -38,9 +41,15 @@ def _is_named(descriptor: int, name: str) -> bool:
         return False
 
 
-def remove_if_free(name: str) -> None:
-    """Remove a lock file that nobody holds, such as one whose holder was killed."""
-    if os.path.exists(name) and (descriptor := try_lock(name)) is not None:
-        with suppress(OSError):
-            os.unlink(name)
-        os.close(descriptor)
+def remove_if_free(name: str, seconds: float = 0.0) -> None:
+    """Remove a lock file that nobody holds, such as one whose holder was killed; it may be held for `seconds` more."""
+    end = time.monotonic() + seconds
+    while os.path.exists(name):
+        if (descriptor := try_lock(name)) is not None:
+            with suppress(OSError):
+                os.unlink(name)
+            os.close(descriptor)
+        elif time.monotonic() >= end:
+            return
+        else:
+            time.sleep(_POLL_SECONDS)

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -14,6 +15,19 @@ _PR_SET_PDEATHSIG = 1
 def has_lost(parent: int | None) -> bool:
     """Whether the parent with this process id is gone; None is a parent that does not matter."""
     return parent is not None and os.getppid() != parent
+
+
+def is_losing(parent: int | None) -> bool:
+    """Whether the parent is gone, or about to be: the signal is sent when the first of its threads has ended."""
+    return has_lost(parent) or (parent is not None and _state_of(parent) in ("Z", "X"))
+
+
+def _state_of(process: int) -> str:
+    """The kernel's letter for what a process does; empty where there is none. Source: proc(5)."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def stop_with_parent(parent: int | None) -> None:

@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 
 from funitel.proto import logs, tracing
 from funitel.proto.errors import FunitelError, StartupError
-from funitel.proto.parent import has_lost, stop_with_parent
+from funitel.proto.parent import is_losing, stop_with_parent
 from funitel.proto.settings import as_command, run_app
 from funitel.router.api.routes import document
 from funitel.router.app import build_app
@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop because of a signal; an orphan got it from the kernel, and has little time."""
-        if has_lost(self._parent):
+        if is_losing(self._parent):
             logger.warning("the process that started this one is gone: stopping")
             self.config.timeout_graceful_shutdown = ORPHAN_SECONDS
         super().handle_exit(sig, frame)
