@@ -98,11 +98,11 @@ def test_what_the_fused_step_does_not_run_is_measured_but_for_the_whole_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "SECONDS", 0.01)
-    ZOO["phi"].save(tmp_path)
+    ZOO["llama_dynamic"].save(tmp_path)
     save_tokenizer(tmp_path)
     measure_kernels(KernelSettings(model_id=str(tmp_path), rows=Counts("1"), num_threads=1, footprint_mib=1))
     *lines, last = capsys.readouterr().out.splitlines()
-    words = "not measured: the fused step leaves this model to torch: is_parallel True"
+    words = "not measured: the fused step leaves this model to torch: rotary scaling dynamic"
     assert lines[-1].split(maxsplit=2) == ["whole", "step", words]
     assert len(lines) == 1 + 6 + 1
     summary = json.loads(last)

@@ -35,23 +35,11 @@ def test_every_row_has_a_checkpoint_in_the_zoo() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("norm_offset", 1.0),
-        ("is_parallel", True),
-        ("attention_softcap", 50.0),
-        ("qkv_clip", 1.0),
-        ("logit_scale", 0.5),
-        ("position", "alibi"),
-        ("activation", "relu_squared"),
-        ("unrotated_layers", [1]),
         ("is_head_normalized", True),
-        ("has_norm_weight", False),
-        ("norm", "layer"),
-        ("rotary", {"dims": 4}),
-        ("rotary", {"is_interleaved": True}),
+        ("norm", "none"),
         ("rotary", {"scaling": {"kind": "dynamic"}}),
-        ("rotary", {"scaling": {"kind": "yarn", "amplitude": 1.2}}),
-        ("names", {"embedding_norm": "embedding_norm"}),
-        ("names", {"final_norm": ""}),
+        ("window_rotary", {"scaling": {"kind": "dynamic"}}),
+        ("names", {"embedding_in": "narrow"}),
     ],
 )
 def test_the_fused_step_leaves_what_it_does_not_know_to_torch(field: str, value: object) -> None:
@@ -65,6 +53,7 @@ def test_the_fused_step_leaves_what_it_does_not_know_to_torch(field: str, value:
         "head_dim": 8,
         "intermediate_size": 8,
         "max_position_embeddings": 8,
+        "sliding_windows": [None, 4],
     }
     assert missing(from_json(json.dumps(plain), "spec")) is None
     assert missing(from_json(json.dumps(plain | {field: value}), "spec")) is not None

@@ -43,8 +43,9 @@ def test_the_list_has_every_row_of_the_tables_and_what_transformers_has_besides(
     assert rows.keys() == {*FAMILIES, *SEQ2SEQ, *ENCODERS}
     assert rows["LlamaForCausalLM"]["fused"] == "yes"
     assert "int8" in rows["LlamaForCausalLM"]["precisions"]
-    assert rows["Olmo2ForCausalLM"]["fused"] == "no: norm_placement post"
-    assert "int8" not in rows["Olmo2ForCausalLM"]["precisions"]
+    assert rows["Olmo2ForCausalLM"]["fused"] == "yes"
+    assert rows["MixtralForCausalLM"]["fused"] == "no: a mixture of experts"
+    assert "int8" not in rows["MixtralForCausalLM"]["precisions"]
     assert rows["BertModel"]["kind"] == "encoder"
     assert {"MambaForCausalLM", "ArceeForCausalLM"} <= set(found["through_transformers"])
     assert not rows.keys() & set(found["through_transformers"])

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
-from funitel.model_server.cpu.native import Batch, Buffer, Code, Engine, Mode, Shape
+from funitel.model_server.cpu.native import Batch, Buffer, Code, Engine, Mode, Operation, Shape
 from funitel.model_server.cpu.tiers import Kind
 
 
@@ -39,7 +39,11 @@ def product(library: ctypes.CDLL, kind: Kind, weight: torch.Tensor, x: torch.Ten
     engine = Engine(library, shape)
     matrix, _ = engine.add_matrix(kind, num_outputs, num_inputs, [[(weight, None)]])
     engine.set_program(
-        [(Code.PREPARE, Buffer.X, 0, matrix), (Code.SELECT,), (Code.LINEAR, matrix, Mode.STORE, Buffer.LOGITS)]
+        [
+            Operation(Code.PREPARE, Buffer.X, 0, matrix),
+            Operation(Code.SELECT),
+            Operation(Code.LINEAR, matrix, Mode.STORE, Buffer.LOGITS),
+        ]
     )
     y, rows = torch.empty(num_rows, num_outputs), torch.arange(num_rows)
     lengths, zero = np.array([num_rows], dtype=np.int32), np.zeros(1, dtype=np.int32)

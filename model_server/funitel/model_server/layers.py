@@ -117,20 +117,10 @@ class HeadNorm:
         self.num_holders = num_holders
         self.num_elements = num_heads * spec.head_dim
 
-        def read(part: str) -> torch.Tensor:
-            dim = spec.head_dim
-            if self.kind is QkNorm.HEAD:
-                return weights.read(f"{name}.{part}", [dim])
-            if self.kind is QkNorm.WHOLE:
-                rows = mine[0] * dim, mine[1] * dim
-                return weights.read(f"{name}.{part}", [num_heads * dim], rows=rows).view(-1, dim)
-            if "{j}" in name:
-                every = [weights.read(f"{name.format(j=j)}.{part}", [dim]) for j in range(num_heads)]
-                return torch.stack(every[mine[0] : mine[1]])
-            return weights.read(f"{name}.{part}", [num_heads, dim], rows=mine)
-
-        self.weight = read("weight") + spec.norm_offset  # [head_dim] or [heads, head_dim]
-        self.bias = read("bias") if spec.has_qk_norm_bias else None
+        self.weight = read_head_norm(spec, weights, f"{name}.weight", num_heads, mine) + spec.norm_offset
+        self.bias: torch.Tensor | None = None
+        if spec.has_qk_norm_bias:
+            self.bias = read_head_norm(spec, weights, f"{name}.bias", num_heads, mine)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         size = x.shape[-1:]
@@ -144,6 +134,19 @@ class HeadNorm:
             plain = F.rms_norm if self.norm is Norm.RMS else F.layer_norm
             x = plain(x, size, eps=self.eps) * self.weight
         return x if self.bias is None else x + self.bias
+
+
+def read_head_norm(spec: ModelSpec, weights: Weights, name: str, num_heads: int, mine: Range) -> torch.Tensor:
+    """Read one tensor of a norm of heads, of those of this rank: [head_dim] or [heads, head_dim]."""
+    dim = spec.head_dim
+    if spec.qk_norm is QkNorm.HEAD:
+        return weights.read(name, [dim])
+    if spec.qk_norm is QkNorm.WHOLE:
+        return weights.read(name, [num_heads * dim], rows=(mine[0] * dim, mine[1] * dim)).view(-1, dim)
+    if "{j}" in name:
+        every = [weights.read(name.format(j=j), [dim]) for j in range(num_heads)]
+        return torch.stack(every[mine[0] : mine[1]])
+    return weights.read(name, [num_heads, dim], rows=mine)
 
 
 class ColumnLinear:

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "activations.h"
 #include "memory.h"
 #include "vector.h"
 
@@ -183,6 +184,22 @@ inline void weigh_all(const Paged<T>& paged, int head, int first, int last, int 
     }
 }
 
+// Cap the first `count` scores of a query, and some that follow.
+inline void cap_scores(float* scores, int count, float cap) {
+    F16 most = splat(cap);
+    for (int i = 0; i < count; i += kLanes) store(scores + i, soft_cap(load(scores + i), most));
+}
+
+// Lower scores by their distance, the first being that of a token `distance` before the query; and some that follow.
+inline void slope_scores(float* scores, int count, int distance, float slope) {
+    static const float steps[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    F16 each = splat(slope), lanes = load(steps);
+    for (int i = 0; i < count; i += kLanes) {
+        F16 place = add(splat(static_cast<float>(i - distance)), lanes);
+        store(scores + i, add(load(scores + i), mul(each, place)));
+    }
+}
+
 // Turn the scores of tokens [first, last) into weights; the place of token `from` is the first. Returns their sum.
 inline float soften(float* scores, int from, int first, int last, float* most) {
     constexpr float none = -std::numeric_limits<float>::infinity();
@@ -201,10 +218,13 @@ inline float soften(float* scores, int from, int first, int last, float* most) {
     return sum(total);
 }
 
-// Queries that attend to the same KV head, and the tokens each of them sees.
+// Queries that attend to the same KV head, the tokens each of them sees, and what becomes of their scores.
 struct Queries {
     int count;
     int low[kMaxQueries], high[kMaxQueries];  // tokens [low, high)
+    float cap;                                // scores become cap * tanh(score / cap); 0: they stay
+    bool has_slopes;
+    float slopes[kMaxQueries];  // scores grow by slope * (token - own token)
 };
 
 template <class T>
@@ -278,6 +298,8 @@ inline void attend_part(const Paged<T>& paged, int head, int from, int to, const
     for (int q = 0; q < all.count; q++) {
         if (low[q] >= high[q]) continue;
         float* scores = s.scores + size_t(q) * s.stride;
+        if (all.cap > 0.0f) cap_scores(scores, high[q] - from, all.cap);
+        if (all.has_slopes) slope_scores(scores, high[q] - from, all.high[q] - 1 - from, all.slopes[q]);
         parts[q].weight = soften(scores, from, low[q], high[q], &parts[q].largest);
     }
     // Queries share the tokens all of them see; the rest each one adds alone, before and after, in the same order.

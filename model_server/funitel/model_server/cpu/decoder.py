@@ -6,6 +6,7 @@ from array import array
 import torch
 
 from funitel.model_server.batch import ForwardBatch
+from funitel.model_server.cpu.footprint import has_partial
 from funitel.model_server.cpu.native import DONE, Batch, Buffer
 from funitel.model_server.cpu.program import Program
 from funitel.model_server.cpu.ranks import SharedMemoryRanks
@@ -44,6 +45,7 @@ class FusedDecoder:
         self._parallel = parallel
         if isinstance(parallel, SharedMemoryRanks):
             self._engine.join(parallel)
+        self._has_partial = has_partial(spec, parallel)
         self._vocab_size = spec.vocab_size
         start, end = parallel.split(spec.vocab_size)
         self._local_vocab = end - start
@@ -68,7 +70,7 @@ class FusedDecoder:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
         num_logits = batch.logit_indices.shape[0]
         x = torch.empty(batch.num_tokens, self._hidden_size)
-        partial = torch.empty_like(x) if self._parallel.size > 1 else x
+        partial = torch.empty_like(x) if self._has_partial else x
         logits = torch.empty(num_logits, self._local_vocab)
         # Arrays of Python's own: for few rows these cost a fraction of what numpy's do.
         starts = array("i", [row.start for row in batch.rows])
@@ -95,7 +97,9 @@ class FusedDecoder:
         )
         at = self._engine.run(request, 0)
         while at != DONE:
-            self._parallel.all_reduce(x if self.program.reduced_at(at) is Buffer.X else partial)
+            buffer, width = self.program.reduced_at(at)
+            whole = x if buffer is Buffer.X else partial
+            self._parallel.all_reduce(whole.view(-1)[: batch.num_tokens * width])
             at = self._engine.run(request, at)
         return self._parallel.gather_columns(logits, self._vocab_size) if num_logits else None
 

@@ -5,61 +5,22 @@
 #include <memory>
 #include <new>
 
+#include "activations.h"
 #include "ahead.h"
 #include "attention.h"
 #include "block_products.h"
+#include "layout.h"
 #include "matrix.h"
 #include "memory.h"
+#include "norms.h"
+#include "program.h"
 #include "ranks.h"
+#include "rotary.h"
 #include "scores.h"
 #include "threads.h"
 #include "vector.h"
 
 namespace funitel {
-
-// What follows is the C interface; `native.py` says the same in ctypes. All counts are of elements.
-
-enum Code : int32_t {
-    kEmbed,      // x = row of the matrix          a: matrix, b: first token of this rank
-    kPositions,  // x += row of the vector          a: vector
-    kNorm,       // operand = norm of x             a: weight, b: bias or -1, c: matrix it is for
-    kPrepare,    // operand = a buffer              a: buffer, c: matrix it is for
-    kLinear,     // buffer = operand by matrix      a: matrix, b: mode, c: buffer, d: activation
-    kRotate,     // queries and keys get positions, keys and values go to the pool   a: layer, b, c: norms or -1
-    kAttend,     // attended = attention            a: layer, b: window or 0
-    kAdd,        // x += partial
-    kReduce,     // sum a buffer over the ranks, or return for the caller to do it   a: buffer
-    kSelect,     // go on with the tokens whose logits are wanted
-};
-enum Buffer : int32_t { kX, kQkv, kAttended, kHidden, kPartial, kLogits };
-enum Mode : int32_t { kStore, kAccumulate, kActivate, kGate };
-enum Activation : int32_t { kSilu, kGelu, kGeluTanh, kRelu };
-
-struct Operation {
-    int32_t code, a, b, c, d;
-};
-
-struct Shape {
-    int32_t hidden_size, head_dim, num_heads, num_kv_heads, intermediate_size, num_layers, block_size;
-    int32_t has_half_kv, has_layer_norm, num_threads;
-    float norm_eps;
-};
-
-struct Batch {
-    int32_t num_tokens, num_rows, num_logits, logits_stride;
-    const int64_t* token_ids;      // [num_tokens]
-    const int64_t* logit_indices;  // [num_logits], tokens
-    const int32_t* starts;         // [num_rows], position of a row's first token
-    const int32_t* lengths;        // [num_rows], tokens
-    const int32_t* blocks;         // block tables back to back
-    const int32_t* table_starts;   // [num_rows], where a row's begins
-    void* pool;
-    float* x;        // [num_tokens, hidden_size]
-    float* partial;  // [num_tokens, hidden_size]
-    float* logits;   // [num_logits, logits_stride]
-};
-
-constexpr int kDone = -1, kNoMemory = -2, kLostRank = -3;
 
 namespace {
 
@@ -71,60 +32,6 @@ void for_each(Threads& threads, int num_chunks, Function function) {
 }
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
-
-F16 activate(Activation activation, F16 x) {
-    const F16 one = splat(1.0f);
-    switch (activation) {
-        case kSilu: return div(x, add(one, exp(sub(splat(0.0f), x))));
-        case kRelu: return max(splat(0.0f), x);
-        case kGeluTanh: {
-            // 1 + tanh(u) = 2 - 2 / (e^(2u) + 1)
-            F16 u = mul(mul(x, splat(0.7978845608028654f)), fma(mul(x, x), splat(0.044715f), one));
-            F16 tail = div(splat(2.0f), add(exp(add(u, u)), one));
-            return mul(mul(splat(0.5f), x), sub(splat(2.0f), tail));
-        }
-        case kGelu: break;
-    }
-    float values[kLanes];
-    store(values, x);
-    for (float& value : values) value = 0.5f * value * (1.0f + std::erf(value * 0.7071067811865476f));
-    return load(values);
-}
-
-// Normalise n values; source and target may be the same.
-void normalise(const float* x, float* y, int n, const float* weight, const float* bias, bool is_layer, float eps) {
-    float mean = 0.0f;
-    if (is_layer) {
-        F16 total = splat(0.0f);
-        for (int i = 0; i < n; i += kLanes) total = add(total, load(x + i, n - i));
-        mean = sum(total) / n;
-    }
-    F16 squares = splat(0.0f), centre = splat(mean);
-    for (int i = 0; i < n; i += kLanes) {
-        float values[kLanes] = {};
-        store(values, sub(load(x + i, n - i), centre), n - i);
-        F16 value = load(values);  // zero past the end
-        squares = fma(value, value, squares);
-    }
-    F16 factor = splat(1.0f / std::sqrt(sum(squares) / n + eps));
-    for (int i = 0; i < n; i += kLanes) {
-        F16 value = mul(mul(sub(load(x + i, n - i), centre), factor), load(weight + i, n - i));
-        if (bias != nullptr) value = add(value, load(bias + i, n - i));
-        store(y + i, value, n - i);
-    }
-}
-
-// Rotate a head by cosine and sine of each pair (i, i + head_dim / 2), and scale it.
-void rotate(float* head, const float* cosines, const float* sines, int head_dim, float scale) {
-    int half = head_dim / 2;
-    for (int i = 0; i < half; i += kLanes) {
-        int n = half - i;
-        F16 c = load(cosines + i, n), s = load(sines + i, n), a = load(head + i, n), b = load(head + half + i, n);
-        F16 factor = splat(scale);
-        store(head + i, mul(sub(mul(a, c), mul(b, s)), factor), n);
-        store(head + half + i, mul(add(mul(b, c), mul(a, s)), factor), n);
-    }
-}
 
 }  // namespace
 
@@ -146,7 +53,8 @@ class Engine {
     Arena weights;  // of the matrices, as far as it goes
     std::vector<std::unique_ptr<Matrix>> matrices;
     std::vector<std::vector<float>> vectors;
-    std::vector<float> frequencies;  // of rotary positions, empty for none
+    std::vector<Norm> norms;
+    std::vector<Turn> turns;
 
     // The ranks to sum over, if they meet in memory; they outlive the last step.
     Ranks* ranks = nullptr;
@@ -161,7 +69,7 @@ class Engine {
             ahead_.aim(following_[i]);
             if (program_[i].code == kReduce) {
                 if (ranks == nullptr) return static_cast<int>(i) + 1;
-                if (!reduce(buffer(program_[i].a))) return kLostRank;
+                if (!reduce(buffer(program_[i].a), program_[i].b)) return kLostRank;
                 continue;
             }
             if (program_[i].code == kSelect) {
@@ -183,6 +91,10 @@ class Engine {
             bool is_product = program_[i].code == kLinear;
             following_[i - 1] = is_product ? matrices[program_[i].a].get() : following_[i];
         }
+    }
+
+    void add_turn(std::vector<float> frequencies, float amplitude, bool is_interleaved) {
+        turns.push_back({std::move(frequencies), amplitude, is_interleaved, num_angles()});
     }
 
     int num_threads() const { return threads_.count(); }
@@ -253,32 +165,27 @@ class Engine {
         for_each(threads_, num_rows, function);
     }
 
-    // A piece of attention: some tokens of one row, over all parts of their context or one.
-    struct Item {
-        int row, first, count, part, slot;
-    };
-    // Tokens whose context is cut between items, to be merged: token, first slot, number of parts.
-    struct Split {
-        int token, slot, num_parts;
-    };
-
     int group() const { return shape_.num_heads / shape_.num_kv_heads; }
     int qkv_size() const { return (shape_.num_heads + 2 * shape_.num_kv_heads) * shape_.head_dim; }
     int attended_size() const { return shape_.num_heads * shape_.head_dim; }
+    int num_angles() const { return turns.empty() ? 0 : turns.back().first + turns.back().num_angles(); }
+    const float* vector(int index) const { return index < 0 ? nullptr : vectors[index].data(); }
+    // The token of a row of the operand.
+    int64_t token_of(int row) const { return selected_ == nullptr ? row : selected_[row]; }
 
     bool begin() {
         const Batch& batch = *batch_;
         size_t tokens = batch.num_tokens;
         num_rows_ = batch.num_tokens;
         selected_ = nullptr;
-        lay_out_rows();
+        layout_.lay_out(batch, part_, group());
         int widest = std::max({shape_.hidden_size, shape_.intermediate_size, attended_size()});
         int longest = std::max(batch.num_tokens, batch.num_logits);
         if (!qkv_.grow(tokens * qkv_size() * sizeof(float)) ||
             !attended_.grow(tokens * attended_size() * sizeof(float)) ||
             !hidden_.grow(tokens * shape_.intermediate_size * sizeof(float)) ||
-            !angles_.grow(2 * tokens * frequencies.size() * sizeof(float)) || !operand_.reserve(longest, widest) ||
-            !partials_.grow(size_t(num_slots_) * shape_.num_heads * partial_size() * sizeof(float))) {
+            !angles_.grow(tokens * num_angles() * sizeof(float)) || !operand_.reserve(longest, widest) ||
+            !partials_.grow(size_t(layout_.num_slots) * shape_.num_heads * partial_size() * sizeof(float))) {
             return false;
         }
         for (ThreadScratch& scratch : scratch_) {
@@ -289,55 +196,24 @@ class Engine {
         return true;
     }
 
-    // Which row and position each token has, and how attention is divided.
-    void lay_out_rows() {
-        const Batch& batch = *batch_;
-        positions_.resize(batch.num_tokens);
-        rows_of_.resize(batch.num_tokens);
-        items_.clear();
-        splits_.clear();
-        num_slots_ = 0;
-        int token = 0, tile = std::max(1, kMaxQueries / group());
-        for (int row = 0; row < batch.num_rows; row++) {
-            int length = batch.lengths[row], start = batch.starts[row];
-            for (int i = 0; i < length; i++) {
-                positions_[token + i] = start + i;
-                rows_of_[token + i] = row;
-            }
-            int num_parts = divide_up(start + 1, part_);
-            if (length == 1 && num_parts > 1) {
-                splits_.push_back({token, num_slots_, num_parts});
-                for (int part = 0; part < num_parts; part++) items_.push_back({row, token, 1, part, num_slots_ + part});
-                num_slots_ += num_parts;
-            } else {
-                for (int i = 0; i < length; i += tile) {
-                    items_.push_back({row, token + i, std::min(tile, length - i), -1, -1});
-                }
-            }
-            token += length;
-        }
-    }
-
     void compute_angles() {
-        int half = static_cast<int>(frequencies.size());
-        if (half == 0) return;
-        float* angles = angles_.as<float>();
+        if (turns.empty()) return;
         constexpr int tokens_each = 32;
         for_each(threads_, divide_up(num_rows_, tokens_each), [&](int chunk, int) {
             int end = std::min(num_rows_, (chunk + 1) * tokens_each);
             for (int token = chunk * tokens_each; token < end; token++) {
-                for (int i = 0; i < half; i++) {
-                    float angle = static_cast<float>(positions_[token]) * frequencies[i];
-                    angles[size_t(token) * 2 * half + i] = std::cos(angle);
-                    angles[size_t(token) * 2 * half + half + i] = std::sin(angle);
-                }
+                for (const Turn& turn : turns) turn.fill(layout_.positions[token], angles(token, turn));
             }
         });
     }
 
+    float* angles(int token, const Turn& turn) const {
+        return angles_.as<float>() + size_t(token) * num_angles() + turn.first;
+    }
+
     void perform(const Operation& operation) {
         switch (static_cast<Code>(operation.code)) {
-            case kEmbed: return embed(*matrices[operation.a], operation.b);
+            case kEmbed: return embed(*matrices[operation.a], operation.b, operation.scale);
             case kPositions: return add_positions(vectors[operation.a]);
             case kNorm: return norm(operation);
             case kPrepare: return prepare(operation);
@@ -346,7 +222,11 @@ class Engine {
             case kAttend:
                 if (shape_.has_half_kv) return attend<Half>(operation);
                 return attend<float>(operation);
-            case kAdd: return add_partial();
+            case kAdd: return add_partial(operation.scale);
+            case kNormalise: return normalise_rows(operation);
+            case kClip: return clip(operation.cap);
+            case kSquares: return sum_squares(operation.scale);
+            case kCap: return cap_logits(operation);
             case kReduce:
             case kSelect: return;
         }
@@ -393,33 +273,44 @@ class Engine {
         });
     }
 
-    void embed(const Matrix& table, int first) {
+    void embed(const Matrix& table, int first, float scale) {
         for_rows([&](int row, int) {
             int64_t id = batch_->token_ids[row] - first;
             float* x = batch_->x + size_t(row) * shape_.hidden_size;
             bool is_here = id >= 0 && id < table.num_outputs;
-            for (int i = 0; i < shape_.hidden_size; i++) x[i] = is_here ? table.at(static_cast<int>(id), i) : 0.0f;
+            for (int i = 0; i < shape_.hidden_size; i++) {
+                x[i] = is_here ? table.at(static_cast<int>(id), i) * scale : 0.0f;
+            }
         });
     }
 
     void add_positions(const std::vector<float>& table) {
         for_rows([&](int row, int) {
             float* x = batch_->x + size_t(row) * shape_.hidden_size;
-            const float* position = table.data() + size_t(positions_[row]) * shape_.hidden_size;
+            const float* position = table.data() + size_t(layout_.positions[row]) * shape_.hidden_size;
             for (int i = 0; i < shape_.hidden_size; i++) x[i] += position[i];
         });
     }
 
     void norm(const Operation& operation) {
         const Matrix& matrix = *matrices[operation.c];
-        const float* weight = vectors[operation.a].data();
-        const float* bias = operation.b < 0 ? nullptr : vectors[operation.b].data();
+        const Norm& norm = norms[operation.a];
+        const float *weight = vector(norm.weight), *bias = vector(norm.bias);
         for_operand([&](int row, int thread) {
-            int64_t token = selected_ == nullptr ? row : selected_[row];
             float* y = scratch_[thread].row.as<float>();
-            normalise(batch_->x + token * shape_.hidden_size, y, shape_.hidden_size, weight, bias,
-                      shape_.has_layer_norm, shape_.norm_eps);
+            normalise(norm, batch_->x + token_of(row) * shape_.hidden_size, y, shape_.hidden_size, weight, bias);
             operand_.set_row(matrix, row, y);
+        });
+    }
+
+    void normalise_rows(const Operation& operation) {
+        const Norm& norm = norms[operation.a];
+        const float *weight = vector(norm.weight), *bias = vector(norm.bias);
+        float* rows = buffer(operation.b);
+        int width = static_cast<int>(stride(operation.b));
+        for_rows([&](int row, int) {
+            float* values = rows + size_t(row) * width;
+            normalise(norm, values, values, width, weight, bias);
         });
     }
 
@@ -427,23 +318,59 @@ class Engine {
         const Matrix& matrix = *matrices[operation.c];
         const float* source = buffer(operation.a);
         size_t width = stride(operation.a);
-        for_operand([&](int row, int) { operand_.set_row(matrix, row, source + row * width); });
+        for_operand([&](int row, int) { operand_.set_row(matrix, row, source + token_of(row) * width); });
     }
 
-    void add_partial() {
+    void add_partial(float scale) {
+        int width = shape_.hidden_size;
+        F16 factor = splat(scale);
         for_rows([&](int row, int) {
-            float* x = batch_->x + size_t(row) * shape_.hidden_size;
-            const float* part = batch_->partial + size_t(row) * shape_.hidden_size;
-            for (int i = 0; i < shape_.hidden_size; i++) x[i] += part[i];
+            float* x = batch_->x + size_t(row) * width;
+            const float* part = batch_->partial + size_t(row) * width;
+            for (int i = 0; i < width; i += kLanes) {
+                int n = width - i;
+                store(x + i, fma(load(part + i, n), factor, load(x + i, n)), n);
+            }
         });
     }
 
-    bool reduce(float* x) {
-        return ranks->sum(x, size_t(num_rows_) * shape_.hidden_size, [&](size_t count, auto work) {
+    bool reduce(float* values, size_t width) {
+        return ranks->sum(values, num_rows_ * width, [&](size_t count, auto work) {
             constexpr size_t each = 16384;
             for_each(threads_, divide_up(count, each), [&](int chunk, int) {
                 work(chunk * each, std::min(count, (chunk + 1) * each));
             });
+        });
+    }
+
+    void clip(float cap) {
+        for_rows([&](int row, int) {
+            float* heads = qkv_.as<float>() + size_t(row) * qkv_size();
+            for (int i = 0; i < qkv_size(); i++) heads[i] = std::min(std::max(heads[i], -cap), cap);
+        });
+    }
+
+    void sum_squares(float key_scale) {
+        int num_queries = attended_size(), num_keys = shape_.num_kv_heads * shape_.head_dim;
+        for_rows([&](int row, int) {
+            const float* heads = qkv_.as<float>() + size_t(row) * qkv_size();
+            float* sums = batch_->partial + size_t(row) * 2;
+            sums[0] = squares(heads, num_queries, 0.0f);
+            sums[1] = squares(heads + num_queries, num_keys, 0.0f) * key_scale;
+        });
+    }
+
+    void cap_logits(const Operation& operation) {
+        constexpr int each = 4096;
+        int count = batch_->logits_stride, num_pieces = divide_up(count, each);
+        F16 scale = splat(operation.scale), cap = splat(operation.cap);
+        for_each(threads_, num_rows_ * num_pieces, [&](int chunk, int) {
+            int begin = chunk % num_pieces * each, end = std::min(count, begin + each);
+            float* logits = batch_->logits + size_t(chunk / num_pieces) * count;
+            for (int i = begin; i < end; i += kLanes) {
+                F16 value = mul(load(logits + i, end - i), scale);
+                store(logits + i, operation.cap > 0.0f ? soft_cap(value, cap) : value, end - i);
+            }
         });
     }
 
@@ -484,6 +411,7 @@ class Engine {
         const Mode mode = static_cast<Mode>(operation.b);
         const Activation activation = static_cast<Activation>(operation.d);
         const float* scales = operand_.scales.as<float>() + row;
+        const F16 factor = splat(operation.scale);  // of what is added
         // The lines to be written arrive while the products are made: of wide rows no two are in one page.
         const int panels = mode == kGate ? 1 : kPair;
         for (int r = 0; r < count; r++) {
@@ -498,7 +426,7 @@ class Engine {
             }
             int output = panel * kLanes, n = matrix.num_outputs - output;
             float* y = target + r * width + output;
-            if (mode == kAccumulate) value = add(load(y, n), value);
+            if (mode == kAccumulate) value = fma(value, factor, load(y, n));
             if (mode == kActivate) value = activate(activation, value);
             store(y, value, n);
         };
@@ -532,20 +460,21 @@ class Engine {
     }
 
     void rotate_heads(const Operation& operation) {
-        const float* q_norm = operation.b < 0 ? nullptr : vectors[operation.b].data();
-        const float* k_norm = operation.c < 0 ? nullptr : vectors[operation.c].data();
-        int dim = shape_.head_dim, half = static_cast<int>(frequencies.size());
-        float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+        const Norm* q_norm = operation.b < 0 ? nullptr : &norms[operation.b];
+        const Norm* k_norm = operation.c < 0 ? nullptr : &norms[operation.c];
+        const Turn* turn = operation.d < 0 ? nullptr : &turns[operation.d];
+        const int dim = shape_.head_dim;
         for_rows([&](int token, int) {
             float* heads = qkv_.as<float>() + size_t(token) * qkv_size();
-            const float* angles = angles_.as<float>() + size_t(token) * 2 * half;
+            const float* sums = batch_->partial + size_t(token) * 2;  // where whole rows are normalised
             for (int h = 0; h < shape_.num_heads + shape_.num_kv_heads; h++) {
                 bool is_query = h < shape_.num_heads;
-                const float* weight = is_query ? q_norm : k_norm;
+                const Norm* norm = is_query ? q_norm : k_norm;
                 float* head = heads + h * dim;
-                if (weight != nullptr) normalise(head, head, dim, weight, nullptr, false, shape_.norm_eps);
-                if (half > 0) {
-                    rotate(head, angles, angles + half, dim, is_query ? scale : 1.0f);
+                float scale = is_query ? operation.scale : 1.0f;
+                if (norm != nullptr) normalise_head(*norm, head, is_query ? h : h - shape_.num_heads, sums + !is_query);
+                if (turn != nullptr) {
+                    turn->rotate(head, angles(token, *turn), dim, scale);
                 } else if (is_query) {
                     for (int i = 0; i < dim; i++) head[i] *= scale;
                 }
@@ -555,13 +484,22 @@ class Engine {
         });
     }
 
+    void normalise_head(const Norm& norm, float* head, int index, const float* sum) const {
+        const float *weight = vector(norm.weight), *bias = vector(norm.bias);
+        if (weight != nullptr) weight += index * norm.head_stride;
+        if (bias != nullptr) bias += index * norm.head_stride;
+        if (norm.whole_size == 0) return normalise(norm, head, head, shape_.head_dim, weight, bias);
+        float factor = 1.0f / std::sqrt(*sum / norm.whole_size + norm.eps);
+        rescale(head, head, shape_.head_dim, 0.0f, factor, weight, bias);
+    }
+
     template <class T>
     void keep(int token, int layer, const float* heads) const {
-        Paged<T> target = paged<T>(rows_of_[token], layer);
+        Paged<T> target = paged<T>(layout_.rows_of[token], layer);
         const float* keys = heads + shape_.num_heads * shape_.head_dim;
         const float* values = keys + shape_.num_kv_heads * shape_.head_dim;
         for (int h = 0; h < shape_.num_kv_heads; h++) {
-            target.write(positions_[token], h, keys + h * shape_.head_dim, values + h * shape_.head_dim);
+            target.write(layout_.positions[token], h, keys + h * shape_.head_dim, values + h * shape_.head_dim);
         }
     }
 
@@ -569,15 +507,15 @@ class Engine {
 
     template <class T>
     void attend(const Operation& operation) {
-        int window = operation.b, num_kv = shape_.num_kv_heads, num_items = static_cast<int>(items_.size()) * num_kv;
+        int num_kv = shape_.num_kv_heads, num_items = static_cast<int>(layout_.items.size()) * num_kv;
         for_each(threads_, num_items, [&](int chunk, int thread) {
             int index = num_items - 1 - chunk;  // the longest contexts come last in a batch: begin with them
-            attend_item<T>(items_[index / num_kv], index % num_kv, operation.a, window, scratch_[thread]);
+            attend_item<T>(layout_.items[index / num_kv], index % num_kv, operation, scratch_[thread]);
         });
-        if (splits_.empty()) return;
+        if (layout_.splits.empty()) return;
         int heads = shape_.num_heads, dim = shape_.head_dim;
-        for_each(threads_, static_cast<int>(splits_.size()) * num_kv, [&](int chunk, int thread) {
-            const Split& split = splits_[chunk / num_kv];
+        for_each(threads_, static_cast<int>(layout_.splits.size()) * num_kv, [&](int chunk, int thread) {
+            const Layout::Split& split = layout_.splits[chunk / num_kv];
             int first = chunk % num_kv * group();
             for (int h = first; h < first + group(); h++) {
                 Gathered all = {0.0f, 0.0f, scratch_[thread].gathered};
@@ -591,21 +529,26 @@ class Engine {
     }
 
     template <class T>
-    void attend_item(const Item& item, int kv_head, int layer, int window, Scratch& s) {
-        int dim = shape_.head_dim, heads_each = std::min(group(), kMaxQueries);
-        Paged<T> source = paged<T>(item.row, layer);
+    void attend_item(const Layout::Item& item, int kv_head, const Operation& operation, Scratch& s) {
+        int dim = shape_.head_dim, heads_each = std::min(group(), kMaxQueries), window = operation.b;
+        const float* slopes = vector(operation.c);
+        Paged<T> source = paged<T>(item.row, operation.a);
         for (int g = 0; g < group(); g += heads_each) {
             int heads = std::min(heads_each, group() - g), first_head = kv_head * group() + g;
             Queries queries;
             queries.count = item.count * heads;
-            int lowest = positions_[item.first], highest = 0;
+            queries.cap = operation.cap;
+            queries.has_slopes = slopes != nullptr;
+            int lowest = layout_.positions[item.first], highest = 0;
             for (int t = 0; t < item.count; t++) {
-                int position = positions_[item.first + t], low = window > 0 ? std::max(0, position + 1 - window) : 0;
+                int position = layout_.positions[item.first + t];
+                int low = window > 0 ? std::max(0, position + 1 - window) : 0;
                 const float* q = qkv_.as<float>() + size_t(item.first + t) * qkv_size() + first_head * dim;
                 for (int h = 0; h < heads; h++) {
                     int place = t * heads + h;
                     queries.low[place] = low;
                     queries.high[place] = position + 1;
+                    if (slopes != nullptr) queries.slopes[place] = slopes[first_head + h];
                     for (int d = 0; d < dim; d++) s.queries[d * kMaxQueries + place] = q[h * dim + d];
                 }
                 lowest = std::min(lowest, low);
@@ -616,7 +559,7 @@ class Engine {
     }
 
     template <class T>
-    void attend_queries(const Paged<T>& source, int kv_head, int first_head, int heads, const Item& item,
+    void attend_queries(const Paged<T>& source, int kv_head, int first_head, int heads, const Layout::Item& item,
                         const Queries& queries, int lowest, int highest, Scratch& s) {
         int dim = shape_.head_dim;
         Gathered parts[kMaxQueries], all[kMaxQueries];
@@ -657,10 +600,7 @@ class Engine {
     const Batch* batch_ = nullptr;
     int num_rows_ = 0;
     const int64_t* selected_ = nullptr;
-    std::vector<int> positions_, rows_of_;
-    std::vector<Item> items_;
-    std::vector<Split> splits_;
-    int num_slots_ = 0;
+    Layout layout_;
     Memory qkv_, attended_, hidden_, angles_, partials_;
     Operand operand_;
 };
@@ -734,7 +674,7 @@ int64_t funitel_matrix_done(Engine* engine, int32_t matrix) {
     return engine->matrices[matrix]->num_bytes();
 }
 
-// Copy a vector (norm weight, position table) and return its index, or kNoMemory.
+// Copy a vector (norm weights, position table, slopes) and return its index, or kNoMemory.
 int32_t funitel_vector(Engine* engine, const float* values, int64_t count) {
     try {
         engine->vectors.emplace_back(values, values + count);
@@ -744,8 +684,24 @@ int32_t funitel_vector(Engine* engine, const float* values, int64_t count) {
     }
 }
 
-void funitel_frequencies(Engine* engine, const float* values, int32_t count) {
-    engine->frequencies.assign(values, values + count);
+// Add a norm and return its index, or kNoMemory.
+int32_t funitel_norm(Engine* engine, const funitel::Norm* norm) {
+    try {
+        engine->norms.push_back(*norm);
+        return static_cast<int32_t>(engine->norms.size()) - 1;
+    } catch (const std::bad_alloc&) {
+        return funitel::kNoMemory;
+    }
+}
+
+// Add rotary positions with a frequency for each pair and return their index, or kNoMemory.
+int32_t funitel_turn(Engine* engine, const float* frequencies, int32_t count, float amplitude, int32_t is_interleaved) {
+    try {
+        engine->add_turn({frequencies, frequencies + count}, amplitude, is_interleaved != 0);
+        return static_cast<int32_t>(engine->turns.size()) - 1;
+    } catch (const std::bad_alloc&) {
+        return funitel::kNoMemory;
+    }
 }
 
 void funitel_program(Engine* engine, const funitel::Operation* operations, int32_t count) {

@@ -10,7 +10,7 @@ from funitel.model_server.cpu.tiers import Kind, Tier
 from funitel.model_server.gguf_blocks import BlockType
 from funitel.model_server.layers import mlp_parts, qkv_parts
 from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.spec import ModelSpec, Norm, Position, QkNorm
+from funitel.model_server.spec import ModelSpec, NormPlacement, Position, QkNorm
 from funitel.model_server.storage import Range
 
 _LANES, _FLOAT = 16, 4  # outputs of a panel, to which biases are filled up; bytes of a bias or norm weight
@@ -48,7 +48,7 @@ def weight_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_ty
 
     `block_type` says how a layer is stored, as `Weights.block_type` does; it matters for `Tier.GGUF` only.
     """
-    total = sum(_vectors(spec)) * _FLOAT
+    total = sum(_vectors(spec, parallel)) * _FLOAT
     for matrix in _matrices(spec, parallel):
         kind = tier.kind
         if tier is Tier.GGUF:
@@ -70,8 +70,9 @@ def step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, *, num_tok
     start, end = parallel.split(spec.intermediate_size)
     attended, units = heads.num_heads * spec.head_dim, end - start
     widths = [attended + 2 * heads.num_kv_heads * spec.head_dim, attended, units, spec.hidden_size]
-    widths += [spec.head_dim] if spec.position is Position.ROTARY else []  # a cosine and a sine for each pair
-    widths += [spec.hidden_size] if parallel.size > 1 else []  # sums before they are taken over the ranks
+    turns = {spec.rotary_of(i) for i in range(spec.num_layers)} - {None}
+    widths += [turn.dims or spec.head_dim for turn in turns if turn is not None]  # a cosine and a sine for each pair
+    widths += [spec.hidden_size] if has_partial(spec, parallel) else []
     widest = max(spec.hidden_size, units, attended)
     start, end = parallel.split(spec.vocab_size)
     logits = end - start
@@ -81,12 +82,21 @@ def step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, *, num_tok
     return num_tokens * sum(widths) * _FLOAT + round(operand) + num_logits * logits * _FLOAT
 
 
+def has_partial(spec: ModelSpec, parallel: TensorParallel) -> bool:
+    """Whether what a block adds to the residual is held apart from it for a while: to be summed or normalised."""
+    is_normed = spec.norm_placement in (NormPlacement.POST, NormPlacement.BOTH)
+    return parallel.size > 1 or is_normed or spec.qk_norm is QkNorm.WHOLE
+
+
 def _matrices(spec: ModelSpec, parallel: TensorParallel) -> Iterator[_Matrix]:
     names, heads = spec.names, HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
     prefix, dim, is_first = names.prefix, spec.head_dim, parallel.rank == 0
     start, end = parallel.split(spec.vocab_size)
-    for layer in (prefix + names.embedding, *([] if spec.is_tied else [names.head])):
-        yield _Matrix((layer,), end - start, spec.hidden_size)
+    yield _Matrix(
+        (prefix + names.embedding,), end - start, spec.hidden_size, has_bias=spec.has_head_bias and spec.is_tied
+    )
+    if not spec.is_tied:
+        yield _Matrix((names.head,), end - start, spec.hidden_size, has_bias=spec.has_head_bias)
     units = parallel.split(spec.intermediate_size)
     num_units, queries = units[1] - units[0], (heads.q_start * dim, heads.q_end * dim)
     for index in range(spec.num_layers):
@@ -104,11 +114,21 @@ def _matrices(spec: ModelSpec, parallel: TensorParallel) -> Iterator[_Matrix]:
         yield _Matrix((name(names.down),), spec.hidden_size, num_units, units, has_bias=down_bias)
 
 
-def _vectors(spec: ModelSpec) -> Iterator[int]:
-    """Values of norms, and of a table of positions; every rank has them whole."""
-    of_norm = 2 if spec.norm is Norm.LAYER else 1  # weight, and bias
-    yield (2 * spec.num_layers + 1) * of_norm * spec.hidden_size
-    if spec.qk_norm is QkNorm.HEAD:
-        yield 2 * spec.num_layers * of_norm * spec.head_dim
-    if spec.position is Position.LEARNED:
+def _vectors(spec: ModelSpec, parallel: TensorParallel) -> Iterator[int]:
+    """Values of norms, of a table of positions and of slopes; every rank has all but those of other ranks' heads."""
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+    placement = spec.norm_placement
+    of_layer = 0  # norms of hidden states
+    if placement in (NormPlacement.PRE, NormPlacement.BOTH):
+        of_layer += 2 if spec.names.mlp_norm else 1
+    if placement is not NormPlacement.PRE:
+        of_layer += 2
+    num_norms = spec.num_layers * of_layer + bool(spec.names.final_norm) + bool(spec.names.embedding_norm)
+    yield num_norms * (spec.has_norm_weight + spec.has_norm_bias) * spec.hidden_size
+    if spec.qk_norm is not QkNorm.NONE:
+        num_heads = 2 if spec.qk_norm is QkNorm.HEAD else heads.num_heads + heads.num_kv_heads
+        yield spec.num_layers * num_heads * (1 + spec.has_qk_norm_bias) * spec.head_dim
+    if spec.position in (Position.LEARNED, Position.SINUSOIDAL):
         yield spec.max_position_embeddings * spec.hidden_size
+    if spec.position is Position.ALIBI:
+        yield heads.num_heads

@@ -27,7 +27,7 @@ from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.measure_attention import CONTEXT, measure_attention
 from funitel.model_server.cpu.measure_step import measure_step
-from funitel.model_server.cpu.native import Batch, Buffer, Code, Engine, Mode, Shape, load_library
+from funitel.model_server.cpu.native import Batch, Buffer, Code, Engine, Mode, Operation, Shape, load_library
 from funitel.model_server.cpu.roofs import Roofs, Row, held_against, largest_cache_bytes
 from funitel.model_server.cpu.tiers import Kind, Tier
 from funitel.model_server.families import spec_of
@@ -46,12 +46,13 @@ class Product:
 
     def __init__(self, engine: Engine, kind: Kind, num_outputs: int, num_inputs: int, count: int) -> None:
         self._engine, self._num_inputs, self._count = engine, num_inputs, count
-        program: list[tuple[int, ...]] = []
+        program: list[Operation] = []
         weight = _random_weight(kind, num_outputs, num_inputs)
         engine.reserve(count * matrix_bytes(kind, num_outputs, num_inputs))
         for _ in range(count):
             matrix, _ = engine.add_matrix(kind, num_outputs, num_inputs, [[(weight, None)]])
-            program += [(Code.PREPARE, Buffer.X, 0, matrix), (Code.LINEAR, matrix, Mode.STORE, Buffer.HIDDEN)]
+            program.append(Operation(Code.PREPARE, Buffer.X, 0, matrix))
+            program.append(Operation(Code.LINEAR, matrix, Mode.STORE, Buffer.HIDDEN))
         engine.set_program(program)
 
     def seconds(self, num_rows: int) -> float:

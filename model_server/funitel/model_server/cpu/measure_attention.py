@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from funitel.model_server.cpu.native import Batch, Code, Engine, Shape
+from funitel.model_server.cpu.native import Batch, Code, Engine, Operation, Shape
 from funitel.model_server.spec import ModelSpec
 
-CONTEXT, BLOCK_SIZE = 4096, 16
+CONTEXT, BLOCK_SIZE, NO_SLOPES = 4096, 16, -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def measure_attention(
         num_threads=num_threads,
     )
     engine = Engine(library, shape)
-    engine.set_program([(Code.ATTEND, layer, 0) for layer in range(spec.num_layers)])
+    engine.set_program([Operation(Code.ATTEND, layer, 0, NO_SLOPES) for layer in range(spec.num_layers)])
     blocks = np.arange(num_sequences * CONTEXT // BLOCK_SIZE, dtype=np.int32).reshape(num_sequences, -1)
     start, length, first = (np.array([value], dtype=np.int32) for value in (CONTEXT - 1, 1, 0))
     times: list[float] = []

@@ -28,6 +28,10 @@ class Code(IntEnum):
     ADD = 7
     REDUCE = 8
     SELECT = 9
+    NORMALISE = 10
+    CLIP = 11
+    SQUARES = 12
+    CAP = 13
 
 
 class Buffer(IntEnum):
@@ -51,31 +55,39 @@ class Mode(IntEnum):
 
 
 class Operation(ctypes.Structure):
-    """One operation; what a to d mean depends on the code."""
+    """One operation; what its operands mean depends on the code, see `program.h`."""
 
-    _fields_ = [(name, ctypes.c_int32) for name in ("code", "a", "b", "c", "d")]
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("code", "a", "b", "c", "d")),
+        *((name, ctypes.c_float) for name in ("scale", "cap")),
+    ]
 
 
 class Shape(ctypes.Structure):
     """Sizes of this rank's share of a model."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_int32)
-            for name in (
-                "hidden_size",
-                "head_dim",
-                "num_heads",
-                "num_kv_heads",
-                "intermediate_size",
-                "num_layers",
-                "block_size",
-                "has_half_kv",
-                "has_layer_norm",
-                "num_threads",
-            )
-        ),
-        ("norm_eps", ctypes.c_float),
+        (name, ctypes.c_int32)
+        for name in (
+            "hidden_size",
+            "head_dim",
+            "num_heads",
+            "num_kv_heads",
+            "intermediate_size",
+            "num_layers",
+            "block_size",
+            "has_half_kv",
+            "num_threads",
+        )
+    ]
+
+
+class NormRecord(ctypes.Structure):
+    """One norm; see `norms.h`."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("weight", "bias", "is_layer", "head_stride", "whole_size")),
+        ("eps", ctypes.c_float),
     ]
 
 
@@ -117,7 +129,8 @@ def load_library(path: Path) -> ctypes.CDLL:
         "funitel_blocks": (None, [address, *[number] * 4, address, size, address]),
         "funitel_matrix_done": (size, [address, number]),
         "funitel_vector": (number, [address, address, size]),
-        "funitel_frequencies": (None, [address, address, number]),
+        "funitel_norm": (number, [address, address]),
+        "funitel_turn": (number, [address, address, number, ctypes.c_float, number]),
         "funitel_program": (None, [address, address, number]),
         "funitel_join": (None, [address, address]),
         "funitel_run": (number, [address, address, number]),
@@ -205,14 +218,19 @@ class Engine:
         values = values.contiguous()
         return _checked(self._library.funitel_vector(self._handle, values.data_ptr(), values.numel()), "weights")
 
-    def set_frequencies(self, values: torch.Tensor) -> None:
-        """Rotary frequencies, [head_dim / 2] float32."""
-        values = values.contiguous()
-        self._library.funitel_frequencies(self._handle, values.data_ptr(), values.numel())
+    def add_norm(self, norm: NormRecord) -> int:
+        """Add a norm and return its index."""
+        return _checked(self._library.funitel_norm(self._handle, ctypes.byref(norm)), "weights")
 
-    def set_program(self, operations: Sequence[tuple[int, ...]]) -> None:
-        """Say what a step does; missing operands are zero."""
-        program = (Operation * len(operations))(*(Operation(*operation) for operation in operations))
+    def add_turn(self, frequencies: torch.Tensor, amplitude: float, *, is_interleaved: bool) -> int:
+        """Add rotary positions with a frequency for each pair, [pairs] float32, and return their index."""
+        values = frequencies.contiguous()
+        place = values.data_ptr(), values.numel()
+        return _checked(self._library.funitel_turn(self._handle, *place, amplitude, is_interleaved), "weights")
+
+    def set_program(self, operations: Sequence[Operation]) -> None:
+        """Say what a step does."""
+        program = (Operation * len(operations))(*operations)
         self._library.funitel_program(self._handle, program, len(operations))
 
     def join(self, ranks: SharedMemoryRanks) -> None:

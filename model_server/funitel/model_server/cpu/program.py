@@ -4,33 +4,28 @@ Says the same as `decoder.Decoder`, operation by operation; that one stays the o
 """
 
 import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from funitel.model_server.cpu.footprint import matrix_bytes, weight_bytes
-from funitel.model_server.cpu.native import Buffer, Code, Engine, Mode, Shape
-from funitel.model_server.cpu.tiers import Kind, Tier
+from funitel.model_server.cpu.footprint import weight_bytes
+from funitel.model_server.cpu.matrices import Matrices
+from funitel.model_server.cpu.native import Buffer, Code, Engine, Mode, Operation, Shape
+from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.cpu.vectors import NONE, Vectors
 from funitel.model_server.layers import mlp_parts, qkv_parts
 from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.positions import Rotary
-from funitel.model_server.spec import Activation, ModelSpec, Norm, Position, QkNorm
-from funitel.model_server.storage import Range
+from funitel.model_server.spec import Activation, ModelSpec, NormPlacement, QkNorm
 from funitel.model_server.weights import Weights
 
-ACTIVATIONS = (Activation.SILU, Activation.GELU, Activation.GELU_TANH, Activation.RELU)  # as numbered in C++
+_ACTIVATIONS = tuple(Activation)  # as numbered in C++
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Some outputs of a matrix: a layer's, or of them this rank's share: `rows` are outputs, `columns` inputs."""
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The norms around a block, by their indices, or `NONE`."""
 
-    layer: str
-    num_outputs: int
-    num_inputs: int
-    rows: Range | None = None
-    columns: Range | None = None
-    bias: torch.Tensor | None = None
+    before: int
+    after: int
 
 
 class Program:
@@ -51,30 +46,33 @@ class Program:
         block_size: int,
         num_threads: int,
     ) -> None:
-        self.held_bytes = 0
-        self.sharded_bytes = 0
-        self.total_sharded_bytes = 0
-        self.kinds: dict[tuple[str, ...], Kind] = {}
         self._spec = spec
         self._weights = weights
         self._parallel = parallel
         self._tier = tier
         self._heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         self._units = parallel.split(spec.intermediate_size)
-        self._operations: list[tuple[int, ...]] = []
+        self._operations: list[Operation] = []
         self._starts: list[int] = []  # of each layer's operations, and where the last one's end
         self.engine = Engine(library, self._shape(block_size, num_threads))
+        self._matrices = Matrices(spec, weights, parallel, tier, self.engine)
         weights.takes_blocks = tier is Tier.GGUF
         # Before memory is taken by what config.json says: that may be of another model.
         weights.check(f"{weights.prefix}{spec.names.embedding}.weight", [spec.vocab_size, spec.hidden_size])
         self.engine.reserve(weight_bytes(spec, parallel, tier, weights.block_type))
+        self._vectors = Vectors(spec, weights, self._heads, self.engine)
         self._compile()
+        self.held_bytes = self._matrices.held_bytes + self._vectors.held_bytes
+        self.sharded_bytes = self._matrices.sharded_bytes
+        self.total_sharded_bytes = self._matrices.total_sharded_bytes
+        self.kinds = self._matrices.kinds
         self._current = self._operations
         self.engine.set_program(self._current)
 
-    def reduced_at(self, at: int) -> Buffer:
-        """The buffer to be summed over the ranks before the program goes on at operation `at`."""
-        return Buffer(self._current[at - 1][1])
+    def reduced_at(self, at: int) -> tuple[Buffer, int]:
+        """What is to be summed over the ranks before the program goes on at operation `at`: so much of each row."""
+        operation = self._current[at - 1]
+        return Buffer(operation.a), operation.b
 
     def limit_to(self, layers: range | None) -> None:
         """Compute nothing but some layers from the next step on, without logits; None for the whole model."""
@@ -95,158 +93,128 @@ class Program:
             num_layers=spec.num_layers,
             block_size=block_size,
             has_half_kv=self._tier.has_half_kv,
-            has_layer_norm=spec.norm is Norm.LAYER,
             num_threads=num_threads,
-            norm_eps=spec.norm_eps,
         )
 
     def _compile(self) -> None:
         spec, weights, names = self._spec, self._weights, self._spec.names
-        embedding = self._embedding(weights.prefix + names.embedding)
-        if spec.position is Position.LEARNED:
-            shape = [spec.max_position_embeddings, spec.hidden_size]
-            table = self._vector(f"{weights.prefix}{names.positions}.weight", shape)
-            self._operations.append((Code.POSITIONS, table))
-        else:
-            self.engine.set_frequencies(Rotary(spec.rotary, spec.head_dim, weights.device).frequencies)
+        head_bias = names.head if spec.has_head_bias else None
+        embedding = self._matrices.vocabulary(weights.prefix + names.embedding, head_bias if spec.is_tied else None)
+        self._embed(embedding)
         for index in range(spec.num_layers):
             self._starts.append(len(self._operations))
-            self._attention(index)
-            self._mlp(index)
+            self._layer(index)
         self._starts.append(len(self._operations))
-        final = self._norm(weights.prefix + names.final_norm)
-        head = embedding if spec.is_tied else self._vocabulary(names.head)
-        self._operations += [
-            (Code.SELECT,),
-            (Code.NORM, *final, head),
-            (Code.LINEAR, head, Mode.STORE, Buffer.LOGITS),
-        ]
+        final = self._vectors.norm(weights.prefix + names.final_norm) if names.final_norm else NONE
+        head = embedding if spec.is_tied else self._matrices.vocabulary(names.head, head_bias)
+        self._do(Code.SELECT)
+        self._enter(final, head)
+        self._do(Code.LINEAR, head, Mode.STORE, Buffer.LOGITS)
+        if spec.logit_scale != 1.0 or spec.logit_softcap is not None:
+            self._do(Code.CAP, scale=spec.logit_scale, cap=spec.logit_softcap or 0.0)
         tied = (rf"^{names.head}\.weight$",) if spec.is_tied else ()
         weights.finish(names.ignored + tied)
 
-    def _embedding(self, name: str) -> int:
-        table = self._vocabulary(name)
-        self._operations.append((Code.EMBED, table, self._parallel.split(self._spec.vocab_size)[0]))
+    def _do(
+        self, code: Code, a: int = 0, b: int = 0, c: int = 0, d: int = 0, *, scale: float = 1.0, cap: float = 0.0
+    ) -> None:
+        self._operations.append(Operation(code, a, b, c, d, scale, cap))
+
+    def _embed(self, table: int) -> None:
+        spec = self._spec
+        self._do(Code.EMBED, table, self._parallel.split(spec.vocab_size)[0], scale=spec.embedding_scale)
+        self._reduce(Buffer.X, spec.hidden_size)
+        if spec.names.embedding_norm:
+            norm = self._vectors.norm(self._weights.prefix + spec.names.embedding_norm)
+            self._do(Code.NORMALISE, norm, Buffer.X)
+        if self._vectors.positions != NONE:
+            self._do(Code.POSITIONS, self._vectors.positions)
+
+    def _reduce(self, buffer: Buffer, width: int) -> None:
+        """Sum so much of each row of a buffer over the ranks."""
         if self._parallel.size > 1:
-            self._operations.append((Code.REDUCE, Buffer.X))
-        return table
+            self._do(Code.REDUCE, buffer, width)
 
-    def _vocabulary(self, name: str) -> int:
-        spec = self._spec
-        rows = self._parallel.split(spec.vocab_size)
-        piece = Piece(layer=name, num_outputs=spec.vocab_size, num_inputs=spec.hidden_size, rows=rows)
-        return self._matrix([[piece]], spec.vocab_size, is_transposed=False)
+    def _layer(self, index: int) -> None:
+        spec, names = self._spec, self._spec.names
 
-    def _attention(self, index: int) -> None:
+        def name(template: str) -> str:
+            return self._weights.prefix + template.format(i=index, j="{j}")
+
+        attention = self._frame(names.attention_norm, names.attention_post_norm, name)
+        if not spec.is_parallel:
+            attended = self._attention(index, attention.before, name)
+            self._leave([(Buffer.ATTENDED, attended)], attention.after)
+        mlp = self._frame(names.mlp_norm, names.mlp_post_norm, name)
+        before = attention.before if spec.is_parallel and mlp.before == NONE else mlp.before
+        products = [(Buffer.HIDDEN, self._mlp(before, name))]
+        if spec.is_parallel:  # the hidden units wait in their buffer while attention reads the same residual
+            products.append((Buffer.ATTENDED, self._attention(index, attention.before, name)))
+        self._leave(products, mlp.after)
+
+    def _frame(self, before: str, after: str, name: Callable[[str], str]) -> _Frame:
+        placement = self._spec.norm_placement
+        has_before = placement in (NormPlacement.PRE, NormPlacement.BOTH) and before
+        return _Frame(
+            self._vectors.norm(name(before)) if has_before else NONE,
+            self._vectors.norm(name(after)) if placement is not NormPlacement.PRE else NONE,
+        )
+
+    def _enter(self, norm: int, matrix: int) -> None:
+        """Make the residual the operand of a matrix, normalised where there is a norm."""
+        if norm == NONE:
+            self._do(Code.PREPARE, Buffer.X, 0, matrix)
+        else:
+            self._do(Code.NORM, norm, 0, matrix)
+
+    def _attention(self, index: int, norm: int, name: Callable[[str], str]) -> int:
+        """Attend; the matrix that takes heads back is still to be multiplied by."""
         spec, heads, dim = self._spec, self._heads, self._spec.head_dim
-
-        def name(template: str) -> str:
-            return self._weights.prefix + template.format(i=index)
-
-        norm = self._norm(name(spec.names.attention_norm))
         parts = qkv_parts(spec, heads, name)
-        pieces = [self._columns(*part, spec.hidden_size, has_bias=spec.has_qkv_bias) for part in parts]
-        qkv = self._matrix([pieces], (spec.num_heads + 2 * spec.num_kv_heads) * dim)
-        norms = [-1, -1]
-        if spec.qk_norm is QkNorm.HEAD:
-            norms = [self._norm(name(template), dim)[0] for template in (spec.names.q_norm, spec.names.k_norm)]
+        num_outputs = (spec.num_heads + 2 * spec.num_kv_heads) * dim
+        qkv = self._matrices.columns([parts], num_outputs, has_bias=spec.has_qkv_bias)
+        norms = self._vectors.head_norms(name)
         columns = heads.q_start * dim, heads.q_end * dim
-        out = self._rows(name(spec.names.out), spec.num_heads * dim, columns, has_bias=spec.has_out_bias)
-        self._operations += [
-            (Code.NORM, *norm, qkv),
-            (Code.LINEAR, qkv, Mode.STORE, Buffer.QKV),
-            (Code.ROTATE, index, *norms),
-            (Code.ATTEND, index, spec.window(index) or 0),
-        ]
-        self._add_product(Buffer.ATTENDED, out)
+        out = self._matrices.rows(name(spec.names.out), spec.num_heads * dim, columns, has_bias=spec.has_out_bias)
+        self._enter(norm, qkv)
+        self._do(Code.LINEAR, qkv, Mode.STORE, Buffer.QKV)
+        if spec.qkv_clip is not None:
+            self._do(Code.CLIP, cap=spec.qkv_clip)
+        if spec.qk_norm is QkNorm.WHOLE:
+            parallel = self._parallel
+            holders = HeadSplit.num_holders(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+            self._do(Code.SQUARES, scale=1 / holders)
+            self._reduce(Buffer.PARTIAL, 2)
+        scale = spec.score_scale / (index + 1) if spec.is_scaled_by_layer else spec.score_scale
+        self._do(Code.ROTATE, index, *norms, self._vectors.turn(index), scale=scale)
+        window, cap = spec.window(index) or 0, spec.attention_softcap or 0.0
+        self._do(Code.ATTEND, index, window, self._vectors.slopes, cap=cap)
+        return out
 
-    def _mlp(self, index: int) -> None:
-        spec = self._spec
-
-        def name(template: str) -> str:
-            return self._weights.prefix + template.format(i=index)
-
-        norm = self._norm(name(spec.names.mlp_norm))
-        units = spec.intermediate_size
-        parts = [
-            [self._columns(*part, spec.hidden_size, has_bias=spec.has_mlp_bias)]
-            for part in mlp_parts(spec, self._units, name)
-        ]
-        up = self._matrix(parts, units)
-        down = self._rows(name(spec.names.down), units, self._units, has_bias=spec.has_mlp_bias)
+    def _mlp(self, norm: int, name: Callable[[str], str]) -> int:
+        """Compute hidden units; the matrix that takes them back is still to be multiplied by."""
+        spec, units = self._spec, self._spec.intermediate_size
+        parts = [[part] for part in mlp_parts(spec, self._units, name)]
+        up = self._matrices.columns(parts, units, has_bias=spec.has_mlp_bias)
+        down = self._matrices.rows(name(spec.names.down), units, self._units, has_bias=spec.has_mlp_bias)
         mode = Mode.GATE if spec.is_gated else Mode.ACTIVATE
-        self._operations += [
-            (Code.NORM, *norm, up),
-            (Code.LINEAR, up, mode, Buffer.HIDDEN, ACTIVATIONS.index(spec.activation)),
-        ]
-        self._add_product(Buffer.HIDDEN, down)
+        self._enter(norm, up)
+        self._do(Code.LINEAR, up, mode, Buffer.HIDDEN, _ACTIVATIONS.index(spec.activation))
+        return down
 
-    def _add_product(self, source: Buffer, matrix: int) -> None:
-        """Add the product of a buffer and a matrix split by input to the residual, summed over the ranks."""
-        self._operations.append((Code.PREPARE, source, 0, matrix))
-        if self._parallel.size == 1:
-            self._operations.append((Code.LINEAR, matrix, Mode.ACCUMULATE, Buffer.X))
-            return
-        self._operations += [
-            (Code.LINEAR, matrix, Mode.STORE, Buffer.PARTIAL),
-            (Code.REDUCE, Buffer.PARTIAL),
-            (Code.ADD,),
-        ]
-
-    def _columns(self, name: str, num_outputs: int, rows: Range, num_inputs: int, *, has_bias: bool) -> Piece:
-        """This rank's outputs of a layer split by output."""
-        bias = self._weights.read(f"{name}.bias", [num_outputs], rows=rows) if has_bias else None
-        return Piece(layer=name, num_outputs=num_outputs, num_inputs=num_inputs, rows=rows, bias=bias)
-
-    def _rows(self, name: str, num_inputs: int, columns: Range, *, has_bias: bool) -> int:
-        """This rank's inputs of a layer split by input, packed; rank 0 adds the bias."""
-        num_outputs = self._spec.hidden_size
-        bias = self._weights.read(f"{name}.bias", [num_outputs]) if has_bias else None
-        bias = bias if self._parallel.rank == 0 else None
-        piece = Piece(layer=name, num_outputs=num_outputs, num_inputs=num_inputs, columns=columns, bias=bias)
-        return self._matrix([[piece]], num_outputs)
-
-    def _matrix(self, parts: list[list[Piece]], all_outputs: int, *, is_transposed: bool | None = None) -> int:
-        """Pack a matrix that is split between ranks; `all_outputs` are those of each part unsplit.
-
-        `is_transposed`: how the checkpoint stores it, where that is not how the family stores its layers.
-        """
-        kind = self._kind([piece for part in parts for piece in part])
-        if is_transposed is None:
-            is_transposed = self._spec.names.is_transposed
-        read = [[(self._read(piece, kind, is_transposed), piece.bias) for piece in part] for part in parts]
-        num_outputs = sum(weight.shape[0] for weight, _ in read[0])
-        first, last = parts[0][0].columns or (0, parts[0][0].num_inputs)
-        index, num_bytes = self.engine.add_matrix(kind, num_outputs, last - first, read)
-        self.held_bytes += num_bytes
-        self.sharded_bytes += num_bytes
-        self.total_sharded_bytes += matrix_bytes(kind, all_outputs, parts[0][0].num_inputs, len(parts))
-        return index
-
-    def _kind(self, pieces: list[Piece]) -> Kind:
-        """How the matrix of these pieces is kept: as blocks where all have the same type and no block is cut."""
-        kind = self._tier.kind
-        if self._tier is Tier.GGUF:
-            types = {self._weights.block_type(piece.layer, piece.columns) for piece in pieces}
-            found = types.pop() if len(types) == 1 else None
-            kind = kind if found is None else Kind[found.name]
-        self.kinds[tuple(dict.fromkeys(piece.layer for piece in pieces))] = kind
-        return kind
-
-    def _read(self, piece: Piece, kind: Kind, is_transposed: bool) -> torch.Tensor:
-        """Weights as `Engine.add_matrix` takes them."""
-        sizes = piece.layer, piece.num_outputs, piece.num_inputs
-        if kind.has_blocks:
-            return self._weights.read_blocks(*sizes, rows=piece.rows, columns=piece.columns)
-        return self._weights.read_linear(*sizes, rows=piece.rows, columns=piece.columns, is_transposed=is_transposed)
-
-    def _norm(self, name: str, size: int | None = None) -> tuple[int, int]:
-        """Indices of weight and bias, -1 for none."""
-        shape = [size or self._spec.hidden_size]
-        weight = self._vector(f"{name}.weight", shape)
-        return weight, self._vector(f"{name}.bias", shape) if self._spec.norm is Norm.LAYER else -1
-
-    def _vector(self, name: str, shape: list[int]) -> int:
-        values = self._weights.read(name, shape)
-        self.held_bytes += values.numel() * values.element_size()
-        return self.engine.add_vector(values)
+    def _leave(self, products: Sequence[tuple[Buffer, int]], after: int) -> None:
+        """Add the products of buffers and matrices split by input to the residual: one sum over the ranks for all."""
+        scale, is_last = self._spec.residual_scale, self._spec.norm_placement is NormPlacement.AFTER
+        is_direct = self._parallel.size == 1 and (after == NONE or is_last)
+        target, mode = (Buffer.X, Mode.ACCUMULATE) if is_direct else (Buffer.PARTIAL, Mode.STORE)
+        for source, matrix in products:
+            self._do(Code.PREPARE, source, 0, matrix)
+            self._do(Code.LINEAR, matrix, mode, target, scale=scale if is_direct else 1.0)
+            mode = Mode.ACCUMULATE
+        if not is_direct:
+            self._reduce(Buffer.PARTIAL, self._spec.hidden_size)
+            if after != NONE and not is_last:
+                self._do(Code.NORMALISE, after, Buffer.PARTIAL)
+            self._do(Code.ADD, scale=scale)
+        if after != NONE and is_last:
+            self._do(Code.NORMALISE, after, Buffer.X)

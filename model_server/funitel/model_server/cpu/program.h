@@ -1,0 +1,55 @@
+// What a caller hands over: a program, the sizes it is for, and a batch; `native.py` says the same in ctypes. All counts
+// are of elements.
+#pragma once
+
+#include <cstdint>
+
+namespace funitel {
+
+enum Code : int32_t {
+    kEmbed,      // x = scale * row of the matrix   a: matrix, b: first token of this rank
+    kPositions,  // x += row of the vector          a: vector
+    kNorm,       // operand = norm of x             a: norm, c: matrix it is for
+    kPrepare,    // operand = a buffer              a: buffer, c: matrix it is for
+    kLinear,     // buffer = operand by matrix      a: matrix, b: mode, c: buffer, d: activation; scale
+    kRotate,     // queries and keys get positions, keys and values go to the pool
+                 //                                 a: layer, b, c: their norms or -1, d: turn or -1; scale of queries
+    kAttend,     // attended = attention            a: layer, b: window or 0, c: vector of slopes or -1; cap or 0
+    kAdd,        // x += scale * partial
+    kReduce,     // sum a buffer over the ranks, or return for the caller to do it   a: buffer, b: elements of a row
+    kSelect,     // go on with the tokens whose logits are wanted
+    kNormalise,  // buffer = norm of it             a: norm, b: buffer
+    kClip,       // queries, keys and values stay within +-cap
+    kSquares,    // partial = sums of squares of queries and of keys, two for each row; scale of those of keys
+    kCap,        // logits *= scale, and are capped; cap or 0
+};
+enum Buffer : int32_t { kX, kQkv, kAttended, kHidden, kPartial, kLogits };
+enum Mode : int32_t { kStore, kAccumulate, kActivate, kGate };
+
+struct Operation {
+    int32_t code, a, b, c, d;
+    float scale, cap;
+};
+
+struct Shape {
+    int32_t hidden_size, head_dim, num_heads, num_kv_heads, intermediate_size, num_layers, block_size;
+    int32_t has_half_kv, num_threads;
+};
+
+struct Batch {
+    int32_t num_tokens, num_rows, num_logits, logits_stride;
+    const int64_t* token_ids;      // [num_tokens]
+    const int64_t* logit_indices;  // [num_logits], tokens
+    const int32_t* starts;         // [num_rows], position of a row's first token
+    const int32_t* lengths;        // [num_rows], tokens
+    const int32_t* blocks;         // block tables back to back
+    const int32_t* table_starts;   // [num_rows], where a row's begins
+    void* pool;
+    float* x;        // [num_tokens, hidden_size]
+    float* partial;  // [num_tokens, hidden_size]
+    float* logits;   // [num_logits, logits_stride]
+};
+
+constexpr int kDone = -1, kNoMemory = -2, kLostRank = -3;
+
+}  // namespace funitel
