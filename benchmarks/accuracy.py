@@ -49,8 +49,8 @@ class Rounded(Weights):
 
     tier = Tier.FLOAT32
 
-    def read(self, name, shape, *, rows=None, columns=None):  # type: ignore[no-untyped-def]
-        weight = super().read(name, shape, rows=rows, columns=columns)
+    def read(self, name, shape, **parts):  # type: ignore[no-untyped-def]
+        weight = super().read(name, shape, **parts)
         if weight.dim() < 2 or self.tier in (Tier.FLOAT32, Tier.GGUF):
             return weight
         if self.tier is Tier.FLOAT16:
@@ -111,6 +111,8 @@ def main() -> None:
             : options.num_tokens // len(options.text)
         ]
     windows = [ids[i : i + WINDOW] for i in range(0, len(ids) - WINDOW + 1, WINDOW)]
+    if not windows:
+        parser.error(f"--num-tokens {options.num_tokens}: the texts must have at least {WINDOW} tokens together")
     spec = spec_of(read_json(folder / "config.json"))
     library = load_library(build(DEFAULT_CACHE_DIR.expanduser()))
     exact = torch_logits(folder, windows, Tier.FLOAT32)
