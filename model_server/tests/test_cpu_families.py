@@ -16,8 +16,8 @@ from funitel.model_server.families import spec_of
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel_testing.forward_worker import BLOCK_SIZE, CPU, fused_decoder, run, step_through
-from funitel_testing.threads import on_ranks
-from funitel_testing.zoo import VOCAB_SIZE, ZOO
+from funitel_testing.threads import ThreadParallel, on_ranks
+from funitel_testing.zoo import LAYERS, VOCAB_SIZE, ZOO
 
 pytestmark = pytest.mark.skipif("avx2" not in building.cpu_flags(), reason="needs AVX2")
 
@@ -116,6 +116,22 @@ def test_scores_of_long_contexts_are_changed_alike_in_every_part(name: str, save
     found = step_through(decoder, pool, prompts, 1, 97)[0]
     assert ((found - expected).norm() / expected.norm()).item() < TOLERANCE[Tier.FLOAT32]
     assert torch.equal(step_through(decoder, pool, prompts, 150, 97)[0], found)
+
+
+@pytest.mark.parametrize(("name", "per_layer"), [("gpt_neox", 1), ("gpt_neox_sequential", 2)])
+def test_a_parallel_block_is_summed_over_the_ranks_once(
+    name: str, per_layer: int, saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums, all_reduce = [], ThreadParallel.all_reduce
+
+    def count(parallel: ThreadParallel, x: torch.Tensor) -> torch.Tensor:
+        sums.append(parallel.rank)
+        return all_reduce(parallel, x)
+
+    monkeypatch.setattr(ThreadParallel, "all_reduce", count)
+    folder = saved(name)
+    on_ranks(2, lambda parallel: run(folder, parallel, [[1, 2, 3]], 0, Tier.FLOAT32))
+    assert sums.count(0) == sums.count(1) == 1 + LAYERS * per_layer  # the embedding's first
 
 
 @pytest.mark.parametrize("name", LEFT_TO_TORCH)
