@@ -14,7 +14,7 @@ from funitel.model_server.seq2seq.families import is_seq2seq, seq2seq_spec_of
 from funitel.model_server.seq2seq.model import Seq2Seq
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.spec_file import read_spec, to_json
-from funitel.model_server.storage import Range
+from funitel.model_server.storage import Range, part_shape
 from funitel.model_server.weights import Weights
 from funitel.proto.errors import WeightsError
 
@@ -50,11 +50,7 @@ class Inspection(Weights):
                 self._note(f"wrong shape: {name} is {list(storage.shape)}, the spec says {list(shape)}")
         except WeightsError:
             self._note(f"missing: {name} {list(shape)}")
-        sizes = list(shape)
-        for place, part in enumerate((rows, columns)):
-            if part is not None:
-                sizes[place] = part[1] - part[0]
-        return torch.empty(sizes, device=_META)
+        return torch.empty(part_shape(shape, rows, columns), device=_META)
 
     def finish(self, ignored: Sequence[str]) -> None:
         """Note the tensors nobody asked for."""

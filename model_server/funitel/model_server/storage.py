@@ -25,6 +25,15 @@ _PARTS = {
 }
 
 
+def part_shape(shape: Sequence[int], rows: Range | None, columns: Range | None) -> list[int]:
+    """The shape of a tensor's rows and columns within these ranges; None is all of them."""
+    sizes = list(shape)
+    for place, part in enumerate((rows, columns)):
+        if part is not None:
+            sizes[place] = part[1] - part[0]
+    return sizes
+
+
 class TensorSlice(Protocol):
     """A tensor in a file, of which parts can be read."""
 

@@ -8,7 +8,7 @@ from funitel.model_server.attention import TorchAttention
 from funitel.model_server.decoder import Decoder
 from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.spec import ModelSpec
-from funitel.model_server.storage import Range
+from funitel.model_server.storage import Range, part_shape
 from funitel.model_server.weights import Weights
 
 _META = torch.device("meta")
@@ -68,9 +68,7 @@ class _Sizes(Weights):
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """A tensor of the part's shape."""
-        parts = [*(rows, columns), *(None for _ in shape)]
-        sizes = [size if part is None else part[1] - part[0] for size, part in zip(shape, parts, strict=False)]
-        kept = torch.empty(sizes, dtype=dtype or self.dtype, device=_META)
+        kept = torch.empty(part_shape(shape, rows, columns), dtype=dtype or self.dtype, device=_META)
         self.held_bytes += kept.numel() * kept.element_size()
         return kept
 
