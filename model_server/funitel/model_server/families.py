@@ -1,7 +1,7 @@
 """Hugging Face `config.json` -> ModelSpec, by the table of families."""
 
 from funitel.model_server.class_defaults import CLASS_DEFAULTS
-from funitel.model_server.family_rows import Config
+from funitel.model_server.family_rows import Config, reading_config
 from funitel.model_server.family_table import FAMILIES
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.spec_file import check_types
@@ -23,14 +23,11 @@ def spec_of(config: Config) -> ModelSpec:
             f"lists the {len(FAMILIES)} that are, and --model-spec can describe another",
             why="no row of the table is for it",
         )
-    try:
-        spec = FAMILIES[architecture].spec({**CLASS_DEFAULTS.get(architecture, {}), **config})
-    except UnsupportedModel as error:
-        raise NoRow(error.message) from error
-    except KeyError as error:
-        raise UnsupportedModel(f"config.json of {architectures[0]} lacks the field {error.args[0]!r}") from error
-    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
-        raise UnsupportedModel(f"config.json of {architectures[0]} has a value of the wrong kind: {error}") from error
+    with reading_config(architectures[0]):
+        try:
+            spec = FAMILIES[architecture].spec({**CLASS_DEFAULTS.get(architecture, {}), **config})
+        except UnsupportedModel as error:
+            raise NoRow(error.message) from error
     try:
         check_types(spec)
     except UnsupportedModel as error:

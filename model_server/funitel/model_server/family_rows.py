@@ -4,7 +4,8 @@ Knows what families call the same thing, and no family.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,17 @@ _ACTIVATIONS = {
 }
 _ROTARY_ALIASES = {"su": "longrope", "dynamic_ntk": "dynamic"}
 _MISSING = object()
+
+
+@contextmanager
+def reading_config(architecture: str) -> Iterator[None]:
+    """While a spec is read off a `config.json`: a field that is missing or malformed is an UnsupportedModel."""
+    try:
+        yield
+    except KeyError as error:
+        raise UnsupportedModel(f"config.json of {architecture} lacks the field {error.args[0]!r}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
+        raise UnsupportedModel(f"config.json of {architecture} has a value of the wrong kind: {error}") from error
 
 
 def first(*keys: str, default: Any = _MISSING) -> Rule:

@@ -3,13 +3,12 @@
 Source for every mapping: the field names of the family's `config.json`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from funitel.model_server.encoder.spec import EncoderNames, EncoderSpec, HeadNames
+from funitel.model_server.family_rows import Config, reading_config
 from funitel.proto.errors import UnsupportedModel
-
-Config = Mapping[str, Any]
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 _KINDS = ("Model", "ForSequenceClassification", "ForMaskedLM")
@@ -160,12 +159,8 @@ def encoder_spec_of(config: Config) -> EncoderSpec:
         UnsupportedModel: a field is missing, of the wrong kind, or asks for what no code here does.
     """
     architecture = next(name for name in config["architectures"] if name in ENCODERS)
-    try:
+    with reading_config(architecture):
         spec = ENCODERS[architecture]({**config, "architectures": [architecture]})
-    except KeyError as error:
-        raise UnsupportedModel(f"config.json of {architecture} lacks the field {error.args[0]!r}") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UnsupportedModel(f"config.json of {architecture} has a value of the wrong kind: {error}") from error
     sizes = ("vocab_size", "hidden_size", "num_heads", "num_layers", "intermediate_size", "max_tokens")
     for name in sizes:
         if not isinstance(getattr(spec, name), int) or getattr(spec, name) < 1:

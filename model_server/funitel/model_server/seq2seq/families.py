@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from funitel.model_server.family_rows import Config, activation, first
+from funitel.model_server.family_rows import Config, activation, first, reading_config
 from funitel.model_server.seq2seq.spec import CrossNames, DistanceBiasSpec, Seq2SeqSpec
 from funitel.model_server.spec import ModelSpec, Norm, NormPlacement, Position
 from funitel.model_server.spec_file import check_types
@@ -208,15 +208,12 @@ def seq2seq_spec_of(config: Config) -> Seq2SeqSpec:
         UnsupportedModel: a field is missing, of the wrong kind, or asks for what no code here does.
     """
     architecture = next(name for name in config["architectures"] if name in SEQ2SEQ)
-    try:
-        spec = SEQ2SEQ[architecture]({**config, "architectures": [architecture]})
-        _check(spec)
-    except KeyError as error:
-        raise UnsupportedModel(f"config.json of {architecture} lacks the field {error.args[0]!r}") from error
-    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise UnsupportedModel(f"config.json of {architecture} has a value of the wrong kind: {error}") from error
-    except UnsupportedModel as error:
-        raise UnsupportedModel(f"config.json of {architecture}: {error.message}") from error
+    with reading_config(architecture):
+        try:
+            spec = SEQ2SEQ[architecture]({**config, "architectures": [architecture]})
+            _check(spec)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"config.json of {architecture}: {error.message}") from error
     return spec
 
 
