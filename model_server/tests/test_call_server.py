@@ -19,8 +19,9 @@ from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.errors import FunitelError
 from funitel.proto.step import Capability, ShardInfo
-from funitel.proto.step_socket import OK, Frame, FrameProtocol, Method
+from funitel.proto.step_socket import OK, Frame, Method
 from funitel_testing.executors import load_executor, start
+from funitel_testing.step_peer import StepPeer
 from funitel_testing.tiny import save_tiny
 
 PROMPT = list(range(40, 60))
@@ -37,26 +38,12 @@ def prefill_request(request_id: int, step_seq: int) -> pb.PrefillRequest:
     return wire.encode_prefill(batch, None, (), step_seq)
 
 
-class Router(FrameProtocol):
-    """The other end of the step socket: keeps answers in the order they come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers: asyncio.Queue[Frame] = asyncio.Queue()
-        self.lost = asyncio.Event()
-
-    def take(self, frame: Frame) -> None:
-        self.answers.put_nowait(frame)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.lost.set()
+class Router(StepPeer):
+    """The other end of the step socket."""
 
     def read(self, does: bool) -> None:
         """Read what comes, or leave it."""
         (self._transport.resume_reading if does else self._transport.pause_reading)()
-
-    async def answer(self) -> Frame:
-        return await asyncio.wait_for(self.answers.get(), 10)
 
     def prefill(self, step_seq: int) -> None:
         self.send(Frame(step_seq, Method.PREFILL, prefill_request(step_seq, step_seq).SerializeToString()))

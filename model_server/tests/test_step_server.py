@@ -18,8 +18,9 @@ from funitel.model_server.step_server import StepServer
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import tracing, wire
 from funitel.proto.errors import FunitelError, ShardFailed, StartupError
-from funitel.proto.step_socket import OK, Frame, FrameProtocol, Method, encode_context
+from funitel.proto.step_socket import OK, Frame, Method, encode_context
 from funitel_testing.executors import load_executor, start
+from funitel_testing.step_peer import StepPeer
 from funitel_testing.tiny import save_tiny
 
 PROMPT = list(range(40, 60))
@@ -31,22 +32,8 @@ def executor(tmp_path_factory: pytest.TempPathFactory) -> Executor:
     return load_executor(save_tiny("llama", tmp_path_factory.mktemp("tiny")))
 
 
-class Router(FrameProtocol):
-    """The other end: sends frames, keeps answers in the order they come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answers: asyncio.Queue[Frame] = asyncio.Queue()
-        self.lost = asyncio.Event()
-
-    def take(self, frame: Frame) -> None:
-        self.answers.put_nowait(frame)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.lost.set()
-
-    async def answer(self) -> Frame:
-        return await asyncio.wait_for(self.answers.get(), 10)
+class Router(StepPeer):
+    """The other end: sends frames."""
 
     def prefill(self, call_id: int, request_id: int, step_seq: int, context: bytes = b"") -> None:
         batch = wire.encode_batch(request_id, [start(request_id, PROMPT)], 4)
