@@ -16,9 +16,12 @@ setup: ## install everything into .venv (repeats cost nothing)
 serve: setup ## serve the demo model on port 3000; make serve ARGS="--port 3001 --model-id ..."
 	@$(BIN)/funitel $(ARGS)
 
+# A test that fails is run once more, and named: some wait for clocks, and machines of CI have neighbours.
+AGAIN := --reruns 1 -r R
+
 test: check ## everything CI runs; ARGS="-m slow" runs the slow tests instead
 	@failed=0; for tests in "-n 2 --dist loadfile $(UNIT_TESTS)" integration-tests; do \
-		$(BIN)/pytest -m "not slow" $$tests $(ARGS); case $$? in 0|5) ;; *) failed=1 ;; esac; \
+		$(BIN)/pytest -m "not slow" $(AGAIN) $$tests $(ARGS); case $$? in 0|5) ;; *) failed=1 ;; esac; \
 	done; exit $$failed
 
 check: setup ## format, lint, types, generated code and pages, version
