@@ -57,6 +57,7 @@ PURE = (
             "sharing_out",
             "lead",
             "encoder_queue",
+            "suspects",
         )
     ),
 )

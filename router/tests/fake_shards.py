@@ -92,6 +92,8 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.garbled: list[bytes] = []  # what the next steps are answered with in place of what they found
         self.refuses_prompts_from = 1 << 32  # token ids the fake model does not know
         self.has_no_scores_from = 1 << 32  # first tokens of prompts it has no scores but NaN for
+        self.chokes_from = 1 << 32  # first tokens of prompts that a step with such a row fails for
+        self.most_rows = 1 << 32  # that there is memory for
 
     def encode(self, answer: Any) -> bytes:
         """An answer as it is sent."""
@@ -223,6 +225,10 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.fails_after -= 1
         if self.failures and self.fails_after < 0:
             await context.abort(self.failures.pop(0), "told to fail")
+        if any(row.tokens[0] >= self.chokes_from for row in rows if not row.is_finished):
+            await context.abort(grpc.StatusCode.ABORTED, "choked")
+        if len(rows) > self.most_rows:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many")
         chunks = {r.id: r.chunk_len for r in getattr(request, "batch", pb.Batch()).requests if r.HasField("chunk_len")}
         for update in request.rows:
             row = next((row for row in rows if row.request.id == update.request_id), None)

@@ -181,11 +181,11 @@ async def test_a_stopped_engine_answers_those_who_come_later(tmp_path: Path, mon
 async def test_an_engine_that_fails_at_recovering_leaves_no_stream_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(error: FunitelError) -> None:
+    def broken(error: FunitelError, *_: object) -> None:
         raise RuntimeError("a bug")
 
     async with running(tmp_path) as (engine, shards, _):
-        monkeypatch.setattr(engine._steps, "_recover", broken)
+        monkeypatch.setattr(engine._steps._recovery, "recover", broken)
         shards[0].failures.append(grpc.StatusCode.ABORTED)
         with pytest.raises(ShardFailed, match="the engine has stopped"):
             await asyncio.wait_for(run(engine, request()), 5)

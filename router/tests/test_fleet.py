@@ -414,13 +414,8 @@ async def test_what_the_shards_would_ignore_is_refused(tmp_path: Path) -> None:
 async def test_a_replica_whose_steps_all_fail_is_lost_though_it_says_it_is_well(tmp_path: Path) -> None:
     async with running(tmp_path) as run_:
         run_.replicas[0][0].failures = [grpc.StatusCode.INTERNAL] * 1000
-        failed = 0
         for i in range(12):
-            try:
-                assert await run(run_.fleet, request(first=i)) == expected(request(first=i))
-            except StepFailed:
-                failed += 1
-        assert 0 < failed < 3, "the third step in a row that fails is the replica's fault"
+            assert await run(run_.fleet, request(first=i)) == expected(request(first=i))
         assert run_.value("funitel_replicas", state="lost") == 1
 
 

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,9 @@ STARTUP_SECONDS = 180.0
 MARK = "FUNITEL_TEST_MARK"  # in the environment of everything a test starts, also of what outlives its parent
 
 MOST_SHARDS = 8  # of any deployment in a test
+_SHARD = re.compile(r" -m (funitel\.model_server|funitel_testing\.faulty_shard) serve ")
+LAUNCHER = "funitel.launcher"
+FAULTY_LAUNCHER = "funitel_testing.faulty_launcher"  # its shards go wrong as a test says
 
 
 def free_port() -> int:
@@ -196,14 +200,16 @@ def run_launcher(*args: str, environ: dict[str, str] | None = None, timeout: flo
 class Server:
     """One launcher and what it started. `url` is the router's base."""
 
-    def __init__(self, folder: Path, *args: str, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *args: str, environ: dict[str, str] | None = None, program: str = LAUNCHER
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"server-{self.port}.log"
         self.out = folder / f"server-{self.port}.out"
         self.mark = uuid.uuid4().hex
         self._shared_memory = shared_memory()
-        command = [sys.executable, "-m", "funitel.launcher", "--port", str(self.port), *args]
+        command = [sys.executable, "-m", program, "--port", str(self.port), *args]
         environment = {**os.environ, **(environ or {}), MARK: self.mark}
         with self.log.open("wb") as log, self.out.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=log, env=environment, start_new_session=True)
@@ -234,7 +240,7 @@ class Server:
         """Process ids of the shards, in rank order, those of the first replica first."""
         found = {}
         for pid in descendants(self.process.pid):
-            if " -m funitel.model_server serve " in _command(pid):
+            if _SHARD.search(_command(pid)):
                 path = flag_value(pid, "--uds-path") or ""
                 found[len(path), path, int(flag_value(pid, "--rank") or 0)] = pid
         return [found[place] for place in sorted(found)]
@@ -275,9 +281,11 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *args: str, environ: dict[str, str] | None = None) -> Iterator[Server]:
+def serving(
+    folder: Path, *args: str, environ: dict[str, str] | None = None, program: str = LAUNCHER
+) -> Iterator[Server]:
     """A ready server for the length of a `with`."""
-    server = Server(folder, *args, environ=environ)
+    server = Server(folder, *args, environ=environ, program=program)
     try:
         yield server.wait_ready()
     finally:

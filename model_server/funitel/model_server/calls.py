@@ -13,10 +13,11 @@ from typing import Generic, TypeVar
 
 from funitel.model_server.executor import ComputedStep, Executor
 from funitel.model_server.lanes import Lane
+from funitel.model_server.memory import is_out_of_memory
 from funitel.model_server.step_order import StepOrder
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import wire
-from funitel.proto.errors import FunitelError, ShardFailed, StepFailed
+from funitel.proto.errors import FunitelError, ResourceExhausted, ShardFailed, ShardUnsound, StepFailed
 
 logger = logging.getLogger(__name__)
 
@@ -148,10 +149,12 @@ class Calls:
                 self._on_fatal(error)
             return error
         logger.error("step failed", exc_info=error)
-        failure = StepFailed(f"{type(error).__name__}: {error}")
-        if self._world_size > 1:  # the other ranks may be waiting inside a collective for ever
-            self._on_fatal(failure)
-        return failure
+        reason = f"{type(error).__name__}: {error}"
+        if self._world_size == 1:
+            return ResourceExhausted(reason) if is_out_of_memory(error) else StepFailed(reason)
+        lost = ShardUnsound(reason)  # the other ranks may be waiting inside a collective, until this one ends
+        self._on_fatal(lost)
+        return lost
 
 
 def _step_seq(request: Request) -> int | None:

@@ -7,7 +7,9 @@ collective, so ranks fail together. Rank 0 samples; each rank describes the requ
 
 import json
 import logging
+import math
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -19,7 +21,7 @@ from funitel.model_server.batch import ForwardBatch, RowSpan
 from funitel.model_server.decoder import Forward
 from funitel.model_server.grammar import GrammarCompiler, GrammarState, TokenMasks
 from funitel.model_server.kv_cache import KVCache, Pools
-from funitel.model_server.memory import MOST_POOL_TOKENS, pool_bytes
+from funitel.model_server.memory import MOST_POOL_TOKENS, give_back, is_out_of_memory, pool_bytes
 from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.sampler import SampledToken, SamplingState, sample, token_logprobs
 from funitel.model_server.scores import ScoreMath, TorchScores
@@ -28,7 +30,15 @@ from funitel.model_server.settling import Settled, Settler
 from funitel.model_server.spec import ModelFacts
 from funitel.model_server.text import Detokenizer, StopMatcher, TextCodec
 from funitel.model_server.watermark import Watermark
-from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError, ShardFailed, UnknownBatch
+from funitel.proto.errors import (
+    FunitelError,
+    InvalidRequest,
+    NotEnoughMemory,
+    ResourceExhausted,
+    SettingsError,
+    ShardUnsound,
+    UnknownBatch,
+)
 from funitel.proto.step import (
     CachedBatch,
     GrammarType,
@@ -58,6 +68,7 @@ class ExecutorOptions:
     watermark: Watermark = Watermark()
     step_bytes: Callable[[int], int] | None = None  # memory of a step of so many tokens, where that is known before
     forces_spans: bool = True  # tokens that alone can follow in a grammar are taken without a forward each
+    wipes_blocks: bool = True  # the last block of a row is read whole: what others left in it must not be catching
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +168,7 @@ class Executor:
             self._table.release(new)
             raise
         self._grant(running, updates)
+        self._wipe(new, updates)
         if cached is None:
             self.clear(batch_id)  # a batch of the same id is replaced
         concat_ns = time.perf_counter_ns() - begin if cached is not None else None
@@ -180,6 +192,7 @@ class Executor:
         counts = self._counts(rows, [], updates, is_ahead)
         self._check_step(rows, [], counts, updates)
         self._grant(rows, updates)
+        self._wipe([], updates)
         for batch in cached[1:]:
             self._batches.pop(batch.id, None)
         concat_ns = time.perf_counter_ns() - begin if len(cached) > 1 else None
@@ -336,6 +349,16 @@ class Executor:
         for update in updates:
             self._table.grant(by_id[update.request_id], update.blocks)
 
+    def _wipe(self, new: Sequence[Row], updates: Sequence[RowUpdate]) -> None:
+        """Zero what rows are granted beyond what they find computed, where that is read before it is written."""
+        if not self.options.wipes_blocks:
+            return
+        size = self.options.block_size
+        granted = [block for row in new for block in row.start.blocks[-(-row.start.cache_len // size) :]]
+        granted += [block for update in updates for block in update.blocks]
+        if granted:
+            self._pool.wipe(granted)
+
     def _check_step(
         self, running: Sequence[Row], new: Sequence[Row], counts: Sequence[int], updates: Sequence[RowUpdate]
     ) -> None:
@@ -410,14 +433,11 @@ class Executor:
         forward_begin = time.perf_counter_ns()
         try:
             due, spans = self._forward(active)
-        except NotEnoughMemory as error:
+        except Exception as error:
             self.clear(batch_id)
-            if self.parallel.size > 1:  # the other ranks wait inside a collective
-                raise ShardFailed(f"rank {self.parallel.rank}: {error.message}") from error
-            raise
-        except Exception:
-            self.clear(batch_id)
-            raise
+            if not is_out_of_memory(error):
+                raise
+            raise self._without_memory(error, active) from None
         settle_begin = time.perf_counter_ns()
         settled = [self._settler.settle(row, span) for row, span in zip(due, spans, strict=True)]
         if all(row.finish_reason is not None for row in rows):
@@ -436,6 +456,16 @@ class Executor:
             num_forward_tokens=sum(count for _, count in active),
         )
         return ComputedStep(self._settler, [one for one in settled if one is not None], result)
+
+    def _without_memory(self, error: Exception, active: Sequence[tuple[Row, int]]) -> FunitelError:
+        """Give back what a step took that found no more memory; returns the error to raise."""
+        traceback.clear_frames(error.__traceback__)  # they hold its tensors
+        give_back(self.options.device)
+        num_tokens = sum(count for _, count in active)
+        said = f"there is no memory for a step of {num_tokens} tokens in {len(active)} sequences"
+        if self.parallel.size > 1:  # the other ranks wait inside a collective, until this one ends
+            return ShardUnsound(f"rank {self.parallel.rank}: {said}")
+        return ResourceExhausted(said)
 
     @torch.inference_mode()
     def _forward(self, active: Sequence[tuple[Row, int]]) -> tuple[list[Row], list[list[SampledToken]]]:
@@ -470,7 +500,7 @@ class Executor:
         Rows that want the model's own log-probabilities get none: those do need the forward.
         """
         grammar, params = row.grammar, row.start.sampling
-        if grammar is None:
+        if grammar is None or math.isnan(token.logprob):  # a broken row gets no further
             return [token]
         if grammar.is_stuck:
             logger.warning("request %d ends early: its grammar allows nothing more", row.request_id)

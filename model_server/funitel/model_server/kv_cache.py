@@ -1,5 +1,6 @@
 """The KV pool: keys and values of every layer in blocks of `block_size` tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +58,10 @@ class KVCache:
         self.keys[layer].index_put_(slots, keys)
         if values is not None:
             self.values[layer].index_put_(slots, values)
+
+    def wipe(self, blocks: Sequence[int]) -> None:
+        """Make blocks zeros again: of scores that are no numbers, some may lie there."""
+        self.pool[list(blocks)] = 0
 
 
 def _num_parts(spec: ModelSpec) -> int:

@@ -146,6 +146,7 @@ def options_of(
         watermark=Watermark(settings.watermark_gamma, settings.watermark_delta),
         step_bytes=loaded.step_bytes,
         forces_spans=not settings.disable_forced_spans,
+        wipes_blocks=loaded.name != "fused",
     )
 
 

@@ -1,17 +1,21 @@
 """How much memory a KV pool may take on this device, and how much this process has."""
 
 import ctypes
+import gc
 import socket
 from pathlib import Path
 
 import torch
 
 from funitel.model_server.parallel import TensorParallel
+from funitel.proto.errors import NotEnoughMemory
 
 # Free memory is shared with the activations of later steps, and on a host with everything else that runs there.
 GPU_SHARE = 0.90
 CPU_SHARE = 0.5
 MOST_POOL_TOKENS = 2**31 - 1  # as many as the wire can say: a state of a few kilobytes stands for thousands
+# What torch and the C++ library say of memory that is not there, in errors of no class of its own.
+WORDS_OF_NO_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory", "Cannot allocate memory")
 
 
 def pool_bytes(device: torch.device, fraction: float, parallel: TensorParallel) -> int:
@@ -53,9 +57,7 @@ def resident_bytes() -> int:
 
     After loading that is megabytes which nobody would use again.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    _trim()
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
@@ -63,3 +65,24 @@ def resident_bytes() -> int:
 def bytes_in_use(device: torch.device) -> int:
     """Memory this process holds where weights on `device` lie."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether something failed because there is no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError | NotEnoughMemory):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in WORDS_OF_NO_MEMORY)
+
+
+def give_back(device: torch.device) -> None:
+    """Give freed memory back, to the device and to the host."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    _trim()
+
+
+def _trim() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

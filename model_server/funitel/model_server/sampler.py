@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from funitel.model_server.grammar import TokenMasks
@@ -118,6 +119,8 @@ def sample(
 ) -> list[SampledToken]:
     """Choose the next token of every row.
 
+    The log-probability of a row whose scores are broken, by the model or by masks that leave nothing, is NaN.
+
     Args:
         logits: [rows, vocab_size] float32; changed in place.
         states: sampling state per row.
@@ -125,6 +128,7 @@ def sample(
         masks: tokens that grammars allow, of rows that have one.
         maths: what does the heavy part.
     """
+    is_broken = _are_broken(logits)
     raw = {row: logits[row : row + 1].clone() for row, state in enumerate(states) if _needs_raw(state.params)}
     for row, state in enumerate(states):
         if state.params.edits_scores:
@@ -143,6 +147,7 @@ def sample(
         logits[row] = scores[0]
         normaliser[row] = maths.best(scores)[1]
     logprobs = logits.gather(1, chosen[:, None])[:, 0] - normaliser
+    logprobs.masked_fill_(is_broken, torch.nan)
     tops = [
         _top(logits[row], float(normaliser[row]), state.top_n) if state.top_n else ((), ())
         for row, state in enumerate(states)
@@ -151,6 +156,13 @@ def sample(
         SampledToken(token_id, logprob, *top)
         for token_id, logprob, top in zip(chosen.tolist(), logprobs.tolist(), tops, strict=True)
     ]
+
+
+def _are_broken(logits: torch.Tensor) -> torch.Tensor:
+    """Which rows hold what is not a number, or +inf: [rows] bool. A token of -inf is one that cannot follow."""
+    if logits.device.type != "cpu":
+        return ~(logits.amax(dim=1) < torch.inf)
+    return torch.from_numpy(~(logits.numpy().max(axis=1) < np.inf))  # torch would wake its threads for it
 
 
 def _needs_raw(params: SamplingParams) -> bool:

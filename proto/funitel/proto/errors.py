@@ -25,8 +25,11 @@ Handlers and the servicer map by attribute, never by `isinstance` ladders.
     ├── Cancelled                 the client left
     ├── Incomplete                a generation ended without its final message
     ├── ShardFailed               a shard died, diverged or timed out
+    │   └── ShardUnsound          a shard that answers is not to be used again: it lies, hangs, or has lost the others
     ├── StepFailed                one step failed, the shard is sound
-    │   └── UnknownBatch          a call names a batch or request the shard does not hold
+    │   ├── UnknownBatch          a call names a batch or request the shard does not hold
+    │   ├── ResourceExhausted     there was no memory for the step
+    │   └── BrokenScores          the model gave a sequence scores that are not numbers
     └── StartupError              a process cannot start
         ├── SettingsError         flags or variables contradict each other
         ├── WeightsError          checkpoint missing, truncated, mismatched
@@ -252,6 +255,12 @@ class ShardFailed(FunitelError):
     grpc_status = grpc.StatusCode.INTERNAL
 
 
+class ShardUnsound(ShardFailed):
+    """A shard answers, and is not to be used again: it gave an impossible answer, hangs, or has lost the other ranks."""
+
+    grpc_status = grpc.StatusCode.DATA_LOSS
+
+
 class StepFailed(FunitelError):
     """One step failed; the shard is sound and its other batches are intact."""
 
@@ -265,6 +274,16 @@ class UnknownBatch(StepFailed):
     """A call names a batch, or a request of it, that the shard does not hold. INTERNAL, as TGI's shards answer."""
 
     grpc_status = grpc.StatusCode.INTERNAL
+
+
+class ResourceExhausted(StepFailed):
+    """There was no memory for a step; what it took was given back, and a smaller one may fit."""
+
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class BrokenScores(StepFailed):
+    """The model gave a sequence scores that are not numbers, or infinite; every other sequence of its step is well."""
 
 
 class StartupError(FunitelError):

@@ -18,8 +18,8 @@ SUFFIX = ".steps"  # of the gRPC socket's path
 # gRPC's numbers of statuses that either end gives itself.
 OK = 0
 DEADLINE_EXCEEDED = 4
-INTERNAL = 13
 UNAVAILABLE = 14
+DATA_LOSS = 15
 
 _HEADER = struct.Struct("<IIQB")  # bytes of payload, bytes of context, number of the call, code
 

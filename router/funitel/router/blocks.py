@@ -78,6 +78,13 @@ class BlockAllocator:
             self._published[key] = block
             self._keys[block] = key
 
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Take the publication of blocks back: nobody finds them any more, whoever shares one keeps it."""
+        for block in blocks:
+            key = self._keys.pop(block, None)
+            if key is not None:
+                del self._published[key]
+
     def match(self, keys: Iterable[bytes]) -> tuple[int, ...]:
         """Published blocks of the longest beginning of `keys`; nothing is taken yet."""
         found = []

@@ -9,6 +9,7 @@ from funitel.router.blocks import BlockAllocator
 from funitel.router.plan import Policy
 from funitel.router.running import Running
 from funitel.router.sequence import Sequence
+from funitel.router.suspects import Suspects
 from funitel.router.waiting import WaitingQueue
 
 # A newcomer leaves a block free for each running sequence, else it would soon be preempted again; but at most this
@@ -20,22 +21,27 @@ MOST_RESERVED = 1 / 25
 class Entrance:
     """From those that wait to those that run, through the blocks that are free or can be shared."""
 
-    def __init__(self, policy: Policy, blocks: BlockAllocator, waiting: WaitingQueue, running: Running) -> None:
+    def __init__(
+        self, policy: Policy, blocks: BlockAllocator, waiting: WaitingQueue, running: Running, suspects: Suspects
+    ) -> None:
         self.block_size = blocks.block_size
         self._policy = policy
         self._blocks = blocks
         self._waiting = waiting
         self._running = running
+        self._suspects = suspects
 
     def next_ready(self, passed_over: Counter[bytes]) -> tuple[Sequence, tuple[int, ...]] | None:
         """Who is next of those that wait, and the published blocks it begins behind.
 
-        One whose next block a running sequence is computing right now is passed over until that block is published.
+        One whose next block a running sequence is computing right now is passed over until that block is published, and
+        while whoever failed a step is looked for all others.
         """
         while (sequence := self._waiting.first(passed_over)) is not None:
-            prefix = self.prefix(sequence)
-            if not self._is_being_computed(sequence, len(prefix)):
-                return sequence, prefix
+            if self._suspects.may_enter(sequence.id):
+                prefix = self.prefix(sequence)
+                if not self._is_being_computed(sequence, len(prefix)):
+                    return sequence, prefix
             passed_over[sequence.request.key] += 1
         return None
 
@@ -69,7 +75,8 @@ class Entrance:
 
     def has_slot(self) -> bool:
         """Whether one more sequence may run."""
-        return self._policy.max_batch_size is None or len(self._running.by_id) < self._policy.max_batch_size
+        bounds = (self._policy.max_batch_size, self._suspects.most_sequences)
+        return all(most is None or len(self._running.by_id) < most for most in bounds)
 
     def has_blocks(self, needed: int, prefix: Seq[int]) -> bool:
         """Whether so many blocks can be had beside `prefix`, and some are left for those that run."""

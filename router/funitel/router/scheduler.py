@@ -17,6 +17,7 @@ be found by its content is published only when committed, and is full: nobody wr
 
 from collections import deque
 from collections.abc import Sequence as Seq
+from math import isnan
 
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StepResult
 from funitel.router.blocks import BlockAllocator
@@ -28,6 +29,7 @@ from funitel.router.running import Running
 from funitel.router.sequence import Sequence
 from funitel.router.sharing_out import SharingOut
 from funitel.router.step_time import StepTimeModel
+from funitel.router.suspects import Suspects
 from funitel.router.waiting import Shares, WaitingQueue
 
 
@@ -43,7 +45,8 @@ class Scheduler:
         self.num_preempted = 0
         self._running = Running(blocks, self.shares)
         self.running = self._running.by_id  # oldest first
-        self._entrance = Entrance(policy, blocks, self.waiting, self._running)
+        self.suspects = Suspects(may_shrink=policy.is_chunked)
+        self._entrance = Entrance(policy, blocks, self.waiting, self._running, self.suspects)
         self._giving_way = GivingWay(self.shares, self._entrance, self.running)
         self._sharing_out = SharingOut(self.shares, self._entrance, self._running)
         self._in_flight: deque[StepPlan] = deque()  # oldest first
@@ -124,6 +127,8 @@ class Scheduler:
     def _budget(self, load: StepLoad) -> ChunkBudget:
         """What may be computed of prompts beside the decoding sequences of `load`."""
         most = self.policy.max_batch_prefill_tokens
+        if self.suspects.most_tokens is not None:
+            most = min(most, self.suspects.most_tokens)
         if not self.policy.is_chunked:
             return ChunkBudget(Allowance(most), load=load)
         return self.step_time.budget(most, load, has_several_keys=self.shares.num_known_keys > 1)
@@ -205,6 +210,7 @@ class Scheduler:
         self._in_flight.popleft()
         # What the ranks measured, for steps wait for one another; `seconds` when they measured nothing.
         self.step_time.observe(plan.load, result.total_ns / 1e9 or seconds)
+        self.suspects.succeed()
         delivered = []
         running, publishes, size = self.running, self.policy.has_prefix_cache, self.blocks.block_size
         for sequence_id, count in plan.computed.items():
@@ -219,6 +225,10 @@ class Scheduler:
             if sequence.num_pending > 0:
                 continue
             generation = by_id[sequence_id]
+            if isnan(sum(generation.tokens.logprobs)):
+                self._condemn(sequence)
+                delivered.append((sequence, generation))
+                continue
             ids = generation.tokens.ids
             sequence.output_ids.extend(ids)
             if len(ids) != 1:
@@ -227,6 +237,13 @@ class Scheduler:
                 self.remove(sequence)
             delivered.append((sequence, generation))
         return delivered
+
+    def _condemn(self, sequence: Sequence) -> None:
+        """End a sequence of broken scores. What it computed since its last token may be as broken: nobody is to find it."""
+        sequence.is_broken = True
+        first = sequence.num_cached // self.blocks.block_size if sequence.output_ids else 0
+        self.blocks.withdraw(sequence.blocks[first:])
+        self.remove(sequence)
 
     def _note_several(self, sequence: Sequence) -> None:
         """A sequence got more than the one token that was foreseen: the rest of a forced span, or speculated ones."""
@@ -238,6 +255,15 @@ class Scheduler:
         """Make blocks known that have been filled: those from `first` up to `end`."""
         for i in range(first, end):
             self.blocks.publish(sequence.blocks[i], sequence.block_key(i, self.blocks.block_size))
+
+    def goals(self, plan: StepPlan) -> dict[int, int]:
+        """By id, the tokens that each running sequence of the oldest step in flight would have computed with it."""
+        running = self.running
+        return {i: running[i].num_computed + count for i, count in plan.computed.items() if i in running}
+
+    def computed(self) -> dict[int, int]:
+        """By id, the tokens computed of every sequence that runs or waits."""
+        return {sequence.id: sequence.num_computed for sequence in (*self.running.values(), *self.waiting)}
 
     def abandon(self) -> None:
         """Forget the steps in flight: one has failed, and what the others did is not taken into account."""

@@ -47,11 +47,11 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0  # tokens found computed when it last entered a step
     in_flight: list[int] = field(default_factory=list)  # tokens it computes in each step sent and not yet answered
-    enters_alone: bool = False  # a step that it entered with others was refused: nobody enters beside it
     arrived: float = 0.0  # in seconds, on a clock that all sequences share
     was_started: bool = False  # it has entered a step, and may wait to be resumed
     num_repeated: int = 0  # tokens that were computed once and lost; to be computed again at no charge
     num_losses: int = 0  # replicas that were lost while it ran there
+    is_broken: bool = False  # the model gave it scores that are not numbers: it has ended
     num_plain_steps: int = 0  # for so many it certainly computes a token, needs no block, and is not at its end
     num_opening: int = 0  # tokens that the shards put behind the prompt
     num_prompt: int = field(init=False)  # tokens that the completion comes behind

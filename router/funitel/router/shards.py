@@ -14,7 +14,15 @@ import grpc
 
 from funitel.proto import encoder_wire, tracing, wire
 from funitel.proto import generate_pb2 as pb
-from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed, StartupError, StepFailed
+from funitel.proto.errors import (
+    FunitelError,
+    InvalidRequest,
+    ResourceExhausted,
+    ShardFailed,
+    ShardUnsound,
+    StartupError,
+    StepFailed,
+)
 from funitel.proto.step import (
     CachedBatch,
     EncoderInput,
@@ -103,7 +111,7 @@ class ShardClient:
         try:
             return parse(payload)
         except Exception as error:  # as a step socket's end takes it
-            raise self.failure(grpc.StatusCode.INTERNAL, unreadable(error)) from error
+            raise self.failure(grpc.StatusCode.DATA_LOSS, unreadable(error)) from error
 
     def _failure_of(self, code: int, details: str) -> FunitelError:
         return self.failure(_STATUSES.get(code, grpc.StatusCode.UNKNOWN), details)
@@ -125,6 +133,10 @@ class ShardClient:
                 return InvalidRequest(details)
             case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED | grpc.StatusCode.CANCELLED:
                 return ShardFailed(f"shard rank {self.rank} does not answer: {details}")
+            case grpc.StatusCode.DATA_LOSS:
+                return ShardUnsound(f"shard rank {self.rank}: {details}")
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return ResourceExhausted(f"shard rank {self.rank}: {details}")
             case _:
                 return StepFailed(f"shard rank {self.rank}: {details}")
 
@@ -303,7 +315,7 @@ class Shards:
         for client, task in zip(self.clients, tasks, strict=True):
             if not task.done():
                 task.cancel()
-                failures.append(ShardFailed(f"shard rank {client.rank} does not answer"))
+                failures.append(ShardUnsound(f"shard rank {client.rank} does not answer"))
             elif isinstance(error := task.exception(), FunitelError):
                 failures.append(error)
         if failures:

@@ -58,14 +58,13 @@ class SharingOut:
                 if budget.is_spent and not is_urgent:
                     break
                 first = budget.fit(num_cached, newcomer.num_known - num_cached, is_urgent=is_urgent)
-                may_enter = not (starts and newcomer.enters_alone) and self._entrance.has_room(newcomer, prefix, first)
+                may_enter = self._entrance.has_room(newcomer, prefix, first)
                 if may_enter:
                     self._entrance.take(newcomer, prefix)
                     self._running.enter(newcomer)
                     computed[newcomer.id] = budget.take(num_cached, newcomer.num_pending, is_urgent=is_urgent)
                     self._shares.charge(newcomer, computed[newcomer.id])
                     starts.append(self._entrance.start(newcomer, computed[newcomer.id]))
-                    may_enter = not newcomer.enters_alone
             else:
                 break
         return starts

@@ -8,8 +8,8 @@ from typing import Any
 from funitel.proto import tracing
 from funitel.proto.errors import FunitelError
 from funitel.proto.step_socket import (
+    DATA_LOSS,
     DEADLINE_EXCEEDED,
-    INTERNAL,
     OK,
     UNAVAILABLE,
     Frame,
@@ -76,7 +76,7 @@ class StepClient(FrameProtocol):
         try:
             answer = call.parse(frame.payload)
         except Exception as error:  # whatever the parser makes of what is no answer, the caller must hear of it
-            call.answer.set_exception(self._failure(INTERNAL, unreadable(error)))
+            call.answer.set_exception(self._failure(DATA_LOSS, unreadable(error)))
         else:
             call.answer.set_result(answer)
 

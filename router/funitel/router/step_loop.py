@@ -9,14 +9,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Container
-from math import isnan
 
-from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed, StepFailed
+from funitel.proto.errors import BrokenScores, FunitelError, ShardFailed, ShardUnsound
 from funitel.proto.step import Generation
 from funitel.router.admission import Throughput
 from funitel.router.metrics import Metrics
 from funitel.router.pipeline import Pipeline
 from funitel.router.plan import StepPlan
+from funitel.router.recovery import Recovery
 from funitel.router.replica import Replica
 from funitel.router.reporting import SchedulerReport
 from funitel.router.requests import Requests
@@ -24,8 +24,6 @@ from funitel.router.scheduler import Scheduler
 from funitel.router.sequence import Sequence
 
 logger = logging.getLogger(__name__)
-
-MOST_FAILED_STEPS = 3  # in a row, before it is no longer put down to those in them
 
 
 class StepLoop:
@@ -64,7 +62,7 @@ class StepLoop:
         self._timer: asyncio.TimerHandle | None = None  # wakes when the next step is to be planned
         self._newest = time.monotonic()  # when a sequence came last
         self._has_given_up = False
-        self._num_failed_steps = 0  # since one has succeeded
+        self._recovery = Recovery(replica, scheduler, self._pipeline, requests, metrics, compiling, self._lose)
         self._task = asyncio.create_task(self._run(), name="engine")
 
     @property
@@ -101,17 +99,22 @@ class StepLoop:
     async def has_lost_shards(self, error: FunitelError) -> bool:
         """Whether a call failed because a shard is gone; if so, who is to know was told, and nothing is left here.
 
-        A shard whose steps all fail is as good as gone, whatever it says of its health: with next to nothing to do, it
-        would be given all that comes.
+        A shard that has shown to be unsound is gone, whatever it says of its health.
         """
         if self.on_lost is None:
             return False
-        if self._num_failed_steps < MOST_FAILED_STEPS:
+        if not isinstance(error, ShardUnsound):
             try:
                 await self._replica.health()
                 return False
             except FunitelError:
                 pass
+        return self._lose(error)
+
+    def _lose(self, error: FunitelError) -> bool:
+        """Tell who is to know that the shards are gone; whether there is anyone."""
+        if self.on_lost is None:
+            return False
         self.on_lost(error)
         return True
 
@@ -136,9 +139,8 @@ class StepLoop:
             self._turn()
             return False
         except FunitelError as error:
-            self._num_failed_steps += not isinstance(error, InvalidRequest)
             if not await self.has_lost_shards(error):
-                await self._recover(error)
+                await self._recovery.recover(error, self.has_lost_shards)
             return True
 
     def _turn(self) -> None:
@@ -168,9 +170,8 @@ class StepLoop:
         try:
             delivered = self._scheduler.commit(settled.plan, settled.answer.combined, settled.seconds)
         except KeyError as error:
-            raise ShardFailed(f"the shards gave no token for request {error}") from error
+            raise ShardUnsound(f"the shards gave no token for request {error}") from error
         self._pipeline.done()
-        self._num_failed_steps = 0
         self._throughput.observe_step(settled.plan.num_tokens, settled.seconds, time.monotonic())
         return delivered
 
@@ -180,7 +181,7 @@ class StepLoop:
         Planning and sending happen without a pause between, so a client seen to leave is in no later step.
         """
         scheduler, pipeline = self._scheduler, self._pipeline
-        while pipeline.has_room:
+        while pipeline.has_room and self._recovery.may_send():
             delay = pipeline.seconds_to_plan(self._newest, has_several_keys=scheduler.shares.num_known_keys > 1)
             if delay > 0.0:
                 self._wake_in(delay)
@@ -214,62 +215,11 @@ class StepLoop:
         self._pipeline.send(plan)
 
     def _deliver(self, sequence: Sequence, generation: Generation) -> None:
-        if isnan(sum(generation.tokens.logprobs)):
-            self._requests.fail(sequence, StepFailed("the model's scores are not numbers (NaN)"))
+        if sequence.is_broken:
+            self._requests.fail(sequence, BrokenScores("the model's scores are not numbers, or infinite"))
             return
         stream = self._requests.streams[sequence.id]
         if generation.finished is not None:
             self._requests.forget(sequence)
             self._throughput.observe_end(sequence)
         stream.deliver(generation)
-
-    # Failures -------------------------------------------------------------------------------------------------------
-
-    async def _recover(self, error: FunitelError) -> None:
-        """The oldest call under way has failed: whom it concerns gets the error, all others begin again.
-
-        The shards hold nothing afterwards. What they computed in later calls is not taken into account: a sequence
-        that is resumed computes the same once more.
-        """
-        call = self._pipeline.oldest
-        plan = call.plan if call is not None else None
-        await self._pipeline.drain()
-        self._scheduler.abandon()
-        if plan is not None:
-            self._metrics.count_step_failure(plan.method)
-        can_resume = self._scheduler.can_resume
-        if isinstance(error, InvalidRequest) and plan is not None and plan.starts and can_resume:
-            self._refuse(plan, error)
-        else:
-            self._fail_step(plan, error if isinstance(error, ShardFailed) else StepFailed(error.message))
-        self._scheduler.preempt_all()
-        try:
-            await self._replica.clear()
-        except FunitelError as failure:
-            if not await self.has_lost_shards(failure):
-                self._requests.fail_all(failure, self._compiling)
-
-    def _refuse(self, plan: StepPlan, error: InvalidRequest) -> None:
-        """The shards refused a step and changed nothing: a newcomer is to blame, and gets the error.
-
-        Of several nobody knows which; they enter again one by one.
-        """
-        logger.warning("a step was refused: %s", error.message)
-        running = self._scheduler.running
-        newcomers = [running[start.request_id] for start in plan.starts if start.request_id in running]
-        if len(plan.starts) == 1:
-            for sequence in newcomers:
-                self._requests.fail(sequence, error)
-        for sequence in newcomers:
-            sequence.enters_alone = True
-
-    def _fail_step(self, plan: StepPlan | None, error: FunitelError) -> None:
-        """Give the error to the sequences of a step; to every running one where no other can be resumed.
-
-        When dropping rows failed nobody is to blame, unless it goes on like this.
-        """
-        logger.error("step failed: %s", error.message)
-        is_hopeless = not self._scheduler.can_resume or self._num_failed_steps >= MOST_FAILED_STEPS
-        for sequence in tuple(self._scheduler.running.values()):
-            if is_hopeless or (plan is not None and sequence.id in plan.computed):
-                self._requests.fail(sequence, error)
