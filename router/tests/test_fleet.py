@@ -19,7 +19,6 @@ from funitel.proto.errors import (
     SettingsError,
     ShardFailed,
     StartupError,
-    StepFailed,
 )
 from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
 from funitel.router import fleet as module

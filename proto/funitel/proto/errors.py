@@ -256,7 +256,7 @@ class ShardFailed(FunitelError):
 
 
 class ShardUnsound(ShardFailed):
-    """A shard answers, and is not to be used again: it gave an impossible answer, hangs, or has lost the other ranks."""
+    """A shard answers, and is not to be used again: it gave an impossible answer, hangs, or has lost other ranks."""
 
     grpc_status = grpc.StatusCode.DATA_LOSS
 

@@ -239,7 +239,7 @@ class Scheduler:
         return delivered
 
     def _condemn(self, sequence: Sequence) -> None:
-        """End a sequence of broken scores. What it computed since its last token may be as broken: nobody is to find it."""
+        """End a sequence of broken scores; nobody is to find what it computed since its last token, maybe as broken."""
         sequence.is_broken = True
         first = sequence.num_cached // self.blocks.block_size if sequence.output_ids else 0
         self.blocks.withdraw(sequence.blocks[first:])
