@@ -211,6 +211,7 @@ def test_a_malformed_variable_exits_with_2(tiny_model: Path, cache: Path) -> Non
         (("--hostname", "192.0.2.1"), ("--hostname 192.0.2.1",)),
         (("--cuda-memory-fraction", "1.5"), ("--cuda-memory-fraction",)),
         (("--validation-workers", "0"), ("--validation-workers",)),
+        (("--max-connections", "0"), ("--max-connections", "0")),
         (("--block-size", "0"), ("--block-size",)),
         (("--max-batch-size", "0"), ("--max-batch-size",)),
         (("--shard-uds-path", "/nowhere/s"), ("--shard-uds-path /nowhere/s",)),

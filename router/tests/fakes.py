@@ -13,6 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from funitel.proto.errors import FunitelError, Overloaded
 from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
+from funitel.router.admission import InFlight
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Limits, Request
 from funitel.router.settings import RouterSettings
@@ -54,6 +55,10 @@ class FakeEngine:
 
     async def was_cancelled(self) -> bool:
         return bool(self.cancelled)
+
+    def check_room(self, newcomer: Request, entering: InFlight) -> None:
+        if len(self.tasks) + entering.num_requests >= self.max_requests:
+            raise Overloaded(f": at most {self.max_requests}")
 
     def submit(self, request: Request) -> TokenStream:
         if len(self.tasks) >= self.max_requests:

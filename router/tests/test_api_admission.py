@@ -1,15 +1,20 @@
 """What a client sees of the queue: refusals in each API's shape, deadlines, priorities, whose share it takes."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fakes import FakeEngine, Serve
+from fakes import FakeEngine, Serve, eventually
 
 from funitel.proto.errors import DeadlineExceeded, FunitelError, Overloaded, SettingsError
+from funitel.router.admission import InFlight
 from funitel.router.app import build_app
+from funitel.router.sequence import Request
 from funitel.router.settings import RouterSettings
+from funitel.router.tokenizer import Encoding, Tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 ROUTES: dict[str, dict[str, Any]] = {
@@ -27,6 +32,7 @@ ROUTES: dict[str, dict[str, Any]] = {
         "outputs": [{"name": "o"}],
     },
 }
+JSON = {"content-type": "application/json"}
 OPENAI = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 
@@ -176,3 +182,127 @@ def test_an_empty_key_or_file_lets_nobody_in(tmp_path: Path) -> None:
     for path, why in ((empty, "must hold a key"), (tmp_path / "absent", "No such file")):
         with pytest.raises(SettingsError, match=f"--api-key-file .*{why}"):
             build_app(RouterSettings(api_key_file=str(path)), never)
+
+
+# At the door ---------------------------------------------------------------------------------------------------------
+
+
+class Full(FakeEngine):
+    """Is full, and counts who asks."""
+
+    num_asked = 0
+
+    def check_room(self, newcomer: Request, entering: InFlight) -> None:
+        self.num_asked += 1
+        raise Overloaded(": 7 requests in flight, at most 7", position=5, wait_seconds=2.25)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_request_there_is_no_room_for_is_refused_before_its_body_is_read(serve: Serve, path: str) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        raise AssertionError("it was read")
+        yield b""
+
+    engine = Full()
+    headers = {"content-type": "application/json", "x-request-priority": "-3", "authorization": "Bearer somebody"}
+    async with serve(engine) as client:
+        answer = await client.post(path, content=body(), headers=headers)
+        metrics = (await client.get("/metrics")).text
+    assert answer.status_code == (529 if path == "/v1/messages" else 429)
+    assert answer.headers["retry-after"] == "3"
+    assert answer.headers["x-queue-position"] == "5"
+    assert answer.headers["x-estimated-wait"] == "2.250"
+    assert message_of(path, answer.json()).startswith("Model is overloaded: 7 requests in flight")
+    assert (answer.json()["queue_position"], answer.json()["estimated_wait_seconds"]) == (5, 2.25)
+    assert engine.num_asked == 1
+    assert 'tgi_request_failure{err="overloaded"} 1.0' in metrics
+    assert "\ntgi_request_count 1.0" in metrics
+
+
+async def test_a_door_is_asked_about_the_request_that_comes(serve: Serve) -> None:
+    asked: list[Request] = []
+
+    class Asking(FakeEngine):
+        def check_room(self, newcomer: Request, entering: InFlight) -> None:
+            asked.append(newcomer)
+
+    headers = {"x-request-timeout": "2.5", "x-request-priority": "-3", "authorization": "Bearer somebody"}
+    engine = Asking()
+    async with serve(engine) as client:
+        await client.post("/generate", json={"inputs": "hi"}, headers=headers)
+    assert len(asked) == 2, "before its body is read, and after"
+    for newcomer in asked:
+        told = engine.requests[0]
+        assert (newcomer.key, newcomer.priority, newcomer.deadline) == (told.key, told.priority, told.deadline)
+
+
+class Slow(Tokenizer):
+    """Tokenizes when it is told to."""
+
+    may_go_on = asyncio.Event()
+    num_texts = 0
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+        Slow.num_texts += 1
+        await Slow.may_go_on.wait()
+        return await super().encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> type[Slow]:
+    monkeypatch.setattr("funitel.router.service.Tokenizer", Slow)
+    Slow.may_go_on, Slow.num_texts = asyncio.Event(), 0
+    return Slow
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_no_more_is_tokenized_than_there_is_room_for(serve: Serve, slow: type[Slow], path: str) -> None:
+    engine = FakeEngine(max_requests=3)
+    async with serve(engine) as client:
+        asking = [asyncio.create_task(client.post(path, json=ROUTES[path])) for _ in range(20)]
+
+        async def are_refused() -> bool:
+            return sum(each.done() for each in asking) == 17
+
+        await eventually(are_refused, "all but three are refused while those are tokenized")
+        assert slow.num_texts == 3
+        slow.may_go_on.set()
+        statuses = sorted([(await each).status_code for each in asking])
+        assert statuses == [200] * 3 + [529 if path == "/v1/messages" else 429] * 17
+        assert (await client.post(path, json=ROUTES[path])).status_code == 200, "every place is free again"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"inputs": "hi"}),
+        ("/chat_tokenize", CHAT),
+        ("/v1/messages/count_tokens", {"messages": CHAT["messages"], "model": "any"}),
+        ("/v1/responses/input_tokens", {"input": "hi"}),
+    ],
+)
+async def test_what_is_only_tokenized_is_bounded_too(
+    serve: Serve, slow: type[Slow], path: str, body: dict[str, Any]
+) -> None:
+    async with serve(FakeEngine(), max_concurrent_requests=3) as client:
+        asking = [asyncio.create_task(client.post(path, json=body)) for _ in range(10)]
+
+        async def are_refused() -> bool:
+            return sum(each.done() for each in asking) == 7
+
+        await eventually(are_refused, "all but three are refused")
+        slow.may_go_on.set()
+        statuses = sorted([(await each).status_code for each in asking])
+        assert statuses == [200] * 3 + [529 if path.startswith("/v1/messages") else 429] * 7
+        assert 'funitel_refused_total{reason="tokenizing"} 7.0' in (await client.get("/metrics")).text
+
+
+async def test_a_place_is_free_again_whatever_becomes_of_a_request(serve: Serve) -> None:
+    engine = FakeEngine(max_requests=1)
+    async with serve(engine) as client:
+        for body in ({}, {"inputs": ""}, {"inputs": "x" * 1000}, {"inputs": "hi", "parameters": {"top_p": 7}}):
+            for path in ("/generate", "/generate_stream"):
+                assert (await client.post(path, json=body)).status_code == 422
+        assert (await client.post("/generate", content=b"{", headers=JSON)).status_code == 400
+        for path in ("/generate", "/generate_stream"):
+            assert (await client.post(path, json={"inputs": "hi"})).status_code == 200

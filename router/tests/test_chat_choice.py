@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funitel.proto.step import FinishReason, GeneratedText, Generation, SamplingParams, StoppingParams, Tokens
+from funitel.router.api.arrival import Arrival
 from funitel.router.api.inference import Job
 from funitel.router.chat import ChatAnswer, EndReason, Tool
 from funitel.router.chat.choice import Choice
@@ -32,7 +33,7 @@ def answer(
     request = Request(
         input_ids=(1, 2), sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=99, stop_sequences=stops)
     )
-    job = Job(cast(Service, None), request, arrived=0.0)
+    job = Job(cast(Service, None), request, arrived=Arrival(0.0))
     choice = Choice(job, prompt, top_logprobs=0, parallel_calls=parallel_calls)
     parts = []
     for generation in generations(pieces, stops, strides):

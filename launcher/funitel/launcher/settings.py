@@ -189,6 +189,27 @@ class LauncherSettings:
         choices=REASONING_PARSERS,
     )
     payload_limit: int = _router("payload_limit", "Largest request body in bytes.")
+    max_connections: int | None = _router(
+        "max_connections",
+        "Most connections at once; past it the one that has rested for longest gives its place. When not given, 16384, "
+        "or as many as the limit on open files leaves room for.",
+    )
+    max_header_bytes: int = _router(
+        "max_header_bytes", "Largest header of a request in bytes; a larger one is answered with 431."
+    )
+    header_timeout_seconds: float = _router(
+        "header_timeout_seconds", "Seconds from the first byte of a request to the end of its header."
+    )
+    body_timeout_seconds: float = _router(
+        "body_timeout_seconds", "Seconds from the end of a header to the end of its body."
+    )
+    idle_timeout_seconds: float = _router(
+        "idle_timeout_seconds", "Seconds that a connection is kept open for another request."
+    )
+    unread_timeout_seconds: float = _router(
+        "unread_timeout_seconds",
+        "Seconds that a client may leave what it was sent unread; then its connection is cut.",
+    )
     max_stored_responses: int = _router(
         "max_stored_responses", "Most answers of /v1/responses kept in memory; 0 keeps none."
     )

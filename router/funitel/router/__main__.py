@@ -11,8 +11,11 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from types import FrameType
+from typing import cast
 
 import typer
 import uvicorn
@@ -24,14 +27,17 @@ from funitel.proto.parent import is_losing, stop_with_parent
 from funitel.proto.settings import as_command, run_app
 from funitel.router.api.routes import document
 from funitel.router.app import build_app
+from funitel.router.connections import Connections
 from funitel.router.fleet import connect
-from funitel.router.settings import RouterSettings
+from funitel.router.http_protocol import HttpConnection
+from funitel.router.open_files import allow_open_files, most_connections
+from funitel.router.settings import MOST_TIMEOUT_SECONDS, RouterSettings
 from funitel.router.sse import DirectSend
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-KEEP_ALIVE_SECONDS = 75  # longer than the pools of common clients and proxies keep an idle connection
+SEND_BUFFER_BYTES = 1 << 17  # of a connection; the kernel would keep megabytes for each client that does not read
 # What a token needs is freed by counting references. Python's collector of cycles, which is started by objects made and
 # not yet freed, would go through all that belongs to the running streams several times a step: a fifth of the CPU time
 # at 1000 streams. Requests do leave cycles behind, a few hundred objects each.
@@ -42,9 +48,10 @@ ORPHAN_SECONDS = 5  # without a parent nobody would end a drain that hangs
 class Server(uvicorn.Server):
     """One uvicorn server that also stops when the router cannot start, or when its parent is gone."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, max_connections: int) -> None:
         app = build_app(settings, connect, self.fail)
-        super().__init__(_uvicorn_config(app))
+        connections = Connections(max_connections, app.state.service.metrics)
+        super().__init__(_uvicorn_config(app, partial(HttpConnection, connections, settings)))
         self.failure: FunitelError | None = None
         self._parent = settings.exit_with_parent
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after it has run: then no news
@@ -64,17 +71,17 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _uvicorn_config(app: Starlette) -> uvicorn.Config:
+def _uvicorn_config(app: Starlette, protocol: Callable[..., HttpConnection]) -> uvicorn.Config:
     return uvicorn.Config(
         DirectSend(app),
         loop="uvloop",
-        http="httptools",
+        http=cast(type[HttpConnection], protocol),  # uvicorn does no more than call it
         ws="none",
         lifespan="on",
         access_log=False,
         log_config=None,
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_keep_alive=MOST_TIMEOUT_SECONDS,  # the protocol has its own
         timeout_graceful_shutdown=None,  # whoever asks for the end decides how long running requests may take
     )
 
@@ -99,7 +106,9 @@ def bind(hostname: str, port: int) -> socket.socket:
     address = listen_address(hostname)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((address, port), family=family, backlog=BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        return listener
     except OSError as error:
         raise StartupError(f"cannot listen on {address} port {port}: {os.strerror(error.errno or 0)}") from error
 
@@ -119,7 +128,7 @@ def serve(settings: RouterSettings) -> None:
             stack.callback(tracing.export(settings.otlp_endpoint, settings.otlp_service_name))
         ports = [settings.port, *([settings.prometheus_port] if settings.prometheus_port is not None else [])]
         listeners = [stack.enter_context(bind(settings.hostname, port)) for port in ports]
-        server = Server(settings)
+        server = Server(settings, most_connections(settings.max_connections, allow_open_files()))
         for listener in listeners:
             logger.info("listening on %s port %d", *listener.getsockname()[:2])
         server.run(sockets=listeners)

@@ -20,10 +20,10 @@ from funitel.proto.errors import (
 )
 from funitel.proto.settings import require
 from funitel.proto.step import EncoderFacts, EncoderInput, EncoderResult, EncoderTask
-from funitel.router.admission import Throughput
+from funitel.router.admission import InFlight, Throughput
 from funitel.router.encoder_queue import EncoderQueue, Submission, Text
 from funitel.router.metrics import Metrics
-from funitel.router.sequence import Limits
+from funitel.router.sequence import Limits, Request
 from funitel.router.settings import RouterSettings
 from funitel.router.shards import Shards
 from funitel.router.stream import Timings
@@ -119,7 +119,7 @@ class EncoderEngine:
         """
         now = time.monotonic()
         submission = Submission(self._next_id, task, inputs, priority)
-        self._admit(submission, deadline, now)
+        self._admit(submission.num_tokens, len(self._pending), deadline, now)
         self._next_id += 1
         pending = self._pending[submission] = _Pending(submission)
         self._queue.add(submission)
@@ -142,16 +142,21 @@ class EncoderEngine:
             self._left.set()
         return pending.encoded
 
-    def _admit(self, submission: Submission, deadline: float | None, now: float) -> None:
+    def check_room(self, newcomer: Request, entering: InFlight) -> None:
+        """Find out whether the texts of a request would be taken, behind those of others; raises as `encode`."""
+        in_flight = len(self._pending) + entering.num_requests
+        self._admit(len(newcomer.input_ids), in_flight, newcomer.deadline, time.monotonic())
+
+    def _admit(self, num_tokens: int, in_flight: int, deadline: float | None, now: float) -> None:
         if self._is_draining:
             raise NotReady("the server is shutting down")
-        settings, in_flight, reason, why = self._settings, len(self._pending), "", ""
+        settings, reason, why = self._settings, "", ""
         left = None if deadline is None else deadline - now
         if left is not None and left <= 0:
             self._metrics.count_expired("arriving")
             raise DeadlineExceeded("the deadline passed before the request was queued")
         wait = self._queue.num_tokens / self._throughput.tokens_per_second
-        tokens = self._queue.num_tokens + submission.num_tokens
+        tokens = self._queue.num_tokens + num_tokens
         if in_flight >= settings.max_concurrent_requests:
             why, reason = f"{in_flight} requests in flight, at most {settings.max_concurrent_requests}", "requests"
         elif self._queue.num_texts and settings.max_queued_tokens is not None and tokens > settings.max_queued_tokens:

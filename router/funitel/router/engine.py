@@ -65,18 +65,29 @@ class Engine:
             ShardFailed: the engine has stopped.
         """
         check_capabilities(request.sampling, self._replica.capabilities)
+        self._check_open()
+        sequence = self._sequence_of(request)
+        self._next_id += 1
+        return self.accept(sequence)
+
+    def check_room(self, newcomer: Request, entering: InFlight) -> None:
+        """Find out whether a request would be queued, behind so many that are about to be submitted.
+
+        Raises: as `submit`, save for InvalidRequest.
+        """
+        self._check_open()
+        self.check_place(self._sequence_of(newcomer), self.in_flight(newcomer.key) + entering)
+
+    def _check_open(self) -> None:
         if self._is_draining:
             raise NotReady("the server is shutting down")
         if self._steps.has_ended:
             raise ShardFailed("the engine has stopped")
-        sequence = Sequence(
-            self._next_id,
-            request,
-            num_opening=self._replica.info.num_opening_tokens,
-            arrived=time.monotonic(),
-        )
-        self._next_id += 1
-        return self.accept(sequence)
+
+    def _sequence_of(self, request: Request) -> Sequence:
+        """The sequence of a request that comes now."""
+        num_opening = self._replica.info.num_opening_tokens
+        return Sequence(self._next_id, request, num_opening=num_opening, arrived=time.monotonic())
 
     def accept(self, sequence: Sequence, in_flight: InFlight | None = None) -> TokenStream:
         """Queue a sequence whose id is new here, if there is a place for it.
@@ -145,18 +156,23 @@ class Engine:
         else:
             self._queue(sequence)
 
-    def _admit(self, sequence: Sequence, in_flight: InFlight) -> None:
-        """Make sure that there is a place for a sequence; one of a key with more may lose its own."""
+    def check_place(self, sequence: Sequence, in_flight: InFlight) -> Sequence | None:
+        """Return who must leave the queue for a sequence, if somebody must; raises as `accept`."""
         if sequence.request.deadline is not None and sequence.request.deadline <= sequence.arrived:
             self._metrics.count_expired("arriving")
             raise DeadlineExceeded("the deadline passed before the request was queued")
         waiting, running = self._scheduler.waiting, self._scheduler.running.values()
         try:
-            leaving = self._admission.check(sequence, in_flight, waiting, self._scheduler.shares, running)
+            return self._admission.check(sequence, in_flight, waiting, self._scheduler.shares, running)
         except Overloaded as refused:
             self._metrics.count_refused(refused.reason)
             raise
+
+    def _admit(self, sequence: Sequence, in_flight: InFlight) -> None:
+        """Make sure that there is a place for a sequence; one of a key with more may lose its own."""
+        leaving = self.check_place(sequence, in_flight)
         if leaving is not None:
+            waiting, running = self._scheduler.waiting, self._scheduler.running.values()
             place = self._admission.place_of(leaving, waiting, running)
             self._metrics.count_refused("displaced")
             lost = ": its place went to an API key that has fewer"

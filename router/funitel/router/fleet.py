@@ -81,21 +81,36 @@ class Fleet:
             ShardFailed: every replica is lost.
         """
         check_capabilities(request.sampling, self._members[0].shards.infos[0].capabilities)
+        self._check_open()
+        sequence = self._sequence_of(request)
+        self._next_id += 1
+        member = self._home_of_sibling(request) or self._choose(sequence)
+        self._newest = request, member
+        return member.engine.accept(sequence, self._in_flight(request.key))
+
+    def check_room(self, newcomer: Request, entering: InFlight) -> None:
+        """Find out whether a request would be queued, behind so many that are about to be submitted.
+
+        Raises: as `submit`, save for InvalidRequest.
+        """
+        self._check_open()
+        sequence = self._sequence_of(newcomer)
+        self._choose(sequence).engine.check_place(sequence, self._in_flight(newcomer.key) + entering)
+
+    def _check_open(self) -> None:
         if self._is_draining:
             raise NotReady("the server is shutting down")
         if not self._serving:
             raise ShardFailed("every replica is lost")
-        sequence = Sequence(
-            self._next_id,
-            request,
-            num_opening=self._members[0].shards.infos[0].num_opening_tokens,
-            arrived=time.monotonic(),
-        )
-        self._next_id += 1
-        member = self._home_of_sibling(request) or self._choose(sequence)
-        self._newest = request, member
-        counts = [member.engine.in_flight(request.key) for member in self._serving]
-        return member.engine.accept(sequence, sum(counts, start=InFlight(0, 0)))
+
+    def _sequence_of(self, request: Request) -> Sequence:
+        """The sequence of a request that comes now."""
+        num_opening = self._members[0].shards.infos[0].num_opening_tokens
+        return Sequence(self._next_id, request, num_opening=num_opening, arrived=time.monotonic())
+
+    def _in_flight(self, key: bytes) -> InFlight:
+        """Requests of all replicas that have not ended, and those of a key."""
+        return sum((member.engine.in_flight(key) for member in self._serving), start=InFlight(0, 0))
 
     def _home_of_sibling(self, request: Request) -> Member | None:
         """Where the request before this one went, if it has the same prompt object: `n` and `best_of` make such."""

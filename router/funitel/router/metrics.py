@@ -65,6 +65,14 @@ class Metrics:
             self.registry.unregister(histogram)
         self._make_token_histograms(limits.max_input_tokens, limits.max_total_tokens)
 
+    def set_connections(self, count: int) -> None:
+        """Set how many connections are open."""
+        self._connections.set(count)
+
+    def count_cut(self, reason: str) -> None:
+        """Note that a connection was refused or cut, because of a bound it passed or the place it took."""
+        self._cut.labels(reason).inc()
+
     def count_request(self) -> None:
         """Note that a request for a generation arrived."""
         self._request_count.inc()
@@ -238,7 +246,7 @@ class Metrics:
         self._queued_tokens.set(num_tokens)
 
     def count_refused(self, reason: str) -> None:
-        """Note that a sequence found no place: `requests`, `key`, `queued_tokens`, `deadline` or `displaced`."""
+        """Note that a request found no place, and by which bound: see docs/scheduling.md."""
         self._refused.labels(reason).inc()
 
     def count_expired(self, state: str) -> None:
@@ -257,6 +265,8 @@ class Metrics:
         self._request_success = self._counter("tgi_request_success", "Requests that got their whole answer.")
         self._request_failure = self._counter("tgi_request_failure", "Requests that failed.", "err")
         self._responses = self._counter("funitel_responses", "HTTP answers.", "route", "status")
+        self._connections = self._gauge("funitel_connections", "Connections that are open.")
+        self._cut = self._counter("funitel_cut_connections", "Connections refused or cut.", "reason")
         self._request_duration = self._duration("tgi_request_duration", "Arrival until the whole answer.")
         self._validation_duration = self._duration("tgi_request_validation_duration", "Arrival until queued.")
         self._queue_duration = self._duration("tgi_request_queue_duration", "Queued until its first step.")

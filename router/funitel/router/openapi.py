@@ -32,8 +32,8 @@ MEANINGS = {
     504: "The time given with x-request-timeout has passed",
     529: "Too many requests at once, or no time left for this one",
 }
-READ_FAILURES = (400, 413, 415, 422, 503)  # of a route that reads a body and needs the model's files
-GENERATION_FAILURES = (*READ_FAILURES, 424, 429, 500, 504)
+READ_FAILURES = (400, 413, 415, 422, 429, 503)  # of a route that reads a body and needs the model's files
+GENERATION_FAILURES = (*READ_FAILURES, 424, 500, 504)
 ANTHROPIC_FAILURES = (400, 413, 415, 500, 503, 504, 529)
 
 

@@ -10,6 +10,8 @@ from importlib import metadata
 from typing import Protocol
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
+from funitel.router.admission import InFlight
+from funitel.router.door import Door, ReadingRoom
 from funitel.router.encoder_engine import EncoderEngine
 from funitel.router.encoder_service import EncoderService
 from funitel.router.grammar import GrammarChecker
@@ -37,6 +39,10 @@ class Inference(Protocol):
     @property
     def compute_type(self) -> str:
         """Shards and device, such as `2-cpu`; sent as `x-compute-type`."""
+        ...
+
+    def check_room(self, newcomer: Request, entering: InFlight) -> None:
+        """Raise Overloaded or NotReady if a request would be refused, behind those that are about to be submitted."""
         ...
 
     def submit(self, request: Request) -> TokenStream:
@@ -81,6 +87,10 @@ class Service:
         self._grammars: GrammarChecker | None = None
         self._engine: Inference | None = None
         self._encoder: EncoderService | None = None
+        reading_room = ReadingRoom(settings.max_concurrent_requests, self.metrics)
+        self.door = Door(lambda: self.engine)
+        self.encoder_door = Door(lambda: self.encoder.engine)
+        self.reading_door = Door(lambda: reading_room)
 
     @property
     def model_id(self) -> str:

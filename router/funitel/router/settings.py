@@ -9,6 +9,7 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
 MOST_TOKENS = 2**32 - 1  # the wire counts tokens in 32 bits
 MOST_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
+MOST_TIMEOUT_SECONDS = 86_400
 _REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
 
 
@@ -85,6 +86,19 @@ class RouterSettings:
     )
     validation_workers: int = setting(2, "Threads that tokenize prompts.")
     payload_limit: int = setting(2_000_000, "Largest request body in bytes.")
+    max_connections: int | None = setting(
+        None,
+        "Most connections at once; past it the one that has rested for longest gives its place. When not given, 16384, "
+        "or as many as the limit on open files leaves room for.",
+    )
+    max_header_bytes: int = setting(32_768, "Largest header of a request in bytes; a larger one is answered with 431.")
+    header_timeout_seconds: float = setting(20.0, "Seconds from the first byte of a request to the end of its header.")
+    body_timeout_seconds: float = setting(60.0, "Seconds from the end of a header to the end of its body.")
+    # Longer than the pools of common clients and proxies keep an idle connection.
+    idle_timeout_seconds: float = setting(75.0, "Seconds that a connection is kept open for another request.")
+    unread_timeout_seconds: float = setting(
+        60.0, "Seconds that a client may leave what it was sent unread; then its connection is cut."
+    )
     max_stored_responses: int = setting(1000, "Most answers of /v1/responses kept in memory; 0 keeps none.")
     max_stored_response_bytes: int = setting(64_000_000, "Most bytes of JSON that those answers may take.")
     api_key: str | None = setting(None, "Bearer token that requests must carry.")
@@ -114,6 +128,7 @@ class RouterSettings:
             "validation_workers",
             "payload_limit",
             "max_stored_response_bytes",
+            "max_header_bytes",
         ):
             value = getattr(self, name)
             require(value > 0, f"--{name.replace('_', '-')} must be > 0, given {value}")
@@ -139,6 +154,21 @@ class RouterSettings:
         ):
             value = getattr(self, name)
             require(value >= 0, f"--{name.replace('_', '-')} must be >= 0, given {value}")
+        for name in (
+            "header_timeout_seconds",
+            "body_timeout_seconds",
+            "idle_timeout_seconds",
+            "unread_timeout_seconds",
+        ):
+            value = getattr(self, name)
+            require(
+                0 < value <= MOST_TIMEOUT_SECONDS,
+                f"--{name.replace('_', '-')} must be > 0 and <= {MOST_TIMEOUT_SECONDS}, given {value}",
+            )
+        require(
+            self.max_connections is None or self.max_connections > 0,
+            f"--max-connections must be > 0, given {self.max_connections}",
+        )
         check_api_key(self.api_key)
         require(
             self.max_queued_tokens is None or self.max_queued_tokens > 0,

@@ -13,7 +13,7 @@ from funitel.router.api.answers import json_answer
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
 from funitel.router.api.errors import anthropic_error, new_request_id, renaming
-from funitel.router.api.inference import generation_route, service_of
+from funitel.router.api.inference import generation_route, reading_route, service_of
 from funitel.router.chat import Part, PreparedChat, count_prompt_tokens, prepare_chat
 from funitel.router.frames import named_frame
 from funitel.router.schema_anthropic import (
@@ -60,6 +60,7 @@ async def messages(http: HttpRequest) -> Response:
     return json_answer(message, headers | {"request-id": request_id})
 
 
+@reading_route
 async def count_tokens(http: HttpRequest) -> Response:
     """`/v1/messages/count_tokens`: how many tokens the prompt of a conversation has."""
     service = service_of(http)

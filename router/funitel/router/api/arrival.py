@@ -9,8 +9,11 @@ from starlette.requests import Request as HttpRequest
 
 from funitel.proto.errors import InvalidRequest
 from funitel.router.api.keys import owner_of
+from funitel.router.door import Entry, newcomer
 from funitel.router.schema_types import MOST_PRIORITY
+from funitel.router.sequence import Request
 
+ARRIVAL = "funitel.arrival"  # in a request's scope, once it was let in
 TIMEOUT, PRIORITY = "x-request-timeout", "x-request-priority"
 MOST_TIMEOUT_SECONDS = 86_400.0
 
@@ -23,14 +26,28 @@ class Arrival:
     key: bytes = b""
     priority: int = 0
     deadline: float | None = None
+    entry: Entry | None = None  # where it was let in by a door
+
+    def arrive(self) -> None:
+        """Be counted where the work is done from now on, and by the door no more."""
+        if self.entry is not None:
+            self.entry.leave()
+
+    @property
+    def newcomer(self) -> Request:
+        """As a door is asked about it."""
+        return newcomer(self.key, self.priority, self.deadline)
 
     @classmethod
     def of(cls, http: HttpRequest) -> "Arrival":
-        """Note the arrival of a request; to be called first.
+        """Note the arrival of a request; to be called first. Called again it gives what was noted.
 
         Raises:
             InvalidRequest: a header is not what it must be.
         """
+        noted: Arrival | None = http.scope.get(ARRIVAL)
+        if noted is not None:
+            return noted
         now = time.monotonic()
         timeout = _timeout(http.headers.get(TIMEOUT))
         return cls(now, owner_of(http.scope), _priority(http.headers.get(PRIORITY)), timeout and now + timeout)

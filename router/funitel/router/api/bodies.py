@@ -22,7 +22,8 @@ B = TypeVar("B", bound=Body)
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-_PARSED = "funitel.body"  # a route may look at a body before it hands the request on
+# In a request's scope: its body. A route may look at it before it hands the request on.
+_RAW, _PARSED = "funitel.bytes", "funitel.body"
 
 LENIENT_SECONDS = 0.25  # for finding the unknown fields of one body
 
@@ -84,9 +85,21 @@ async def read_json(request: Request, limit: int) -> Any:
     """
     scope = request.scope
     if _PARSED not in scope:
-        _check_media_type(request.headers.get("content-type", ""))
-        scope[_PARSED] = _parse_json(await _read_bytes(request, limit))
+        await receive_body(request, limit)
+        scope[_PARSED] = _parse_json(scope.pop(_RAW))
     return scope[_PARSED]
+
+
+async def receive_body(request: Request, limit: int) -> None:
+    """Wait until a request's body of at most `limit` bytes is there, and make nothing of it yet.
+
+    Raises:
+        UnsupportedMediaType: it is not declared as JSON.
+        PayloadTooLarge: it is too long.
+    """
+    if _RAW not in request.scope and _PARSED not in request.scope:
+        _check_media_type(request.headers.get("content-type", ""))
+        request.scope[_RAW] = await _read_bytes(request, limit)
 
 
 def _check_media_type(content_type: str) -> None:

@@ -6,7 +6,6 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -16,7 +15,7 @@ from funitel.proto.step import EncoderInput, EncoderTask
 from funitel.router.api.answers import json_answer
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
-from funitel.router.api.inference import Handler, service_of
+from funitel.router.api.inference import encoder_route, service_of
 from funitel.router.encoder_engine import BYTES, Encoded
 from funitel.router.encoder_service import EncoderService, Wish
 from funitel.router.encoder_texts import Encoding
@@ -38,19 +37,6 @@ from funitel.router.schema_encoder import (
 )
 from funitel.router.service import Service
 from funitel.router.sse import run_until_disconnect
-
-
-def encoder_route(handler: Handler) -> Handler:
-    """Count the requests of a handler, and those that fail."""
-
-    @wraps(handler)
-    async def counted(request: HttpRequest) -> Response:
-        metrics = service_of(request).metrics
-        metrics.count_request()
-        with metrics.counting_failures():
-            return await handler(request)
-
-    return counted
 
 
 @encoder_route
@@ -157,6 +143,7 @@ class Call:
     async def encode(self, http: HttpRequest, task: EncoderTask, inputs: Sequence[EncoderInput]) -> Encoded:
         """Have the texts encoded, unless the client leaves."""
         self.validation_seconds = time.monotonic() - self.arrived.at
+        self.arrived.arrive()
         lengths = [len(text.input_ids) for text in inputs]
         self.num_tokens = sum(lengths)
         work = self.encoder.engine.encode(task, inputs, priority=self.priority, deadline=self.arrived.deadline)

@@ -12,7 +12,9 @@ from starlette.responses import Response
 from funitel.proto import tracing
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import Generation
-from funitel.router.api.arrival import Arrival
+from funitel.router.api.arrival import ARRIVAL, Arrival
+from funitel.router.api.bodies import receive_body
+from funitel.router.door import Door
 from funitel.router.grammar import Grammar
 from funitel.router.schema import GenerateParameters
 from funitel.router.schema_grammar import grammar_of
@@ -31,7 +33,7 @@ def service_of(request: HttpRequest) -> Service:
     return cast(Service, request.app.state.service)
 
 
-def generation_route(handler: Handler) -> Handler:
+def counted_route(handler: Handler) -> Handler:
     """Count the requests of a handler, and those that fail before their answer begins.
 
     A request that one handler hands to another is counted once.
@@ -45,10 +47,59 @@ def generation_route(handler: Handler) -> Handler:
         metrics = service_of(request).metrics
         metrics.count_request()
         with metrics.counting_failures():
-            service_of(request).check_generates()
             return await handler(request)
 
     return counted
+
+
+def generation_route(handler: Handler) -> Handler:
+    """Let the requests of a handler in by the engine's door, and count them."""
+
+    async def let_in(request: HttpRequest) -> Response:
+        service = service_of(request)
+        service.check_generates()
+        return await _enter(request, service.door, handler)
+
+    return counted_route(wraps(handler)(let_in))
+
+
+def encoder_route(handler: Handler) -> Handler:
+    """Let the requests of a handler in by the encoder's door, and count them."""
+
+    async def let_in(request: HttpRequest) -> Response:
+        return await _enter(request, service_of(request).encoder_door, handler)
+
+    return counted_route(wraps(handler)(let_in))
+
+
+def reading_route(handler: Handler) -> Handler:
+    """Let the requests of a handler in that wants nothing but tokens, so many at once."""
+
+    @wraps(handler)
+    async def let_in(request: HttpRequest) -> Response:
+        return await _enter(request, service_of(request).reading_door, handler)
+
+    return let_in
+
+
+async def _enter(request: HttpRequest, door: Door, handler: Handler) -> Response:
+    """Have a request handled if it is let in: asked before its body is read, and once more before it is parsed.
+
+    Raises:
+        Overloaded: there is no room for it.
+    """
+    if ARRIVAL in request.scope:  # another handler has handed it on
+        return await handler(request)
+    arrived = Arrival.of(request)
+    newcomer = arrived.newcomer
+    door.check(newcomer)
+    await receive_body(request, service_of(request).settings.payload_limit)
+    entry = door.enter(newcomer)
+    request.scope[ARRIVAL] = replace(arrived, entry=entry)
+    try:
+        return await handler(request)
+    finally:
+        entry.leave()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +113,11 @@ class Prompt:
 
 @dataclass(slots=True)
 class Job:
-    """A request on its way to the engine; `arrived` and `validated` are instants of the monotonic clock."""
+    """A request on its way to the engine; `validated` is an instant of the monotonic clock."""
 
     service: Service
     request: Request
-    arrived: float
+    arrived: Arrival
     validated: float = field(default_factory=time.monotonic)
     num_cached_tokens: int = 0  # of the prompt, known once its first token is there
     latest_token: float | None = None  # when one was seen last, on the monotonic clock
@@ -74,7 +125,7 @@ class Job:
     @property
     def validation_seconds(self) -> float:
         """Arrival until queued."""
-        return self.validated - self.arrived
+        return self.validated - self.arrived.at
 
     def measure(self, stream: TokenStream, generation: Generation, now: float) -> None:
         """Note what its stream brought at an instant."""
@@ -151,7 +202,7 @@ async def prepare(
     service.metrics.observe_prompt(len(request.input_ids), request.stopping.max_new_tokens)
     priority = arrived.priority if parameters.priority is None else parameters.priority
     request = replace(request, key=arrived.key, priority=priority, deadline=arrived.deadline)
-    return Job(service, request, arrived.at)
+    return Job(service, request, arrived)
 
 
 async def _check_grammar(service: Service, grammar: Grammar) -> None:

@@ -14,7 +14,7 @@ from funitel.router.api.answers import json_answer
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body, shape_error
 from funitel.router.api.errors import renaming
-from funitel.router.api.inference import generation_route, service_of
+from funitel.router.api.inference import generation_route, reading_route, service_of
 from funitel.router.chat import Part, PreparedChat, count_prompt_tokens, prepare_chat
 from funitel.router.frames import named_frame
 from funitel.router.responses_answer import ResponseBuilder, new_id
@@ -67,6 +67,7 @@ async def create(http: HttpRequest) -> Response:
     return json_answer(answering.builder.response, headers)
 
 
+@reading_route
 async def count_input_tokens(http: HttpRequest) -> Response:
     """`POST /v1/responses/input_tokens`: how many tokens the prompt of a conversation has."""
     service = service_of(http)

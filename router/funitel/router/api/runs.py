@@ -80,6 +80,8 @@ class _Run:
 @asynccontextmanager
 async def _submitted(jobs: Sequence[Job]) -> AsyncIterator[list[TokenStream]]:
     """Queue all jobs or none; what still runs at the end of the block is cancelled."""
+    for job in jobs:
+        job.arrived.arrive()
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(job.service.engine.submit(job.request)) for job in jobs]
 

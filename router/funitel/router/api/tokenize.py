@@ -5,13 +5,14 @@ from starlette.responses import Response
 
 from funitel.router.api.answers import json_answer
 from funitel.router.api.bodies import read_body
-from funitel.router.api.inference import generation_route, service_of
+from funitel.router.api.inference import counted_route, reading_route, service_of
 from funitel.router.chat.prompt import render
 from funitel.router.schema import ChatTokenizeResponse, GenerateRequest, SimpleToken, TokenizeResponse
 from funitel.router.schema_openai import ChatRequest
 from funitel.router.tokenizer import Encoding
 
 
+@reading_route
 async def tokenize(http: HttpRequest) -> Response:
     """`/tokenize`: the prompt's tokens, special ones added, with their places in bytes."""
     service = service_of(http)
@@ -20,7 +21,8 @@ async def tokenize(http: HttpRequest) -> Response:
     return json_answer(_listed(encoding))
 
 
-@generation_route
+@counted_route
+@reading_route
 async def chat_tokenize(http: HttpRequest) -> Response:
     """`/chat_tokenize`: the prompt that the template makes of a chat, and its tokens."""
     service = service_of(http)

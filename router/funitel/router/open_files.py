@@ -1,0 +1,43 @@
+"""How many files this process may have open, and with that how many connections."""
+
+import logging
+import resource
+
+from funitel.proto.errors import SettingsError
+
+logger = logging.getLogger(__name__)
+
+USUAL_CONNECTIONS = 16_384
+OTHER_FILES = 256  # listeners, shards, workers, logs, and whatever is opened for a moment
+MOST_FILES = 1 << 20  # where the system names no limit
+
+
+def allow_open_files() -> int:
+    """Raise the limit on open files to the highest this process may have; return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):  # the kernel has a bound of its own
+            return soft
+    return wanted
+
+
+def most_connections(wanted: int | None, num_files: int) -> int:
+    """How many connections there may be at once, where so many files may be open.
+
+    Raises:
+        SettingsError: that many were asked for, and there cannot be.
+    """
+    possible = num_files - OTHER_FILES
+    if wanted is None:
+        if possible < USUAL_CONNECTIONS:
+            logger.warning("%d files may be open (ulimit -Hn): at most %d connections", num_files, possible)
+        return max(1, min(USUAL_CONNECTIONS, possible))
+    if wanted > possible:
+        raise SettingsError(
+            f"--max-connections {wanted} needs {wanted + OTHER_FILES} open files, at most {num_files} are allowed "
+            "(ulimit -Hn)"
+        )
+    return wanted
