@@ -5,7 +5,7 @@ UNIT_TESTS := proto/tests router/tests model_server/tests launcher/tests llm/tes
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check fmt proto docs itest bench families fuzz-files wheel clean
+.PHONY: help setup serve test check triton fmt proto docs itest bench families fuzz-files wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -19,7 +19,7 @@ serve: setup ## serve the demo model on port 3000; make serve ARGS="--port 3001 
 # A test that fails is run once more, and named: some wait for clocks, and machines of CI have neighbours.
 AGAIN := --reruns 1 -r R
 
-test: check ## everything CI runs; ARGS="-m slow" runs the slow tests instead
+test: check triton ## everything CI runs; ARGS="-m slow" runs the slow tests instead
 	@failed=0; for tests in "-n 2 --dist loadfile $(UNIT_TESTS)" integration-tests; do \
 		$(BIN)/pytest -m "not slow" $(AGAIN) $$tests $(ARGS); case $$? in 0|5) ;; *) failed=1 ;; esac; \
 	done; exit $$failed
@@ -28,6 +28,9 @@ check: setup ## format, lint, types, generated code and pages, version
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES)
 	PYTHON=$(BIN)/python scripts/proto.sh --check && $(BIN)/python scripts/check_version.py && $(BIN)/python scripts/settings_page.py --check && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page --check
+
+triton: setup # what tests of GPU kernels interpret; 0.3 GB that serving on a CPU does without
+	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps "triton>=3.3" || echo "no triton for this machine: its tests are skipped"
 
 fmt: setup ## format and sort imports
 	$(BIN)/ruff check --fix-only . && $(BIN)/ruff format .

@@ -14,5 +14,8 @@ hypothesis.settings.load_profile("funitel")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent / "testing"), os.environ.get("PYTHONPATH")])
 )
+# Without a GPU Triton's kernels run in its interpreter. It is asked for before anything can have imported triton.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 # Run in the background by a shell, we and all we start would ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)

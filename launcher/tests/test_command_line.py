@@ -60,9 +60,9 @@ def test_what_would_change_the_answer_is_one_line_and_exit_code_1(
 
 
 def test_what_changes_nothing_is_one_line_of_the_log_and_the_start_goes_on() -> None:
-    argv = ("--model-id", "/nowhere", "--cuda-graphs", "0", "--env", "--shard-uds-path", "/tmp/funitel-test-flags")
+    argv = ("--model-id", "/nowhere", "--ngrok-edge", "x", "--env", "--shard-uds-path", "/tmp/funitel-test-flags")
     result = run("funitel", *argv, environ={"USAGE_STATS": "off"})
-    assert result.stderr.count("--cuda-graphs 0 is accepted and changes nothing: ") == 1
+    assert result.stderr.count("--ngrok-edge x is accepted and changes nothing: ") == 1
     assert result.stderr.count("USAGE_STATS=off is accepted and changes nothing: ") == 1
     assert "Runtime environment:" in result.stderr
     assert "Python: 3." in result.stderr

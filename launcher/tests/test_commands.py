@@ -164,7 +164,12 @@ def test_without_a_token_there_is_none() -> None:
 
 
 def test_what_the_launcher_has_remarked_upon_is_not_told_to_its_children_again() -> None:
-    environ = {"CUDA_GRAPHS": "0", "ATTENTION": "flashinfer", "TRUST_REMOTE_CODE": "true", "HF_HUB_OFFLINE": "1"}
+    environ = {
+        "DISABLE_CUSTOM_KERNELS": "1",
+        "ATTENTION": "flashinfer",
+        "TRUST_REMOTE_CODE": "true",
+        "HF_HUB_OFFLINE": "1",
+    }
     settings = resolved()
     for told in (shard_environ(settings, environ, 0), router_environ(settings, environ)):
         assert told.keys() & environ.keys() == {"HF_HUB_OFFLINE"}

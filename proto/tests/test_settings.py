@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from funitel.model_server.settings import DEVICES, DTYPES, MOST_NODES, MOST_SPIN_US, QUANTIZATIONS, ModelServerSettings
+from funitel.proto.batch_sizes import MOST_ROWS, BatchSizes
 from funitel.proto.cores import Cores
 from funitel.proto.errors import SettingsError, WeightsError
 from funitel.proto.options import flag_of, variable_of
@@ -305,6 +306,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "rope_scaling": st.sampled_from([None, "linear"]),
     "rope_factor": st.none() | st.floats(0.01, 1024),
     "block_size": COUNT,
+    "cuda_graphs": st.none() | st.frozensets(st.integers(1, MOST_ROWS)).map(BatchSizes),
     "cuda_memory_fraction": st.floats(0, 1, exclude_min=True),
     "num_threads": st.none() | COUNT,
     "most_threads": st.none(),  # and a number where "num_threads" is none

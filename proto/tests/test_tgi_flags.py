@@ -316,7 +316,7 @@ def text_for(row: Foreign) -> str:
     """A value that asks for something."""
     if row.choices:
         return row.choices[0]
-    return {"cuda_graphs": "1,2,4", "extension": ".bin"}.get(row.name, "0.5" if row.kind is float else "3")
+    return {"extension": ".bin"}.get(row.name, "0.5" if row.kind is float else "3")
 
 
 def argv_for(row: Foreign) -> list[str]:
@@ -353,7 +353,7 @@ def test_an_inert_one_is_one_line_of_the_log_when_given(
 def test_nothing_is_said_of_what_is_not_given(program: Program, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("DEBUG", "funitel"):
         run(program, [])
-        run(program, [], {"TRUST_REMOTE_CODE": "false", "NGROK": "0", "SPECULATE": "", "CUDA_GRAPHS": ""})
+        run(program, [], {"TRUST_REMOTE_CODE": "false", "NGROK": "0", "SPECULATE": ""})
     assert caplog.messages == []
 
 

@@ -4,6 +4,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
+from funitel.proto.batch_sizes import BatchSizes
 from funitel.proto.foreign import REFUSED_VALUES
 from funitel.proto.settings import require, setting
 from funitel.router.settings import (
@@ -76,6 +77,11 @@ class LauncherSettings:
         "rope_factor", "How far rotary positions, and with them the model's context, are stretched; 1 when not given."
     )
     block_size: int = _shard("block_size", "Tokens per KV block.")
+    cuda_graphs: BatchSizes | None = _shard(
+        "cuda_graphs",
+        "Numbers of decoding rows for which a step is recorded as a CUDA graph, such as 1,2,4; 0 for none; 1, 2, 4, 8 "
+        "and every eighth up to 256 when not given. A step takes the smallest that holds it.",
+    )
     num_threads: int | None = _shard(
         "num_threads",
         "Compute threads of each shard; when not given, as many as a probe at start finds best of the cores, which are "

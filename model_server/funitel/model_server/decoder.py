@@ -47,9 +47,12 @@ class Decoder:
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
+        return self.run(batch, cache, self.attention.plan(batch))
+
+    def run(self, batch: ForwardBatch, cache: KVCache, plan: object) -> torch.Tensor | None:
+        """Run one forward whose attention was planned; with tensors alone where the plan is."""
         x = self.entrance(batch)  # [num_tokens, hidden_size]
         turns = self.entrance.turns(batch, x.dtype)
-        plan = self.attention.plan(batch)
         for layer in self.layers:
             x = layer(x, batch, cache, plan, turns)
         if batch.logit_indices.numel() == 0:

@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 
-from funitel.model_server.attention import TorchAttention
 from funitel.model_server.cpu import decoder as fused
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.coverage import missing
@@ -21,6 +20,7 @@ from funitel.model_server.cpu.ranks import SharedMemoryRanks
 from funitel.model_server.cpu.scores import FusedScores
 from funitel.model_server.cpu.tiers import MADE, Tier
 from funitel.model_server.decoder import Decoder, Forward
+from funitel.model_server.gpu.choice import choose_attention, recorded
 from funitel.model_server.hub import DEFAULT_CACHE_DIR
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.memory import bytes_in_use
@@ -69,9 +69,11 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
     """The readable decoder: every device, every spec, in the precision of `weights`."""
     predicted = torch_weight_bytes(spec, parallel.rank, parallel.size, weights.dtype, weights.device)
     before = bytes_in_use(weights.device)
-    decoder = Decoder(spec, weights, parallel, TorchAttention(settings.block_size, weights.device))
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+    attention = choose_attention(spec, heads, settings.block_size, weights.device, weights.dtype)
+    decoder = Decoder(spec, weights, parallel, attention)
     _log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, weights.dtype)
-    return in_torch(decoder, weights, parallel)
+    return in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel)
 
 
 def in_torch(decoder: Forward, weights: Weights, parallel: TensorParallel) -> Loaded:

@@ -37,6 +37,8 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     """
     device = choose_device(settings.device, settings.rank)
     set_threads(settings.num_threads or settings.most_threads)
+    if device.type == "cpu" and settings.cuda_graphs is not None:
+        logger.info("--cuda-graphs %s changes nothing: the model runs on a CPU", settings.cuda_graphs)
     try:
         spec = _stretched(choose_spec(settings.model_spec, folder), settings)
     except NoRow as no_row:

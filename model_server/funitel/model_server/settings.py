@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from funitel.proto.batch_sizes import BatchSizes
 from funitel.proto.cores import Cores
 from funitel.proto.foreign import REFUSED_VALUES
 from funitel.proto.options import Counts, flag_of
@@ -230,6 +231,11 @@ class ModelServerSettings:
     )
     block_size: int = setting(16, "Tokens per KV block.")
     cuda_memory_fraction: float = setting(1.0, "Share of the free device memory that the KV pool may take.")
+    cuda_graphs: BatchSizes | None = setting(
+        None,
+        "Numbers of decoding rows for which a step is recorded as a CUDA graph, such as 1,2,4; 0 for none; 1, 2, 4, 8 "
+        "and every eighth up to 256 when not given. A step takes the smallest that holds it.",
+    )
     num_threads: int | None = setting(
         None, "Compute threads; when not given, on a CPU as many of its cores as a probe at start finds best."
     )

@@ -67,12 +67,6 @@ class Refused(Foreign):
         return f"{given} cannot be honoured: {self.why}"
 
 
-def _sizes(text: str) -> str:
-    if not all(size.strip().isdigit() for size in text.split(",")):
-        raise ValueError("is not a list of whole numbers with commas between")
-    return text
-
-
 _CHILDREN: tuple[Program, ...] = ("launcher", "router", "shard", "download")
 _ON_SHARDS: tuple[Program, ...] = ("launcher", "shard")
 
@@ -82,13 +76,6 @@ INERT: tuple[Inert, ...] = (
         flag=("router", "download", "quantize"),
         kind=bool,
         why="only shards run the code that comes with a model",
-    ),
-    Inert(
-        name="cuda_graphs",
-        flag=("launcher",),
-        variable=("shard",),
-        kind=_sizes,
-        why="decoding does not use CUDA graphs",
     ),
     Inert(
         name="disable_custom_kernels",

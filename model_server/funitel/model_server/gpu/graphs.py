@@ -1,0 +1,172 @@
+"""Decoding as CUDA graphs: a step of rows with one token each is recorded once for a bucket of rows, and replayed.
+
+Launching a layer's kernels costs the host more than they cost the device when rows are few; a replay is one launch.
+A step takes the smallest bucket that holds it. Rows beyond its own are padding: they compute token 0 at position 0 of
+block 0, which is no sequence's, and nobody reads what comes of it.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from funitel.model_server.batch import ForwardBatch
+from funitel.model_server.decoder import Decoder
+from funitel.model_server.gpu.attention import TritonAttention
+from funitel.model_server.kv_cache import KVCache, Slots
+
+logger = logging.getLogger(__name__)
+
+Body = Callable[[], torch.Tensor | None]
+Record = Callable[[Body], Body]  # from work on fixed tensors to its replay, which gives the same tensor each time
+
+_LAST_DOUBLING, _LARGEST = 8, 256
+
+
+def default_buckets() -> tuple[int, ...]:
+    """Rows of the steps that are recorded: 1, 2, 4, 8, then every eighth number."""
+    return (1, 2, 4, *range(_LAST_DOUBLING, _LARGEST + 1, 8))
+
+
+class CudaRecorder:
+    """Records work on this device as CUDA graphs, which share the memory of what they compute on the way."""
+
+    _WARM_UPS = 2  # runs before: what is made once, such as compiled kernels, must not be in the graph
+
+    def __init__(self) -> None:
+        self._pool: Any = None  # a handle
+
+    def __call__(self, body: Body) -> Body:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(self._WARM_UPS):
+                body()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = body()
+        self._pool = graph.pool()
+
+        def replay() -> torch.Tensor | None:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class _Inputs:
+    """What a recorded step of `num_rows` rows reads: tokens, positions and contexts, and the blocks of every row."""
+
+    def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
+        self._rows = torch.zeros((3, num_rows), dtype=torch.int32, device=device)
+        self.tokens, self.positions, self.contexts = self._rows
+        self.tables = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
+
+    def load(self, batch: ForwardBatch) -> None:
+        """Take over the rows of a batch, in one upload; the others become padding.
+
+        Of the blocks as many are told as the longest row has: what is left of a step before is beyond every context.
+        """
+        num_rows = self.tables.shape[0]
+        used = max(-(-row.end // batch.block_size) for row in batch.rows)
+        staged = torch.zeros(num_rows * (3 + used), dtype=torch.int32, pin_memory=self.tables.is_cuda)
+        numbers = staged.numpy()
+        tokens, positions, contexts = numbers[: 3 * num_rows].reshape(3, num_rows)
+        blocks = numbers[3 * num_rows :].reshape(num_rows, used)
+        contexts[:] = 1
+        for i, row in enumerate(batch.rows):
+            tokens[i], positions[i], contexts[i] = row.tokens[0], row.start, row.end
+            num_blocks = -(-row.end // batch.block_size)
+            blocks[i, :num_blocks] = row.block_table[:num_blocks]
+        there = staged.to(self.tables.device, non_blocking=True)
+        self._rows.copy_(there[: 3 * num_rows].view(3, num_rows))
+        self.tables[:, :used].copy_(there[3 * num_rows :].view(num_rows, used))
+
+
+@dataclass(frozen=True)
+class _FixedBatch(ForwardBatch):
+    """A batch whose tensors are made from a step's inputs on the device, so that a replay makes them again."""
+
+    inputs: _Inputs
+
+    @classmethod
+    def of(cls, inputs: _Inputs, block_size: int) -> "_FixedBatch":
+        """The batch of whatever `inputs` hold."""
+        num_rows = inputs.tokens.shape[0]
+        every = torch.arange(num_rows, device=inputs.tokens.device)
+        return cls((), num_rows, block_size, inputs.tokens.long(), every, inputs)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """See ForwardBatch."""
+        positions: torch.Tensor = self.inputs.positions.long()
+        return positions
+
+    @cached_property
+    def slots(self) -> Slots:
+        """See ForwardBatch."""
+        index = self.positions // self.block_size
+        return self.inputs.tables.gather(1, index[:, None])[:, 0].long(), self.positions % self.block_size
+
+
+class GraphedDecoder:
+    """`Forward` of a decoder: by replay where every row decodes and a bucket holds them, else as it is.
+
+    Args:
+        decoder: computes; its attention runs on tensors alone.
+        attention: the decoder's.
+        buckets: rows of the steps to record.
+        context: longest of a row, in tokens.
+        record: makes a replay of some work.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        attention: TritonAttention,
+        buckets: Sequence[int],
+        context: int,
+        record: Record,
+    ) -> None:
+        self._decoder = decoder
+        self._attention = attention
+        self._buckets = sorted(buckets)
+        self._width = -(-context // attention.block_size)
+        self._record = record
+        self._steps: dict[int, tuple[_Inputs, Body]] = {}
+        self._cache: KVCache | None = None
+
+    def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
+        """See Forward."""
+        bucket = self._bucket_of(batch)
+        if bucket is None:
+            return self._decoder(batch, cache)
+        if cache is not self._cache:  # recorded steps write to the pool they were recorded with
+            self._steps, self._cache = {}, cache
+        if bucket not in self._steps:
+            self._steps[bucket] = self._step(bucket, batch, cache)
+        inputs, replay = self._steps[bucket]
+        inputs.load(batch)
+        logits = replay()
+        return None if logits is None else logits[batch.logit_indices]
+
+    def _bucket_of(self, batch: ForwardBatch) -> int | None:
+        num_rows = len(batch.rows)
+        if batch.num_decode < num_rows or batch.logit_indices.shape[0] == 0:
+            return None
+        return next((bucket for bucket in self._buckets if bucket >= num_rows), None)
+
+    def _step(self, bucket: int, batch: ForwardBatch, cache: KVCache) -> tuple[_Inputs, Body]:
+        inputs = _Inputs(bucket, self._width, batch.input_ids.device)
+        inputs.load(batch)
+
+        def body() -> torch.Tensor | None:
+            fixed = _FixedBatch.of(inputs, batch.block_size)
+            plan = self._attention.plan_rows(inputs.contexts, inputs.tables)
+            return self._decoder.run(fixed, cache, plan)
+
+        return inputs, self._record(body)

@@ -1,0 +1,302 @@
+"""Paged attention as Triton kernels: tiles of queries against keys and values read through block tables.
+
+One kernel serves prompts and decoding. A program takes a tile of queries that share a KV head (the query heads of a
+group stand in as queries of one head) and walks over the keys they see with a running softmax. A row that decodes has
+so few queries that its keys are cut into parts, each a program of its own, and `_merge_parts` puts these together
+(split KV, as in FlashDecoding: https://pytorch.org/blog/flash-decoding). Sums are float32 whatever the inputs are.
+
+No launch depends on what the step's tensors hold, only on their shapes: a CUDA graph may replay it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+MOST_HEAD_DIM = 256  # of queries: a tile's sums must stay in registers
+_IS_INTERPRETED = triton.knobs.runtime.interpret  # Triton's interpreter multiplies bfloat16 as the integers they lie in
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Which queries a launch attends.
+
+    A tile is `tokens` consecutive tokens of one row, fewer at the row's end. All int32: `rows` [num_tiles] the row of a
+    tile, `firsts` [num_tiles] its first token among the row's own; `starts` [num_rows] where a row begins among the
+    step's tokens, `lengths` [num_rows] its tokens, `contexts` [num_rows] its context after the step, `tables`
+    [num_rows, width] its blocks. A tile of a row of length 0 does nothing.
+    """
+
+    tokens: int
+    num_parts: int  # into which the keys of a tile are cut
+    rows: torch.Tensor
+    firsts: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    contexts: torch.Tensor
+    tables: torch.Tensor
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    tiles: Tiles,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    """Attend the queries of `tiles`; the arguments from `scale` on are those of an `AttentionRule`.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], the last two contiguous.
+        keys, values: [num_blocks, block_size, num_kv_heads, head_dim], the last contiguous; of the type of the queries
+            or one that is cast to it, such as float8.
+        out: [num_tokens, num_heads, head_dim], as the queries lie; written where a tile has tokens.
+        tiles: which queries, and through which blocks they see keys and values.
+    """
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads = keys.shape[2]
+    group = num_heads // num_kv_heads
+    num_tiles = tiles.rows.shape[0]
+    num_queries = max(16, triton.next_power_of_2(tiles.tokens * group))  # of a tile; tl.dot takes no fewer than 16
+    is_cut = tiles.num_parts > 1
+    # One part writes its answer; of several each leaves its sums, its largest score, and the sum of its weights.
+    sums = out
+    extents = query.new_empty((1,), dtype=torch.float32)
+    if is_cut:
+        shape = (num_tiles * tiles.tokens, num_heads, tiles.num_parts)
+        sums = query.new_empty((*shape, head_dim), dtype=torch.float32)
+        extents = query.new_empty((*shape, 2), dtype=torch.float32)
+    _attend_tile[(num_tiles, num_kv_heads, tiles.num_parts)](
+        query,
+        keys,
+        values,
+        sums,
+        extents,
+        tiles.rows,
+        tiles.firsts,
+        tiles.starts,
+        tiles.lengths,
+        tiles.contexts,
+        tiles.tables,
+        tiles.tables.stride(0),
+        query if slopes is None else slopes,
+        query if sinks is None else sinks,
+        scale,
+        0.0 if softcap is None else softcap,
+        0 if window is None else window,
+        query.stride(0),
+        out.stride(0),
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        num_heads,
+        NUM_PARTS=tiles.num_parts,
+        TILE_TOKENS=tiles.tokens,
+        GROUP=group,
+        NUM_QUERIES=num_queries,
+        HEAD_DIM=head_dim,
+        PADDED_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_SIZE=keys.shape[1],
+        NUM_KEYS=_keys_at_once(head_dim),
+        HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SLOPES=slopes is not None,
+        HAS_SINKS=sinks is not None,
+        IN_FLOAT32=query.dtype is torch.float32 or _IS_INTERPRETED,
+        num_warps=4 if num_queries < 64 else 8,
+    )
+    if is_cut:
+        _merge_parts[(num_tiles * tiles.tokens, num_heads)](
+            sums,
+            extents,
+            out,
+            tiles.rows,
+            tiles.firsts,
+            tiles.starts,
+            tiles.lengths,
+            out.stride(0),
+            num_heads,
+            TILE_TOKENS=tiles.tokens,
+            NUM_PARTS=tiles.num_parts,
+            HEAD_DIM=head_dim,
+            PADDED_DIM=triton.next_power_of_2(head_dim),
+        )
+
+
+def _keys_at_once(head_dim: int) -> int:
+    """Keys of a turn of the loop: those and their values are in shared memory at once, two turns of them."""
+    return 64 if head_dim <= 128 else 32
+
+
+@triton.jit
+def _attend_tile(
+    query,
+    keys,
+    values,
+    sums,
+    extents,
+    rows,
+    firsts,
+    starts,
+    lengths,
+    contexts,
+    tables,
+    table_stride,
+    slopes,
+    sinks,
+    scale,
+    softcap,
+    window,
+    query_stride,
+    out_stride,
+    key_block_stride,
+    key_slot_stride,
+    key_head_stride,
+    value_block_stride,
+    value_slot_stride,
+    value_head_stride,
+    num_heads,
+    NUM_PARTS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_QUERIES: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):
+    """One tile of queries, one KV head, one part of the keys."""
+    tile, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, first = tl.load(rows + tile), tl.load(firsts + tile)
+    length, context = tl.load(lengths + row), tl.load(contexts + row)
+    if first >= length:
+        return
+
+    # Queries: the heads of a group side by side, for each token of the tile.
+    lanes = tl.arange(0, NUM_QUERIES)
+    token = first + lanes // GROUP
+    head = kv_head * GROUP + lanes % GROUP
+    dims = tl.arange(0, PADDED_DIM)
+    is_query = (lanes < TILE_TOKENS * GROUP) & (token < length)
+    is_element = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    place = (tl.load(starts + row) + token).to(tl.int64)
+    q = tl.load(
+        query + place[:, None] * query_stride + head[:, None] * HEAD_DIM + dims[None, :], mask=is_element, other=0.0
+    )
+    if IN_FLOAT32:
+        q = q.to(tl.float32)
+    position = context - length + token
+
+    # Keys this part looks at: those that any query of the tile sees, cut into equal parts of whole turns.
+    last = tl.minimum(first + TILE_TOKENS, length) - 1
+    end = context - length + last + 1
+    begin = 0
+    if HAS_WINDOW:
+        begin = tl.maximum(context - length + first - window + 1, 0) // NUM_KEYS * NUM_KEYS
+    if NUM_PARTS > 1:
+        num_turns = tl.cdiv(tl.cdiv(end - begin, NUM_KEYS), NUM_PARTS)
+        begin += part * num_turns * NUM_KEYS
+        end = tl.minimum(end, begin + num_turns * NUM_KEYS)
+
+    largest = tl.full([NUM_QUERIES], float("-inf"), tl.float32)
+    weight = tl.zeros([NUM_QUERIES], tl.float32)
+    if HAS_SINKS:
+        if part == 0:
+            largest = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * _LOG2_E
+            weight += 1.0
+    if HAS_SLOPES:
+        slope = tl.load(slopes + head, mask=is_query, other=0.0).to(tl.float32)
+    total = tl.zeros([NUM_QUERIES, PADDED_DIM], tl.float32)
+
+    for at in range(begin, end, NUM_KEYS):
+        seen = at + tl.arange(0, NUM_KEYS)
+        is_key = seen < end
+        block = tl.load(tables + row * table_stride + seen // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        slot = seen % BLOCK_SIZE
+        key_places = block * key_block_stride + slot * key_slot_stride + kv_head * key_head_stride
+        k = tl.load(
+            keys + key_places[None, :] + dims[:, None], mask=is_key[None, :] & (dims < HEAD_DIM)[:, None], other=0.0
+        ).to(q.dtype)
+        scores = tl.dot(q, k, input_precision="ieee" if IN_FLOAT32 else None) * scale
+        if HAS_SOFTCAP:
+            scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)  # tanh
+        distance = seen[None, :] - position[:, None]
+        if HAS_SLOPES:
+            scores += slope[:, None] * distance
+        is_seen = is_key[None, :] & (distance <= 0)
+        if HAS_WINDOW:
+            is_seen &= distance > -window
+        scores = tl.where(is_seen, scores * _LOG2_E, float("-inf"))
+
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        level = tl.where(larger == float("-inf"), 0.0, larger)  # of a query that has seen no key yet
+        weights = tl.exp2(scores - level[:, None])
+        shrink = tl.exp2(largest - level)
+        weight = weight * shrink + tl.sum(weights, 1)
+        value_places = block * value_block_stride + slot * value_slot_stride + kv_head * value_head_stride
+        v = tl.load(
+            values + value_places[:, None] + dims[None, :], mask=is_key[:, None] & (dims < HEAD_DIM)[None, :], other=0.0
+        ).to(q.dtype)
+        total = total * shrink[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee" if IN_FLOAT32 else None)
+        largest = larger
+
+    if NUM_PARTS == 1:
+        places = place[:, None] * out_stride + head[:, None] * HEAD_DIM + dims[None, :]
+        weight = tl.where(is_query, weight, 1.0)  # lanes without a query may have seen no key
+        tl.store(sums + places, (total / weight[:, None]).to(sums.dtype.element_ty), mask=is_element)
+    else:
+        line = ((tile * TILE_TOKENS + lanes // GROUP).to(tl.int64) * num_heads + head) * NUM_PARTS + part
+        tl.store(sums + line[:, None] * HEAD_DIM + dims[None, :], total, mask=is_element)
+        tl.store(extents + line * 2, largest, mask=is_query)
+        tl.store(extents + line * 2 + 1, weight, mask=is_query)
+
+
+@triton.jit
+def _merge_parts(
+    sums,
+    extents,
+    out,
+    rows,
+    firsts,
+    starts,
+    lengths,
+    out_stride,
+    num_heads,
+    TILE_TOKENS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    """One head of one token: its parts as one, each weighed by what its largest score is to the largest of all."""
+    line, head = tl.program_id(0), tl.program_id(1)
+    tile = line // TILE_TOKENS
+    row = tl.load(rows + tile)
+    token = tl.load(firsts + tile) + line % TILE_TOKENS
+    if token >= tl.load(lengths + row):
+        return
+    place = (tl.load(starts + row) + token).to(tl.int64)
+    base = (line.to(tl.int64) * num_heads + head) * NUM_PARTS
+    dims = tl.arange(0, PADDED_DIM)
+    largest = float("-inf")
+    for part in range(NUM_PARTS):
+        largest = tl.maximum(largest, tl.load(extents + (base + part) * 2))
+    weight = 0.0
+    total = tl.zeros([PADDED_DIM], tl.float32)
+    for part in range(NUM_PARTS):
+        share = tl.exp2(tl.load(extents + (base + part) * 2) - largest)
+        weight += share * tl.load(extents + (base + part) * 2 + 1)
+        total += share * tl.load(sums + (base + part) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+    places = out + place * out_stride + head * HEAD_DIM + dims
+    tl.store(places, (total / weight).to(out.dtype.element_ty), mask=dims < HEAD_DIM)

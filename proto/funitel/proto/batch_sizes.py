@@ -1,0 +1,26 @@
+"""Sizes of batches as TGI writes them: `1,2,4`."""
+
+from collections.abc import Iterable
+
+MOST_ROWS = 4096
+_MOST_DIGITS = 9
+
+
+class BatchSizes(frozenset[int]):
+    """Numbers of rows; made of text such as `1,2,4`, of which `0` is none, or of numbers, and text again by `str`."""
+
+    def __new__(cls, sizes: str | Iterable[int]) -> "BatchSizes":
+        """Raise ValueError, which says what is wrong, for text of any other form."""
+        return super().__new__(cls, _parse(sizes) if isinstance(sizes, str) else sizes)
+
+    def __str__(self) -> str:
+        return ",".join(map(str, sorted(self))) or "0"
+
+
+def _parse(text: str) -> set[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and part.isascii() for part in parts):
+        raise ValueError("is not a list of whole numbers with commas between, such as 1,2,4")
+    if any(len(part) > _MOST_DIGITS or int(part) > MOST_ROWS for part in parts):
+        raise ValueError(f"has a size above {MOST_ROWS}")
+    return {int(part) for part in parts} - {0}
