@@ -34,6 +34,8 @@ PROTO_ARROWS = {
     ("grammar", "step"),
     ("settings", "foreign"),
     ("tracing", "errors"),
+    ("span_export", "errors"),
+    ("span_export", "tracing"),
     ("settings", "options"),
     ("options", "foreign"),
 }

@@ -7,19 +7,17 @@ from pathlib import Path
 
 import grpc
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from funitel.model_server.calls import Calls
 from funitel.model_server.executor import Executor
 from funitel.model_server.lanes import BesideLane, OwnLane
 from funitel.model_server.step_server import StepServer
 from funitel.proto import generate_pb2 as pb
-from funitel.proto import tracing, wire
+from funitel.proto import wire
 from funitel.proto.errors import FunitelError, ShardFailed, StartupError
 from funitel.proto.step_socket import OK, Frame, Method, encode_context
 from funitel_testing.executors import load_executor, start
+from funitel_testing.spans import recording
 from funitel_testing.step_peer import StepPeer
 from funitel_testing.tiny import save_tiny
 
@@ -162,23 +160,31 @@ async def test_a_path_that_cannot_be_is_one_clear_line(shard: Shard, tmp_path: P
 
 
 async def test_calls_are_spans_below_the_routers(shard: Shard) -> None:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracing.use(provider.get_tracer("test"))
-    try:
+    with recording() as spans:
         router = await shard.connect()
         context = encode_context({"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"})
         router.prefill(1, 1, 1, context)
         router.prefill(2, 2, 1, context)
         await router.answer()
         await router.answer()
-    finally:
-        tracing.use(None)
-    refused, step = sorted(exporter.get_finished_spans(), key=lambda span: span.status.is_ok)
+    refused, step = sorted(spans.all, key=lambda span: span.status.is_ok)
     assert {span.name for span in (refused, step)} == {"/generate.v3.TextGenerationService/Prefill"}
     assert {f"{span.context.trace_id:032x}" for span in (refused, step)} == {TRACE}
     assert step.attributes is not None
     assert step.attributes["rpc.method"] == "Prefill"
     assert step.attributes["rpc.grpc.status_code"] == 0
+    assert step.attributes["funitel.step.rows"] == 1
     assert not refused.status.is_ok
+    assert refused.status.description == "InvalidRequest"
+
+
+async def test_a_step_is_a_span_below_each_that_it_is_made_for(shard: Shard) -> None:
+    named = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "traceparent-1": f"00-{'1' * 32}-{'2' * 16}-01"}
+    with recording() as spans:
+        router = await shard.connect()
+        router.prefill(1, 1, 1, encode_context(named))
+        router.prefill(2, 2, 2)  # for nobody who is traced
+        await router.answer()
+        await router.answer()
+    assert {f"{span.context.trace_id:032x}" for span in spans.all} == {TRACE, "1" * 32}
+    assert len(spans.all) == 2

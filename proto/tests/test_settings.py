@@ -285,6 +285,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "log_level": TEXT,
     "otlp_endpoint": st.none() | TEXT,
     "otlp_service_name": TEXT,
+    "otlp_decode_tokens": COUNT,
     "compute_type": st.none() | TEXT,
     "exit_with_parent": st.none() | st.integers(1, 2**22),
 }

@@ -92,6 +92,10 @@ class FakeEngine:
                 stream.deliver(self.error)
                 return
             stream.timings.started = stream.timings.started or stream.timings.submitted
+            if stream.trace is not None:
+                if number == 0:
+                    stream.trace.enter(len(request.input_ids), self.num_cached_tokens)
+                stream.trace.send(1, 2)
             stream.deliver(generation)
 
 

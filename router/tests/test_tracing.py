@@ -1,193 +1,268 @@
-"""Spans: what is recorded below whose, and that a collector gets it over OTLP."""
+"""Spans of requests: what is recorded below whose, what they say, and that a collector gets it."""
 
 import asyncio
-import socket
+import json
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import grpc
 import httpx
 import pytest
-from fake_shards import fake_shards
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from fake_shards import FakeShard, fake_shards
+from fakes import FakeEngine, Serve, eventually
+from starlette.types import Message, Receive, Scope
 
 from funitel.proto import tracing
-from funitel.proto.errors import SettingsError
+from funitel.proto.errors import NotReady, ShardFailed
 from funitel.proto.step import SamplingParams, StoppingParams
+from funitel.router.app import build_app
 from funitel.router.fleet import connect
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Request
 from funitel.router.settings import RouterSettings
+from funitel_testing.servers import free_port, wait_until
+from funitel_testing.spans import Recorded, collecting, facts_of, parent_of, recording
 
-TRACE = "0af7651916cd43dd8448eb211c80319c"
-TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE}-{SPAN}-01"
 PATIENCE_SECONDS = 20.0
+SECRET = "xyzzy"  # of a prompt: no span may hold it
 
 
 @pytest.fixture
-def spans() -> Iterator[InMemorySpanExporter]:
-    """What is recorded while the test runs."""
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracing.use(provider.get_tracer("test"))
-    yield exporter
-    tracing.use(None)
+def spans() -> Iterator[Recorded]:
+    """What is recorded while the test runs; nothing of it quotes a prompt."""
+    with recording() as recorded:
+        yield recorded
+    assert SECRET not in "".join(span.to_json() for span in recorded.all)
 
 
-def named(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
-    return [span for span in exporter.get_finished_spans() if span.name == name]
+# The engine
 
 
-async def generate(tmp_path: Path) -> list[dict[str, str]]:
-    """Run one request below a span over a fake shard; return the metadata of its calls."""
-    async with fake_shards(tmp_path, 1) as (fake,):
-        settings = RouterSettings(master_shard_uds_path=f"{tmp_path}/shard-0", max_batch_prefill_tokens=32)
-        engine = await connect(settings, Metrics())
-        request = Request(
-            input_ids=(1, 2, 3), sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=3), inputs="abc"
-        )
-        with tracing.span("request"):
-            async with engine.submit(request) as stream:
-                await stream.last()
+async def generate(tmp_path: Path, count: int = 1, **settings: object) -> list[FakeShard]:
+    """Run requests, each below a span of its own, over two fake shards."""
+    async with fake_shards(tmp_path, 2, has_step_sockets=True) as shards:
+        flags = {"master_shard_uds_path": f"{tmp_path}/shard-0", "max_batch_prefill_tokens": 32} | settings
+        engine = await connect(RouterSettings(**flags), Metrics())  # type: ignore[arg-type]
+        await asyncio.gather(*(_generate(engine, index) for index in range(count)))
         await asyncio.wait_for(engine.close(), 10)
-        return fake.metadata
+        return shards
 
 
-async def test_a_request_is_queued_and_inferred_below_its_caller(tmp_path: Path, spans: InMemorySpanExporter) -> None:
-    await generate(tmp_path)
-    (caller,) = named(spans, "request")
-    for name in ("queued", "infer"):
-        (span,) = named(spans, name)
-        assert span.parent is not None
-        assert span.parent.span_id == caller.context.span_id
-    (queued,), (infer,) = named(spans, "queued"), named(spans, "infer")
-    assert abs(queued.end_time - infer.start_time) < 1e6  # type: ignore[operator]
-    assert 0 < infer.end_time - infer.start_time < 10e9  # type: ignore[operator]
+async def _generate(engine: object, index: int) -> None:
+    request = Request(
+        input_ids=(1, 2, 3, index), sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=6), inputs=SECRET
+    )
+    span = tracing.begin("request", tracing.ROOT)
+    with tracing.within(span):
+        async with engine.submit(request) as stream:  # type: ignore[attr-defined]
+            await stream.last()
+    span.end()
 
 
-async def test_each_step_is_a_batch_of_its_own_and_known_to_the_shards(
-    tmp_path: Path, spans: InMemorySpanExporter
+def told(shard: FakeShard) -> list[str]:
+    """Ids of the spans that a shard was told of."""
+    contexts = [context for end in shard.step_ends for context in end.contexts]
+    return [value.split("-")[2] for context in contexts for name, value in context.items() if name[5:6] == "p"]
+
+
+async def test_each_of_several_requests_has_a_whole_tree_and_every_shard_knows_of_it(
+    tmp_path: Path, spans: Recorded
 ) -> None:
-    metadata = await generate(tmp_path)
-    (prefill,) = named(spans, "prefill")
-    decodes = named(spans, "decode")
-    assert prefill.attributes == {"size": 1}
-    assert len(decodes) >= 2
-    batches = {batch.context.span_id: batch for batch in named(spans, "batch")}
-    told = [call["traceparent"].rpartition("-")[0] for call in metadata]
-    for step in (prefill, *decodes):
-        assert step.parent is not None
-        assert batches[step.parent.span_id].parent is None
-        assert f"00-{step.context.trace_id:032x}-{step.context.span_id:016x}" in told
+    shards = await generate(tmp_path, 3, otlp_decode_tokens=2)
+    for request in spans.named("request"):
+        below = [span for span in spans.all if parent_of(span) == request.context.span_id]
+        assert {span.context.trace_id for span in below} == {request.context.trace_id}
+        assert {span.name for span in below} == {"queue", "prefill", "decode"}
+        tokens = [facts_of(span)["funitel.tokens"] for span in below if span.name == "decode"]
+        assert sum(tokens) == 5
+        assert max(tokens) == 2
+        expected = {f"{span.context.span_id:016x}" for span in below if span.name != "queue"}
+        for shard in shards:
+            assert expected <= set(told(shard))
+    assert told(shards[0]) == told(shards[1])
 
 
 async def test_without_a_collector_nothing_is_sent_along(tmp_path: Path) -> None:
-    assert not any("traceparent" in call for call in await generate(tmp_path))
-    assert tracing.inject() == {}
-    assert tracing.current() is None
+    assert [told(shard) for shard in await generate(tmp_path)] == [[], []]
 
 
-def test_an_exporter_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    with pytest.raises(SettingsError, match="--otlp-endpoint needs the package opentelemetry-exporter-otlp-proto-grpc"):
-        tracing.export("http://localhost:4317", "test")
+# HTTP
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what it is sent."""
-
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.services: set[str] = set()
-        self.has_some = threading.Event()
-
-    def Export(self, request: Any, context: Any) -> Any:
-        for resource in request.resource_spans:
-            attributes = {a.key: a.value.string_value for a in resource.resource.attributes}
-            self.services.add(attributes["service.name"])
-            self.spans += [span for scope in resource.scope_spans for span in scope.spans]
-        self.has_some.set()
-        return trace_service_pb2.ExportTraceServiceResponse()
+async def ask(
+    serve: Serve, path: str, body: dict[str, object], engine: FakeEngine | None = None, **headers: str
+) -> httpx.Response:
+    async with serve(engine or FakeEngine(), otlp_endpoint="http://localhost:1") as client:
+        return await client.post(path, json=body, headers=headers)
 
 
-@pytest.fixture
-def collector() -> Iterator[tuple[Collector, str]]:
-    """A collector and its endpoint."""
-    keeper = Collector()
-    server = grpc.server(ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(keeper, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield keeper, f"http://127.0.0.1:{port}"
-    server.stop(None)
-
-
-def test_a_router_sends_its_requests_to_the_collector(model: Path, collector: tuple[Collector, str]) -> None:
-    keeper, endpoint = collector
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
-    script = Path(__file__).with_name("fake_router.py")
-    environ = {
-        "PYTHONPATH": ":".join(entry for entry in sys.path if entry),
-        "TOKENIZER_NAME": str(model),
-        "HOSTNAME": "127.0.0.1",
-        "PORT": str(port),
-        "OTLP_ENDPOINT": endpoint,
-        "OTLP_SERVICE_NAME": "my-router",
-    }
-    with subprocess.Popen([sys.executable, str(script)], env=environ, stderr=subprocess.PIPE) as process:
-        _wait_until_healthy(port)
-        answer = httpx.post(
-            f"http://127.0.0.1:{port}/generate",
-            json={"inputs": "Hi", "parameters": {"seed": 7, "do_sample": True}},
-            headers={"traceparent": TRACEPARENT},
-        )
-        assert answer.status_code == 200
-        process.terminate()
-        process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 0
-    assert keeper.has_some.wait(PATIENCE_SECONDS)
-    ours = {span.name: span for span in keeper.spans if span.trace_id.hex() == TRACE}
-    assert keeper.services == {"my-router"}
-    assert ours.keys() == {"POST /generate", "queued", "infer"}
-    request = ours["POST /generate"]
-    assert request.parent_span_id.hex() == "b7ad6b7169203331"
-    attributes = {a.key: a.value for a in request.attributes}
-    assert attributes["http.response.status_code"].int_value == 200
-    assert attributes["seed"].string_value == "7"
+async def test_a_request_continues_the_trace_of_its_client(serve: Serve, spans: Recorded) -> None:
+    headers = {"traceparent": TRACEPARENT, "tracestate": "vendor=1"}
+    body: dict[str, object] = {"inputs": SECRET, "parameters": {"seed": 7, "do_sample": True, "max_new_tokens": 4}}
+    answer = await ask(serve, "/generate", body, **headers)
+    assert answer.status_code == 200
+    request = spans.one("POST /generate")
+    assert f"{parent_of(request):016x}" == SPAN
+    assert request.context.trace_state.to_header() == "vendor=1"
+    facts = facts_of(request)
+    assert facts["http.response.status_code"] == 200
+    assert facts["http.route"] == "/generate"
+    assert facts["seed"] == "7"
     times = {"total_time", "validation_time", "queue_time", "inference_time", "time_per_token"}
-    assert times <= attributes.keys()
-    assert attributes["inference_time"].double_value > 0
+    assert times <= facts.keys()
+    ours = [span for span in spans.all if f"{span.context.trace_id:032x}" == TRACE]
+    assert {span.name for span in ours} == {"POST /generate", "queue", "prefill", "decode"}
 
 
-def test_a_collector_that_is_gone_does_not_hold_up_the_end() -> None:
-    finish = tracing.export("http://127.0.0.1:9", "test")
+@pytest.mark.parametrize(
+    ("path", "body", "operation"),
+    [
+        ("/generate", {"inputs": SECRET, "parameters": {"max_new_tokens": 3}}, "text_completion"),
+        ("/v1/completions", {"prompt": SECRET, "max_tokens": 3, "model": "mine"}, "text_completion"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 3}, "chat"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 3, "model": "m"}, "chat"),
+        ("/v1/responses", {"input": SECRET, "max_output_tokens": 16, "model": "m"}, "chat"),
+    ],
+)
+async def test_a_request_is_told_in_the_words_of_generative_ai(
+    serve: Serve, spans: Recorded, path: str, body: dict[str, object], operation: str
+) -> None:
+    answer = (await ask(serve, path, body)).json()
+    facts = facts_of(spans.one(f"POST {path}"))
+    assert facts["gen_ai.operation.name"] == operation
+    assert facts["gen_ai.request.model"] == body.get("model", facts["gen_ai.response.model"])
+    assert facts["gen_ai.request.max_tokens"] == (16 if "max_output_tokens" in body else 3)
+    assert facts["gen_ai.usage.output_tokens"] >= 3
+    assert facts["gen_ai.usage.input_tokens"] >= len(SECRET)
+    assert facts["gen_ai.response.finish_reasons"] in (("length",), ("stop",))
+    assert facts["gen_ai.server.time_to_first_token"] > 0
+    assert facts.get("gen_ai.response.id") == answer.get("id")
+
+
+async def test_a_streamed_answer_is_a_span_of_its_own(serve: Serve, spans: Recorded) -> None:
+    await ask(serve, "/generate_stream", {"inputs": SECRET})
+    stream, request = spans.one("stream"), spans.one("POST /generate_stream")
+    assert parent_of(stream) == request.context.span_id
+    assert facts_of(stream)["funitel.tokens"] == 5
+
+
+async def test_choices_are_counted_together(serve: Serve, spans: Recorded) -> None:
+    body = {"messages": [{"role": "user", "content": SECRET}], "n": 2, "max_tokens": 2}
+    await ask(serve, "/v1/chat/completions", body)
+    facts = facts_of(spans.one("POST /v1/chat/completions"))
+    assert facts["gen_ai.request.choice.count"] == 2
+    assert facts["gen_ai.usage.output_tokens"] == 4
+    assert facts["gen_ai.response.finish_reasons"] == ("length", "length")
+    assert len(spans.named("prefill")) == 2
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_a_failure_is_on_the_request_and_on_what_failed(serve: Serve, spans: Recorded, path: str) -> None:
+    await ask(serve, path, {"inputs": SECRET}, FakeEngine(error=ShardFailed("rank 1 died"), fails_at=2))
+    for name in (f"POST {path}", "decode"):
+        span = spans.named(name)[-1]
+        assert span.status.description == "rank 1 died", name
+        assert facts_of(span)["error.type"] == "ShardFailed"
+
+
+async def test_what_the_client_did_wrong_is_no_error_of_ours(serve: Serve, spans: Recorded) -> None:
+    answer = await ask(serve, "/generate", {"inputs": "x", "parameters": {"top_p": 7.5}})
+    assert answer.status_code == 422
+    request = spans.one("POST /generate")
+    assert facts_of(request)["http.response.status_code"] == 422
+    assert request.status.is_ok
+
+
+async def test_a_path_no_route_has_gives_no_name(serve: Serve, spans: Recorded) -> None:
+    await ask(serve, "/nowhere/1234", {})
+    assert "http.route" not in facts_of(spans.one("POST"))
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_a_client_that_leaves_ends_its_spans(model: Path, spans: Recorded, path: str) -> None:
+    engine = FakeEngine(pause=0.05)
+    settings = RouterSettings(tokenizer_name=str(model), otlp_endpoint="http://localhost:1")
+    app = build_app(settings, engine.connect)
+    async with app.router.lifespan_context(app), asyncio.timeout(PATIENCE_SECONDS):
+
+        async def is_ready() -> bool:
+            try:
+                await app.state.service.check_ready()
+            except NotReady:
+                return False
+            return True
+
+        await eventually(is_ready, "ready")
+        await app(_scope(path), _leaver(json.dumps({"inputs": SECRET}).encode()), _unheard)
+    request = spans.one(f"POST {path}")
+    assert "cancelled" in [event.name for event in request.events]
+    assert request.status.is_ok
+    assert facts_of(request)["gen_ai.usage.output_tokens"] < 5
+    names = [span.name for span in spans.all]
+    assert "decode" in names or "prefill" in names
+
+
+def _scope(path: str) -> Scope:
+    headers = [(b"content-type", b"application/json")]
+    return {"type": "http", "method": "POST", "path": path, "scheme": "http", "headers": headers, "query_string": b""}
+
+
+def _leaver(body: bytes) -> Receive:
+    """A client that sends a body and leaves a little later."""
+    messages: list[Message] = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        await asyncio.sleep(0.12)
+        return {"type": "http.disconnect"}
+
+    return receive
+
+
+async def _unheard(message: Message) -> None:
+    """Send to nobody."""
+
+
+async def test_a_client_that_samples_nothing_is_not_traced(serve: Serve, spans: Recorded) -> None:
+    await ask(serve, "/generate", {"inputs": SECRET}, traceparent=TRACEPARENT[:-1] + "0")
+    assert [span.name for span in spans.all if f"{span.context.trace_id:032x}" == TRACE] == []
+
+
+# The program
+
+
+def test_a_router_sends_its_requests_to_the_collector(model: Path) -> None:
+    port = free_port()
+    script = Path(__file__).with_name("fake_router.py")
+    with collecting() as (collector, place):
+        environ = {
+            "PYTHONPATH": ":".join(entry for entry in sys.path if entry),
+            "TOKENIZER_NAME": str(model),
+            "HOSTNAME": "127.0.0.1",
+            "PORT": str(port),
+            "OTLP_ENDPOINT": f"http://{place}",
+            "OTLP_SERVICE_NAME": "my-router",
+        }
+        with subprocess.Popen([sys.executable, str(script)], env=environ, stderr=subprocess.PIPE) as process:
+            url = f"http://127.0.0.1:{port}"
+            wait_until(lambda: _is_healthy(url), PATIENCE_SECONDS)
+            answer = httpx.post(f"{url}/generate", json={"inputs": "Hi"}, headers={"traceparent": TRACEPARENT})
+            assert answer.status_code == 200
+            process.terminate()
+            process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0
+    ours = {span.name: span for span in collector.of_trace(TRACE)}
+    assert ours.keys() == {"POST /generate", "queue", "prefill", "decode"}
+    assert ours["POST /generate"].parent_id == SPAN
+    assert {span.resource["service.name"] for span in collector.spans} == {"my-router"}
+
+
+def _is_healthy(url: str) -> bool:
     try:
-        with tracing.span("lost"):
-            pass
-        began = time.monotonic()
-        finish()
-        assert time.monotonic() - began < tracing.EXPORT_SECONDS + 3
-    finally:
-        tracing.use(None)
-
-
-def _wait_until_healthy(port: int) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.02)
-    raise AssertionError("the router did not start")
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False

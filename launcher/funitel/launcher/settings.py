@@ -236,6 +236,10 @@ class LauncherSettings:
     otlp_service_name: str = _router(
         "otlp_service_name", "What the spans say they are from; those of the shards end in .server when not given."
     )
+    otlp_decode_tokens: int = _router(
+        "otlp_decode_tokens",
+        "Tokens of an answer for which a trace has one span; 1 shows every step, and costs as much.",
+    )
     env: bool = setting(False, "Log what this program runs on, then go on.", short="-e", env=None)
     json_output: bool = _router("json_output", "Log JSON lines.")
     log_level: str = _router("log_level", "Least severe log level: debug, info, warning, error.")

@@ -25,11 +25,12 @@ from funitel.model_server.settings import (
     QuantizeSettings,
     SpecSettings,
 )
-from funitel.proto import logs, step_socket, tracing
+from funitel.proto import logs, step_socket
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.locks import lock_of, remove_if_free
 from funitel.proto.parent import is_losing, stop_with_parent
 from funitel.proto.settings import as_command, run_app
+from funitel.proto.span_export import export
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,8 @@ def serve(settings: ModelServerSettings) -> None:
     stop_with_parent(settings.exit_with_parent)
     with ExitStack() as stack:
         if settings.otlp_endpoint is not None:
-            stack.callback(tracing.export(settings.otlp_endpoint, settings.otlp_service_name))
+            facts = {"funitel.rank": settings.rank}
+            stack.callback(export(settings.otlp_endpoint, settings.otlp_service_name, **facts))
         failure = uvloop.run(_serve(settings))  # half of what asyncio's own loop costs a step
     if failure is not None:
         raise failure

@@ -9,11 +9,10 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from funitel.model_server.calls import Calls, Reply
-from funitel.model_server.tracing import open_span
+from funitel.model_server.tracing import CallSpans, open_spans
 from funitel.proto import generate_pb2 as pb
 from funitel.proto.errors import FunitelError, InvalidRequest, StartupError
 from funitel.proto.step_socket import OK, Frame, FrameProtocol, Method, decode_context
-from funitel.proto.tracing import OpenSpan
 
 Message = Any  # protobuf messages share no useful base
 Parse = Callable[[bytes], Message]
@@ -111,16 +110,16 @@ class StepConnection(FrameProtocol):
         except ValueError as error:
             self._refuse(frame.call_id, InvalidRequest(str(error)))
         else:
-            span = open_span(method.rpc, headers)
-            reply = Reply(partial(self._answer, frame.call_id, span), partial(self._fail, frame.call_id, span))
+            spans = open_spans(method.rpc, headers)
+            reply = Reply(partial(self._answer, frame.call_id, spans), partial(self._fail, frame.call_id, spans))
             self._server.calls.make(call, request, reply)
 
-    def _answer(self, call_id: int, span: OpenSpan, message: Message) -> None:
-        span.end(**{"rpc.grpc.status_code": OK})
+    def _answer(self, call_id: int, spans: CallSpans, message: Message) -> None:
+        spans.end(message)
         self._reply(Frame(call_id, OK, message.SerializeToString()))
 
-    def _fail(self, call_id: int, span: OpenSpan, error: FunitelError) -> None:
-        span.fail(error)
+    def _fail(self, call_id: int, spans: CallSpans, error: FunitelError) -> None:
+        spans.fail(error, error.grpc_status)
         self._refuse(call_id, error)
 
     def _refuse(self, call_id: int, error: FunitelError) -> None:

@@ -64,6 +64,11 @@ class FunitelError(Exception):
         self.message = " ".join(message.split())
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it is the server's fault, by TGI's statuses: 424 is a generation that failed."""
+        return self.http_status >= 500 or self.http_status == 424
+
+    @property
     def public_message(self) -> str:
         """The text clients see: TGI's prefix for the class, then the message."""
         return self.prefix + self.message

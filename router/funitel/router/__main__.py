@@ -21,10 +21,11 @@ import typer
 import uvicorn
 from starlette.applications import Starlette
 
-from funitel.proto import logs, tracing
+from funitel.proto import logs
 from funitel.proto.errors import FunitelError, StartupError
 from funitel.proto.parent import is_losing, stop_with_parent
 from funitel.proto.settings import as_command, run_app
+from funitel.proto.span_export import export
 from funitel.router.api.routes import document
 from funitel.router.app import build_app
 from funitel.router.connections import Connections
@@ -125,7 +126,7 @@ def serve(settings: RouterSettings) -> None:
     collect_garbage_rarely()
     with ExitStack() as stack:
         if settings.otlp_endpoint is not None:
-            stack.callback(tracing.export(settings.otlp_endpoint, settings.otlp_service_name))
+            stack.callback(export(settings.otlp_endpoint, settings.otlp_service_name))
         ports = [settings.port, *([settings.prometheus_port] if settings.prometheus_port is not None else [])]
         listeners = [stack.enter_context(bind(settings.hostname, port)) for port in ports]
         server = Server(settings, most_connections(settings.max_connections, allow_open_files()))

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from funitel.proto.errors import FunitelError
 from funitel.router.api.errors import ErrorBoundary, answer_error, answer_http_exception
 from funitel.router.api.keys import KeyCheck
+from funitel.router.api.noted import Noted
 from funitel.router.api.route_notes import ResponseCount, RouteNote
 from funitel.router.api.routes import document, operations
 from funitel.router.key_file import read_keys
@@ -64,7 +65,8 @@ def build_app(
     app = Starlette(
         routes=[_route(operation, keys) for operation in listed],
         middleware=[
-            *([] if settings.otlp_endpoint is None else [Middleware(Traced)]),
+            Middleware(Noted),
+            *([] if settings.otlp_endpoint is None else [Middleware(Traced, model=service.model_id)]),
             Middleware(ResponseCount, metrics=service.metrics),
             Middleware(MetricsPort, port=settings.prometheus_port),
             _cors(settings.cors_allow_origin),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from funitel.proto import tracing
 from funitel.proto.errors import (
     DeadlineExceeded,
     FunitelError,
@@ -50,7 +51,16 @@ class _Pending:
         self.submission = submission
         self.encoded = Encoded([b""] * count, [()] * count)
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.span = tracing.current()  # of whoever asks
         self._num_missing = count
+
+    def trace(self) -> None:
+        """Record where the time went."""
+        timings, now = self.encoded.timings, time.monotonic()
+        if self.span is not None:
+            tracing.record("queue", self.span, timings.submitted, timings.started or now)
+            if timings.started is not None:
+                tracing.record("encode", self.span, timings.started, timings.finished or now)
 
     def take(self, place: int, row: bytes, ids: tuple[int, ...]) -> None:
         """Note one row; the last one is the end."""
@@ -136,6 +146,7 @@ class EncoderEngine:
             self._metrics.count_cancelled()
             raise
         finally:
+            pending.trace()
             self._queue.remove(submission)
             del self._pending[submission]
             self._report()
@@ -214,7 +225,8 @@ class EncoderEngine:
         began = time.monotonic()
         self._metrics.count_step("encode")
         try:
-            result = await shards.encode(task, [text.input for text in texts])
+            with tracing.telling(self._spans(texts)):
+                result = await shards.encode(task, [text.input for text in texts])
             self._settle(texts, result)
         except ShardFailed as error:
             self._metrics.count_step_failure("encode")
@@ -235,6 +247,11 @@ class EncoderEngine:
             num_tokens, now = sum(len(text.input.input_ids) for text in texts), time.monotonic()
             self._throughput.observe_step(num_tokens, now - began, now)
             self._metrics.observe_encoding(len(texts), num_tokens, now - began, result.total_ns / 1e9)
+
+    def _spans(self, texts: Sequence[Text]) -> list[tracing.OpenSpan]:
+        """Those of the requests that texts are of, of the requests that are traced."""
+        pending = [self._pending.get(submission) for submission in dict.fromkeys(text.submission for text in texts)]
+        return [each.span for each in pending if each is not None and each.span is not None]
 
     def _settle(self, texts: Sequence[Text], result: EncoderResult) -> None:
         size, broken = result.width * BYTES, frozenset(result.broken)

@@ -18,6 +18,7 @@ from funitel.router.replica import Replica
 from funitel.router.requests import Requests
 from funitel.router.scheduler import Scheduler
 from funitel.router.sequence import Limits, Request, Sequence
+from funitel.router.settings import RouterSettings
 from funitel.router.step_loop import StepLoop
 from funitel.router.stream import TokenStream
 
@@ -35,6 +36,7 @@ class Engine:
         metrics: Metrics,
         admission: Admission,
         pipeline_steps: int = 1,
+        decode_tokens: int = RouterSettings.otlp_decode_tokens,
     ) -> None:
         self.limits = limits
         self._replica = replica
@@ -44,7 +46,14 @@ class Engine:
         self._requests = Requests(scheduler, self._expire)
         self._compiling: dict[int, tuple[Sequence, asyncio.Task[None]]] = {}  # by id, while their grammar is compiled
         self._steps = StepLoop(
-            replica, scheduler, self._requests, metrics, admission.throughput, pipeline_steps, self._compiling.keys()
+            replica,
+            scheduler,
+            self._requests,
+            metrics,
+            admission.throughput,
+            pipeline_steps,
+            self._compiling.keys(),
+            decode_tokens,
         )
         self._next_id = 0
         self._is_draining = False

@@ -22,7 +22,7 @@ class Outlet:
 
     def __init__(self, send_start: Send, send_body: Send, raw_headers: list[tuple[bytes, bytes]]) -> None:
         """Send nothing yet; the start of the answer, and its body, may take different ways."""
-        self.is_started = False
+        self.is_started = self.is_ended = False
         self._send_start = send_start
         self._send_body = send_body
         self._raw_headers = raw_headers
@@ -55,6 +55,7 @@ class Outlet:
         if self._clearing is not None:
             await self._clearing
         await self._send_body({"type": "http.response.body", "body": data, "more_body": False})
+        self.is_ended = True
 
     def abandon(self) -> None:
         """Send nothing more."""

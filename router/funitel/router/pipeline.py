@@ -11,7 +11,6 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
-from funitel.proto import tracing
 from funitel.router.lead import plan_after
 from funitel.router.plan import StepPlan
 from funitel.router.replica import Replica, SentStep, StepAnswer
@@ -26,7 +25,6 @@ class Call:
     answer: asyncio.Future[Any]
     plan: StepPlan | None = None
     step: SentStep | None = None
-    spans: tuple[tracing.OpenSpan, ...] = ()
     sent: float = field(default_factory=time.monotonic)
     answered: float | None = None
 
@@ -83,18 +81,8 @@ class Pipeline:
 
     def send(self, plan: StepPlan) -> None:
         """Send a step now: what was planned is what is sent."""
-        if not tracing.is_recording():
-            self._add_step(plan, self._replica.send(plan))
-            return
-        batch = tracing.begin("batch", tracing.ROOT)
-        with batch.within():
-            step_span = tracing.begin(plan.method, attributes={"size": len(plan.computed)})
-            with step_span.within():
-                step = self._replica.send(plan)
-        self._add_step(plan, step, (step_span, batch))
-
-    def _add_step(self, plan: StepPlan, step: SentStep, spans: tuple[tracing.OpenSpan, ...] = ()) -> None:
-        self._add(Call(asyncio.ensure_future(step.results), plan, step, spans))
+        step = self._replica.send(plan)
+        self._add(Call(asyncio.ensure_future(step.results), plan, step))
 
     def _add(self, call: Call) -> None:
         self._calls.append(call)
@@ -104,8 +92,6 @@ class Pipeline:
         call.answered = time.monotonic()
         if not call.answer.cancelled():
             call.answer.exception()  # retrieved: who has lost its shards asks for no further answer
-        for span in call.spans:
-            span.end()
         self._wake()
 
     def settle(self) -> Settled:

@@ -113,6 +113,9 @@ class RouterSettings:
         None, "Where spans are sent by OTLP over gRPC, such as http://localhost:4317; nowhere when not given."
     )
     otlp_service_name: str = setting("text-generation-inference.router", "What the spans say they are from.")
+    otlp_decode_tokens: int = setting(
+        32, "Tokens of an answer for which a trace has one span; 1 shows every step, and costs as much."
+    )
     json_output: bool = setting(False, "Log JSON lines.")
     log_level: str = setting("info", "Least severe log level: debug, info, warning, error.")
     exit_with_parent: int | None = setting(
@@ -129,6 +132,7 @@ class RouterSettings:
             "payload_limit",
             "max_stored_response_bytes",
             "max_header_bytes",
+            "otlp_decode_tokens",
         ):
             value = getattr(self, name)
             require(value > 0, f"--{name.replace('_', '-')} must be > 0, given {value}")

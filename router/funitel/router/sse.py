@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import Cancelled, FunitelError
+from funitel.router import request_note
 from funitel.router.frames import Event, frame
 from funitel.router.outlet import Outlet
 
@@ -119,8 +120,10 @@ class EventStream(Response):
         outlet = Outlet(send, scope.get(DIRECT, send), self.raw_headers)
         try:
             await run_until_disconnect(receive, self._run(outlet))
-        except Cancelled:
-            logger.debug("the client left a stream")
+        except Cancelled as error:
+            if not outlet.is_ended:  # else the server ends the connection, which looks the same
+                request_note.current().error = error
+                logger.debug("the client left a stream")
         finally:
             outlet.abandon()
 
@@ -143,9 +146,14 @@ class EventStream(Response):
         except FunitelError as error:
             if not outlet.is_started:
                 raise
-            put(self._error_event(error))
+            self._fail(put, error)
         except Exception:
             if not outlet.is_started:
                 raise
             logger.exception("a stream failed")
-            put(self._error_event(FunitelError("internal error")))
+            self._fail(put, FunitelError("internal error"))
+
+    def _fail(self, put: Put, error: FunitelError) -> None:
+        """End a stream that has begun with an error."""
+        request_note.current().error = error
+        put(self._error_event(error))

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Container
 
+from funitel.proto import tracing
 from funitel.proto.errors import BrokenScores, FunitelError, ShardFailed, ShardUnsound
 from funitel.proto.step import Generation
 from funitel.router.admission import Throughput
@@ -22,6 +23,7 @@ from funitel.router.reporting import SchedulerReport
 from funitel.router.requests import Requests
 from funitel.router.scheduler import Scheduler
 from funitel.router.sequence import Sequence
+from funitel.router.step_traces import StepTraces
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class StepLoop:
         throughput: told of every step and every end.
         pipeline_steps: most steps under way.
         compiling: ids of sequences whose grammar is compiled, which survive the failure of all others.
+        decode_tokens: that one `decode` span of a trace is for.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class StepLoop:
         throughput: Throughput,
         pipeline_steps: int,
         compiling: Container[int],
+        decode_tokens: int,
     ) -> None:
         self.on_lost: Callable[[FunitelError], None] | None = None  # told once shards are gone; is to call `give_up`
         self._replica = replica
@@ -57,6 +61,7 @@ class StepLoop:
         self._throughput = throughput
         self._compiling = compiling
         self._report = SchedulerReport(scheduler, replica, metrics)
+        self._traces = StepTraces(requests.streams, decode_tokens)
         self._woken = asyncio.Event()
         self._pipeline = Pipeline(replica, pipeline_steps, self.wake)
         self._timer: asyncio.TimerHandle | None = None  # wakes when the next step is to be planned
@@ -141,6 +146,7 @@ class StepLoop:
         except FunitelError as error:
             if not await self.has_lost_shards(error):
                 await self._recovery.recover(error, self.has_lost_shards)
+                self._traces.wait_again(self._scheduler.waiting, "restarted")
             return True
 
     def _turn(self) -> None:
@@ -186,7 +192,10 @@ class StepLoop:
             if delay > 0.0:
                 self._wake_in(delay)
                 return
+            num_preempted = scheduler.num_preempted
             scheduler.preempt()
+            if scheduler.num_preempted != num_preempted:
+                self._traces.wait_again(scheduler.waiting, "preempted")
             pipeline.drop_all_but(scheduler.running)
             if not pipeline.has_room:
                 return
@@ -212,7 +221,12 @@ class StepLoop:
         if plan.starts:
             self._metrics.observe_new_batch(len(plan.starts), joined)
         self._metrics.count_step(plan.method)
-        self._pipeline.send(plan)
+        spans = self._traces.send(plan, self._scheduler.running)
+        if not spans:
+            self._pipeline.send(plan)
+            return
+        with tracing.telling(spans):
+            self._pipeline.send(plan)
 
     def _deliver(self, sequence: Sequence, generation: Generation) -> None:
         if sequence.is_broken:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from funitel.proto import tracing
-from funitel.proto.errors import FunitelError, Incomplete
+from funitel.proto.errors import Cancelled, FunitelError, Incomplete
 from funitel.proto.step import Generation
+from funitel.router.request_trace import RequestTrace
 from funitel.router.sequence import Request
 
 
@@ -50,7 +50,8 @@ class TokenStream:
         self.timings = Timings()
         self.num_cached_tokens = 0  # of the prompt, found computed by an earlier request
         self._cancel = cancel
-        self._place = tracing.current()
+        self.trace = RequestTrace.of_caller()
+        self.num_tokens = 0  # delivered
         self._listener: Listener | None = None
         # One task iterates, so a deque and what it waits for do; asyncio.Queue costs several times as much a token.
         self._events: deque[Event] = deque()
@@ -61,6 +62,8 @@ class TokenStream:
     def move(self, cancel: Callable[[], None]) -> None:
         """Let the answer go on elsewhere, where `cancel` ends it."""
         self._cancel = cancel
+        if self.trace is not None:
+            self.trace.wait_again("moved")
 
     def listen(self, listener: Listener) -> None:
         """Tell `listener` of every event, of those that came before at once; instead of iteration, and for good.
@@ -75,9 +78,13 @@ class TokenStream:
         """Hand over the next event; called by the engine on the event loop."""
         now = time.monotonic()
         if isinstance(event, FunitelError):
-            self._end(now)
+            self._end(now, event)
         else:
+            num_tokens = len(event.tokens.ids)
+            self.num_tokens += num_tokens
             self.timings.first_token = self.timings.first_token or now
+            if self.trace is not None:
+                self.trace.deliver(num_tokens)
             if event.finished is not None:
                 self._end(now)
         if self._listener is not None:
@@ -87,17 +94,11 @@ class TokenStream:
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
-    def _end(self, now: float) -> None:
+    def _end(self, now: float, error: FunitelError | None = None) -> None:
         self._done = True
         self.timings.finished = now
-        self._trace(now)
-
-    def _trace(self, now: float) -> None:
-        """Record what this request waited for, and how long it was computed."""
-        submitted, started = self.timings.submitted, self.timings.started
-        tracing.record("queued", self._place, submitted, started or now)
-        if started is not None:
-            tracing.record("infer", self._place, started, now)
+        if self.trace is not None:
+            self.trace.end(error)
 
     async def __aenter__(self) -> "TokenStream":
         return self
@@ -106,8 +107,7 @@ class TokenStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._done:
-            self._done = True
-            self._trace(time.monotonic())
+            self._end(time.monotonic(), Cancelled("the client left"))
             self._cancel()
 
     def __aiter__(self) -> "TokenStream":

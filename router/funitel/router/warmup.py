@@ -71,7 +71,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Eng
     admission = Admission(
         settings.max_concurrent_requests, settings.max_queued_tokens, has_several_keys=has_several_keys
     )
-    return Engine(replica, scheduler, limits, metrics, admission, pipeline_steps)
+    return Engine(replica, scheduler, limits, metrics, admission, pipeline_steps, settings.otlp_decode_tokens)
 
 
 async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupResult]:

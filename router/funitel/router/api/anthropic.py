@@ -7,6 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest
+from funitel.router import request_note
 from funitel.router.anthropic_answer import MessageBuilder
 from funitel.router.anthropic_chat import chat_call, chat_sampling
 from funitel.router.api.answers import json_answer
@@ -117,6 +118,7 @@ def _builder(service: Service, chat: PreparedChat, body: MessagesRequest) -> Mes
         stop_sequence=None,
         usage=MessageUsage(input_tokens=len(chat.jobs[0].request.input_ids), output_tokens=0),
     )
+    request_note.current().name_answer(message.id, message.model)
     return MessageBuilder(
         message,
         body.max_tokens,

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from funitel.proto.errors import BatchSizeExceeded, InvalidRequest
 from funitel.proto.step import Generation
+from funitel.router import request_note
 from funitel.router.api.answers import json_answer
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
@@ -61,10 +62,12 @@ class _Batch:
     @property
     def head(self) -> dict[str, Any]:
         """What an answer, or each of its chunks, begins with."""
+        response_id, model = f"cmpl-{uuid.uuid4().hex}", self.service.shown_model(self.body.model)
+        request_note.current().name_answer(response_id, model)
         return {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": response_id,
             "created": int(time.time()),
-            "model": self.service.shown_model(self.body.model),
+            "model": model,
             "system_fingerprint": f"{self.service.version}-native",
         }
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import EncoderInput, EncoderTask
+from funitel.router import request_note
 from funitel.router.api.answers import json_answer
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
@@ -116,6 +117,9 @@ async def predict(http: HttpRequest) -> Response:
 
 # What a call is made of
 
+# GenAI's word for a task, where it has one.
+_OPERATIONS = {EncoderTask.EMBED: "embeddings", EncoderTask.CLASSIFY: "classify", EncoderTask.FILL: "fill_mask"}
+
 
 @dataclass(slots=True)
 class Call:
@@ -147,7 +151,11 @@ class Call:
         lengths = [len(text.input_ids) for text in inputs]
         self.num_tokens = sum(lengths)
         work = self.encoder.engine.encode(task, inputs, priority=self.priority, deadline=self.arrived.deadline)
+        note = request_note.current()
+        note.operation, note.prompt_tokens = _OPERATIONS[task], self.num_tokens
+        note.validation_seconds = self.validation_seconds
         encoded = await run_until_disconnect(http.receive, work)
+        note.timings = encoded.timings
         self.service.metrics.observe_texts(self.validation_seconds, encoded.timings, lengths)
         return encoded
 

@@ -17,7 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from funitel.proto.errors import FunitelError, InvalidRequest, ModelNotFound
+from funitel.proto.errors import Cancelled, FunitelError, InvalidRequest, ModelNotFound
+from funitel.router import request_note
 from funitel.router.api.answers import json_answer
 from funitel.router.api.route_notes import is_native
 from funitel.router.schema import ErrorResponse
@@ -101,6 +102,7 @@ def new_request_id() -> str:
 def answer_error(request: Request, error: Exception) -> Response:
     """Answer a FunitelError; registered with the application."""
     assert isinstance(error, FunitelError)
+    request_note.current().error = error
     headers = _retry_headers(error)
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -170,6 +172,7 @@ class ErrorBoundary:
         try:
             await self._app(scope, receive, send_and_note)
         except ClientDisconnect:
+            request_note.current().error = Cancelled("the client left")
             logger.debug("a client left while sending its request")
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])

@@ -9,9 +9,9 @@ from typing import cast
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from funitel.proto import tracing
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import Generation
+from funitel.router import request_note
 from funitel.router.api.arrival import ARRIVAL, Arrival
 from funitel.router.api.bodies import receive_body
 from funitel.router.door import Door
@@ -140,15 +140,6 @@ class Job:
     def succeeded(self, timings: Timings, num_tokens: int) -> None:
         """Note that the whole answer was computed."""
         self.service.metrics.observe_success(self.validation_seconds, timings, num_tokens)
-        queue, inference = timings.queue_seconds, timings.inference_seconds
-        tracing.annotate(
-            total_time=self.validation_seconds + queue + inference,
-            validation_time=self.validation_seconds,
-            queue_time=queue,
-            inference_time=inference,
-            time_per_token=inference / max(num_tokens, 1),
-            seed=str(self.request.sampling.seed),
-        )
 
     def siblings(self, count: int) -> list["Job"]:
         """This job and others like it, `count` in all; the i-th samples with the seed plus i, modulo 2**64."""
@@ -202,6 +193,8 @@ async def prepare(
     service.metrics.observe_prompt(len(request.input_ids), request.stopping.max_new_tokens)
     priority = arrived.priority if parameters.priority is None else parameters.priority
     request = replace(request, key=arrived.key, priority=priority, deadline=arrived.deadline)
+    note = request_note.current()
+    note.operation, note.request = "text_completion", note.request or request
     return Job(service, request, arrived)
 
 

@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import ModelNotFound
+from funitel.router import request_note
 from funitel.router.api.answers import json_answer
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
@@ -186,10 +187,12 @@ def _finish_reason(finished: Finished) -> str:
 
 def _head(service: Service, body: ChatRequest) -> dict[str, Any]:
     """What an answer, or each of its chunks, begins with."""
+    response_id, model = f"chatcmpl-{uuid.uuid4().hex}", service.shown_model(body.model)
+    request_note.current().name_answer(response_id, model)
     return {
-        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "id": response_id,
         "created": int(time.time()),
-        "model": service.shown_model(body.model),
+        "model": model,
         "system_fingerprint": f"{service.version}-native",
     }
 

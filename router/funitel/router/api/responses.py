@@ -10,6 +10,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import FunitelError, InvalidRequest, NotFound
+from funitel.router import request_note
 from funitel.router.api.answers import json_answer
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body, shape_error
@@ -186,14 +187,16 @@ def _begun(service: Service, body: ResponsesRequest) -> ModelResponse:
     if temperature is None and top_p is None:
         temperature, top_p = service.recommended.temperature, service.recommended.top_p
     choice = body.tool_choice
+    response_id, model = new_id("resp"), service.shown_model(body.model)
+    request_note.current().name_answer(response_id, model)
     return ModelResponse(
-        id=new_id("resp"),
+        id=response_id,
         created_at=int(time.time()),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,
         metadata=body.metadata or {},
-        model=service.shown_model(body.model),
+        model=model,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,

@@ -5,7 +5,7 @@ nobody up.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from itertools import islice
 
 from funitel.proto.errors import FunitelError, Overloaded
 from funitel.proto.step import GeneratedText, Generation
+from funitel.router import request_note
 from funitel.router.api.inference import Job
 from funitel.router.service import Service
 from funitel.router.stream import Event, Timings, TokenStream
@@ -40,7 +41,10 @@ async def _run_all(jobs: Sequence[Job], take: Take) -> list[tuple[GeneratedText,
     """Run jobs and count them; return how each ended, and its life."""
     async with _submitted(jobs) as streams:
         run = _Run(jobs, streams, take)
-        await run.ended
+        try:
+            await run.ended
+        finally:
+            _note(jobs, streams, run.endings)
     endings = [run.endings[place] for place in range(len(jobs))]
     timings = [stream.timings for stream in streams]
     jobs[0].succeeded(spanning(timings), sum(ending.num_tokens for ending in endings))
@@ -75,6 +79,19 @@ class _Run:
             self.endings[place] = event.finished
             if len(self.endings) == self._num_jobs:
                 self.ended.set_result(None)
+
+
+def _note(jobs: Sequence[Job], streams: Sequence[TokenStream], endings: Mapping[int, GeneratedText]) -> None:
+    """Write down what became of jobs that have ended, or are about to be."""
+    note = request_note.current()
+    firsts = {id(job.request.input_ids): job for job in jobs}.values()  # siblings share a prompt
+    note.num_choices = len(jobs)
+    note.prompt_tokens = sum(len(job.request.input_ids) for job in firsts)
+    note.cached_tokens = sum(job.num_cached_tokens for job in firsts)
+    note.tokens = sum(stream.num_tokens for stream in streams)
+    note.finish_reasons = [endings[place].openai_reason for place in sorted(endings)]
+    note.validation_seconds = jobs[0].validation_seconds
+    note.timings = spanning([stream.timings for stream in streams])
 
 
 @asynccontextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from funitel.proto.errors import InvalidRequest, ToolError
 from funitel.proto.step import Generation
+from funitel.router import request_note
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.headers import answer_headers, stream_headers, summed_headers
 from funitel.router.api.inference import Job, Prompt, prepare
@@ -102,6 +103,7 @@ async def prepare_chat(service: Service, call: ChatCall, *, stream: bool, arrive
             raw_logprobs=call.sampling.top_logprobs is not None,
             grammar=prompt.grammar,
         )
+    request_note.current().operation = "chat"
     return PreparedChat(call, prompt, job.siblings(call.n))
 
 

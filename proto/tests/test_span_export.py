@@ -1,0 +1,116 @@
+"""Spans reach a collector, and one that is gone, slow or misnamed holds nothing up."""
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from funitel.proto import span_export, tracing
+from funitel.proto.errors import SettingsError
+from funitel_testing.certificates import self_signed
+from funitel_testing.spans import collecting
+
+GONE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_recorded_afterwards() -> Iterator[None]:
+    yield
+    tracing.use(None)
+
+
+def one_span() -> None:
+    tracing.begin("one", tracing.ROOT).end()
+
+
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_a_collector_gets_the_spans_and_where_they_are_from(scheme: str) -> None:
+    with collecting() as (collector, place):
+        finish = span_export.export(scheme + place, "my-service", **{"funitel.rank": 1})
+        one_span()
+        finish()
+    (span,) = collector.spans
+    assert span.name == "one"
+    assert {"service.name", "service.version", "process.pid", "funitel.rank"} <= span.resource.keys()
+    assert (span.resource["service.name"], span.resource["funitel.rank"]) == ("my-service", 1)
+
+
+def test_tls_and_headers_are_those_of_the_standard_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate = self_signed(tmp_path)
+    credentials = grpc.ssl_server_credentials([(certificate.key.read_bytes(), certificate.chain.read_bytes())])
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(certificate.chain))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=ours")
+    with collecting(credentials) as (collector, place):
+        finish = span_export.export(f"https://localhost:{place.rpartition(':')[2]}", "my-service")
+        one_span()
+        finish()
+    assert [span.name for span in collector.spans] == ["one"]
+    assert collector.metadata[0]["x-tenant"] == "ours"
+
+
+def test_an_exporter_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
+    with pytest.raises(SettingsError, match="--otlp-endpoint needs the package opentelemetry-exporter-otlp-proto-grpc"):
+        span_export.export("http://localhost:4317", "test")
+
+
+@pytest.mark.parametrize("endpoint", ["", "http://", "ftp://host:1", "http://host:0", "http://host:x", "http://[::1"])
+def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(SettingsError, match="--otlp-endpoint must be like http://host:4317, given"):
+        span_export.export(endpoint, "test")
+
+
+def test_a_variable_that_is_wrong_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "nonsense")
+    with pytest.raises(SettingsError, match="nonsense"):
+        span_export.export(GONE, "test")
+
+
+def test_a_collector_that_is_gone_holds_up_neither_work_nor_end() -> None:
+    finish = span_export.export(GONE, "test")
+    for _ in range(20):
+        one_span()
+    began = time.monotonic()
+    finish()
+    assert time.monotonic() - began < span_export.END_SECONDS + 1
+
+
+def test_a_collector_that_does_not_answer_holds_up_neither_work_nor_end() -> None:
+    with collecting() as (collector, place):
+        collector.answers.clear()
+        finish = span_export.export(f"http://{place}", "test")
+        for _ in range(5000):  # more than is kept for it
+            one_span()
+        began = time.monotonic()
+        finish()
+        assert time.monotonic() - began < span_export.END_SECONDS + 1
+        one_span()  # recorded by nobody
+
+
+def test_what_is_kept_for_a_collector_has_a_bound() -> None:
+    with collecting() as (collector, place):
+        collector.answers.clear()
+        finish = span_export.export(f"http://{place}", "test")
+        for _ in range(10_000):
+            one_span()
+        threading.Timer(0.2, collector.answers.set).start()
+        finish()
+    assert len(collector.spans) <= 4096
+
+
+def test_a_collector_that_is_gone_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
+    logger.filters.clear()
+    span_export.export(GONE, "test")()
+    caplog.clear()
+    logger.filters.clear()
+    span_export._quieten()
+    for _ in range(5):
+        logger.warning("trying again")
+        logger.error("failed to export")
+    assert [record.message for record in caplog.records] == ["failed to export"]
