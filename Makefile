@@ -2,10 +2,11 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 UNIT_TESTS := proto/tests router/tests model_server/tests launcher/tests llm/tests
+WHOLE_SYSTEM_TESTS := integration-tests --ignore=integration-tests/faults
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check triton fmt proto docs itest bench families fuzz-files wheel clean
+.PHONY: help setup serve test faults check triton fmt proto docs itest bench families fuzz-files wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -19,10 +20,13 @@ serve: setup ## serve the demo model on port 3000; make serve ARGS="--port 3001 
 # A test that fails is run once more, and named: some wait for clocks, and machines of CI have neighbours.
 AGAIN := --reruns 1 -r R
 
-test: check triton ## everything CI runs; ARGS="-m slow" runs the slow tests instead
-	@failed=0; for tests in "-n 2 --dist loadfile $(UNIT_TESTS)" integration-tests; do \
+test: check triton ## all tests but those of faults; ARGS="-m slow" runs the slow tests instead
+	@failed=0; for tests in "-n 2 --dist loadfile $(UNIT_TESTS)" "$(WHOLE_SYSTEM_TESTS)"; do \
 		$(BIN)/pytest -m "not slow" $(AGAIN) $$tests $(ARGS); case $$? in 0|5) ;; *) failed=1 ;; esac; \
 	done; exit $$failed
+
+faults: setup ## kills, full disks, cut networks under load, then a soak; ARGS="--full --write" is the long form
+	@$(BIN)/pytest integration-tests/faults $(ARGS)
 
 check: setup ## format, lint, types, generated code and pages, version
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
@@ -42,7 +46,7 @@ docs: setup ## regenerate docs/settings.md and docs/differences.md
 	$(BIN)/python scripts/settings_page.py && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page
 
 itest: setup ## tests of the whole system only
-	$(BIN)/pytest integration-tests $(ARGS)
+	$(BIN)/pytest $(WHOLE_SYSTEM_TESTS) $(ARGS)
 
 bench: setup ## benchmarks of a model on this machine; funitel bench is for servers
 	@for script in $(filter-out benchmarks/serve.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done

@@ -1,6 +1,8 @@
 """One child process: its lines, its end, its last words."""
 
 import asyncio
+import errno
+import io
 import json
 import os
 import sys
@@ -79,6 +81,22 @@ async def test_stopping_what_never_started_is_nothing() -> None:
 def test_relay_prefixes_lines(capsys: pytest.CaptureFixture[str]) -> None:
     relay("shard 0", json_output=False)("hello")
     assert capsys.readouterr().err == "shard 0 | hello\n"
+
+
+class FullDisk(io.StringIO):
+    """Where nothing can be written."""
+
+    def write(self, _: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+async def test_a_child_does_not_wait_for_lines_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "print(('x' * 99 + '\\n') * 4000, end='')"  # more than a pipe holds
+    child = Child("child", [sys.executable, "-c", code], dict(os.environ), relay("child", json_output=False))
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    async with asyncio.timeout(10):
+        await child.start()
+        assert await child.wait() == 0
 
 
 def test_relay_in_json_rewrites_what_shards_log_as_the_launchers_own(capsys: pytest.CaptureFixture[str]) -> None:

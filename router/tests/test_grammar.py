@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -147,6 +148,31 @@ async def test_a_worker_that_dies_is_replaced(checker: GrammarChecker) -> None:
     worker._process.kill()
     await worker._process.wait()
     await checker.check(Grammar.regex("b"))
+
+
+async def test_a_grammar_is_not_blamed_for_a_worker_that_somebody_killed(checker: GrammarChecker) -> None:
+    await checker.check(Grammar.regex("a"))
+    (worker,) = checker._idle
+    worker._process.send_signal(signal.SIGSTOP)
+    check = asyncio.create_task(checker.check(Grammar.regex("b")))
+    await asyncio.sleep(0.05)
+    worker._process.kill()
+    await check
+
+
+async def test_a_grammar_whose_workers_are_all_killed_is_refused(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = []
+
+    async def die(worker: module._Worker, _: Grammar) -> str | None:
+        killed.append(worker)
+        worker._process.kill()
+        return await worker._read()
+
+    monkeypatch.setattr(module._Worker, "ask", die)
+    assert "MiB to compile" in await refusal(checker, Grammar.regex("a"))
+    assert len(killed) == module.MOST_DEATHS
 
 
 async def test_a_grammar_has_a_largest_size(checker: GrammarChecker) -> None:

@@ -54,6 +54,7 @@ OURS = {
     "funitel_blocks": "gauge",
     "funitel_sequences": "gauge",
     "funitel_cached_batches": "gauge",
+    "funitel_tasks": "gauge",
     "funitel_cancelled_total": "counter",
     "funitel_responses_total": "counter",
     "funitel_preempted_total": "counter",

@@ -201,9 +201,14 @@ class Server:
     """One launcher and what it started. `url` is the router's base."""
 
     def __init__(
-        self, folder: Path, *args: str, environ: dict[str, str] | None = None, program: str = LAUNCHER
+        self,
+        folder: Path,
+        *args: str,
+        environ: dict[str, str] | None = None,
+        program: str = LAUNCHER,
+        port: int | None = None,
     ) -> None:
-        self.port = free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"server-{self.port}.log"
         self.out = folder / f"server-{self.port}.out"

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from contextlib import suppress
 from typing import Any
 
 from funitel.launcher.resolve import ResolvedSettings
@@ -17,7 +18,8 @@ def announce(settings: ResolvedSettings, *, seconds: float) -> None:
     if settings.json_output:
         logger.info(ready)
     else:
-        print(f"\n{ready}\n\n{example(settings)}\n", flush=True)
+        with suppress(OSError):  # a full disk under stdout is no reason not to serve
+            print(f"\n{ready}\n\n{example(settings)}\n", flush=True)
 
 
 def url(settings: ResolvedSettings) -> str:

@@ -198,4 +198,5 @@ def _event(process: str, line: str) -> str:
 
 
 def _write(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # a full disk, or a reader that left: the line is lost, but the child must not wait for it
+        print(line, file=sys.stderr, flush=True)

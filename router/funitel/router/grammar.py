@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import re
+import signal
 import sys
 import time
 from collections import OrderedDict
@@ -23,6 +24,7 @@ START_LIMIT_SECONDS = 60.0
 MEMORY_LIMIT_BYTES = 2**31
 MAX_GRAMMAR_BYTES = 256 * 1024
 NUM_WORKERS = 2  # so that one bomb does not make others wait for its end
+MOST_DEATHS = 3  # of workers in a row that somebody else killed, until the grammar is thought to be the reason
 NUM_VERDICTS = 1024
 LIMIT_VERDICT_SECONDS = 60.0  # a busy machine may be what made a grammar slow
 
@@ -122,8 +124,11 @@ class GrammarChecker:
         return await asyncio.shield(self._pending[digest])
 
     async def _judge(self, grammar: Grammar) -> _Verdict:
-        async with self._worker() as worker:
-            verdict = await self._ask(worker, grammar)
+        for _ in range(MOST_DEATHS):
+            async with self._worker() as worker:
+                verdict = await self._ask(worker, grammar)
+            if not worker.was_killed:
+                break
         self._verdicts[grammar.digest] = verdict
         if len(self._verdicts) > NUM_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -137,6 +142,7 @@ class GrammarChecker:
             reason = f"it takes more than {self._time_limit:g} s to compile"
         except (OSError, EOFError):
             reason = f"it takes more than {self._memory_limit >> 20} MiB to compile"
+            await worker.mourn()
         await worker.kill()
         return _Verdict(f"grammar is not valid: {reason}", time.monotonic() + LIMIT_VERDICT_SECONDS)
 
@@ -168,6 +174,7 @@ class _Worker:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self.was_killed = False  # by somebody else, which says nothing about the grammar it was asked of
 
     @classmethod
     async def start(cls, tokenizer_path: Path, memory_limit: int) -> "_Worker":
@@ -215,6 +222,10 @@ class _Worker:
         size = int.from_bytes(await self._process.stdout.readexactly(4), "big")
         answer: str | None = json.loads(await self._process.stdout.readexactly(size))
         return answer
+
+    async def mourn(self) -> None:
+        """Find out how the process died; it has hung up."""
+        self.was_killed = await self._process.wait() == -signal.SIGKILL
 
     async def kill(self) -> None:
         """End the process, whatever it does."""

@@ -222,6 +222,10 @@ class Metrics:
         """Set the size of a rank's KV pool."""
         self._kv_bytes.labels(rank).set(num_bytes)
 
+    def set_tasks(self, count: int) -> None:
+        """Set how many tasks the router's event loop has."""
+        self._tasks.set(count)
+
     def count_cancelled(self) -> None:
         """Note that a sequence was cancelled."""
         self._cancelled.inc()
@@ -317,6 +321,7 @@ class Metrics:
         self._blocks = self._gauge("funitel_blocks", "KV blocks.", "state")
         self._sequences = self._gauge("funitel_sequences", "Sequences.", "state")
         self._cached_batches = self._gauge("funitel_cached_batches", "Batches the shards keep.")
+        self._tasks = self._gauge("funitel_tasks", "Tasks of the router's event loop.")
         self._cancelled = self._counter("funitel_cancelled", "Sequences cancelled.")
         self._replicas = self._gauge("funitel_replicas", "Replicas, when there are several.", "state")
         self._moved = self._counter("funitel_moved", "Sequences moved to another replica when theirs was lost.")

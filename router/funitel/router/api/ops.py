@@ -1,5 +1,6 @@
 """Routes for operators: health, facts, metrics and documentation."""
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -70,7 +71,9 @@ def _encoder_facts(service: Service) -> dict[str, Any]:
 
 async def prometheus(http: HttpRequest) -> Response:
     """`/metrics`: in Prometheus' text format."""
-    return Response(service_of(http).metrics.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
+    found = service_of(http).metrics
+    found.set_tasks(len(asyncio.all_tasks()))
+    return Response(found.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
 
 
 async def openapi_json(http: HttpRequest) -> Response:

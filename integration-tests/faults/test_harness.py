@@ -1,0 +1,107 @@
+"""The harness itself: what it must not let pass."""
+
+import pytest
+
+from funitel_testing.faults.asks import Ask, Heard, Kind
+from funitel_testing.faults.growth import growth, slope
+from funitel_testing.faults.load import Outcome
+from funitel_testing.faults.page import BEGIN, END, written
+from funitel_testing.faults.soak_report import Pace, Report, Sample
+from funitel_testing.faults.table import Cost, judge
+
+ASK = Ask(Kind.STREAM, 1, 3)
+LEFT = Ask(Kind.STREAM, 1, 3, leave_after=1)
+
+
+def heard(*texts: str, is_whole: bool = True) -> Heard:
+    found = Heard()
+    for number, text in enumerate(texts):
+        found.add(text)
+        found.ids.append(number)
+    if is_whole:
+        found.final = "".join(texts)
+        found.ended.add(0)
+    return found
+
+
+ANSWERS = {ASK: heard("a", "b", "c")}
+
+
+def outcome(began: float, ended: float, what: Heard, ask: Ask = ASK, loss: str = "") -> Outcome:
+    return Outcome(ask, began, ended, what, loss)
+
+
+@pytest.mark.parametrize(
+    ("what", "is_right"),
+    [
+        (heard("a", "b", "c"), True),
+        (heard("a", "b", is_whole=False), True),
+        (heard(is_whole=False), True),
+        (heard("a", "b"), False),
+        (heard("a", "c", is_whole=False), False),
+        (heard("a", "b", "c", "c"), False),
+        (heard("a", "b", "b", "c"), False),
+    ],
+    ids=["whole", "beginning", "nothing", "cut", "other", "more", "twice"],
+)
+def test_a_text_is_the_undisturbed_one_or_its_beginning(what: Heard, is_right: bool) -> None:
+    assert what.begins(ANSWERS[ASK]) is is_right
+
+
+def test_tokens_count_even_where_texts_agree() -> None:
+    other = heard("a", "b", "c")
+    other.ids[1] = 7
+    assert not other.begins(ANSWERS[ASK])
+
+
+def test_a_loss_is_too_much_unless_it_was_expected_of_a_request_under_way() -> None:
+    before = outcome(0.0, 1.0, heard("a", "b", "c"))
+    under_way = outcome(0.0, 3.0, heard("a", is_whole=False), loss="gone")
+    later = outcome(2.5, 3.0, heard(is_whole=False), loss="gone")
+    left = outcome(0.0, 3.0, heard("a", is_whole=False), LEFT)
+    everything = [before, under_way, later, left]
+    for cost, num_too_much in ((Cost.NOTHING, 2), (Cost.UNDER_WAY, 1)):
+        found = judge(cost, everything, 2.0, ANSWERS)
+        assert (found.num_requests, found.num_under_way, len(found.lost)) == (3, 2, 2)
+        assert len(found.too_much) == num_too_much
+        assert not found.wrong
+    assert judge(Cost.UNDER_WAY, [outcome(0.0, 3.0, heard("b", is_whole=False), loss="gone")], 2.0, ANSWERS).wrong
+
+
+def test_a_line_through_samples_is_not_bent_by_odd_ones() -> None:
+    points = [(float(x), 2.0 * x) for x in range(20)]
+    points[5], points[12] = (5.0, 900.0), (12.0, -900.0)
+    assert slope(points) == pytest.approx(2.0, rel=0.05)
+    assert growth("files", points, 1.0, 0.0).total == pytest.approx(38.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("values", "is_none"), [([5, 5, 6, 5, 5], True), ([5, 6, 7, 8, 9], False)])
+def test_growth_within_its_tolerance_is_none(values: list[float], is_none: bool) -> None:
+    assert growth("files", list(enumerate(map(float, values))), 0.99, 0.0).is_none is is_none
+
+
+def test_a_leak_of_every_shard_and_what_is_left_behind_are_found() -> None:
+    pace = Pace.of(5)
+    report = Report()
+    for period in range(pace.num_periods):
+        values = {"shards files": 20.0 + period, "router files": 9.0, "blocks": float(period == 4)}
+        in_use = {"waiting": 0.0, "running": 0.0, "batches": 0.0}
+        report.samples.append(Sample(20.0 * period, period, 0, values | in_use))
+    assert [growth.name for growth in report.growths(pace) if not growth.is_none] == ["shards files"]
+    assert report.left_behind() == ["blocks 1 after 80 s"]
+
+
+@pytest.mark.parametrize("minutes", [5, 60])
+def test_a_soak_kills_as_it_says(minutes: int) -> None:
+    pace = Pace.of(minutes)
+    kills = [period for period in range(pace.num_periods) if pace.is_killing(period)]
+    assert pace.num_periods * pace.period_seconds == minutes * 60
+    assert len(kills) == (5 if minutes == 5 else 12)
+
+
+def test_the_table_is_written_between_its_marks() -> None:
+    page = f"# Faults\n\n{BEGIN}\nold\n{END}\n\nmore\n"
+    once = written(page, [])
+    assert once.startswith(f"# Faults\n\n{BEGIN}\n| fault |")
+    assert once.endswith(f"{END}\n\nmore\n")
+    assert written(once, []) == once

@@ -1,0 +1,107 @@
+"""Faults of processes: killed, stopped for a while, started again."""
+
+import asyncio
+import os
+import signal
+
+from funitel_testing.faults.scenes import PAIR, ByHand, Launched, by_hand
+from funitel_testing.faults.table import Cost, Fault
+
+SHORT_STOP_SECONDS = 2.0  # well below the bound
+
+
+async def _kill_launcher(scene: Launched) -> None:
+    scene.server.process.kill()
+    await asyncio.to_thread(scene.relaunch)
+
+
+async def _kill_router(scene: Launched) -> None:
+    os.kill(scene.server.router_pid(), signal.SIGKILL)
+    await asyncio.to_thread(scene.relaunch)
+
+
+async def _kill_shard(scene: Launched) -> None:
+    os.kill(scene.server.shard_pids()[0], signal.SIGKILL)
+
+
+async def _kill_grammar_workers(scene: Launched) -> None:
+    for _ in range(5):
+        for pid in scene.grammar_workers():
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.1)
+
+
+async def _stop_shard_shortly(scene: Launched) -> None:
+    pid = scene.server.shard_pids()[0]
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(SHORT_STOP_SECONDS)
+    os.kill(pid, signal.SIGCONT)
+
+
+async def _kill_router_alone(scene: ByHand) -> None:
+    scene.router.process.kill()
+    scene.router.process.wait()
+    scene.router.start_again()
+
+
+async def _restart_router(scene: ByHand) -> None:
+    await asyncio.to_thread(scene.router.end, signal.SIGTERM)
+    scene.router.start_again()
+
+
+FAULTS = (
+    Fault(
+        name="kill -9 of a shard, one of two replicas",
+        cost=Cost.NOTHING,
+        why="the other replica goes on with what it had",
+        scene=PAIR,
+        strike=_kill_shard,
+        is_final=True,
+    ),
+    Fault(
+        name="kill -9 of the processes that check grammars",
+        cost=Cost.NOTHING,
+        why="a grammar is checked again in another process",
+        scene=PAIR,
+        strike=_kill_grammar_workers,
+    ),
+    Fault(
+        name=f"SIGSTOP of a shard for {SHORT_STOP_SECONDS:g} s, less than the bound",
+        cost=Cost.NOTHING,
+        why="its streams pause",
+        scene=PAIR,
+        strike=_stop_shard_shortly,
+    ),
+    Fault(
+        name="kill -9 of the launcher",
+        cost=Cost.UNDER_WAY,
+        why="its children end with it; an init system starts it again",
+        scene=PAIR,
+        strike=_kill_launcher,
+        is_away=True,
+    ),
+    Fault(
+        name="kill -9 of the router",
+        cost=Cost.UNDER_WAY,
+        why="it holds the connections; the launcher ends, and an init system starts it again",
+        scene=PAIR,
+        strike=_kill_router,
+        is_away=True,
+    ),
+    Fault(
+        name="kill -9 of a router with shards of their own",
+        cost=Cost.UNDER_WAY,
+        why="it holds the connections; the shards serve the next router",
+        scene=by_hand,
+        strike=_kill_router_alone,
+        is_away=True,
+    ),
+    Fault(
+        name="restart of such a router by SIGTERM",
+        cost=Cost.NOTHING,
+        why="it drains; who comes meanwhile finds nobody and comes again",
+        scene=by_hand,
+        strike=_restart_router,
+        is_away=True,
+    ),
+)

@@ -1,0 +1,195 @@
+"""An hour of mixed load on a deployment whose shards are killed again and again: nothing may be lost, or grow.
+
+    python -m funitel_testing.faults.soak --minutes 60 --out FOLDER
+
+Clients ask what `asks` knows, hang up at random, and pause at random, all drawn from one seed. In every period they
+fall silent once: what is held then is a sample. A shard is killed in the middle of some periods; a sample of shards
+counts only when it is the last one before that, so that all come from shards of the same age. FOLDER gets soak.csv and
+soak.png; the last line on stdout is one JSON object, the exit code says whether all was well.
+"""
+
+import argparse
+import asyncio
+import csv
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from funitel_testing.faults import growth
+from funitel_testing.faults.asks import Ask
+from funitel_testing.faults.growth import Growth
+from funitel_testing.faults.load import MIXED, Load, Outcome, asks_of, seconds_to_answer, undisturbed
+from funitel_testing.faults.model import save_endless
+from funitel_testing.faults.scenes import Launched, launching
+from funitel_testing.faults.soak_plot import plot
+from funitel_testing.faults.soak_report import Pace, Report, Sample
+from funitel_testing.faults.vitals import IN_USE, vitals
+from funitel_testing.servers import wait_until
+
+NUM_ASKS = 48
+NUM_TOKENS = 120
+LEAVING = 0.2  # of the requests are left by their clients
+SAMPLE_SECONDS = 5.0  # between samples under load
+SETTLE_SECONDS = 20.0  # for what clients that hung up have left to be dropped, on a busy machine
+
+
+class Soak:
+    """The clients, the killer and whoever takes samples."""
+
+    def __init__(self, scene: Launched, scratch: Path, pace: Pace, num_clients: int, pause: float, seed: int) -> None:
+        self.report = Report()
+        self._scene, self._scratch, self._pace = scene, scratch, pace
+        self._num_clients, self._pause = num_clients, pause
+        self._dice = random.Random(seed)
+        self._asks = asks_of(MIXED, NUM_ASKS, NUM_TOKENS)
+        self._began = time.monotonic()
+
+    async def run(self) -> Report:
+        """Ask, kill and look, period after period."""
+        answers = await undisturbed(self._scene.url, self._asks, self._num_clients)
+        for period in range(self._pace.num_periods):
+            ends = time.monotonic() + self._pace.period_seconds
+            sampling = asyncio.create_task(self._sample_until(ends))
+            clients = [
+                asyncio.create_task(self._ask_until(ends, client, period)) for client in range(self._num_clients)
+            ]
+            if self._pace.is_killing(period):
+                await asyncio.sleep(self._pace.period_seconds / 2)
+                await self._kill()
+            for outcomes in await asyncio.gather(*clients):
+                self.report.count(outcomes, answers)
+            await sampling
+            await asyncio.to_thread(self._scene.until_whole)
+            await asyncio.to_thread(self._settle)
+            await asyncio.to_thread(self._sample, period)
+            print(self._line(period), file=sys.stderr, flush=True)
+        return self.report
+
+    async def _ask_until(self, ends: float, client: int, period: int) -> list[Outcome]:
+        """One client's requests of a period, one after the other."""
+        dice = random.Random(f"{self._dice.random()} {client}")
+        outcomes: list[Outcome] = []
+        while time.monotonic() < ends:
+            ask = self._drawn(dice, f"{period} {client} {len(outcomes)}")
+            outcomes += await Load(self._scene.url, [ask], 1).run()
+            await asyncio.sleep(min(dice.expovariate(1 / self._pause), max(ends - time.monotonic(), 0.0)))
+        return outcomes
+
+    def _drawn(self, dice: random.Random, salt: str) -> Ask:
+        ask = replace(dice.choice(self._asks), leave_after=None, salt=salt)
+        return replace(ask, leave_after=dice.randrange(1, NUM_TOKENS // 2)) if dice.random() < LEAVING else ask
+
+    async def _kill(self) -> None:
+        pids = self._scene.server.shard_pids()
+        instant = time.monotonic()
+        os.kill(self._dice.choice(pids), signal.SIGKILL)
+        self.report.kills.append(instant - self._began)
+        self.report.recoveries.append(await seconds_to_answer(self._scene.url, instant))
+
+    async def _sample_until(self, ends: float) -> None:
+        while (left := ends - time.monotonic()) > 0:
+            await asyncio.sleep(min(SAMPLE_SECONDS, left))
+            await asyncio.to_thread(self._sample, None)
+
+    def _sample(self, period: int | None) -> None:
+        try:
+            values = vitals(self._scene.server, self._scratch)
+        except OSError:
+            if period is not None:
+                raise
+            return  # a process that was killed; the next sample will do
+        seconds = time.monotonic() - self._began
+        self.report.samples.append(Sample(seconds, period, len(self.report.kills), values))
+
+    def _settle(self) -> None:
+        """Give what clients left the time to be dropped; what is still there is reported by the sample."""
+
+        def is_silent() -> bool:
+            metrics = self._scene.server.metrics()
+            return not any(metrics[series] for series in IN_USE.values())
+
+        try:
+            wait_until(is_silent, SETTLE_SECONDS)
+        except AssertionError:
+            pass
+
+    def _line(self, period: int) -> str:
+        report, values = self.report, self.report.samples[-1].values
+        return (
+            f"period {period + 1} of {self._pace.num_periods}: requests={report.num_requests} lost={len(report.lost)} "
+            f"wrong={len(report.wrong)} kills={len(report.kills)} router={values['router pss MiB']:.1f} MiB "
+            f"shards={values['shards pss MiB']:.1f} MiB tasks={values['router tasks']:g}"
+        )
+
+
+def soak(
+    minutes: int, out: Path, *, num_clients: int = 6, pause: float = 1.0, seed: int = 1, flags: Sequence[str] = ()
+) -> tuple[Report, list[Growth]]:
+    """Run it and write the figures and the plot to `out`; `flags` are further ones of the launcher."""
+    pace = Pace.of(minutes)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model, scratch = Path(folder) / "model", Path(folder) / "scratch"
+        scratch.mkdir()
+        save_endless(model)
+        sockets = ("--shard-uds-path", str(scratch / "shard"))
+        with launching(out, model, *sockets, *flags, TMPDIR=str(scratch)) as scene:
+            report = asyncio.run(Soak(scene, scratch, pace, num_clients, pause, seed).run())
+    growths = report.growths(pace)
+    _write(out / "soak.csv", report)
+    plot(out / "soak.png", report)
+    return report, growths
+
+
+def _write(path: Path, report: Report) -> None:
+    with path.open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        names = list(report.samples[0].values)
+        table.writerow(["seconds", "is_silent", "kills", *names])
+        for sample in report.samples:
+            values = [f"{sample.values[name]:.10g}" for name in names]
+            table.writerow([f"{sample.seconds:.1f}", int(sample.period is not None), sample.num_kills, *values])
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=int, default=60)
+    parser.add_argument("--out", type=Path, default=Path("soak"))
+    parser.add_argument("--clients", type=int, default=6, help="clients that ask at once")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds a client waits between requests, on average")
+    parser.add_argument("--seed", type=int, default=1)
+    options, flags = parser.parse_known_args()
+    report, growths = soak(
+        options.minutes,
+        options.out,
+        num_clients=options.clients,
+        pause=options.pause,
+        seed=options.seed,
+        flags=flags,
+    )
+    print("\n".join([growth.HEAD, *map(str, growths)]))
+    summary = {
+        "minutes": options.minutes,
+        "requests": report.num_requests,
+        "cancelled": report.num_cancelled,
+        "kills": len(report.kills),
+        "slowest_recovery_seconds": round(max(report.recoveries, default=0.0), 1),
+        "lost": report.lost,
+        "wrong": len(report.wrong),
+        "left_behind": report.left_behind(),
+        "grows": [growth.name for growth in growths if not growth.is_none],
+    }
+    print(json.dumps(summary))
+    sys.exit(1 if any(summary[name] for name in ("lost", "wrong", "left_behind", "grows")) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What a soak saw: samples of what was held, what became of requests, and what has grown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from funitel_testing.faults.growth import Growth, growth
+from funitel_testing.faults.load import Answers, Outcome
+from funitel_testing.faults.vitals import IN_USE
+
+# Growth from the first to the last sample that is none: of memory in MiB, or as a share of it; of what is counted.
+LEAST_MIB, SHARE_OF_MEMORY = 2.0, 0.05
+LEAST_COUNT = 0.99
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How the time is divided.
+
+    Args:
+        num_periods: how many there are.
+        period_seconds: from one silence to the next.
+        kill_every: a shard is killed in each period that many apart.
+        warm_up: periods whose samples do not count.
+    """
+
+    num_periods: int
+    period_seconds: float
+    kill_every: int
+    warm_up: int
+
+    @classmethod
+    def of(cls, minutes: int) -> "Pace":
+        """An hour has periods of a minute and kills every five; what is shorter is denser."""
+        if minutes >= 30:
+            return cls(minutes, 60.0, 5, 5)
+        return cls(3 * minutes, 20.0, 3, 3)
+
+    def is_killing(self, period: int) -> bool:
+        """Whether a shard is killed in a period."""
+        return period % self.kill_every == self.kill_every - 1
+
+    @property
+    def counted(self) -> range:
+        """Periods whose samples count."""
+        return range(self.warm_up, self.num_periods)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was held at an instant, in seconds since the start; `period` is None under load."""
+
+    seconds: float
+    period: int | None
+    num_kills: int
+    values: dict[str, float]
+
+
+@dataclass
+class Report:
+    """What happened."""
+
+    samples: list[Sample] = field(default_factory=list)
+    kills: list[float] = field(default_factory=list)  # seconds since the start
+    recoveries: list[float] = field(default_factory=list)  # seconds
+    num_requests: int = 0
+    num_cancelled: int = 0
+    lost: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def count(self, outcomes: Sequence[Outcome], answers: Answers) -> None:
+        """Take what became of requests into account."""
+        self.num_requests += len(outcomes)
+        self.num_cancelled += sum(outcome.ask.leave_after is not None for outcome in outcomes)
+        self.lost += [f"{outcome.ask}: {outcome.loss}" for outcome in outcomes if outcome.loss]
+        wrong = [outcome for outcome in outcomes if not outcome.heard.begins(answers[outcome.ask.undisturbed])]
+        self.wrong += [f"{outcome.ask}: {outcome.heard}" for outcome in wrong]
+
+    def left_behind(self) -> list[str]:
+        """What was in use while nobody asked for anything."""
+        silent = [sample for sample in self.samples if sample.period is not None]
+        return [
+            f"{name} {sample.values[name]:g} after {sample.seconds:.0f} s"
+            for sample in silent
+            for name in IN_USE
+            if sample.values[name]
+        ]
+
+    def growths(self, pace: Pace) -> list[Growth]:
+        """How every quantity grew over the silences that count."""
+        counted = [sample for sample in self.samples if sample.period in pace.counted]
+        found = []
+        for name in counted[0].values:
+            is_of_shards = name.startswith("shards")
+            points = [
+                (sample.seconds, sample.values[name])
+                for sample in counted
+                if not is_of_shards or pace.is_killing((sample.period or 0) + 1)
+            ]
+            is_memory = name.endswith("MiB")
+            least, share = (LEAST_MIB, SHARE_OF_MEMORY) if is_memory else (LEAST_COUNT, 0.0)
+            found.append(growth(name, points, least, share))
+        return found
