@@ -3,7 +3,7 @@
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -52,7 +52,7 @@ class Fault:
     cost: Cost
     why: str
     scene: Callable[[Path, Path], AbstractContextManager[Any]]
-    strike: Callable[[Any], Awaitable[None]]
+    strike: Callable[[Any], Coroutine[Any, Any, None]]
     obstacle: Callable[[], str] = lambda: ""
     is_final: bool = False
     is_away: bool = False
