@@ -49,7 +49,7 @@ itest: setup ## tests of the whole system only
 	$(BIN)/pytest $(WHOLE_SYSTEM_TESTS) $(ARGS)
 
 bench: setup ## benchmarks of a model on this machine; funitel bench is for servers
-	@for script in $(filter-out benchmarks/serve.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+	@for script in $(filter-out benchmarks/serve.py benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
 
 families: setup ## every architecture against transformers: the worst error of each; ARGS=--full for the long form
 	@PYTHONPATH=testing $(BIN)/python -m funitel_testing.families $(ARGS)

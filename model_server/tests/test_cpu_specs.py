@@ -1,8 +1,6 @@
 """The fused step against torch on specs that no family has: in odd sizes and company, on several ranks."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from zlib import crc32
 
 import pytest
 import torch
@@ -27,9 +25,8 @@ from funitel.model_server.spec import (
     RotarySpec,
 )
 from funitel.model_server.spec_names import TensorNames
-from funitel.model_server.storage import Range
-from funitel.model_server.weights import Weights
 from funitel_testing.forward_worker import BLOCK_SIZE, CPU, fused_library, step_through
+from funitel_testing.random_weights import RandomWeights
 from funitel_testing.threads import on_ranks
 
 pytestmark = pytest.mark.skipif("avx2" not in building.cpu_flags(), reason="needs AVX2")
@@ -102,35 +99,6 @@ SPECS = {
         names=TensorNames(qkv="layers.{i}.qkv", is_transposed=True),
     ),
 }
-
-
-class RandomWeights(Weights):
-    """Tensors of whatever name and shape is asked for, the same for every rank."""
-
-    def __init__(self) -> None:
-        self.dtype, self.device, self.prefix, self.quantization = torch.float32, CPU, "model.", None
-        self.held_bytes = self.sharded_bytes = self.total_sharded_bytes = 0
-        self._storages, self._blocks = {}, None
-
-    def read(
-        self,
-        name: str,
-        shape: Sequence[int],
-        *,
-        rows: Range | None = None,
-        columns: Range | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """See Weights."""
-        values = torch.randn(*shape, generator=torch.Generator().manual_seed(crc32(name.encode()))) * 0.3
-        values = values if rows is None else values[slice(*rows)]
-        return (values if columns is None else values[:, slice(*columns)]).contiguous()
-
-    def check(self, name: str, shape: Sequence[int]) -> None:
-        """Every shape is right."""
-
-    def finish(self, ignored: Sequence[str]) -> None:
-        """There are no others."""
 
 
 def logits_of(spec: ModelSpec, parallel: TensorParallel, tier: Tier | None) -> torch.Tensor:
