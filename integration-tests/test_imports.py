@@ -30,6 +30,8 @@ PROTO_ARROWS = {
     ("encoder_wire", "generate_pb2"),
     ("generate_pb2_grpc", "generate_pb2"),
     ("settings", "errors"),
+    ("errors", "printable"),
+    ("logs", "printable"),
     ("grammar", "errors"),
     ("grammar", "step"),
     ("settings", "foreign"),

@@ -80,3 +80,11 @@ def test_what_tgis_clients_and_routers_tell_apart(name: str, status: int, error_
 def test_an_invalid_request_may_name_its_field() -> None:
     assert errors.InvalidRequest("no").param is None
     assert errors.ContextTooLong("too long", "inputs").param == "inputs"
+
+
+@pytest.mark.parametrize("cls", family())
+def test_a_message_that_quotes_much_is_cut(cls: type[FunitelError]) -> None:
+    error = cls("given: " + "x" * 1_000_000)
+    assert len(error.public_message) <= errors.MOST_CHARACTERS + len(cls.prefix) + len("...")
+    assert str(error) == error.message
+    assert len(errors.InvalidRequest("no", "x" * 1_000_000).param or "") == errors.MOST_PARAM_CHARACTERS + len("...")

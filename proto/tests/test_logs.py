@@ -152,3 +152,34 @@ def test_a_filter_may_name_one_program(text: str, router: int, launcher: int) ->
 @pytest.mark.parametrize("level", logs.LEVELS)
 def test_every_documented_level_is_known(level: str) -> None:
     assert logging.getLevelName(logs.parse_level(level)) == level.upper()
+
+
+HOSTILE = "a\r\n2026-01-01T00:00:00.000Z ERROR router funitel: forged\x1b[2J\u202e\u2028\ud800\x00\x9b"
+
+
+@pytest.mark.parametrize("process", ["router", "shard-0"])
+@pytest.mark.parametrize("json_output", [False, True])
+def test_what_an_event_quotes_is_obeyed_by_nobody(
+    process: str, json_output: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs.configure(process, json_output=json_output)
+    logging.getLogger("funitel").warning("given %s", HOSTILE)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("funitel").exception("failed")
+    lines = "".join(capsys.readouterr()).split("\n")[:-1]
+    assert all(line.isprintable() for line in lines)
+    events = [line for line in lines if not line.startswith("  ")]
+    assert len(events) == 2
+    if json_output:
+        records = [json.loads(line) for line in events]
+        said = [record["record"]["message"] if "record" in record else record["message"] for record in records]
+        assert said == [f"given {HOSTILE}", "failed"]
+
+
+@pytest.mark.parametrize("json_output", [False, True])
+def test_a_long_event_is_cut(json_output: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("router", json_output=json_output)
+    logging.getLogger("funitel").warning("x" * 1_000_000)
+    assert len(capsys.readouterr().err) < 2 * logs.MOST_CHARACTERS

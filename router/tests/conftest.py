@@ -10,13 +10,20 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from fakes import FakeEngine, Serve, eventually, write_model
+from fakes import FakeEngine, RendersHere, Serve, eventually, write_model
 
+from funitel.router import template_renderer
 from funitel.router.app import build_app
 from funitel.router.service import Connect
 from funitel.router.settings import RouterSettings
 
 PATIENCE_SECONDS = 10.0
+
+
+@pytest.fixture(autouse=True)
+def render_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render chats in this process."""
+    monkeypatch.setattr(template_renderer, "KillablePool", RendersHere)
 
 
 @pytest.fixture

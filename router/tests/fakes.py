@@ -6,14 +6,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from funitel.proto.errors import FunitelError, Overloaded
+from funitel.proto.errors import FunitelError, Overloaded, TemplateError
 from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
+from funitel.router import template_worker
 from funitel.router.admission import InFlight
+from funitel.router.killable import CannotWork
+from funitel.router.killable_worker import Answer
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Limits, Request
 from funitel.router.settings import RouterSettings
@@ -28,6 +32,28 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+
+
+class RendersHere:
+    """Stands in for the pool of processes that render chats: hundreds of tests need not start one each."""
+
+    def __init__(self, module: str, setup: Any, **limits: Any) -> None:
+        self._setup = setup
+        self._answer: Answer | None = None
+
+    async def warm_up(self) -> None:
+        try:
+            self._answer = self._answer or template_worker.prepare(self._setup)
+        except TemplateError as error:
+            raise CannotWork(error.message, is_final=True) from None
+
+    async def ask(self, question: Any) -> Any:
+        await self.warm_up()
+        assert self._answer is not None
+        return json.loads(json.dumps(self._answer(json.loads(json.dumps(question)))))
+
+    async def close(self) -> None:
+        pass
 
 
 @dataclass

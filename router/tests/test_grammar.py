@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import GrammarType
 from funitel.router import grammar as module
+from funitel.router import killable
 from funitel.router.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarChecker
+from funitel.router.killable import KillablePool
 
 STALL_SECONDS = 0.05
 # Any of them may be left out: the engine takes many seconds.
@@ -93,11 +95,11 @@ async def test_the_event_loop_never_waits_for_a_grammar(checker: GrammarChecker)
     """Not for a worker to start, to compile, or to be killed. A busy machine gets three tries."""
     longest = []
     for attempt in range(3):
-        checker._time_limit = 0.3
+        checker._pool.time_limit = 0.3
         stalls = Stalls()
         watching = asyncio.create_task(stalls.watch())
         await refusal(checker, Grammar(BOMB.kind, BOMB.text + " " * attempt))
-        checker._time_limit = 30.0
+        checker._pool.time_limit = 30.0
         await checker.check(Grammar.json({"enum": [f"{attempt}-{i}" for i in range(5000)]}))
         watching.cancel()
         longest.append(stalls.longest)
@@ -108,9 +110,9 @@ async def test_the_event_loop_never_waits_for_a_grammar(checker: GrammarChecker)
 
 async def test_a_verdict_of_a_limit_does_not_last(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT_VERDICT_SECONDS", 0.0)
-    checker._time_limit = 0.0
+    checker._pool.time_limit = 0.0
     assert "more than 0 s" in await refusal(checker, Grammar.regex("a"))
-    checker._time_limit = 30.0
+    checker._pool.time_limit = 30.0
     await checker.check(Grammar.regex("a"))
 
 
@@ -127,13 +129,13 @@ async def test_many_who_ask_the_same_wait_for_one_answer(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    ask = module._Worker.ask
+    ask = KillablePool.ask
 
-    async def counting(worker: Any, grammar: Grammar) -> str | None:
-        asked.append(grammar.text)
-        return await ask(worker, grammar)
+    async def counting(pool: KillablePool, question: Any) -> Any:
+        asked.append(question["text"])
+        return await ask(pool, question)
 
-    monkeypatch.setattr(module._Worker, "ask", counting)
+    monkeypatch.setattr(KillablePool, "ask", counting)
     waiting = [asyncio.create_task(checker.check(Grammar.regex("same"))) for _ in range(20)]
     await asyncio.sleep(0.01)
     waiting[0].cancel()
@@ -144,7 +146,7 @@ async def test_many_who_ask_the_same_wait_for_one_answer(
 
 async def test_a_worker_that_dies_is_replaced(checker: GrammarChecker) -> None:
     await checker.check(Grammar.regex("a"))
-    (worker,) = checker._idle
+    (worker,) = checker._pool._idle
     worker._process.kill()
     await worker._process.wait()
     await checker.check(Grammar.regex("b"))
@@ -152,7 +154,7 @@ async def test_a_worker_that_dies_is_replaced(checker: GrammarChecker) -> None:
 
 async def test_a_grammar_is_not_blamed_for_a_worker_that_somebody_killed(checker: GrammarChecker) -> None:
     await checker.check(Grammar.regex("a"))
-    (worker,) = checker._idle
+    (worker,) = checker._pool._idle
     worker._process.send_signal(signal.SIGSTOP)
     check = asyncio.create_task(checker.check(Grammar.regex("b")))
     await asyncio.sleep(0.05)
@@ -165,20 +167,23 @@ async def test_a_grammar_whose_workers_are_all_killed_is_refused(
 ) -> None:
     killed = []
 
-    async def die(worker: module._Worker, _: Grammar) -> str | None:
-        killed.append(worker)
-        worker._process.kill()
-        return await worker._read()
+    ask = killable._Process.ask
 
-    monkeypatch.setattr(module._Worker, "ask", die)
+    async def die(process: killable._Process, payload: bytes) -> Any:
+        if b"text" in payload:
+            killed.append(process)
+            process._process.kill()
+        return await ask(process, payload)
+
+    monkeypatch.setattr(killable._Process, "ask", die)
     assert "MiB to compile" in await refusal(checker, Grammar.regex("a"))
-    assert len(killed) == module.MOST_DEATHS
+    assert len(killed) == killable.MOST_DEATHS
 
 
 async def test_a_grammar_has_a_largest_size(checker: GrammarChecker) -> None:
     message = await refusal(checker, Grammar.regex("a" * (MAX_GRAMMAR_BYTES + 1)))
     assert message == f"grammar must have at most {MAX_GRAMMAR_BYTES} bytes, given {MAX_GRAMMAR_BYTES + 1}"
-    assert not checker._idle
+    assert not checker._pool._idle
 
 
 async def test_a_tokenizer_the_engine_cannot_use_is_said(tmp_path: Path) -> None:

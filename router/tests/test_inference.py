@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fakes import PIECES, FakeEngine
+from fakes import PIECES, FakeEngine, Serve
 
 from funitel.proto.errors import FunitelError, Overloaded, ShardFailed
 from funitel.proto.step import Generation
@@ -141,3 +141,17 @@ async def test_a_failure_to_take_what_came_ends_its_request_alone(model: Path, c
             await stream_all(job.siblings(count), fail)
         assert len(engine.cancelled) == count
         assert await other == ["".join(PIECES) + "</s>"]
+
+
+async def test_a_text_whose_tokens_the_model_does_not_have_is_refused(
+    serve: Serve, model: Path, engine: FakeEngine
+) -> None:
+    """A tokenizer may know more than the model: such an id would fail whoever shares the step."""
+    (model / "config.json").write_text('{"vocab_size": 257}')
+    async with serve(engine) as client:
+        known = await client.post("/generate", json={"inputs": "Hi"})
+        unknown = await client.post("/generate", json={"inputs": "Hi</s>"})
+    assert known.status_code == 200
+    assert unknown.status_code == 422
+    assert "token ids must be >= 0 and < 257. Given: 257" in unknown.json()["error"]
+    assert len(engine.requests) == 1

@@ -25,7 +25,7 @@ async def prompt(folder: Path, config_path: str | None = None) -> str:
     try:
         return await tokenizer.chat_prompt([USER])
     finally:
-        tokenizer.close()
+        await tokenizer.close()
 
 
 async def test_encode_adds_special_tokens_unless_told_not_to(tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ async def test_encode_adds_special_tokens_unless_told_not_to(tmp_path: Path) -> 
     start = byte_tokenizer().token_to_id("<s>")
     with_start = await tokenizer.encode("aé")
     without = await tokenizer.encode("aé", add_special_tokens=False)
-    tokenizer.close()
+    await tokenizer.close()
     assert with_start.ids == (start, *without.ids)
     assert without.offsets == ((0, 1), (1, 2), (1, 2))
     assert without.byte_offsets() == [(0, 1), (1, 3), (1, 3)]
@@ -54,7 +54,6 @@ def test_the_vocabulary_is_what_tokenizer_and_model_share(
     write_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.load(str(tmp_path), None, 1)
-    tokenizer.close()
     assert tokenizer.num_tokens == expected
 
 
@@ -66,7 +65,7 @@ async def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) ->
     narrow.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(str(tmp_path), None, 1)
     assert len((await tokenizer.encode("abcdefgh", add_special_tokens=False)).ids) == 8
-    tokenizer.close()
+    await tokenizer.close()
 
 
 @pytest.mark.parametrize("text", ["", "\0", "a\0b", "<s></s>", "\U0001f680" * 1000, "x" * 200_000])
@@ -74,7 +73,7 @@ async def test_any_text_can_be_encoded(tmp_path: Path, text: str) -> None:
     tokenizer = Tokenizer.load(str(write_model(tmp_path)), None, 1)
     encoding = await tokenizer.encode(text)
     assert len(encoding.byte_offsets()) == len(encoding.ids)
-    tokenizer.close()
+    await tokenizer.close()
 
 
 def test_blocks_are_trimmed_as_transformers_does() -> None:
@@ -184,7 +183,7 @@ async def test_a_chat_with_tools_takes_the_template_for_it(tmp_path: Path, is_fi
     assert await tokenizer.chat_prompt([USER]) == "plain"
     assert tokenizer.template_source(with_tools=True).startswith("with")
     assert tokenizer.template_source(with_tools=False) == "plain"
-    tokenizer.close()
+    await tokenizer.close()
 
 
 async def test_special_tokens_of_ids(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from funitel.proto.logs import json_event
+from funitel.proto.printable import printable
 
 LONGEST_LINE = 1 << 20  # bytes; a child that never ends its line is cut here
 OUTPUT_SECONDS = 1.0  # for the last output of a child that has exited
@@ -199,4 +200,4 @@ def _event(process: str, line: str) -> str:
 
 def _write(line: str) -> None:
     with suppress(OSError):  # a full disk, or a reader that left: the line is lost, but the child must not wait for it
-        print(line, file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)

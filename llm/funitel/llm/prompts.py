@@ -6,9 +6,12 @@ from operator import index
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import tokenizers
+
 from funitel.proto.errors import ContextTooLong, FunitelError, InvalidRequest, TemplateError
+from funitel.router.chat_template import ChatTemplate
 from funitel.router.sequence import Limits
-from funitel.router.tokenizer import ModelFiles
+from funitel.router.tokenizer import NO_TEMPLATE, ModelFiles
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]
@@ -30,7 +33,7 @@ class PromptEncoder:
         self._tokenizer = files.tokenizer()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._template = files.template(self._tokenizer)
+        self._template = _template(files, self._tokenizer)
         self._vocab_size = vocab_size
 
     def prompts(self, given: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
@@ -96,6 +99,17 @@ class PromptEncoder:
             return self._template.render(checked, continues=is_begun)
         except FunitelError as error:
             raise numbered("conversation", place, error) from error
+
+
+def _template(files: ModelFiles, tokenizer: tokenizers.Tokenizer) -> ChatTemplate | TemplateError:
+    """The compiled chat template, or why there is none. It runs in this process: in a sandbox, without other limits."""
+    texts = files.template_texts(tokenizer)
+    if texts is None:
+        return TemplateError(NO_TEMPLATE)
+    try:
+        return ChatTemplate(texts.source, texts.special_tokens, texts.tool_source)
+    except TemplateError as error:
+        return error
 
 
 def numbered(what: str, place: int, error: FunitelError) -> FunitelError:

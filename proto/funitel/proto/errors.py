@@ -42,12 +42,16 @@ from typing import ClassVar
 
 import grpc
 
+from funitel.proto.printable import printable, shortened
+
 MOST_CHARACTERS = 2000
-"""Longest message of a StartupError."""
+"""Longest message: what is longer quotes what others sent or wrote, and is cut."""
+MOST_PARAM_CHARACTERS = 200
+"""Longest name of a field; clients make up names too."""
 
 
 class FunitelError(Exception):
-    """Base of all funitel errors. `message` is one line fit for a user."""
+    """Base of all funitel errors. `message` is one line fit for a user, of a bounded length."""
 
     http_status: ClassVar[int] = 500
     error_type: ClassVar[str] = "internal"
@@ -60,8 +64,8 @@ class FunitelError(Exception):
     wait_seconds: float | None = None  # estimated until it would have begun
 
     def __init__(self, message: str) -> None:
-        super().__init__(message)
-        self.message = " ".join(message.split())
+        self.message = shortened(" ".join(message.split()), MOST_CHARACTERS)
+        super().__init__(self.message)
 
     @property
     def is_ours(self) -> bool:
@@ -85,7 +89,7 @@ class InvalidRequest(FunitelError):
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.param = None if param is None else shortened(param, MOST_PARAM_CHARACTERS)
 
 
 class ContextTooLong(InvalidRequest):
@@ -294,14 +298,14 @@ class BrokenScores(StepFailed):
 class StartupError(FunitelError):
     """A process cannot start; the message says what to change. Exit code 1.
 
-    Messages quote names out of files that others wrote: what cannot be printed is escaped, and what is long is cut.
+    Messages quote names out of files that others wrote: what cannot be printed is escaped.
     """
 
     grpc_status = grpc.StatusCode.FAILED_PRECONDITION
 
     def __init__(self, message: str) -> None:
-        super().__init__(message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}...")
-        self.message = "".join(c if c.isprintable() else repr(c)[1:-1] for c in self.message)
+        super().__init__(message)
+        self.message = printable(self.message)
 
 
 class SettingsError(StartupError):

@@ -1,6 +1,8 @@
 """One logging setup for every process: text lines for people, JSON lines for machines.
 
-Everything goes to stderr, but the JSON of shards and downloads: a launcher reads that from their stdout.
+Everything goes to stderr, but the JSON of shards and downloads: a launcher reads that from their stdout. Whatever an
+event quotes, its line cannot pass for another one: what cannot be printed is escaped, what is long is cut, and the
+lines of a traceback are indented. JSON is ASCII.
 """
 
 import json
@@ -10,6 +12,10 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
+from funitel.proto.printable import printable, shortened
+
+MOST_CHARACTERS = 8192  # of a line of text, or of a message
+
 LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -18,6 +24,13 @@ class _TextFormatter(logging.Formatter):
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03dZ %(levelname)s {process} %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(shortened(super().formatMessage(record).rstrip("\n"), MOST_CHARACTERS))
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).splitlines()
+        return "\n".join(f"  {printable(shortened(line, MOST_CHARACTERS))}" for line in lines)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -31,7 +44,8 @@ class _JsonFormatter(logging.Formatter):
         more: dict[str, Any] = {"filename": record.filename, "line_number": record.lineno}
         if record.exc_info:
             more["exception"] = self.formatException(record.exc_info)
-        return json_event(record.created, record.levelno, self._process, record.name, record.getMessage(), **more)
+        message = shortened(record.getMessage(), MOST_CHARACTERS)
+        return json_event(record.created, record.levelno, self._process, record.name, message, **more)
 
 
 class _LoguruFormatter(logging.Formatter):
@@ -51,14 +65,14 @@ class _LoguruFormatter(logging.Formatter):
             "function": record.funcName,
             "level": {"name": record.levelname, "no": record.levelno},
             "line": record.lineno,
-            "message": record.getMessage(),
+            "message": shortened(record.getMessage(), MOST_CHARACTERS),
             "module": record.module,
             "name": record.name,
             "process": {"id": record.process, "name": record.processName},
             "thread": {"id": record.thread, "name": record.threadName},
             "time": {"repr": instant.isoformat(sep=" "), "timestamp": record.created},
         }
-        return json.dumps({"text": self._text.format(record) + "\n", "record": described}, ensure_ascii=False)
+        return json.dumps({"text": self._text.format(record) + "\n", "record": described})
 
 
 def json_event(seconds: float, level: int, process: str, target: str, message: str, **more: Any) -> str:
@@ -66,7 +80,7 @@ def json_event(seconds: float, level: int, process: str, target: str, message: s
     instant = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     nested = {"fields": {"message": message}} if process == "launcher" else {}
     event = {"timestamp": instant, "level": _TRACING_NAMES.get(level, "INFO"), "message": message, **nested}
-    return json.dumps(event | {"target": target, "process": process} | more, ensure_ascii=False)
+    return json.dumps(event | {"target": target, "process": process} | more)
 
 
 _TRACING_NAMES = {logging.DEBUG: "DEBUG", logging.INFO: "INFO", logging.WARNING: "WARN", logging.ERROR: "ERROR"}

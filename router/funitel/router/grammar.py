@@ -6,25 +6,21 @@ import asyncio
 import hashlib
 import json
 import re
-import signal
-import sys
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import GrammarType
+from funitel.router.killable import CannotWork, KillablePool, Killed
 
 TIME_LIMIT_SECONDS = 5.0  # reasonable grammars take milliseconds
-START_LIMIT_SECONDS = 60.0
 MEMORY_LIMIT_BYTES = 2**31
 MAX_GRAMMAR_BYTES = 256 * 1024
 NUM_WORKERS = 2  # so that one bomb does not make others wait for its end
-MOST_DEATHS = 3  # of workers in a row that somebody else killed, until the grammar is thought to be the reason
 NUM_VERDICTS = 1024
 LIMIT_VERDICT_SECONDS = 60.0  # a busy machine may be what made a grammar slow
 
@@ -90,13 +86,15 @@ class GrammarChecker:
         time_limit: float = TIME_LIMIT_SECONDS,
         memory_limit: int = MEMORY_LIMIT_BYTES,
     ) -> None:
-        self._tokenizer_path = tokenizer_path
-        self._time_limit = time_limit
-        self._memory_limit = memory_limit
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._pending: dict[bytes, asyncio.Task[_Verdict]] = {}
-        self._idle: list[_Worker] = []
-        self._slots = asyncio.Semaphore(NUM_WORKERS)
+        self._pool = KillablePool(
+            "funitel.router.grammar_worker",
+            str(tokenizer_path),
+            most=NUM_WORKERS,
+            time_limit=time_limit,
+            memory_limit=memory_limit,
+        )
 
     async def check(self, grammar: Grammar) -> None:
         """Raise InvalidRequest, saying why, unless the grammar can be kept; the loop never waits for it."""
@@ -124,111 +122,25 @@ class GrammarChecker:
         return await asyncio.shield(self._pending[digest])
 
     async def _judge(self, grammar: Grammar) -> _Verdict:
-        for _ in range(MOST_DEATHS):
-            async with self._worker() as worker:
-                verdict = await self._ask(worker, grammar)
-            if not worker.was_killed:
-                break
+        verdict = await self._ask(grammar)
         self._verdicts[grammar.digest] = verdict
         if len(self._verdicts) > NUM_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
 
-    async def _ask(self, worker: "_Worker", grammar: Grammar) -> _Verdict:
+    async def _ask(self, grammar: Grammar) -> _Verdict:
         try:
-            async with asyncio.timeout(self._time_limit):
-                return _Verdict(await worker.ask(grammar))
-        except TimeoutError:
-            reason = f"it takes more than {self._time_limit:g} s to compile"
-        except (OSError, EOFError):
-            reason = f"it takes more than {self._memory_limit >> 20} MiB to compile"
-            await worker.mourn()
-        await worker.kill()
-        return _Verdict(f"grammar is not valid: {reason}", time.monotonic() + LIMIT_VERDICT_SECONDS)
-
-    @asynccontextmanager
-    async def _worker(self) -> AsyncIterator["_Worker"]:
-        """Lend a worker, a fresh one if need be; it is kept unless it was killed."""
-        async with self._slots:
-            self._idle = [worker for worker in self._idle if worker.is_alive]
-            worker = self._idle.pop() if self._idle else await _Worker.start(self._tokenizer_path, self._memory_limit)
-            try:
-                yield worker
-            except BaseException:
-                await worker.kill()
-                raise
-            if worker.is_alive:
-                self._idle.append(worker)
+            question = {"kind": grammar.kind, "text": grammar.text, "is_native": grammar.is_native}
+            return _Verdict(await self._pool.ask(question))
+        except Killed as limit:
+            error = f"grammar is not valid: {limit} to compile"
+            return _Verdict(error, time.monotonic() + LIMIT_VERDICT_SECONDS)
+        except CannotWork as problem:
+            raise InvalidRequest(f"grammar is not supported: {problem}", "grammar") from None
 
     async def close(self) -> None:
         """End the workers."""
         for task in list(self._pending.values()):
             task.cancel()
         await asyncio.gather(*self._pending.values(), return_exceptions=True)
-        while self._idle:
-            await self._idle.pop().kill()
-
-
-class _Worker:
-    """One `grammar_worker` process and the frames to and from it."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.was_killed = False  # by somebody else, which says nothing about the grammar it was asked of
-
-    @classmethod
-    async def start(cls, tokenizer_path: Path, memory_limit: int) -> "_Worker":
-        """Start a process and wait until it has read the tokenizer.
-
-        Raises:
-            InvalidRequest: it cannot read it.
-        """
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "funitel.router.grammar_worker", str(tokenizer_path), str(memory_limit)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        worker = cls(process)
-        try:
-            async with asyncio.timeout(START_LIMIT_SECONDS):
-                error = await worker._read()
-        except (TimeoutError, OSError, EOFError):
-            error = "the process that checks grammars does not start"
-        except BaseException:
-            await worker.kill()
-            raise
-        if error is not None:
-            await worker.kill()
-            raise InvalidRequest(f"grammar is not supported: {error}", "grammar")
-        return worker
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.returncode is None
-
-    async def ask(self, grammar: Grammar) -> str | None:
-        """Have a grammar compiled; return what is wrong with it. Raises OSError or EOFError when the process dies."""
-        assert self._process.stdin is not None
-        question = {"kind": grammar.kind, "text": grammar.text, "is_native": grammar.is_native}
-        payload = json.dumps(question).encode()
-        self._process.stdin.write(len(payload).to_bytes(4, "big") + payload)
-        await self._process.stdin.drain()
-        return await self._read()
-
-    async def _read(self) -> str | None:
-        assert self._process.stdout is not None
-        size = int.from_bytes(await self._process.stdout.readexactly(4), "big")
-        answer: str | None = json.loads(await self._process.stdout.readexactly(size))
-        return answer
-
-    async def mourn(self) -> None:
-        """Find out how the process died; it has hung up."""
-        self.was_killed = await self._process.wait() == -signal.SIGKILL
-
-    async def kill(self) -> None:
-        """End the process, whatever it does."""
-        if self.is_alive:
-            self._process.kill()
-        await self._process.wait()
+        await self._pool.close()

@@ -1,45 +1,33 @@
-"""The process that compiles grammars for `grammar.GrammarChecker`: it may be killed at any moment.
+"""The process that compiles grammars for `grammar.GrammarChecker`: it is told a tokenizer's file, then the grammars.
 
-Reads frames from stdin, each a length in four bytes and as many bytes of JSON, and answers each with a frame: what is
-wrong with the grammar, or null. The first frame it writes says whether it can work at all. Ends with its stdin.
+An answer is what is wrong with the grammar, or null.
 """
 
 import json
-import resource
-import sys
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any
 
 from llguidance import LLTokenizer
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.grammar import compile_grammar
 from funitel.proto.step import GrammarType
+from funitel.router.killable_worker import Answer, serve
 
 # A native schema describes an object; one of these says how, or where it is said.
 _OBJECT_KEYWORDS = ("properties", "$ref", "allOf", "anyOf", "oneOf")
 
 
-def serve(tokenizer_path: str, memory_limit: int, questions: BinaryIO, answers: BinaryIO) -> None:
-    """Answer until the questions end."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory_limit, memory_limit))
+def prepare(tokenizer_path: str) -> Answer:
+    """Read the tokenizer; raises InvalidRequest where grammars cannot be kept with it."""
     try:
         tokenizer = LLTokenizer(tokenizer_path, eos_token=0)  # which token ends a text does not matter here
     except ValueError as error:
-        _write(answers, f"the model's tokenizer cannot be used: {error}")
-        return
-    _write(answers, None)
-    while head := questions.read(4):
-        question = json.loads(questions.read(int.from_bytes(head, "big")))
-        _write(answers, _fault(question, tokenizer))
+        raise InvalidRequest(f"the model's tokenizer cannot be used: {error}") from error
+    return partial(_fault, tokenizer)
 
 
-def _write(answers: BinaryIO, answer: str | None) -> None:
-    payload = json.dumps(answer).encode()
-    answers.write(len(payload).to_bytes(4, "big") + payload)
-    answers.flush()
-
-
-def _fault(question: dict[str, Any], tokenizer: LLTokenizer) -> str | None:
+def _fault(tokenizer: LLTokenizer, question: dict[str, Any]) -> str | None:
     """What is wrong with a grammar, None if nothing is."""
     try:
         compile_grammar(GrammarType(question["kind"]), question["text"], tokenizer)
@@ -47,8 +35,6 @@ def _fault(question: dict[str, Any], tokenizer: LLTokenizer) -> str | None:
             return "grammar is not valid: the schema must have `properties`"
     except InvalidRequest as error:
         return error.message
-    except MemoryError:
-        return "grammar is not valid: it takes too much memory to compile"
     return None
 
 
@@ -58,4 +44,4 @@ def _says_what_the_object_is(text: str) -> bool:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]), sys.stdin.buffer, sys.stdout.buffer)
+    serve(prepare)

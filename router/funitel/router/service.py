@@ -84,6 +84,7 @@ class Service:
         self.facts = ModelFacts()
         self._stage = "starting: reading the tokenizer"
         self._tokenizer: Tokenizer | None = None
+        self._warming: asyncio.Task[None] | None = None
         self._grammars: GrammarChecker | None = None
         self._engine: Inference | None = None
         self._encoder: EncoderService | None = None
@@ -167,6 +168,7 @@ class Service:
         self._tokenizer = await asyncio.to_thread(
             Tokenizer.load, str(folder), settings.tokenizer_config_path, settings.validation_workers
         )
+        self._warming = asyncio.create_task(self._tokenizer.warm_up())
         self._grammars = GrammarChecker(folder / "tokenizer.json")
         self.recommended = read_recommended(folder)
         self.facts = ModelFacts.of(folder)
@@ -199,5 +201,8 @@ class Service:
             await self._encoder.close()
         if self._grammars is not None:
             await self._grammars.close()
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.gather(self._warming, return_exceptions=True)
         if self._tokenizer is not None:
-            self._tokenizer.close()
+            await self._tokenizer.close()

@@ -1,4 +1,4 @@
-"""Text to tokens and chats to prompts, in worker threads. Knows no HTTP, no limits and no torch."""
+"""Text to tokens, in worker threads, and chats to prompts. Knows no HTTP, no limits and no torch."""
 
 import asyncio
 import json
@@ -14,11 +14,12 @@ from typing import Any
 import tokenizers
 
 from funitel.proto.errors import InvalidRequest, StartupError, TemplateError
-from funitel.router.chat_template import ChatTemplate
+from funitel.router.template_renderer import TemplateRenderer, TemplateTexts
 
 logger = logging.getLogger(__name__)
 
 TOOL_USE = "tool_use"  # the name of a template of its own for chats with tools
+NO_TEMPLATE = "template not found: the model has no chat template"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +39,16 @@ class Encoding:
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template. Safe to use from any task; `close` ends its threads."""
+    """A model's tokenizer and chat template. Safe to use from any task; `close` ends its threads and processes."""
 
     def __init__(
         self,
         tokenizer: tokenizers.Tokenizer,
-        template: ChatTemplate | TemplateError,
+        template: TemplateTexts | None,
         workers: int,
         model_vocab_size: int | None = None,
     ) -> None:
-        """Take a template, or the reason why there is none, given to whoever asks for a chat.
+        """Take what was read of a model.
 
         `model_vocab_size`: tokens the model has scores for, where that is known; it may be fewer or more.
         """
@@ -56,7 +57,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
         self._num_tokens = num_tokens if model_vocab_size is None else min(num_tokens, model_vocab_size)
-        self._template = template
+        self._renderer = None if template is None else TemplateRenderer(template, workers)
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
 
     @classmethod
@@ -66,14 +67,14 @@ class Tokenizer:
         Args:
             folder: has tokenizer.json, and may have config.json, tokenizer_config.json and a chat template.
             config_path: a file to use instead of the folder's tokenizer_config.json.
-            workers: threads that encode.
+            workers: threads that encode, and processes that render chats.
 
         Raises:
             StartupError: a file is missing or unreadable.
         """
         files = ModelFiles(Path(folder), Path(config_path) if config_path else None)
         tokenizer = files.tokenizer()
-        return cls(tokenizer, files.template(tokenizer), workers, files.model_vocab_size())
+        return cls(tokenizer, files.template_texts(tokenizer), workers, files.model_vocab_size())
 
     @property
     def num_tokens(self) -> int:
@@ -97,24 +98,30 @@ class Tokenizer:
 
     def template_source(self, *, with_tools: bool) -> str:
         """Text of the chat template, of the one for chats with tools if there is such; empty when there is none."""
-        if isinstance(self._template, TemplateError):
+        if self._renderer is None:
             return ""
-        return (self._template.for_tools if with_tools else self._template).source
+        texts = self._renderer.texts
+        return texts.tool_source if with_tools and texts.tool_source is not None else texts.source
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **wishes: Any) -> str:
         """Render a chat with the wishes `ChatTemplate.render` takes; encode the result without special tokens.
 
-        Raises:
-            TemplateError: there is no template, or it refused the messages.
+        Raises: as `TemplateRenderer.render`, and TemplateError where there is no template.
         """
-        if isinstance(self._template, TemplateError):
-            raise TemplateError(self._template.message)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, partial(self._template.render, messages, **wishes))
+        if self._renderer is None:
+            raise TemplateError(NO_TEMPLATE)
+        return await self._renderer.render(messages, **wishes)
 
-    def close(self) -> None:
-        """Let the threads end."""
+    async def warm_up(self) -> None:
+        """Have ready what the first chat needs."""
+        if self._renderer is not None:
+            await self._renderer.warm_up()
+
+    async def close(self) -> None:
+        """Let the threads end, and end the processes."""
         self._workers.shutdown(wait=False, cancel_futures=True)
+        if self._renderer is not None:
+            await self._renderer.close()
 
     def _encode(self, text: str, add_special_tokens: bool) -> Encoding:
         try:
@@ -152,16 +159,12 @@ class ModelFiles:
         size = config.get("vocab_size") or (text_config.get("vocab_size") if isinstance(text_config, dict) else None)
         return size if isinstance(size, int) else None
 
-    def template(self, tokenizer: tokenizers.Tokenizer) -> ChatTemplate | TemplateError:
-        """Compile the chat template, or say why there is none."""
+    def template_texts(self, tokenizer: tokenizers.Tokenizer) -> TemplateTexts | None:
+        """The chat template and what it may use; None if there is none."""
         source = self._template_source("default")
         if source is None:
-            return TemplateError("template not found: the model has no chat template")
-        try:
-            return ChatTemplate(source, self.special_tokens(tokenizer), self._template_source(TOOL_USE))
-        except TemplateError as error:
-            logger.warning("chat is off: %s", error.message)
-            return error
+            return None
+        return TemplateTexts(source, self.special_tokens(tokenizer), self._template_source(TOOL_USE))
 
     def _template_source(self, name: str) -> str | None:
         """A config the user gave comes first; then files of their own, chat_template.json, tokenizer_config.json."""

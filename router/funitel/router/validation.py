@@ -81,6 +81,17 @@ def check_token_ids(parameters: GenerateParameters, num_tokens: int) -> None:
         )
 
 
+def check_prompt_ids(input_ids: Sequence[int], num_tokens: int) -> None:
+    """Raise InvalidRequest for a text with a token of the tokenizer's that the model, of so many, does not have."""
+    largest = max(input_ids, default=0)
+    _require(
+        largest < num_tokens,
+        "inputs",
+        f"`inputs` has a token that the model does not have: token ids must be >= 0 and < {num_tokens}",
+        largest,
+    )
+
+
 def _check_best_of(parameters: GenerateParameters, settings: RouterSettings, *, stream: bool) -> None:
     best_of = 1 if parameters.best_of is None else parameters.best_of
     if stream:

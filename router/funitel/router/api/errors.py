@@ -17,7 +17,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from funitel.proto.errors import Cancelled, FunitelError, InvalidRequest, ModelNotFound
+from funitel.proto.errors import MOST_PARAM_CHARACTERS, Cancelled, FunitelError, InvalidRequest, ModelNotFound
+from funitel.proto.printable import shortened
 from funitel.router import request_note
 from funitel.router.api.answers import json_answer
 from funitel.router.api.route_notes import is_native
@@ -133,7 +134,8 @@ def _retry_headers(error: FunitelError) -> dict[str, str]:
 def answer_http_exception(request: Request, error: Exception) -> Response:
     """Answer what the router of routes refuses: an unknown path, a method a path does not have."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    path = shortened(request.scope["path"], MOST_PARAM_CHARACTERS)
+    message = f"{request.method} {path}: {error.detail}"
     error_type = _HTTP_TYPES.get(error.status_code, "http")
     headers = dict(error.headers or {})
     body: BaseModel = ErrorResponse(error=message, error_type=error_type)

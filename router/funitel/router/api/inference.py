@@ -21,7 +21,7 @@ from funitel.router.schema_grammar import grammar_of
 from funitel.router.sequence import Request
 from funitel.router.service import Service
 from funitel.router.stream import Timings, TokenStream
-from funitel.router.validation import build_request, check_parameters, check_token_ids
+from funitel.router.validation import build_request, check_parameters, check_prompt_ids, check_token_ids
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -177,6 +177,7 @@ async def prepare(
     input_ids = prompt.ids
     if input_ids is None:
         input_ids = (await service.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)).ids
+        check_prompt_ids(input_ids, service.tokenizer.num_tokens)
     request = build_request(
         parameters,
         prompt.text,
