@@ -233,7 +233,7 @@ async def test_a_stuck_shard_is_killed_by_a_second_sigint(start: Start, model: P
 
 
 async def test_a_shard_killed_at_work_ends_the_launcher(start: Start, model: Path, figures: dict[str, object]) -> None:
-    server = start("--model-id", str(model), *TWO).wait_ready()
+    server = start("--model-id", str(model), *TWO, "--max-restarts", "0").wait_ready()
     footprint = server.footprint()
     with long_stream(server, CONTEXT - 100) as task:
         await until_running(server)
@@ -260,7 +260,7 @@ def _assert_cores_apart(server: Server) -> None:
 
 
 async def test_an_idle_shard_killed_ends_the_launcher(start: Start, model: Path) -> None:
-    server = start("--model-id", str(model), *TWO).wait_ready()
+    server = start("--model-id", str(model), *TWO, "--max-restarts", "0").wait_ready()
     footprint = server.footprint()
     os.kill(server.shard_pids()[0], signal.SIGKILL)
     await until(lambda: server.process.poll() is not None, SOON)

@@ -64,6 +64,7 @@ async def test_replicas_are_lost_one_after_the_other_and_no_request_with_them(
     model: Path, tmp_path: Path, figures: dict[str, object]
 ) -> None:
     flags = ("--dtype", "float32", "--max-batch-total-tokens", "4096", "--max-batch-size", "2", "--num-replicas", "3")
+    flags += ("--max-restarts", "0")
     with serving(tmp_path, "--model-id", str(model), *flags) as server:
         footprint = server.footprint()
         assert server.metrics()['funitel_replicas{state="serving"}'] == 3

@@ -90,8 +90,8 @@ class Launched:
         assert self.process.poll() is None, self.stderr
         return self
 
-    def until(self, event: str) -> None:
-        eventually(lambda: event in self.events, event)
+    def until(self, event: str, count: int = 1) -> None:
+        eventually(lambda: self.events.count(event) >= count, event)
 
     def until_said(self, text: str) -> None:
         eventually(lambda: text in self.stderr, text)

@@ -28,7 +28,8 @@ class Fake:
     def __init__(self, name: str) -> None:
         self.name = name
         self.behaviour: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}")).get(name, {})
-        self.is_stopping = threading.Event()
+        self.is_stopping = False  # an Event might be held by whom the signal interrupts
+        self.num_sigterms = 0
 
     def note(self, event: str, **more: Any) -> None:
         entry = {"process": self.name, "event": event, "pid": os.getpid(), "time": time.time(), **more}
@@ -43,25 +44,38 @@ class Fake:
             self.note("grandchild", child=child.pid)
         for line in self.behaviour.get("says", []):
             print(line, file=sys.stderr, flush=True)
-        time.sleep(self.behaviour.get("delay", 0))
+        time.sleep(self.delay())
         if "fails" in self.behaviour:
             sys.exit(self.behaviour["fails"])
 
+    def delay(self) -> float:
+        """Seconds to start: one for each start in `delays`, or `delay` for every one."""
+        with open(os.environ["FAKE_LOG"]) as log:
+            num_starts = sum(
+                entry["event"] == "start" and entry["process"] == self.name for entry in map(json.loads, log)
+            )
+        delays = self.behaviour.get("delays", [self.behaviour.get("delay", 0)])
+        return float(delays[min(num_starts, len(delays)) - 1])
+
     def on_sigterm(self) -> None:
         self.note("sigterm")
+        self.num_sigterms += 1
         if not self.behaviour.get("stubborn"):
-            self.is_stopping.set()
+            self.is_stopping = True
 
     def live(self) -> NoReturn:
         """Serve until SIGTERM, until the parent is gone or until the behaviour says to die."""
         self.note("ready")
         parent, born = os.getppid(), time.monotonic()
-        while not self.is_stopping.wait(0.05):
+        while not self.is_stopping:
+            time.sleep(0.05)
             if "--exit-with-parent" in sys.argv and os.getppid() != parent:
                 os._exit(0)
             if time.monotonic() - born > self.behaviour.get("dies_after", float("inf")):
                 self.die()
         time.sleep(self.behaviour.get("drains", 0))
+        while self.num_sigterms < self.behaviour.get("drains_until", 0):
+            time.sleep(0.01)
         self.note("stopped")
         os._exit(0)
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 Launch = Callable[..., Any]
+ONE = ("--num-shard", "1", "--device", "cpu")
 TWO = ("--num-shard", "2", "--device", "cpu")
 
 
@@ -72,7 +73,7 @@ def test_a_signal_before_ready_stops_what_has_started(launch: Launch, stage: str
 
 def test_a_shard_that_dies_ends_router_then_peers_with_one_final_line(launch: Launch) -> None:
     fake = {"shard-1": {"dies_after": 1.5, "last_words": ["error: out of luck"]}, "shard-0": {"child": True}}
-    launched = launch(*TWO, fake=fake)
+    launched = launch(*TWO, "--max-restarts", "0", fake=fake)
     assert launched.wait() == 1
     last_line = launched.stderr.splitlines()[-1]
     assert last_line == ("error: shard rank 1 exited with code -9 (killed by SIGKILL): last error: out of luck")
@@ -214,7 +215,7 @@ def test_replicas_have_sockets_ports_and_threads_of_their_own(launch: Launch, mo
 
 
 def test_a_lost_replica_leaves_the_others_serving(launch: Launch) -> None:
-    launched = launch(*REPLICAS, fake={"shard-1": {"child": True}}).until_ready()
+    launched = launch(*REPLICAS, "--max-restarts", "0", fake={"shard-1": {"child": True}}).until_ready()
     os.kill(launched.entry("replica-1-shard-1 start")["pid"], signal.SIGKILL)
     launched.until("replica-1-shard-0 stopped")  # its peer goes with it
     launched.until_said("1 of 2 replicas go on")
@@ -232,7 +233,7 @@ def test_a_lost_replica_leaves_the_others_serving(launch: Launch) -> None:
 
 
 def test_a_replica_told_to_end_is_let_go(launch: Launch) -> None:
-    launched = launch("--num-replicas", "3", "--num-shard", "1", "--device", "cpu").until_ready()
+    launched = launch("--num-replicas", "3", *ONE, "--max-restarts", "0").until_ready()
     os.kill(launched.entry("shard-0 start")["pid"], signal.SIGTERM)
     launched.until_said("2 of 3 replicas go on")
     assert "a replica is lost: replica 0 shard rank 0 exited with code 0" in launched.stderr
@@ -243,7 +244,9 @@ def test_a_replica_told_to_end_is_let_go(launch: Launch) -> None:
 
 
 def test_a_stubborn_rest_of_a_lost_replica_is_gone_in_the_end(launch: Launch) -> None:
-    launched = launch(*REPLICAS, "-g", "1", fake={"shard-1": {"stubborn": True, "child": True}}).until_ready()
+    launched = launch(
+        *REPLICAS, "--max-restarts", "0", "-g", "1", fake={"shard-1": {"stubborn": True, "child": True}}
+    ).until_ready()
     os.kill(launched.entry("shard-0 start")["pid"], signal.SIGKILL)
     launched.until_said("1 of 2 replicas go on")
     launched.send(signal.SIGTERM)
@@ -258,6 +261,106 @@ def test_a_replica_that_cannot_start_ends_all(launch: Launch) -> None:
     last_line = launched.stderr.splitlines()[-1]
     assert last_line == "error: replica 1 shard rank 0 exited with code 1: last error: not enough memory"
     assert "ready:" not in launched.stdout
+    launched.assert_nothing_left()
+
+
+# Restarts
+
+
+def test_a_replica_is_started_again_whole(launch: Launch) -> None:
+    launched = launch(*TWO, fake={"shard-0": {"child": True}}).until_ready()
+    first = [launched.entry(f"shard-{rank} start") for rank in (0, 1)]
+    os.kill(first[1]["pid"], signal.SIGKILL)
+    launched.until_said("the replica answers again")
+    starts = [entry for entry in launched.entries if entry["event"] == "start" and "shard" in entry["process"]]
+    assert len(starts) == 4
+    stopped = next(e for e in launched.entries if (e["process"], e["event"]) == ("shard-0", "stopped"))
+    assert stopped["time"] <= min(entry["time"] for entry in starts[2:]), "the rest has ended before"
+    assert [_flag(entry["argv"], "--uds-path") for entry in starts] == [launched.uds_path] * 4
+    assert starts[2]["environ"]["MASTER_PORT"] == starts[3]["environ"]["MASTER_PORT"]
+    (line,) = [line for line in launched.stderr.splitlines() if "a replica is lost" in line]
+    assert "shard rank 1 exited with code -9 (killed by SIGKILL); restart 1 of 5 in 0 s" in line
+    assert "router sigterm" not in launched.events
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    assert "error:" not in launched.stderr
+    launched.assert_nothing_left()
+
+
+def test_a_crash_loop_ends_with_how_often_it_was_tried(launch: Launch) -> None:
+    fake = {"shard-0": {"dies_after": 0.4, "code": 7, "last_words": ["error: out of luck"]}}
+    launched = launch(*ONE, "--max-restarts", "2", fake=fake)
+    assert launched.wait() == 1
+    assert launched.events.count("shard-0 start") == 3
+    expected = "error: shard rank 0 exited with code 7: last error: out of luck; restarted 2 times in a row"
+    assert launched.stderr.splitlines()[-1] == expected
+    assert launched.stderr.count("\nerror:") == 1
+    assert "router stopped" in launched.events
+    launched.assert_nothing_left()
+
+
+def test_without_restarts_the_router_is_told_not_to_wait(launch: Launch) -> None:
+    waits = launch(*ONE).until_ready().entry("router start")["argv"]
+    never = launch(*ONE, "--max-restarts", "0").until_ready().entry("router start")["argv"]
+    assert int(_flag(waits, "--shard-return-timeout")) > 24 * 3600
+    assert _flag(never, "--shard-return-timeout") == "0"
+
+
+def test_a_replica_that_is_given_up_leaves_the_others_serving(launch: Launch) -> None:
+    fake = {"replica-1-shard-1": {"dies_after": 1.0, "code": 7}}
+    launched = launch(*REPLICAS, "--max-restarts", "1", fake=fake).until_ready()
+    launched.until_said("1 of 2 replicas go on")
+    assert launched.events.count("replica-1-shard-1 start") == 2
+    assert "exited with code 7; restarted 1 times in a row; 1 of 2 replicas go on" in launched.stderr
+    assert launched.process.poll() is None
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    launched.assert_nothing_left()
+
+
+def test_replicas_are_restarted_side_by_side(launch: Launch) -> None:
+    launched = launch("--num-replicas", "2", *ONE).until_ready()
+    for name in ("shard-0", "replica-1-shard-0"):
+        os.kill(launched.entry(f"{name} start")["pid"], signal.SIGKILL)
+    launched.until_said("replica 0 answers again")
+    launched.until_said("replica 1 answers again")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    launched.assert_nothing_left()
+
+
+def test_a_signal_during_a_restart_lets_it_finish_and_leaves_nothing(launch: Launch) -> None:
+    """The router's streams wait for the replica: it is started again while they are drained."""
+    launched = launch(*TWO, "-g", "20", fake={"shard-0": {"delay": 1.0}, "router": {"drains": 3.0}}).until_ready()
+    os.kill(launched.entry("shard-1 start")["pid"], signal.SIGKILL)
+    launched.until_said("restart 1 of 5")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    events = launched.events
+    assert events.count("shard-0 start") == 2
+    assert "the replica answers again" in launched.stderr
+    assert events.index("router stopped") < len(events) - 1 - events[::-1].index("shard-0 stopped")
+    launched.assert_nothing_left()
+
+
+def test_a_signal_during_a_restart_that_hangs_leaves_nothing(launch: Launch) -> None:
+    fake = {"shard-0": {"delays": [0, 60]}}
+    launched = launch(*TWO, "-g", "1", fake=fake).until_ready()
+    os.kill(launched.entry("shard-1 start")["pid"], signal.SIGKILL)
+    launched.until("shard-0 start", 2)
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    launched.assert_nothing_left()
+
+
+def test_a_router_that_waits_for_what_does_not_come_back_is_hurried(launch: Launch) -> None:
+    fake = {"shard-0": {"dies_after": 1.0, "code": 7}, "router": {"drains_until": 2}}
+    began = time.monotonic()
+    launched = launch(*ONE, "--max-restarts", "0", "-g", "90", fake=fake)
+    assert launched.wait() == 1
+    assert time.monotonic() - began < 20
+    assert "was killed" not in launched.stderr
+    assert launched.events.count("router sigterm") >= 2
     launched.assert_nothing_left()
 
 

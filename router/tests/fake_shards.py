@@ -19,6 +19,11 @@ from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.step import Capability, ShardInfo
 from funitel.proto.step_socket import OK, Frame, FrameProtocol, Method, decode_context
+from funitel.router.engine import Engine
+from funitel.router.metrics import Metrics
+from funitel.router.settings import RouterSettings
+from funitel.router.shards import Shards
+from funitel.router.warmup import start
 
 BLOCK_SIZE = 4
 REQUESTS: dict[Method, Any] = {
@@ -114,6 +119,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
 
     async def die(self) -> None:
         """End at once: every call under way fails, and none is answered any more."""
+        self.hang_up()
         await self.server.stop(None)
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
@@ -352,3 +358,9 @@ async def fake_shards(
             shard.hang_up()
         for server in servers:
             await server.stop(None)
+
+
+async def engine_over(settings: RouterSettings, metrics: Metrics) -> Engine:
+    """An engine over the shards of one replica, without a fleet around it."""
+    shards = await Shards.connect(settings.master_url, settings.shard_connect_timeout)
+    return await start(shards, settings, metrics)

@@ -75,6 +75,7 @@ class FakeEngine:
     is_closed: bool = False
     sick: FunitelError | None = None
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
+    streams: list[TokenStream] = field(default_factory=list)
 
     async def connect(self, settings: RouterSettings, metrics: Metrics) -> "FakeEngine":
         return self
@@ -93,6 +94,7 @@ class FakeEngine:
         self.requests.append(request)
         stream = TokenStream(request, lambda: self._cancel(request, task))
         stream.num_cached_tokens = self.num_cached_tokens
+        self.streams.append(stream)
         task = asyncio.create_task(self._generate(request, stream, logprob))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -105,6 +107,13 @@ class FakeEngine:
     async def health(self) -> None:
         if self.sick is not None:
             raise self.sick
+
+    def fail_all(self, error: FunitelError) -> None:
+        for task in self.tasks:
+            task.cancel()
+        for stream in self.streams:
+            if stream.timings.finished is None:
+                stream.deliver(error)
 
     async def close(self) -> None:
         await asyncio.gather(*self.tasks, return_exceptions=True)

@@ -70,6 +70,9 @@ class FakeEncoder:
     async def health(self) -> None:
         pass
 
+    async def disconnected(self) -> None:
+        await asyncio.Event().wait()
+
     async def close(self) -> None:
         pass
 
@@ -95,7 +98,7 @@ def encoding(serve: Serve) -> Any:
         async def connect(settings: RouterSettings, metrics: Metrics) -> Any:
             return start(fakes, settings, metrics)  # type: ignore[arg-type]
 
-        async with serve(FakeEngine(), connect=connect, **settings) as client:
+        async with serve(FakeEngine(), connect=connect, **{"shard_return_timeout": 0, **settings}) as client:
             yield client
 
     return serving
@@ -398,6 +401,49 @@ async def test_the_last_replica_is_kept_and_its_failure_told(encoding: Any) -> N
         bad = await client.post("/embed", json={"inputs": "sea"})
         good = await client.post("/embed", json={"inputs": "sea"})
     assert (bad.status_code, good.status_code) == (424, 200)
+
+
+async def test_texts_wait_for_the_only_replica_to_come_back(encoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, fresh = FakeEncoder(errors=[ShardFailed("gone")]), FakeEncoder()
+    is_back = asyncio.Event()
+
+    async def connect(address: str, patience_seconds: float) -> FakeEncoder:
+        await is_back.wait()
+        return fresh
+
+    monkeypatch.setattr("funitel.router.comeback.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.comeback.Shards.connect", connect)
+    async with encoding(lost, shard_return_timeout=60) as client:
+        before = asyncio.create_task(client.post("/embed", json={"inputs": ["sea", "the sea"]}))
+        await eventually(lambda: _true(lost.batches), "the batch that is lost")
+
+        async def is_lost() -> bool:
+            return (await client.get("/health")).status_code == 503
+
+        await eventually(is_lost, "the loss is seen")
+        since = asyncio.create_task(client.post("/embed", json={"inputs": "deep"}))
+        late = await client.post("/embed", json={"inputs": "sea"}, headers={"x-request-timeout": "0.4"})
+        assert not before.done()
+        is_back.set()
+        answers = [await before, await since]
+        assert (await client.get("/health")).status_code == 200
+        metrics = (await client.get("/metrics")).text
+    assert late.status_code == 504
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert [row[0] for row in answers[0].json()] == [6, 6]
+    assert 'funitel_replicas{state="serving"} 1.0' in metrics
+    assert "funitel_replica_returns_total 1.0" in metrics
+
+
+async def test_texts_that_were_with_every_lost_replica_fail(encoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(address: str, patience_seconds: float) -> FakeEncoder:
+        return FakeEncoder(errors=[ShardFailed("gone")])
+
+    monkeypatch.setattr("funitel.router.comeback.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.comeback.Shards.connect", connect)
+    async with encoding(FakeEncoder(errors=[ShardFailed("gone")]), shard_return_timeout=60) as client:
+        answer = await client.post("/embed", json={"inputs": "sea"})
+    assert answer.status_code == 424
 
 
 async def test_too_many_requests_are_told_when_to_come_again(encoding: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_shards import FakeShard, fake_shards, next_token
+from fake_shards import FakeShard, engine_over, fake_shards, next_token
 from fakes import eventually
 
 from funitel.proto.errors import (
@@ -39,7 +39,7 @@ async def running(
     metrics = Metrics()
     async with fake_shards(folder, count, **(shard or {})) as shards:
         chosen = {"master_shard_uds_path": f"{folder}/shard-0", "max_batch_prefill_tokens": 32} | settings
-        engine = await connect(RouterSettings(**chosen), metrics)
+        engine = await engine_over(RouterSettings(**chosen), metrics)
         yield engine, shards, metrics
         for fake in shards:
             fake.pause.set()
@@ -256,7 +256,7 @@ async def test_nobody_at_the_socket_is_a_startup_error(tmp_path: Path) -> None:
 async def test_shards_that_come_late_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("funitel.router.shards.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("funitel.router.shards.LEAST_POLL_SECONDS", 0.05)
     settings = RouterSettings(master_shard_uds_path=f"{tmp_path}/shard-0", shard_connect_timeout=30)
     with caplog.at_level("INFO", "funitel"):
         connecting = asyncio.create_task(connect(settings, Metrics()))
@@ -270,7 +270,7 @@ async def test_shards_that_come_late_are_waited_for(
 
 
 async def test_shards_that_never_come_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("funitel.router.shards.POLL_SECONDS", 0.05)
+    monkeypatch.setattr("funitel.router.shards.LEAST_POLL_SECONDS", 0.05)
     with pytest.raises(StartupError, match="no shard answers at unix:///.* after 1 s: shard rank 0 does not answer"):
         await connect(RouterSettings(master_shard_uds_path=f"{tmp_path}/no", shard_connect_timeout=1), Metrics())
 

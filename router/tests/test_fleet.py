@@ -1,16 +1,14 @@
 """Several replicas over fake shards: where requests go, and what becomes of them when a replica is lost."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from fake_shards import FakeShard, fake_shards, next_token
-from fakes import eventually
+from fake_shards import fake_shards
+from fleets import expected, holds, request, run, running
 
 from funitel.proto.errors import (
     InvalidRequest,
@@ -20,87 +18,14 @@ from funitel.proto.errors import (
     ShardFailed,
     StartupError,
 )
-from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
+from funitel.proto.step import GrammarType
 from funitel.router import fleet as module
-from funitel.router.engine import Engine
-from funitel.router.fleet import Fleet, connect
+from funitel.router.fleet import connect
 from funitel.router.metrics import Metrics
-from funitel.router.sequence import Request
+from funitel.router.seats import least_limits
 from funitel.router.settings import RouterSettings
 
 LOST = "replica 0 is lost"
-
-
-@dataclass
-class Running:
-    """A fleet, its fake shards by replica and rank, and its metrics."""
-
-    fleet: Fleet
-    replicas: list[list[FakeShard]]
-    metrics: Metrics
-
-    def value(self, name: str, **labels: str) -> float | None:
-        return self.metrics.registry.get_sample_value(name, labels)
-
-    async def lose(self, replica: int) -> None:
-        for fake in self.replicas[replica]:
-            await fake.die()
-
-
-@asynccontextmanager
-async def running(
-    folder: Path, num_replicas: int = 2, num_shards: int = 1, shard: dict[str, Any] | None = None, **settings: Any
-) -> AsyncIterator[Running]:
-    metrics = Metrics()
-    async with AsyncExitStack() as stack:
-        replicas, folders = [], [folder / str(index) for index in range(num_replicas)]
-        for each in folders:
-            each.mkdir()
-            replicas.append(await stack.enter_async_context(fake_shards(each, num_shards, **(shard or {}))))
-        chosen = RouterSettings(
-            master_shard_uds_path=f"{folders[0]}/shard-0",
-            replica_address=tuple(f"unix://{each}/shard-0" for each in folders[1:]),
-            **({"max_batch_prefill_tokens": 32} | settings),
-        )
-        fleet = await connect(chosen, metrics)
-        assert isinstance(fleet, Fleet)
-        yield Running(fleet, replicas, metrics)
-        for fake in (fake for replica in replicas for fake in replica):
-            fake.pause.set()
-        await asyncio.wait_for(fleet.close(), 10)
-
-
-def request(prompt_len: int = 9, max_new_tokens: int = 6, first: int = 0, **sampling: Any) -> Request:
-    return Request(
-        input_ids=tuple(range(first, first + prompt_len)),
-        sampling=SamplingParams(**sampling),
-        stopping=StoppingParams(max_new_tokens=max_new_tokens),
-        inputs="".join(map(chr, range(first, first + prompt_len))),
-    )
-
-
-def expected(asked: Request) -> list[int]:
-    tokens = list(asked.input_ids)
-    for _ in range(asked.stopping.max_new_tokens):
-        tokens.append(next_token(tokens))
-    return tokens[len(asked.input_ids) :]
-
-
-async def run(fleet: Fleet, asked: Request, began: asyncio.Event | None = None) -> list[int]:
-    ids: list[int] = []
-    async with fleet.submit(asked) as stream:
-        async for generation in stream:
-            ids += generation.tokens.ids
-            if began is not None:
-                began.set()
-    return ids
-
-
-async def holds(claim: Callable[[], bool], what: str) -> None:
-    async def ask() -> bool:
-        return claim()
-
-    await eventually(ask, what)
 
 
 # Where requests go
@@ -132,7 +57,7 @@ async def test_a_prompt_goes_where_its_beginning_is_computed(tmp_path: Path) -> 
 async def test_an_overloaded_replica_is_spared(tmp_path: Path) -> None:
     async with running(tmp_path) as run_:
         await run(run_.fleet, request(9))  # the first replica has computed two blocks: they make up for 32 tokens
-        first, second = (member.engine for member in run_.fleet._members)
+        first, second = (member.engine for member in run_.fleet._serving)
         run_.replicas[0][0].pause.clear()
         async with run_.fleet.submit(request(30, first=100)):
             async with run_.fleet.submit(request(9)):
@@ -187,7 +112,7 @@ async def test_whatever_a_lost_replica_had_goes_on_elsewhere(
         late = [request(5, 5, first=1000 + 10 * i) for i in range(6)]
         tasks += [asyncio.create_task(run(run_.fleet, each)) for each in (*long, *late)]
         await asyncio.sleep(0.05)
-        moved = run_.fleet._members[0].engine.num_requests
+        moved = run_.fleet._serving[0].engine.num_requests
         assert moved >= 4, "there is something to move"
         await run_.lose(0)
         answers = await asyncio.wait_for(asyncio.gather(*tasks), 10)
@@ -198,7 +123,7 @@ async def test_whatever_a_lost_replica_had_goes_on_elsewhere(
         assert run_.value("funitel_sequences", state="running") == 0
         await run_.fleet.health()
     (line,) = [each.message for each in caplog.records if LOST in each.message]
-    assert f"requests moved={moved} failed=0, 1 of 2 replicas serve" in line
+    assert f"requests moved={moved} waiting=0 failed=0, 1 of 2 replicas serve" in line
 
 
 async def test_those_that_wait_keep_their_order(tmp_path: Path) -> None:
@@ -214,7 +139,7 @@ async def test_those_that_wait_keep_their_order(tmp_path: Path) -> None:
 
         tasks = [asyncio.create_task(note(index)) for index in range(8)]
         await asyncio.sleep(0.05)
-        own = [sequence.id for sequence in run_.fleet._members[0].engine._scheduler.waiting]
+        own = [sequence.id for sequence in run_.fleet._serving[0].engine._scheduler.waiting]
         assert len(own) >= 2
         await run_.lose(0)
         run_.replicas[1][0].pause.set()
@@ -280,7 +205,7 @@ async def test_what_may_have_ended_its_replicas_is_not_let_loose_on_more(
         for _ in range(2):
             await holds(lambda: any(m.engine.num_requests for m in run_.fleet._serving), "it is somewhere")
             await asyncio.sleep(0.02)
-            home = next(m.index for m in run_.fleet._serving if m.engine.num_requests)
+            home = next(m.seat.index for m in run_.fleet._serving if m.engine.num_requests)
             await run_.lose(home)
         with pytest.raises(ShardFailed):
             await asyncio.wait_for(task, 10)
@@ -369,17 +294,13 @@ async def test_the_limits_are_the_least(tmp_path: Path) -> None:
     async with running(tmp_path) as run_:
         assert run_.fleet.limits.pool_tokens == 400
         small = replace(run_.fleet.limits, pool_tokens=100, max_total_tokens=90)
-        assert module._least([run_.fleet.limits, small]) == replace(small, max_input_tokens=199)
+        assert least_limits([run_.fleet.limits, small]) == replace(small, max_input_tokens=199)
 
 
-async def test_one_replica_is_an_engine_and_says_nothing_of_replicas(tmp_path: Path) -> None:
-    metrics = Metrics()
-    async with fake_shards(tmp_path):
-        settings = RouterSettings(master_shard_uds_path=f"{tmp_path}/shard-0", max_batch_prefill_tokens=32)
-        engine = await connect(settings, metrics)
-        assert type(engine) is Engine
-        assert "funitel_replicas{" not in metrics.exposition().decode()
-        await engine.close()
+async def test_one_replica_is_a_fleet_too(tmp_path: Path) -> None:
+    async with running(tmp_path, 1) as run_:
+        assert run_.value("funitel_replicas", state="serving") == 1
+        assert await run(run_.fleet, request()) == expected(request())
 
 
 async def test_replicas_that_differ_are_refused(tmp_path: Path) -> None:

@@ -138,11 +138,30 @@ def test_a_signal_lets_running_requests_finish(start: Start, port: int, number: 
         lines = response.iter_lines()
         assert next(lines).startswith("data:")
         process.send_signal(number)
-        time.sleep(0.3)
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"http://127.0.0.1:{port}/health")
+        health = wait_for(port, 503)
+        assert health.headers["retry-after"] == "1"
+        assert httpx.get(f"http://127.0.0.1:{port}/health/live").status_code == 200
+        refused = httpx.post(f"http://127.0.0.1:{port}/generate", json={"inputs": "Hi"})
+        assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+        assert refused.json()["error_type"] == "shutting_down"
         events = [line for line in lines if line]
     assert json.loads(events[-1].removeprefix("data: "))["generated_text"] == "a" * 10
+    assert process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_a_second_sigterm_ends_streams_by_an_event_that_says_so(start: Start, port: int) -> None:
+    process = start()
+    wait_for(port, 200)
+    with httpx.stream("POST", f"http://127.0.0.1:{port}/generate_stream", json={"inputs": "Hi"}) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith("data:")
+        process.send_signal(signal.SIGTERM)
+        wait_for(port, 503)
+        process.send_signal(signal.SIGTERM)
+        events = [json.loads(line.removeprefix("data:")) for line in lines if line]
+    assert events[-1]["error_type"] == "shutting_down"
+    assert "before this answer was whole" in events[-1]["error"]
+    assert len(events) < 9
     assert process.wait(PATIENCE_SECONDS) == 0
 
 

@@ -41,6 +41,7 @@ TGI = {
 }
 OURS = {
     "funitel_replicas": "gauge",
+    "funitel_replica_returns_total": "counter",
     "funitel_moved_total": "counter",
     "funitel_time_to_first_token_seconds": "histogram",
     "funitel_inter_token_latency_seconds": "histogram",

@@ -9,13 +9,12 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_shards import FakeShard, fake_shards, next_token
+from fake_shards import FakeShard, engine_over, fake_shards, next_token
 from fakes import eventually
 
 from funitel.proto.errors import FunitelError, InvalidRequest, SettingsError, StepFailed
 from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
 from funitel.router.engine import Engine
-from funitel.router.fleet import connect
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Request
 from funitel.router.settings import RouterSettings
@@ -28,7 +27,7 @@ async def running(
     """An engine connected to fake shards."""
     async with fake_shards(folder, count, **(shard or {})) as shards:
         chosen = {"master_shard_uds_path": f"{folder}/shard-0", "max_batch_prefill_tokens": 32} | settings
-        engine = await connect(RouterSettings(**chosen), Metrics())
+        engine = await engine_over(RouterSettings(**chosen), Metrics())
         yield engine, shards
         for fake in shards:
             fake.pause.set()

@@ -20,7 +20,7 @@ from funitel.router.settings import RouterSettings
 
 Environ = Mapping[str, str]
 
-LOADING_SECONDS = 7 * 24 * 3600  # the router may wait so long for shards: the launcher notices when one ends
+LOADING_SECONDS = 7 * 24 * 3600  # the router may wait so long for shards: the launcher knows whether they come
 TOKENS = ("HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of the hub, the first that is set
 
 
@@ -67,6 +67,7 @@ class Commands:
             master_shard_uds_path=socket_of(settings.shard_uds_path, 0),
             replica_address=further_addresses(settings),
             shard_connect_timeout=LOADING_SECONDS,
+            shard_return_timeout=LOADING_SECONDS if settings.max_restarts else 0,
             exit_with_parent=os.getpid(),
         )
         return [*self.router, *to_argv(flags, skip=["api_key"])]

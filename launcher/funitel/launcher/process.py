@@ -19,6 +19,7 @@ from funitel.proto.printable import printable
 
 LONGEST_LINE = 1 << 20  # bytes; a child that never ends its line is cut here
 OUTPUT_SECONDS = 1.0  # for the last output of a child that has exited
+HURRY_AGAIN_SECONDS = 0.5
 
 
 class Child:
@@ -94,11 +95,34 @@ class Child:
         """Ask the process to end, insist after `grace_seconds`; return whether asking was enough."""
         if self._exited is None or self._exited.done():
             return True
+        self.ask_to_stop()
+        return await self._ended_within(grace_seconds)
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM."""
         self._signal(os.kill, signal.SIGTERM)
-        done, _ = await asyncio.wait({self._exited}, timeout=grace_seconds)
+
+    async def hurry(self, seconds: float) -> bool:
+        """Ask again a process that was asked to end, and insist after so many seconds; return whether that was enough.
+
+        It is asked more than once: a signal that comes before the first was taken is none.
+        """
+        asking = asyncio.create_task(self._keep_asking())
+        try:
+            return await self._ended_within(seconds)
+        finally:
+            asking.cancel()
+
+    async def _keep_asking(self) -> None:
+        while not self.has_exited:
+            self.ask_to_stop()
+            await asyncio.sleep(HURRY_AGAIN_SECONDS)
+
+    async def _ended_within(self, seconds: float) -> bool:
+        done, _ = await asyncio.wait({self.exited}, timeout=seconds)
         if not done:
             self.kill()
-            await asyncio.wait({self._exited})
+            await asyncio.wait({self.exited})
         return bool(done)
 
     def kill(self) -> None:

@@ -243,6 +243,11 @@ class LauncherSettings:
     env: bool = setting(False, "Log what this program runs on, then go on.", short="-e", env=None)
     json_output: bool = _router("json_output", "Log JSON lines.")
     log_level: str = _router("log_level", "Least severe log level: debug, info, warning, error.")
+    max_restarts: int = setting(
+        5,
+        "Times in a row that a replica whose shard has ended is started again; its requests wait for it meanwhile. "
+        "With 0, as with TGI, they fail and the last replica takes the launcher with it.",
+    )
     graceful_termination_timeout: int = setting(
         90, "Seconds each process is given to stop before it is killed.", short="-g"
     )
@@ -278,6 +283,7 @@ class LauncherSettings:
             self.target_itl_ms is None or self.prefill_chunking,
             f"--target-itl-ms {self.target_itl_ms} needs --prefill-chunking true, given false",
         )
+        require(self.max_restarts >= 0, f"--max-restarts must be >= 0, given {self.max_restarts}")
         require(
             self.graceful_termination_timeout >= 0,
             f"--graceful-termination-timeout must be >= 0, given {self.graceful_termination_timeout}",

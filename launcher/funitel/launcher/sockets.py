@@ -98,6 +98,17 @@ def _remove_sockets(base: str, num_shard: int, num_replicas: int) -> None:
             ) from error
 
 
+def is_free(port: int) -> bool:
+    """Whether a TCP port can be listened on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
 def free_port() -> int:
     """Find a TCP port nobody listens on."""
     return free_ports(1)[0]

@@ -1,8 +1,9 @@
 """The life of one deployment: download, shards and router together, and the way back.
 
-A shard that ends on its own takes its replica with it; the last replica, or the router, everything. Until the
-deployment is ready any child does. A signal stops the router first and then the shards. Knows no model and no HTTP
-beyond "does it answer".
+A shard that ends on its own takes its replica with it, which is started again, as often as --max-restarts says; when
+the last replica has ended for good, or the router has ended, so does everything. Until the deployment is ready any
+child's end does that. A signal stops the router first and then the shards. Knows no model and no HTTP beyond "does it
+answer".
 """
 
 import asyncio
@@ -15,23 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from funitel.launcher.announce import announce
-from funitel.launcher.commands import Commands, download_environ, router_environ, shard_environ
+from funitel.launcher.commands import Commands, download_environ, router_environ
 from funitel.launcher.download import Download
-from funitel.launcher.health import router_answers, shard_answers
+from funitel.launcher.health import router_answers
 from funitel.launcher.process import Child, relay
-from funitel.launcher.replicas import environ_of_replica, settings_of_replica
+from funitel.launcher.replica import Replica, blamed, stop_all, stop_child
 from funitel.launcher.resolve import ResolvedSettings, describe, fit_to_model
-from funitel.launcher.sockets import path_of_replica, socket_of
 from funitel.proto.errors import FunitelError, ShardFailed
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 WAITING_SECONDS = 10.0  # between two lines that say what is waited for
-SETTLE_SECONDS = 1.0  # for the other ranks to tell the reason too, once one has ended
 DOWNLOAD_GRACE_SECONDS = 10.0
 IDLE_GRACE_SECONDS = 10.0  # for shards that load or have lost a peer: nothing to finish, and they may hang
+HURRY_SECONDS = 5.0  # for a router that is to tell its clients that their time is up
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Probe = Callable[[], Awaitable[bool]]
 
 
 class Supervisor:
@@ -44,16 +46,14 @@ class Supervisor:
         self._environ = environ
         self._commands = commands or Commands()
         self._download: Download | None = None
-        self._replicas: list[list[Child]] = []  # those that serve, each its shards in rank order
-        self._lost: list[Child] = []  # shards of replicas that serve no more
-        self._goodbyes: set[asyncio.Task[None]] = set()
+        self._replicas: list[Replica] = []
         self._router: Child | None = None
         self._asked_to_stop = asyncio.Event()
         self._is_ready = False
         self._is_stopping = False
 
     async def run(self) -> None:
-        """Serve until a signal (then return) or until a child ends (then raise).
+        """Serve until a signal (then return) or until a child ends for good (then raise).
 
         Raises:
             ShardFailed, FunitelError: a shard, or the router, ended on its own.
@@ -67,7 +67,8 @@ class Supervisor:
             if serving.done():
                 serving.result()
         finally:
-            await self._stop(serving, stopping)
+            stopping.cancel()
+            await self._stop(serving)
 
     # Start --------------------------------------------------------------------------------------------------
 
@@ -78,8 +79,8 @@ class Supervisor:
         logger.info("settings: %s", describe(settings))
         await self._start_shards(folder)
         await self._start_router(folder)  # it answers 503 until the shards answer it
-        await self._guarded(self._until_ready(self._shard_probes()))
-        await self._guarded(self._until_ready({self._running_router: self._probe_router}))
+        await self._guarded(self._until_ready(self._probes()))
+        await self._guarded(self._until_ready({self._running_router: self._router_answers}))
         self._is_ready = True
         announce(settings, seconds=time.monotonic() - started)
         await self._watch()
@@ -90,18 +91,11 @@ class Supervisor:
         return await self._download.folder()
 
     async def _start_shards(self, folder: Path) -> None:
-        for replica in range(self._settings.num_replicas):
-            settings = settings_of_replica(self._settings, replica)
-            inherited = environ_of_replica(self._settings, self._environ, replica)
-            prefix = f"replica {replica} " if self._settings.num_replicas > 1 else ""
-            shards = []
-            for rank in range(settings.num_shard):
-                argv = self._commands.shard(settings, folder, rank)
-                on_line = relay(f"{prefix}shard {rank}", json_output=settings.json_output)
-                environ = shard_environ(settings, inherited, rank)
-                shards.append(Child(f"{prefix}shard rank {rank}", argv, environ, on_line))
-            self._replicas.append(shards)
-        await asyncio.gather(*(shard.start() for shard in self._shards()))
+        settings = self._settings
+        self._replicas = [
+            Replica(index, settings, self._environ, self._commands, folder) for index in range(settings.num_replicas)
+        ]
+        await asyncio.gather(*(replica.start() for replica in self._replicas))
 
     async def _start_router(self, folder: Path) -> None:
         settings = self._settings
@@ -110,27 +104,15 @@ class Supervisor:
         self._router = Child("router", argv, router_environ(settings, self._environ), on_line)
         await self._router.start()
 
-    def _shards(self) -> list[Child]:
-        """The shards of every replica that serves."""
-        return [shard for replica in self._replicas for shard in replica]
+    def _probes(self) -> dict[Child, Probe]:
+        """How to find out of every shard whether it answers."""
+        ranks = [(each, rank) for each in self._replicas for rank in range(len(each.shards))]
+        return {replica.shards[rank]: partial(replica.answers, rank) for replica, rank in ranks}
 
-    def _shard_probes(self) -> dict[Child, Callable[[], Awaitable[bool]]]:
-        bases = (path_of_replica(self._settings.shard_uds_path, replica) for replica in range(len(self._replicas)))
-        return {
-            shard: partial(shard_answers, socket_of(base, rank))
-            for base, replica in zip(bases, self._replicas, strict=True)
-            for rank, shard in enumerate(replica)
-        }
-
-    def _probe_router(self) -> Awaitable[bool]:
+    def _router_answers(self) -> Awaitable[bool]:
         return router_answers(self._settings.hostname, self._settings.port)
 
-    @property
-    def _running_router(self) -> Child:
-        assert self._router is not None, "the router was not started"
-        return self._router
-
-    async def _until_ready(self, probes: dict[Child, Callable[[], Awaitable[bool]]]) -> None:
+    async def _until_ready(self, probes: dict[Child, Probe]) -> None:
         """Return when every child answers its probe; say every ten seconds which do not."""
         started = last_said = time.monotonic()
         while probes:
@@ -141,56 +123,55 @@ class Supervisor:
                 logger.info("waiting for %s since %.0f s", ", ".join(c.name for c in probes), now - started)
             await asyncio.sleep(POLL_SECONDS if probes else 0)
 
-    # Watch --------------------------------------------------------------------------------------------------
-
-    async def _guarded(self, work: Coroutine[Any, Any, Any]) -> None:
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         """Do `work`, unless a child ends meanwhile: that is an error."""
         task = asyncio.create_task(work)
+        shards = [shard for replica in self._replicas for shard in replica.shards]
+        children = [*shards, self._running_router]
         try:
-            exits = [child.exited for child in self._children()]
-            await asyncio.wait({task, *exits}, return_when=asyncio.FIRST_COMPLETED)
-            if any(child.has_exited for child in self._children()):
-                raise await self._failure()
+            await asyncio.wait({task, *(child.exited for child in children)}, return_when=asyncio.FIRST_COMPLETED)
+            if any(child.has_exited for child in children):
+                child = await blamed(shards, self._running_router)
+                raise FunitelError(child.epitaph()) if child is self._running_router else ShardFailed(child.epitaph())
             task.result()
         finally:
             task.cancel()
 
-    async def _failure(self) -> FunitelError:
-        blamed = await _blamed(self._shards(), self._router)
-        return FunitelError(blamed.epitaph()) if blamed is self._router else ShardFailed(blamed.epitaph())
+    @property
+    def _running_router(self) -> Child:
+        assert self._router is not None, "the router was not started"
+        return self._router
+
+    # Watch --------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Let go of replicas as they end; return never.
+        """Start replicas again as they end; return never.
 
         Raises:
-            ShardFailed, FunitelError: the last replica, or the router, ended.
+            ShardFailed, FunitelError: the last replica has ended for good, or the router has ended.
         """
-        while True:
-            await asyncio.wait([child.exited for child in self._children()], return_when=asyncio.FIRST_COMPLETED)
-            lost = [replica for replica in self._replicas if any(shard.has_exited for shard in replica)]
-            if self._running_router.has_exited or len(lost) == len(self._replicas):
-                raise await self._failure()
-            for replica in lost:
-                await self._let_go(replica)
-
-    async def _let_go(self, replica: list[Child]) -> None:
-        """Say why a replica is lost, and stop what is left of it; the router moves its requests to the others."""
-        self._replicas.remove(replica)
-        self._lost += replica
-        blamed = await _blamed(replica)
-        logger.error(
-            "a replica is lost: %s; %d of %d replicas go on",
-            blamed.epitaph(),
-            len(self._replicas),
-            self._settings.num_replicas,
-        )
-        goodbye = asyncio.create_task(_stop_all(replica, IDLE_GRACE_SECONDS))
-        self._goodbyes.add(goodbye)
-        goodbye.add_done_callback(self._goodbyes.discard)
-
-    def _children(self) -> list[Child]:
-        """Children that shall not end, once they were started."""
-        return [*self._shards(), *([self._router] if self._router else [])]
+        router = self._running_router
+        serving: dict[asyncio.Task[str], Replica] = {
+            asyncio.create_task(each.serve(self._settings.max_restarts)): each for each in self._replicas
+        }
+        goodbyes: list[asyncio.Task[None]] = []
+        try:
+            while True:
+                await asyncio.wait({router.exited, *serving}, return_when=asyncio.FIRST_COMPLETED)
+                ended = {task: replica for task, replica in serving.items() if task.done()}
+                if router.has_exited:
+                    raise FunitelError(router.epitaph())
+                for task, replica in ended.items():
+                    del serving[task]
+                    if not serving:
+                        raise ShardFailed(task.result())
+                    count = f"{len(serving)} of {len(self._replicas)} replicas go on"
+                    logger.error("a replica is lost: %s; %s", task.result(), count)
+                    goodbyes.append(asyncio.create_task(replica.stop(IDLE_GRACE_SECONDS)))
+        finally:
+            for work in (*serving, *goodbyes):
+                work.cancel()
+            await asyncio.gather(*serving, *goodbyes, return_exceptions=True)
 
     # Stop ---------------------------------------------------------------------------------------------------
 
@@ -206,38 +187,41 @@ class Supervisor:
         self._asked_to_stop.set()
 
     def _kill(self) -> None:
-        for child in [*self._children(), *self._lost, *([self._download.child] if self._download else [])]:
-            child.kill()
-
-    async def _stop(self, *tasks: "asyncio.Task[Any]") -> None:
-        self._is_stopping = True
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        grace = float(self._settings.graceful_termination_timeout)
-        is_idle = not self._is_ready or any(shard.has_exited for shard in self._shards())
-        if self._download:
-            await _stop_child(self._download.child, DOWNLOAD_GRACE_SECONDS)
+        for replica in self._replicas:
+            replica.kill()
         if self._router:
-            await _stop_child(self._router, grace)
-        shard_grace = min(grace, IDLE_GRACE_SECONDS) if is_idle else grace
-        await asyncio.gather(_stop_all([*self._shards(), *self._lost], shard_grace), *self._goodbyes)
+            self._router.kill()
+        if self._download:
+            self._download.child.kill()
+
+    async def _stop(self, serving: "asyncio.Task[None]") -> None:
+        """Stop the router, then the shards; until the router has ended replicas are still started again."""
+        self._is_stopping = True
+        if not self._is_ready:
+            await _cancel(serving)
+        if self._download:
+            await stop_child(self._download.child, DOWNLOAD_GRACE_SECONDS)
+        if self._router:
+            await self._stop_router(self._router, serving)
+        await _cancel(serving)
+        shards = [shard for replica in self._replicas for shard in replica.shards]
+        is_idle = not self._is_ready or any(shard.has_exited for shard in shards)
+        grace = float(self._settings.graceful_termination_timeout)
+        await stop_all(shards, min(grace, IDLE_GRACE_SECONDS) if is_idle else grace)
+
+    async def _stop_router(self, router: Child, serving: "asyncio.Task[None]") -> None:
+        """Let the router finish what runs, within the grace period and as long as there is a replica to run on."""
+        if not router.has_exited:
+            router.ask_to_stop()
+            grace = float(self._settings.graceful_termination_timeout)
+            await asyncio.wait({router.exited, serving}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+            if not await router.hurry(HURRY_SECONDS):
+                logger.warning("%s did not stop within %g s and was killed", router.name, grace)
 
 
-async def _blamed(shards: list[Child], router: Child | None = None) -> Child:
-    """Find the child to blame, as one has ended: who was killed, or else the lowest rank that gave a reason."""
-    children = [*shards, *([router] if router else [])]
-    first = next(child for child in children if child.has_exited)
-    await asyncio.wait([child.exited for child in children], timeout=SETTLE_SECONDS)
-    dead = [shard for shard in shards if shard.has_exited]
-    told = [shard for shard in dead if shard.error]
-    return first if first.exited.result() < 0 else (told or dead or [first])[0]
-
-
-async def _stop_all(children: list[Child], grace_seconds: float) -> None:
-    await asyncio.gather(*(_stop_child(child, grace_seconds) for child in children))
-
-
-async def _stop_child(child: Child, grace_seconds: float) -> None:
-    if not await child.stop(grace_seconds):
-        logger.warning("%s did not stop within %g s and was killed", child.name, grace_seconds)
+async def _cancel(task: "asyncio.Task[None]") -> None:
+    """End a task; how it ends is known, or of no interest any more."""
+    task.cancel()
+    await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()

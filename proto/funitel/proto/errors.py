@@ -22,6 +22,7 @@ Handlers and the servicer map by attribute, never by `isinstance` ladders.
     ├── Overloaded                too many requests at once, or no time left for this one
     ├── DeadlineExceeded          the time the client gave has passed
     ├── NotReady                  starting or draining
+    │   └── ShuttingDown          draining: too late for a request, or for its answer
     ├── Cancelled                 the client left
     ├── Incomplete                a generation ended without its final message
     ├── ShardFailed               a shard died, diverged or timed out
@@ -235,6 +236,14 @@ class NotReady(FunitelError):
     prefix = "unhealthy: "
     grpc_status = grpc.StatusCode.UNAVAILABLE
     retry_after = True
+
+
+class ShuttingDown(NotReady):
+    """The server ends: a request came too late, or its answer was not whole in time."""
+
+    error_type = "shutting_down"
+    prefix = "Server is shutting down: "
+    metric = "shutting_down"
 
 
 class Cancelled(FunitelError):

@@ -1,8 +1,10 @@
 """`funitel-router`: serve HTTP in front of the model shards. With `print-schema`: print the OpenAPI document.
 
-The port answers from the start: 503 until the shards are ready. SIGTERM stops accepting and drains.
+The port answers from the start: 503 until the shards are ready, and again once SIGTERM has come. What is under way then
+may finish; a second SIGTERM ends it with an error, a second SIGINT cuts it off.
 """
 
+import asyncio
 import gc
 import ipaddress
 import json
@@ -11,9 +13,11 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from math import inf
 from types import FrameType
 from typing import cast
 
@@ -22,7 +26,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from funitel.proto import logs
-from funitel.proto.errors import FunitelError, StartupError
+from funitel.proto.errors import FunitelError, ShuttingDown, StartupError
 from funitel.proto.parent import is_losing, stop_with_parent
 from funitel.proto.settings import as_command, run_app
 from funitel.proto.span_export import export
@@ -32,6 +36,7 @@ from funitel.router.connections import Connections
 from funitel.router.fleet import connect
 from funitel.router.http_protocol import HttpConnection
 from funitel.router.open_files import allow_open_files, most_connections
+from funitel.router.service import Service
 from funitel.router.settings import MOST_TIMEOUT_SECONDS, RouterSettings
 from funitel.router.sse import DirectSend
 
@@ -44,6 +49,9 @@ SEND_BUFFER_BYTES = 1 << 17  # of a connection; the kernel would keep megabytes 
 # at 1000 streams. Requests do leave cycles behind, a few hundred objects each.
 GARBAGE_THRESHOLDS = (50_000, 20, 20)
 ORPHAN_SECONDS = 5  # without a parent nobody would end a drain that hangs
+LAST_SECONDS = 5  # for errors to reach clients, once the time for answers is up
+TICK_SECONDS = 0.1
+TIME_IS_UP = "the server has shut down before this answer was whole"
 
 
 class Server(uvicorn.Server):
@@ -51,7 +59,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, settings: RouterSettings, max_connections: int) -> None:
         app = build_app(settings, connect, self.fail)
-        connections = Connections(max_connections, app.state.service.metrics)
+        self._service: Service = app.state.service
+        self._most_seconds = inf  # of a drain
+        connections = Connections(max_connections, self._service.metrics)
         super().__init__(_uvicorn_config(app, partial(HttpConnection, connections, settings)))
         self.failure: FunitelError | None = None
         self._parent = settings.exit_with_parent
@@ -66,10 +76,32 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop because of a signal; an orphan got it from the kernel, and has little time."""
-        if is_losing(self._parent):
+        if self.should_exit and sig == signal.SIGTERM:
+            self._most_seconds = 0.0
+        elif is_losing(self._parent):
             logger.warning("the process that started this one is gone: stopping")
-            self.config.timeout_graceful_shutdown = ORPHAN_SECONDS
+            self._most_seconds = ORPHAN_SECONDS
         super().handle_exit(sig, frame)
+
+    async def main_loop(self) -> None:
+        """Serve until a signal, then drain. The port still answers: that nothing new is let in."""
+        await super().main_loop()
+        if self.failure is None:
+            await self._drain()
+
+    async def _drain(self) -> None:
+        drain, began = self._service.drain, time.monotonic()
+        drain.begin()
+        logger.info("draining requests=%d", drain.num_running)
+        while drain.num_running and not self.force_exit:
+            late = time.monotonic() - began - self._most_seconds
+            if late > LAST_SECONDS:
+                break
+            if late >= 0:  # again and again: requests that were on their way have only now come to wait
+                self._service.fail_all(ShuttingDown(TIME_IS_UP))
+                self.config.timeout_graceful_shutdown = LAST_SECONDS
+            await self.on_tick(0)
+            await asyncio.sleep(TICK_SECONDS)
 
 
 def _uvicorn_config(app: Starlette, protocol: Callable[..., HttpConnection]) -> uvicorn.Config:

@@ -20,6 +20,7 @@ from funitel.router.api.keys import KeyCheck
 from funitel.router.api.noted import Noted
 from funitel.router.api.route_notes import ResponseCount, RouteNote
 from funitel.router.api.routes import document, operations
+from funitel.router.drain import Drain, DrainGate, LastAnswers
 from funitel.router.key_file import read_keys
 from funitel.router.openapi import Operation
 from funitel.router.service import Connect, Service
@@ -63,11 +64,12 @@ def build_app(
     listed = operations(settings)
     keys = read_keys(settings.api_key, settings.api_key_file)
     app = Starlette(
-        routes=[_route(operation, keys) for operation in listed],
+        routes=[_route(operation, keys, service.drain) for operation in listed],
         middleware=[
             Middleware(Noted),
             *([] if settings.otlp_endpoint is None else [Middleware(Traced, model=service.model_id)]),
             Middleware(ResponseCount, metrics=service.metrics),
+            Middleware(LastAnswers, drain=service.drain),
             Middleware(MetricsPort, port=settings.prometheus_port),
             _cors(settings.cors_allow_origin),
             Middleware(ErrorBoundary),
@@ -81,10 +83,12 @@ def build_app(
     return app
 
 
-def _route(operation: Operation, keys: tuple[str, ...]) -> Route:
+def _route(operation: Operation, keys: tuple[str, ...], drain: Drain) -> Route:
     middleware = [Middleware(RouteNote, operation=operation)]
     if keys and operation.is_protected:
         middleware.append(Middleware(KeyCheck, keys=keys))
+    if operation.is_protected:
+        middleware.append(Middleware(DrainGate, drain=drain))
     return Route(operation.path, operation.handler, methods=[operation.method], middleware=middleware)
 
 

@@ -22,7 +22,9 @@ from funitel.proto.errors import (
 from funitel.proto.settings import require
 from funitel.proto.step import EncoderFacts, EncoderInput, EncoderResult, EncoderTask
 from funitel.router.admission import InFlight, Throughput
+from funitel.router.comeback import MOST_LOSSES, NO_REPLICA
 from funitel.router.encoder_queue import EncoderQueue, Submission, Text
+from funitel.router.encoder_replicas import EncoderReplicas
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Limits, Request
 from funitel.router.settings import RouterSettings
@@ -83,8 +85,6 @@ class EncoderEngine:
         self.limits = limits
         self.facts = _facts(replicas[0])
         self.dtype = replicas[0].infos[0].dtype
-        self._replicas = tuple(replicas)
-        self._serving = list(replicas)
         self._settings = settings
         self._metrics = metrics
         self._queue = EncoderQueue(settings.max_batch_prefill_tokens, settings.max_batch_size)
@@ -94,16 +94,13 @@ class EncoderEngine:
         self._is_draining = False
         self._has_work = asyncio.Event()
         self._left = asyncio.Event()  # set whenever a request ends
-        self._workers = [
-            asyncio.create_task(self._work(shards), name="encoder")
-            for shards in replicas
-            for _ in range(settings.pipeline_steps)
-        ]
+        self._device_type = replicas[0].infos[0].device_type
+        self._replicas = EncoderReplicas(replicas, settings, metrics, self._work, self.fail_all)
 
     @property
     def compute_type(self) -> str:
         """Shards and device, such as "1-cpu"."""
-        return f"{len(self._replicas)}-{self._replicas[0].infos[0].device_type}"
+        return f"{self._replicas.num_replicas}-{self._device_type}"
 
     async def encode(
         self,
@@ -161,6 +158,8 @@ class EncoderEngine:
     def _admit(self, num_tokens: int, in_flight: int, deadline: float | None, now: float) -> None:
         if self._is_draining:
             raise NotReady("the server is shutting down")
+        if self._replicas.patience.is_over:
+            raise ShardFailed(NO_REPLICA)
         settings, reason, why = self._settings, "", ""
         left = None if deadline is None else deadline - now
         if left is not None and left <= 0:
@@ -180,14 +179,7 @@ class EncoderEngine:
 
     async def health(self) -> None:
         """Return once one replica answers; raise a FunitelError when none does."""
-        failure: FunitelError = ShardFailed("every replica is lost")
-        for shards in tuple(self._serving):  # one may be lost meanwhile
-            try:
-                await shards.health()
-                return
-            except FunitelError as error:
-                failure = error
-        raise failure
+        await self._replicas.health()
 
     async def close(self) -> None:
         """Refuse new requests, let running ones finish, then let go of the shards."""
@@ -195,17 +187,13 @@ class EncoderEngine:
         while self._pending:
             self._left.clear()
             await self._left.wait()
-        for worker in self._workers:
-            worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
-        for shards in self._replicas:
-            await shards.close()
+        await self._replicas.close()
 
     # Batches --------------------------------------------------------------------------------------------------------
 
     async def _work(self, shards: Shards) -> None:
         """Send batch after batch to one replica, until it is lost."""
-        while shards in self._serving:
+        while self._replicas.serves(shards):
             texts = self._queue.plan()
             if not texts:
                 self._has_work.clear()
@@ -265,6 +253,7 @@ class EncoderEngine:
                 pending.fail(StepFailed(f"the model's numbers for text {place} are not finite"))
             else:
                 ids = result.ids[row * result.width : (row + 1) * result.width]
+                submission.num_losses = 0
                 pending.take(place, result.values[row * size : (row + 1) * size], ids)
 
     def _fail(self, texts: Sequence[Text], error: FunitelError) -> None:
@@ -274,16 +263,20 @@ class EncoderEngine:
                 self._pending[submission].fail(error)
 
     def _lose(self, shards: Shards, texts: Sequence[Text], error: FunitelError) -> None:
-        """Let other replicas encode what a lost one had; the last one is kept, and what it had fails."""
-        if self._serving == [shards]:
-            self._fail(texts, error)
-            return
-        if shards in self._serving:
-            self._serving.remove(shards)
-            self._metrics.set_replicas(len(self._serving), len(self._replicas) - len(self._serving))
-            logger.error("replica %d is lost: %s", self._replicas.index(shards), error.message)
+        """Let other replicas encode what a lost one had, or wait for one; it fails where none can come."""
+        can_go_on = self._replicas.lose(shards, error)
+        for submission in {text.submission for text in texts}:
+            submission.num_losses += 1
+            if not can_go_on or submission.num_losses >= MOST_LOSSES:
+                self._fail([text for text in texts if text.submission is submission], error)
         self._queue.give_back(texts)
         self._has_work.set()
+
+    def fail_all(self, error: FunitelError) -> None:
+        """End whatever waits for its rows; clients get the error."""
+        for pending in self._pending.values():
+            self._queue.remove(pending.submission)
+            pending.fail(error)
 
     def _report(self) -> None:
         self._metrics.set_sequences(self._queue.num_texts, len(self._pending))
@@ -319,8 +312,6 @@ def start(replicas: Sequence[Shards], settings: RouterSettings, metrics: Metrics
     longest = asked or facts.usual_tokens
     limits = Limits(max_input_tokens=longest, max_total_tokens=longest, pool_tokens=0)
     metrics.set_limits(limits)
-    if len(replicas) > 1:
-        metrics.set_replicas(len(replicas), 0)
     metrics.set_weights(0, replicas[0].infos[0].weight_bytes, 0)
     logger.info("connected encoders=%d %s %s", len(replicas), limits, facts)
     return EncoderEngine(replicas, limits, settings, metrics)

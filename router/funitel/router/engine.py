@@ -7,15 +7,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 
-from funitel.proto.errors import DeadlineExceeded, FunitelError, NotReady, Overloaded, ShardFailed, StepFailed
+from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StepFailed
 from funitel.router.admission import Admission, InFlight
 from funitel.router.metrics import Metrics
 from funitel.router.peer import check_capabilities
 from funitel.router.placement import Standing
+from funitel.router.reception import Reception
 from funitel.router.replica import Replica
-from funitel.router.requests import Requests
 from funitel.router.scheduler import Scheduler
 from funitel.router.sequence import Limits, Request, Sequence
 from funitel.router.settings import RouterSettings
@@ -41,9 +40,8 @@ class Engine:
         self.limits = limits
         self._replica = replica
         self._scheduler = scheduler
-        self._metrics = metrics
-        self._admission = admission
-        self._requests = Requests(scheduler, self._expire)
+        self._reception = Reception(scheduler, metrics, admission, wake=self._wake)
+        self._requests = self._reception.requests
         self._compiling: dict[int, tuple[Sequence, asyncio.Task[None]]] = {}  # by id, while their grammar is compiled
         self._steps = StepLoop(
             replica,
@@ -87,6 +85,10 @@ class Engine:
         self._check_open()
         self.check_place(self._sequence_of(newcomer), self.in_flight(newcomer.key) + entering)
 
+    def check_place(self, sequence: Sequence, in_flight: InFlight) -> None:
+        """Find out whether a sequence would be queued; raises as `accept`."""
+        self._reception.check_place(sequence, in_flight)
+
     def _check_open(self) -> None:
         if self._is_draining:
             raise NotReady("the server is shutting down")
@@ -106,28 +108,27 @@ class Engine:
         Raises:
             Overloaded, DeadlineExceeded: as `submit`.
         """
-        self._admit(sequence, in_flight or self.in_flight(sequence.request.key))
-        stream = TokenStream(sequence.request, cancel=partial(self._cancel, sequence))
-        self._take(sequence, stream)
+        stream = self._reception.accept(sequence, in_flight)
+        self._take(sequence)
         return stream
 
     def take_over(self, sequence: Sequence, stream: TokenStream) -> None:
         """Go on with what another engine gave up, draining or not."""
-        stream.move(partial(self._cancel, sequence))
-        self._take(sequence, stream)
+        self._reception.take_over(sequence, stream)
+        self._take(sequence)
 
     def tell_of_loss(self, on_lost: Callable[[FunitelError], None]) -> None:
         """Have `on_lost` called once the shards are gone; it is to call `give_up`."""
         self._steps.on_lost = on_lost
 
     def give_up(self) -> list[tuple[Sequence, TokenStream]]:
-        """Stop, and hand over whatever has not ended, oldest first; the shards are not asked."""
+        """Stop, and hand over whatever has not ended, oldest first; the shards are not asked. `close` comes after."""
         self._steps.give_up()
         for _, task in self._compiling.values():
             task.cancel()
         scheduler = self._scheduler
         for sequence in scheduler.running.values():
-            sequence.num_losses += 1
+            sequence.note_loss()
         compiling = (sequence for sequence, _ in self._compiling.values())
         # One whose grammar has just been compiled may still be among those that compile.
         here = {s.id: s for s in (*scheduler.running.values(), *scheduler.waiting, *compiling)}
@@ -156,44 +157,13 @@ class Engine:
         """How suitable this replica is for a sequence that is not here."""
         return Standing(self._scheduler.load_tokens, self._scheduler.cached_prefix_len(sequence))
 
-    def _take(self, sequence: Sequence, stream: TokenStream) -> None:
-        self._requests.add(sequence, stream)
+    def _take(self, sequence: Sequence) -> None:
         if sequence.request.sampling.grammar:
             task = asyncio.create_task(self._compile_and_queue(sequence))
             self._compiling[sequence.id] = sequence, task
             task.add_done_callback(lambda _: self._compiling.pop(sequence.id))
         else:
             self._queue(sequence)
-
-    def check_place(self, sequence: Sequence, in_flight: InFlight) -> Sequence | None:
-        """Return who must leave the queue for a sequence, if somebody must; raises as `accept`."""
-        if sequence.request.deadline is not None and sequence.request.deadline <= sequence.arrived:
-            self._metrics.count_expired("arriving")
-            raise DeadlineExceeded("the deadline passed before the request was queued")
-        waiting, running = self._scheduler.waiting, self._scheduler.running.values()
-        try:
-            return self._admission.check(sequence, in_flight, waiting, self._scheduler.shares, running)
-        except Overloaded as refused:
-            self._metrics.count_refused(refused.reason)
-            raise
-
-    def _admit(self, sequence: Sequence, in_flight: InFlight) -> None:
-        """Make sure that there is a place for a sequence; one of a key with more may lose its own."""
-        leaving = self.check_place(sequence, in_flight)
-        if leaving is not None:
-            waiting, running = self._scheduler.waiting, self._scheduler.running.values()
-            place = self._admission.place_of(leaving, waiting, running)
-            self._metrics.count_refused("displaced")
-            lost = ": its place went to an API key that has fewer"
-            self._requests.fail(leaving, Overloaded(lost, place.position, place.wait_seconds, "displaced"))
-
-    def _expire(self, sequence: Sequence) -> None:
-        """End a sequence whose deadline has passed; it is in no later step."""
-        is_running = sequence.id in self._scheduler.running
-        self._metrics.count_expired("running" if is_running else "waiting")
-        done = f"after {len(sequence.output_ids)} tokens" if sequence.output_ids else "before its first token"
-        self._requests.fail(sequence, DeadlineExceeded(f"the deadline passed {done}"))
-        self._steps.wake()
 
     def _queue(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
@@ -217,11 +187,7 @@ class Engine:
         if sequence in self._requests:
             self._queue(sequence)
 
-    def _cancel(self, sequence: Sequence) -> None:
-        """Take a sequence out of every later step."""
-        self._requests.forget(sequence)
-        self._scheduler.remove(sequence)
-        self._metrics.count_cancelled()
+    def _wake(self) -> None:
         self._steps.wake()
 
     async def health(self) -> None:
@@ -229,6 +195,13 @@ class Engine:
         if self._steps.has_ended:
             raise ShardFailed("the engine has stopped")
         await self._replica.health()
+
+    def fail_all(self, error: FunitelError) -> None:
+        """End whatever is here; clients get the error."""
+        for _, task in self._compiling.values():
+            task.cancel()
+        self._requests.fail_all(error)
+        self._steps.wake()
 
     async def close(self) -> None:
         """Refuse new requests, let running ones finish, then let go of the shards."""

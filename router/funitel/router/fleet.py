@@ -1,74 +1,66 @@
-"""Several replicas as one: a request goes to the one that suits it best, and on to another when that one is lost.
+"""The replicas of a model as one: a request goes to the one that suits it best, and on to another when that is lost.
 
 A replica is lost when a rank of it does not answer any more, because it died or because it was told to end. What waited
 there waits elsewhere; what ran there is resumed elsewhere, behind the tokens its client has got: noise depends on seed
-and position only, so the answer is the one it would have been. Event loop only.
+and position only, so the answer is the one it would have been. Where no replica is left, all of it waits in the lobby
+until one comes back, with whatever arrives meanwhile. Event loop only.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from functools import partial
 
 from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StartupError
-from funitel.proto.step import ShardInfo
 from funitel.router import encoder_engine
 from funitel.router.admission import InFlight
+from funitel.router.comeback import MOST_LOSSES, NO_REPLICA, Patience, comeback
 from funitel.router.encoder_engine import EncoderEngine
 from funitel.router.engine import Engine
+from funitel.router.lobby import Lobby
 from funitel.router.metrics import Metrics
 from funitel.router.peer import check_capabilities
 from funitel.router.placement import place
 from funitel.router.replica_metrics import ReplicaMetrics
-from funitel.router.sequence import Limits, Request, Sequence
+from funitel.router.seats import Member, Seat, check_alike, least_limits
+from funitel.router.sequence import Request, Sequence
 from funitel.router.service import Inference
 from funitel.router.settings import RouterSettings
 from funitel.router.shards import Shards
 from funitel.router.stream import TokenStream
-from funitel.router.warmup import start
+from funitel.router.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
 RECHECK_SECONDS = 0.5  # between two looks at a replica whose connection ended and that answers all the same
-# A sequence that ran on so many replicas as they were lost may be what ends them: it gets the error.
-MOST_LOSSES = 3
-
-
-@dataclass(eq=False, slots=True)
-class Member:
-    """One replica of a fleet."""
-
-    index: int
-    engine: Engine
-    shards: Shards
-    metrics: ReplicaMetrics
 
 
 class Fleet:
-    """`Inference` over the engines of several replicas of one model."""
+    """`Inference` over the engines of the replicas of one model."""
 
-    def __init__(self, members: Seq[Member], metrics: Metrics) -> None:
-        self._members = tuple(members)
-        self._serving = list(members)
+    def __init__(self, members: Seq[Member], settings: RouterSettings, metrics: Metrics) -> None:
+        self.limits = least_limits([member.engine.limits for member in members])
+        self._infos = tuple(info for member in members for info in member.shards.infos)
+        self._settings = settings
         self._metrics = metrics
+        self._num_replicas = len(members)
+        self._serving: list[Member] = []
+        self._lobby = Lobby(ReplicaMetrics(metrics, 0), members[0].seat.admission)
+        self._patience = Patience(settings.shard_return_timeout, self._fail_lobby)
         self._next_id = 0
         self._newest: tuple[Request, Member] | None = None
         self._is_draining = False
-        self._probes: set[asyncio.Task[None]] = set()
-        self.limits = _least([member.engine.limits for member in members])
+        self._tasks = Tasks()
+        self._farewells = Tasks()
         metrics.set_limits(self.limits)
-        self._report()
         for member in members:
-            member.engine.tell_of_loss(partial(self._lose, member))
-        self._watches = [asyncio.create_task(self._watch(member)) for member in members]
+            self._welcome(member)
 
     @property
     def compute_type(self) -> str:
         """Shards of all replicas and device, such as "4-cpu"."""
-        infos = [info for member in self._members for info in member.shards.infos]
-        return f"{len(infos)}-{infos[0].device_type}"
+        return f"{len(self._infos)}-{self._infos[0].device_type}"
 
     def submit(self, request: Request) -> TokenStream:
         """Queue a request with the replica that suits it best; siblings, submitted in a row, stay together.
@@ -78,12 +70,14 @@ class Fleet:
             Overloaded: there is no place for it, or it would wait longer than its deadline.
             DeadlineExceeded: its deadline has passed.
             NotReady: the router is draining.
-            ShardFailed: every replica is lost.
+            ShardFailed: every replica is lost, for good or for too long.
         """
-        check_capabilities(request.sampling, self._members[0].shards.infos[0].capabilities)
+        check_capabilities(request.sampling, self._infos[0].capabilities)
         self._check_open()
         sequence = self._sequence_of(request)
         self._next_id += 1
+        if not self._serving:
+            return self._lobby.accept(sequence)
         member = self._home_of_sibling(request) or self._choose(sequence)
         self._newest = request, member
         return member.engine.accept(sequence, self._in_flight(request.key))
@@ -95,17 +89,20 @@ class Fleet:
         """
         self._check_open()
         sequence = self._sequence_of(newcomer)
-        self._choose(sequence).engine.check_place(sequence, self._in_flight(newcomer.key) + entering)
+        if not self._serving:
+            self._lobby.check_place(sequence, entering)
+        else:
+            self._choose(sequence).engine.check_place(sequence, self._in_flight(newcomer.key) + entering)
 
     def _check_open(self) -> None:
         if self._is_draining:
             raise NotReady("the server is shutting down")
-        if not self._serving:
-            raise ShardFailed("every replica is lost")
+        if self._patience.is_over:
+            raise ShardFailed(NO_REPLICA)
 
     def _sequence_of(self, request: Request) -> Sequence:
         """The sequence of a request that comes now."""
-        num_opening = self._members[0].shards.infos[0].num_opening_tokens
+        num_opening = self._infos[0].num_opening_tokens
         return Sequence(self._next_id, request, num_opening=num_opening, arrived=time.monotonic())
 
     def _in_flight(self, key: bytes) -> InFlight:
@@ -120,44 +117,42 @@ class Fleet:
         return member if newest.input_ids is request.input_ids and member in self._serving else None
 
     def _choose(self, sequence: Sequence) -> Member:
+        if len(self._serving) == 1:
+            return self._serving[0]
         return self._serving[place([member.engine.standing(sequence) for member in self._serving])]
 
     async def health(self) -> None:
         """Return once one replica answers; raise a FunitelError when none does."""
-        failure: FunitelError = ShardFailed("every replica is lost")
-        pending = {asyncio.create_task(member.engine.health()) for member in self._serving}
-        while pending:
+        failure: FunitelError = ShardFailed(NO_REPLICA)
+        pending = {self._tasks.start(member.engine.health()) for member in self._serving}
+        while pending:  # probes that nobody waits for any more end by themselves
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 error = task.exception()
                 if error is None:
-                    self._leave_behind(pending)
                     return
                 if not isinstance(error, FunitelError):
                     raise error
                 failure = error
         raise failure
 
-    def _leave_behind(self, probes: set[asyncio.Task[None]]) -> None:
-        """Let probes that nobody waits for any more end by themselves."""
-        for probe in probes:
-            self._probes.add(probe)
-            probe.add_done_callback(self._forget_probe)
-
-    def _forget_probe(self, probe: asyncio.Task[None]) -> None:
-        self._probes.discard(probe)
-        if not probe.cancelled():
-            probe.exception()  # retrieved, or asyncio would log it
+    def fail_all(self, error: FunitelError) -> None:
+        """End whatever runs or waits; clients get the error."""
+        for holder in self._holders():
+            holder.fail_all(error)
 
     async def close(self) -> None:
         """Refuse new requests, let running ones finish, wherever, then let go of the shards."""
         self._is_draining = True
-        while any(member.engine.num_requests for member in self._serving):
-            await asyncio.gather(*(member.engine.drained() for member in self._serving))
-        for task in (*self._watches, *self._probes):
-            task.cancel()
-        await asyncio.gather(*self._watches, *self._probes, return_exceptions=True)
-        await asyncio.gather(*(member.engine.close() for member in self._members))
+        while any(holder.num_requests for holder in self._holders()):
+            await asyncio.gather(*(holder.drained() for holder in self._holders()))
+        serving, self._serving = self._serving, []  # none is lost from now on
+        self._patience.renew()
+        await self._tasks.cancel()
+        await asyncio.gather(*(member.engine.close() for member in serving), self._farewells.ended())
+
+    def _holders(self) -> list[Lobby | Engine]:
+        return [self._lobby, *(member.engine for member in self._serving)]
 
     # Losses ---------------------------------------------------------------------------------------------------------
 
@@ -173,48 +168,111 @@ class Fleet:
                 await asyncio.sleep(RECHECK_SECONDS)
 
     def _lose(self, member: Member, error: FunitelError) -> None:
-        """Go on without a replica: what it had is moved to the others, oldest first, or fails with the last."""
+        """Go on without a replica: what it had is moved to the others, oldest first, or waits for one to come back."""
         if member not in self._serving:
             return
         self._serving.remove(member)
         handed_over = member.engine.give_up()
-        member.metrics.retire()
-        num_moved = sum(self._move(sequence, stream, error) for sequence, stream in handed_over)
+        member.seat.note_loss(member.since)
+        if not self._serving:
+            self._lobby = Lobby(ReplicaMetrics(self._metrics, 0), member.seat.admission)
+            self._patience.begin()
+        num_kept = sum(self._move(sequence, stream, member, error) for sequence, stream in handed_over)
         self._report()
         logger.error(
-            "replica %d is lost: %s; requests moved=%d failed=%d, %d of %d replicas serve",
-            member.index,
+            "replica %d is lost: %s; requests moved=%d waiting=%d failed=%d, %d of %d replicas serve",
+            member.seat.index,
             error.message,
-            num_moved,
-            len(handed_over) - num_moved,
+            num_kept if self._serving else 0,
+            0 if self._serving else num_kept,
+            len(handed_over) - num_kept,
             len(self._serving),
-            len(self._members),
+            self._num_replicas,
         )
+        if member.watch is not None:
+            member.watch.cancel()
+        self._farewells.start(member.engine.close())
+        if self._settings.shard_return_timeout:
+            self._tasks.start(self._come_back(member.seat))
 
-    def _move(self, sequence: Sequence, stream: TokenStream, error: FunitelError) -> bool:
-        """Let a sequence go on with another replica; one that cannot gets the error."""
-        if not self._serving or sequence.num_losses >= MOST_LOSSES:
+    def _move(self, sequence: Sequence, stream: TokenStream, lost: Member, error: FunitelError) -> bool:
+        """Let a sequence go on with another replica, or wait for one; one that cannot gets the error."""
+        can_go_on = not sequence.output_ids or lost.engine.can_resume
+        if self._patience.is_over or sequence.num_losses >= MOST_LOSSES or not can_go_on:
             stream.deliver(error)
             return False
-        target = self._choose(sequence)
-        if sequence.output_ids and not target.engine.can_resume:
-            stream.deliver(error)
-            return False
-        target.engine.take_over(sequence, stream)
-        self._metrics.count_moved()
+        if self._serving:
+            self._choose(sequence).engine.take_over(sequence, stream)
+            self._metrics.count_moved()
+        else:
+            self._lobby.take_over(sequence, stream)
         return True
 
+    def _fail_lobby(self, error: FunitelError) -> None:
+        self._lobby.fail_all(error)
+
+    # Returns --------------------------------------------------------------------------------------------------------
+
+    async def _come_back(self, seat: Seat) -> None:
+        """Have a seat taken again as soon as shards answer there: who waits in the lobby goes on."""
+        began = time.monotonic()
+        member = await comeback(seat.address, partial(self._let_in, seat), seat.pause_seconds)
+        waiting = self._lobby.give_up()
+        self._patience.renew()
+        self._welcome(member)
+        self._metrics.count_return()
+        num_resumed = sum(self._resume(sequence, stream) for sequence, stream in waiting)
+        logger.warning(
+            "replica %d serves again after %.1f s; requests resumed=%d failed=%d, %d of %d replicas serve",
+            seat.index,
+            time.monotonic() - began,
+            num_resumed,
+            len(waiting) - num_resumed,
+            len(self._serving),
+            self._num_replicas,
+        )
+
+    async def _let_in(self, seat: Seat, shards: Shards) -> Member:
+        """Start an engine over shards that answer again.
+
+        Raises:
+            StartupError: they are not as they were.
+            ShardFailed: they are lost already.
+        """
+        check_alike([self._settings.master_url, seat.address], [self._infos[0], shards.infos[-1]])
+        member = await seat.take(shards, self._settings)
+        limits, least = self.limits, least_limits([self.limits, member.engine.limits])
+        if (least.max_input_tokens, least.max_total_tokens) == (limits.max_input_tokens, limits.max_total_tokens):
+            return member
+        words = f"a request may have {least.max_total_tokens} tokens there, elsewhere {limits.max_total_tokens}"
+        if self._serving:
+            seat.metrics.retire()
+            await member.engine.close()
+            raise StartupError(words)
+        logger.warning("replica %d came back smaller: %s", seat.index, words)  # which is better than none
+        self.limits = least
+        return member
+
+    def _resume(self, sequence: Sequence, stream: TokenStream) -> bool:
+        """Let a sequence go on with a replica that has come back, if it is large enough."""
+        most = self.limits.max_total_tokens
+        length = sequence.num_prompt + sequence.request.stopping.max_new_tokens
+        if length > most:
+            stream.deliver(ShardFailed(f"the replica came back smaller: it may have {most} tokens, it wants {length}"))
+            return False
+        self._choose(sequence).engine.take_over(sequence, stream)
+        return True
+
+    def _welcome(self, member: Member) -> None:
+        """Let a replica serve from now on."""
+        self._serving.append(member)
+        self._serving.sort(key=lambda each: each.seat.index)
+        member.engine.tell_of_loss(partial(self._lose, member))
+        member.watch = self._tasks.start(self._watch(member))
+        self._report()
+
     def _report(self) -> None:
-        self._metrics.set_replicas(len(self._serving), len(self._members) - len(self._serving))
-
-
-def _least(limits: Seq[Limits]) -> Limits:
-    """What every replica can keep to: a request may go to any."""
-    return Limits(
-        max_input_tokens=min(each.max_input_tokens for each in limits),
-        max_total_tokens=min(each.max_total_tokens for each in limits),
-        pool_tokens=min(each.pool_tokens for each in limits),
-    )
+        self._metrics.set_replicas(len(self._serving), self._num_replicas - len(self._serving))
 
 
 async def connect(settings: RouterSettings, metrics: Metrics) -> Inference | EncoderEngine:
@@ -228,30 +286,11 @@ async def connect(settings: RouterSettings, metrics: Metrics) -> Inference | Enc
     found = await asyncio.gather(*(Shards.connect(address, patience) for address in addresses))
     if any(info.encoder is not None for shards in found for info in shards.infos):
         return encoder_engine.start(found, settings, metrics)
-    if len(found) == 1:
-        return await start(found[0], settings, metrics)
-    _check_alike(addresses, [shards.infos[-1] for shards in found])
+    check_alike(addresses, [shards.infos[-1] for shards in found])
     first_ranks = [sum(len(shards.infos) for shards in found[:index]) for index in range(len(found))]
-    views = [ReplicaMetrics(metrics, first_rank) for first_rank in first_ranks]
-    engines = await asyncio.gather(*(start(shards, settings, view) for shards, view in zip(found, views, strict=True)))
-    members = [
-        Member(index, engine, shards, view)
-        for index, (engine, shards, view) in enumerate(zip(engines, found, views, strict=True))
+    seats = [
+        Seat.of(index, address, ReplicaMetrics(metrics, first_rank), settings)
+        for index, (address, first_rank) in enumerate(zip(addresses, first_ranks, strict=True))
     ]
-    return Fleet(members, metrics)
-
-
-def _check_alike(addresses: Seq[str], infos: Seq[ShardInfo]) -> None:
-    """Raise StartupError unless a request may go to any replica, and from one to another."""
-    for name in ("dtype", "block_size", "support_chunking", "use_prefix_caching", "capabilities"):
-        first = getattr(infos[0], name)
-        for address, info in zip(addresses, infos, strict=True):
-            other = getattr(info, name)
-            if other != first:
-                raise StartupError(
-                    f"replicas must be alike: {name} is {_shown(first)} at {addresses[0]}, {_shown(other)} at {address}"
-                )
-
-
-def _shown(value: object) -> str:
-    return ",".join(sorted(value)) or "none" if isinstance(value, frozenset) else str(value)
+    members = await asyncio.gather(*(seat.take(shards, settings) for seat, shards in zip(seats, found, strict=True)))
+    return Fleet(members, settings, metrics)

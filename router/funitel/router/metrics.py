@@ -236,9 +236,13 @@ class Metrics:
         self._prefix_hits.inc(cached_tokens)
 
     def set_replicas(self, serving: int, lost: int) -> None:
-        """Set how many of several replicas serve; of a router with one replica nothing is said."""
+        """Set how many replicas serve, and how many are lost."""
         self._replicas.labels("serving").set(serving)
         self._replicas.labels("lost").set(lost)
+
+    def count_return(self) -> None:
+        """Note that a replica serves again that was lost."""
+        self._returns.inc()
 
     def count_moved(self) -> None:
         """Note that a sequence goes on with another replica than the one that was lost."""
@@ -323,7 +327,8 @@ class Metrics:
         self._cached_batches = self._gauge("funitel_cached_batches", "Batches the shards keep.")
         self._tasks = self._gauge("funitel_tasks", "Tasks of the router's event loop.")
         self._cancelled = self._counter("funitel_cancelled", "Sequences cancelled.")
-        self._replicas = self._gauge("funitel_replicas", "Replicas, when there are several.", "state")
+        self._replicas = self._gauge("funitel_replicas", "Replicas.", "state")
+        self._returns = self._counter("funitel_replica_returns", "Replicas that served again after they were lost.")
         self._moved = self._counter("funitel_moved", "Sequences moved to another replica when theirs was lost.")
         self._waiting_preempted = self._gauge("funitel_queue_preempted", "Waiting sequences that are to be resumed.")
         self._queued_tokens = self._gauge("funitel_queue_tokens", "Prompt tokens of waiting sequences.")

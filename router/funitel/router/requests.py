@@ -1,22 +1,39 @@
-"""Requests of one engine that have not ended: where their answers go, and by when. Event loop only."""
+"""Requests that have not ended, of one engine or of the lobby: where answers go, and by when. Event loop only."""
 
 import asyncio
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
+from typing import Protocol
 
 from funitel.proto.errors import FunitelError
 from funitel.router.admission import InFlight
 from funitel.router.deadlines import Deadlines
-from funitel.router.scheduler import Scheduler
 from funitel.router.sequence import Sequence
 from funitel.router.stream import TokenStream
+from funitel.router.waiting import Shares, WaitingQueue
+
+
+class Holder(Protocol):
+    """Whoever has the sequences: a scheduler, or the lobby where none runs."""
+
+    waiting: WaitingQueue
+    shares: Shares
+
+    @property
+    def running(self) -> Mapping[int, Sequence]:
+        """Those that run, by id."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, wherever it is."""
+        ...
 
 
 class Requests:
     """Streams by the ids of their sequences. `expire` is called at the deadline of one that has one."""
 
-    def __init__(self, scheduler: Scheduler, expire: Callable[[Sequence], None]) -> None:
+    def __init__(self, holder: Holder, expire: Callable[[Sequence], None]) -> None:
         self.streams: dict[int, TokenStream] = {}
-        self._scheduler = scheduler
+        self._holder = holder
         self._deadlines = Deadlines(expire)
         self._left = asyncio.Event()  # set whenever a request ends
 
@@ -43,14 +60,14 @@ class Requests:
 
     def fail(self, sequence: Sequence, error: FunitelError) -> None:
         """End a sequence, wherever it is; its client gets the error."""
-        self._scheduler.remove(sequence)
+        self._holder.remove(sequence)
         stream = self.forget(sequence)
         if stream is not None:
             stream.deliver(error)
 
     def fail_all(self, error: FunitelError, but: Container[int] = ()) -> None:
         """End every sequence, waiting ones too, but those of the ids in `but`."""
-        for sequence in (*self._scheduler.running.values(), *self._scheduler.waiting):
+        for sequence in (*self._holder.running.values(), *self._holder.waiting):
             self.fail(sequence, error)
         for i in [i for i in self.streams if i not in but]:  # ended, and not told
             self._deadlines.forget(i)

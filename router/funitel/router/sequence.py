@@ -50,7 +50,8 @@ class Sequence:
     arrived: float = 0.0  # in seconds, on a clock that all sequences share
     was_started: bool = False  # it has entered a step, and may wait to be resumed
     num_repeated: int = 0  # tokens that were computed once and lost; to be computed again at no charge
-    num_losses: int = 0  # replicas that were lost while it ran there
+    num_losses: int = 0  # replicas that were lost, in a row, while it ran there and before it got a token
+    num_known_at_loss: int = 0  # when the last of them was
     is_broken: bool = False  # the model gave it scores that are not numbers: it has ended
     num_plain_steps: int = 0  # for so many it certainly computes a token, needs no block, and is not at its end
     num_opening: int = 0  # tokens that the shards put behind the prompt
@@ -90,6 +91,13 @@ class Sequence:
         Such a sequence decodes.
         """
         return pending == 1 or (pending > 0 and computed >= self.num_prompt)
+
+    def note_loss(self) -> None:
+        """Note that the replica is lost that it runs on."""
+        if self.num_known > self.num_known_at_loss:
+            self.num_losses = 0
+        self.num_losses += 1
+        self.num_known_at_loss = self.num_known
 
     def afresh(self) -> "Sequence":
         """The same sequence with nothing computed, as another replica begins with it."""

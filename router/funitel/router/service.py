@@ -12,6 +12,7 @@ from typing import Protocol
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
 from funitel.router.admission import InFlight
 from funitel.router.door import Door, ReadingRoom
+from funitel.router.drain import SHUTTING_DOWN, Drain
 from funitel.router.encoder_engine import EncoderEngine
 from funitel.router.encoder_service import EncoderService
 from funitel.router.grammar import GrammarChecker
@@ -53,6 +54,10 @@ class Inference(Protocol):
         """Raise FunitelError when a shard does not answer."""
         ...
 
+    def fail_all(self, error: FunitelError) -> None:
+        """End whatever runs or waits; clients get the error."""
+        ...
+
     async def close(self) -> None:
         """Take no more work and let running requests finish."""
         ...
@@ -82,6 +87,7 @@ class Service:
         self.recommended = RecommendedSampling()
         self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
         self.facts = ModelFacts()
+        self.drain = Drain()
         self._stage = "starting: reading the tokenizer"
         self._tokenizer: Tokenizer | None = None
         self._warming: asyncio.Task[None] | None = None
@@ -145,6 +151,8 @@ class Service:
 
     async def check_ready(self) -> None:
         """Raise NotReady, with the reason, unless requests can be answered: every shard says so."""
+        if self.drain.has_begun:
+            raise NotReady(SHUTTING_DOWN)
         try:
             await (self._encoder or self.engine).health()
         except NotReady:
@@ -192,6 +200,13 @@ class Service:
     def _fail(self, error: FunitelError, on_failure: Callable[[FunitelError], None]) -> None:
         self._stage = f"failed to start: {error.message}"
         on_failure(error)
+
+    def fail_all(self, error: FunitelError) -> None:
+        """End whatever runs or waits; clients get the error."""
+        if self._engine is not None:
+            self._engine.fail_all(error)
+        if self._encoder is not None:
+            self._encoder.engine.fail_all(error)
 
     async def close(self) -> None:
         """Let running requests finish and give everything back."""

@@ -35,6 +35,11 @@ class RouterSettings:
         "is where --master-shard-uds-path or --master-shard-address says.",
     )
     shard_connect_timeout: int = setting(600, "Seconds that shards may take to answer; 503 is answered meanwhile.")
+    shard_return_timeout: int = setting(
+        600,
+        "Seconds that requests wait for lost shards to come back when no replica is left; with 0 they fail at once and "
+        "lost shards are not looked for.",
+    )
     hostname: str = setting("0.0.0.0", "Address to listen on.")
     port: int = setting(3000, "Port to listen on.", short="-p")
     prometheus_port: int | None = setting(
@@ -150,6 +155,7 @@ class RouterSettings:
             )
         for name in (
             "shard_connect_timeout",
+            "shard_return_timeout",
             "max_stop_sequences",
             "max_stored_responses",
             "max_top_n_tokens",

@@ -48,9 +48,13 @@ GRAMMAR_TIMEOUT_SECONDS = 30.0
 STEP_TIMEOUT_SECONDS = 300.0
 # Ranks answer together: once one has failed, the others have this long before they are given up.
 STRAGGLER_SECONDS = 5.0
-POLL_SECONDS = 0.1  # between two attempts to reach shards that are still loading
+LEAST_POLL_SECONDS, MOST_POLL_SECONDS = 0.1, 1.0  # between two attempts to reach shards that are still loading
 WAITING_SECONDS = 10.0  # between two lines that say that they are waited for
-OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),  # or a new channel would wait as long as the last one to the same address
+]
 
 _STATUSES: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}
 
@@ -76,6 +80,7 @@ class ShardClient:
         self._channel = grpc.aio.insecure_channel(target_of(url), options=OPTIONS)
         self._methods: dict[str, Any] = {}
         self._steps: StepClient | None = None
+        self._has_hung_up = False
 
     async def open_steps(self, path: str) -> None:
         """Make numbered calls by a step socket from now on, if it can be reached: it may be another machine's."""
@@ -108,6 +113,11 @@ class ShardClient:
             payload = await call
         except grpc.aio.AioRpcError as error:
             raise self.failure(error.code(), error.details()) from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._has_hung_up or (task is not None and task.cancelling()):
+                raise
+            raise self.failure(grpc.StatusCode.CANCELLED, "hung up") from None  # whoever waits was not cancelled
         try:
             return parse(payload)
         except Exception as error:  # as a step socket's end takes it
@@ -141,10 +151,17 @@ class ShardClient:
                 return StepFailed(f"shard rank {self.rank}: {details}")
 
     async def close(self) -> None:
-        """Hang up."""
+        """Hang up; calls under way fail."""
+        self._has_hung_up = True
         if self._steps is not None:
             self._steps.close()
         await self._channel.close()
+
+
+def _ignore(task: "asyncio.Future[Any]") -> None:
+    """Retrieve what a task raised that nobody will ask."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _prefilled(payload: bytes) -> Results:
@@ -183,7 +200,7 @@ class Shards:
             if said == began or time.monotonic() - said >= WAITING_SECONDS:
                 said = time.monotonic()
                 logger.info("waiting for the shards at %s since %.0f s", master_url, waited)
-            await asyncio.sleep(min(POLL_SECONDS, patience_seconds))
+            await asyncio.sleep(min(max(LEAST_POLL_SECONDS, waited / 20), MOST_POLL_SECONDS))
 
     @classmethod
     async def _find(cls, master_url: str) -> "Shards":
@@ -204,7 +221,7 @@ class Shards:
         try:
             await bare.clear()
             infos = await bare._fan_out("Info", pb.InfoRequest(), pb.InfoResponse.FromString)
-        except ShardFailed:
+        except BaseException:
             await bare.close()
             raise
         shards = cls(bare.clients, [wire.decode_info(info) for info in infos])
@@ -309,7 +326,9 @@ class Shards:
             if any(not task.done() for task in tasks):
                 await asyncio.wait(tasks, timeout=STRAGGLER_SECONDS)
         except asyncio.CancelledError:
-            asyncio.gather(*tasks, return_exceptions=True).cancel()  # nobody will ask what they raised
+            for task in tasks:
+                task.add_done_callback(_ignore)
+                task.cancel()
             raise
         failures: list[FunitelError] = []
         for client, task in zip(self.clients, tasks, strict=True):

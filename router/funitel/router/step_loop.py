@@ -90,15 +90,18 @@ class StepLoop:
         self._task.cancel()
 
     async def close(self) -> None:
-        """Stop once the calls under way are answered, and let go of the shards."""
+        """Stop once the calls under way are answered, and let go of the shards; lost ones answer nothing any more."""
         self._task.cancel()
         if self._timer is not None:
             self._timer.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        await self._pipeline.drain()
-        if not self._has_given_up:  # rows of clients that left while the last steps were under way
-            self._pipeline.drop_all_but(())
+        if self._has_given_up:
+            await self._replica.close()  # what is under way fails
             await self._pipeline.drain()
+            return
+        await self._pipeline.drain()
+        self._pipeline.drop_all_but(())  # rows of clients that left while the last steps were under way
+        await self._pipeline.drain()
         await self._replica.close()
 
     async def has_lost_shards(self, error: FunitelError) -> bool:

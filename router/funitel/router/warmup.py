@@ -28,8 +28,20 @@ logger = logging.getLogger(__name__)
 WARMUP_WORD = "test "  # one token or more, whatever the tokenizer
 
 
-async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Engine:
+def admission_of(settings: RouterSettings) -> Admission:
+    """The bounds on what may wait."""
+    has_several_keys = len(read_keys(settings.api_key, settings.api_key_file)) > 1
+    return Admission(settings.max_concurrent_requests, settings.max_queued_tokens, has_several_keys=has_several_keys)
+
+
+async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admission: Admission | None = None) -> Engine:
     """Warm the ranks of a model up and start the engine over them.
+
+    Args:
+        ranks: they have answered.
+        settings: the router's.
+        metrics: told how they serve.
+        admission: that of ranks which served before them.
 
     Raises:
         StartupError: settings, model and memory do not fit together.
@@ -67,11 +79,8 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics) -> Eng
     # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
     can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
     pipeline_steps = settings.pipeline_steps if can_overlap else 1
-    has_several_keys = len(read_keys(settings.api_key, settings.api_key_file)) > 1
-    admission = Admission(
-        settings.max_concurrent_requests, settings.max_queued_tokens, has_several_keys=has_several_keys
-    )
-    return Engine(replica, scheduler, limits, metrics, admission, pipeline_steps, settings.otlp_decode_tokens)
+    entrance = admission or admission_of(settings)
+    return Engine(replica, scheduler, limits, metrics, entrance, pipeline_steps, settings.otlp_decode_tokens)
 
 
 async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupResult]:
