@@ -136,7 +136,7 @@ async def test_a_deadline_ends_what_waits_and_what_comes_too_late(tmp_path: Path
         fake.pause.clear()
         first = asyncio.create_task(run(engine, request()))
         await asyncio.sleep(0.02)
-        engine._admission.throughput._tokens = 1e9  # nothing is foreseen
+        engine._reception._admission.throughput._tokens = 1e9  # nothing is foreseen
         with pytest.raises(DeadlineExceeded, match="before its first token"):
             await run(engine, replace(request(), deadline=time.monotonic() + 0.05))
         with pytest.raises(DeadlineExceeded, match="before the request was queued"):
