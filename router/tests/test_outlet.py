@@ -7,13 +7,16 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import uvicorn
 from fakes import eventually
 from starlette.types import Message
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from funitel.router.http_protocol import chunk_writer
 from funitel.router.outlet import Outlet
 from funitel.router.sse import DirectSend, EventStream, Put
 
@@ -159,6 +162,19 @@ async def connect(address: tuple[str, int]) -> tuple[asyncio.StreamReader, async
     return reader, writer
 
 
+def dechunked(body: bytes) -> bytes:
+    """What chunks hold, to their last."""
+    parts = []
+    while True:
+        size, _, body = body.partition(b"\r\n")
+        part, end, body = body[: int(size, 16)], body[int(size, 16) :][:2], body[int(size, 16) + 2 :]
+        assert end == b"\r\n"
+        if not part:
+            assert body == b""
+            return b"".join(parts)
+        parts.append(part)
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_a_client_that_stops_reading_holds_up_nobody_and_gets_all_of_it_later(leaves: bool) -> None:
     has_put, ended = asyncio.Event(), asyncio.Event()
@@ -186,7 +202,43 @@ async def test_a_client_that_stops_reading_holds_up_nobody_and_gets_all_of_it_la
             writer.transport.abort()
             await ended.wait()
         else:
-            answer = await reader.read()
-            assert answer.count(EVENT) == 1000
-            assert answer.endswith(b"0\r\n\r\n")
+            _, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            assert dechunked(body) == EVENT * 1000
         writer.close()
+
+
+class Cycle(RequestResponseCycle):
+    """uvicorn's answer to one request, over a transport that takes down what is written."""
+
+    def __init__(self, **state: Any) -> None:
+        self.written: list[bytes] = []
+        self.transport = SimpleNamespace(write=self.written.append)  # type: ignore[assignment]
+        self.flow = SimpleNamespace(write_paused=state.pop("write_paused", False))  # type: ignore[assignment]
+        self.response_complete = self.disconnected = False
+        self.chunked_encoding = True
+        vars(self).update(state)
+
+
+def test_a_chunk_is_written_as_http_has_it() -> None:
+    cycle = Cycle()
+    write_chunk = chunk_writer(cycle.send)
+    assert write_chunk is not None
+    assert write_chunk(EVENT)
+    assert cycle.written == [b"%x\r\n" % len(EVENT) + EVENT + b"\r\n"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"write_paused": True}, {"response_complete": True}, {"disconnected": True}, {"chunked_encoding": None}],
+    ids=["a client that does not read", "an answer that has ended", "a client that left", "a body without chunks"],
+)
+def test_no_chunk_is_written_to(state: dict[str, Any]) -> None:
+    cycle = Cycle(**state)
+    write_chunk = chunk_writer(cycle.send)
+    assert write_chunk is not None
+    assert not write_chunk(EVENT)
+    assert cycle.written == []
+
+
+async def test_another_server_has_no_such_way() -> None:
+    assert chunk_writer(Connection().send) is None

@@ -7,13 +7,15 @@ Whoever passes one is told so, if nothing was answered yet, and cut.
 
 import asyncio
 import json
+from collections.abc import Callable
 from enum import Enum
 from http import HTTPStatus
 from math import inf
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from funitel.router.connections import Connections
 from funitel.router.settings import RouterSettings
@@ -24,6 +26,29 @@ MOST_HEADERS = 128  # of a request
 LEAST_READ_BYTES = 1 << 14  # that a client must read, within its time, while more than that waits for it
 LEAVING_SECONDS = 5.0  # for a client to read what it was answered, and to stop sending
 EARLY_SECONDS = 0.002  # timers go by milliseconds
+
+
+WriteChunk = Callable[[bytes], bool]  # False: nothing was written, as something has to be waited for
+
+
+def chunk_writer(send: Send) -> WriteChunk | None:
+    """A way to write chunks of the answer whose `send` this is, without a coroutine and a message for each.
+
+    None where `send` is not uvicorn's own. A chunk is written while the answer's body has no given length, the client
+    is there, and reads what it is sent.
+    """
+    cycle = getattr(send, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle):
+        return None
+    flow, write = cycle.flow, cycle.transport.write
+
+    def write_chunk(data: bytes) -> bool:
+        if flow.write_paused or not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected:
+            return False
+        write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    return write_chunk
 
 
 class Phase(Enum):
