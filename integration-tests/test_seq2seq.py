@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from funitel_testing.clients import client_of, generate, stream
 from funitel_testing.servers import Server
-from funitel_testing.tiny_seq2seq import EOS_ID, save_tiny_seq2seq
+from funitel_testing.tiny_seq2seq import EOS_ID, FORCED_LANGUAGE, OTHER_LANGUAGE, OTHER_LANGUAGE_ID, save_tiny_seq2seq
 from funitel_testing.tiny_seq2seq import generate as by_transformers
 
 PROMPT = "the quick brown fox jumps"
@@ -43,6 +43,7 @@ async def test_what_transformers_writes_whoever_comes_and_goes(
     server: Server = launch(*flags)
     async with client_of(server.url) as client:
         await _check_routes(client, folder)
+        await _check_languages(client, folder, has_some=family in FORCED_LANGUAGE)
         alone = [await generate(client, prompt_of(number), **how(number)) for number in range(NUM_REQUESTS)]
 
         async def one(number: int) -> list[int]:
@@ -61,6 +62,26 @@ async def test_what_transformers_writes_whoever_comes_and_goes(
     for number, ids in zip(greedy, expected, strict=True):
         assert alone[number].ids == ids, f"request {number}"
         assert alone[number].finish_reason == ("eos_token" if len(ids) < NUM_TOKENS else "length")
+
+
+async def _check_languages(client: Any, folder: Path, *, has_some: bool) -> None:
+    """A request says which language it wants, natively and in OpenAI's words; other models have none."""
+    native = {"inputs": PROMPT, "parameters": {"max_new_tokens": 8, "target_language": OTHER_LANGUAGE, "details": True}}
+    openai = {"model": "tgi", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "target_language": OTHER_LANGUAGE}
+    answer, completion = await client.post("/generate", json=native), await client.post("/v1/completions", json=openai)
+    if not has_some:
+        assert (answer.status_code, completion.status_code) == (422, 422)
+        assert "`target_language` is not supported: the model has no languages" in answer.text
+        assert completion.json()["error"]["param"] == "target_language"
+        return
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids
+    (expected,) = by_transformers(folder, [ids], 8, forced_bos_token_id=OTHER_LANGUAGE_ID)
+    assert [token["id"] for token in answer.json()["details"]["tokens"]] == expected
+    assert completion.json()["choices"][0]["text"] == answer.json()["generated_text"]
+    unknown = {"inputs": PROMPT, "parameters": {"target_language": "tlh_Latn"}}
+    refused = await client.post("/generate", json=unknown)
+    assert refused.status_code == 422
+    assert "must be one of the model's 2 languages, such as eng_Latn, fra_Latn. Given: 'tlh_Latn'" in refused.text
 
 
 async def _check_routes(client: Any, folder: Path) -> None:

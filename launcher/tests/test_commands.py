@@ -111,6 +111,7 @@ def test_a_shards_environment_is_the_users_with_torch_settled() -> None:
     assert shard_environ(settings, environ, 1) == {
         "PATH": "/bin",
         "RANK": "1",
+        "LOCAL_RANK": "1",
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "node-a",
         "MASTER_PORT": str(settings.master_port),

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from funitel.model_server.checkpoint import read_json
+from funitel.model_server.cpu.build import cpu_flags
 from funitel.model_server.encoder.executor import EncoderExecutor
 from funitel.model_server.encoder.families import ENCODERS, encoder_spec_of, is_encoder
 from funitel.model_server.encoder.loading import load_encoder
@@ -30,7 +31,8 @@ def texts(first_id: int = 6) -> list[EncoderInput]:
 
 
 def load(folder: Path, **settings: Any) -> tuple[EncoderExecutor, ShardInfo]:
-    return load_encoder(ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1, **settings), folder)
+    given = ModelServerSettings(model_id=str(folder), device="cpu", **{"num_threads": 1, **settings})
+    return load_encoder(given, folder)
 
 
 def rows(executor: EncoderExecutor, task: EncoderTask, inputs: list[EncoderInput]) -> torch.Tensor:
@@ -61,6 +63,31 @@ def test_embeddings_equal_transformers(family: str, tmp_path: Path) -> None:
     assert info.encoder.tasks == {EncoderTask.EMBED}
     assert info.encoder.max_tokens == 40 - (2 if FAMILIES[family].get("pad_token_id") == 1 else 0)
     torch.testing.assert_close(rows(executor, EncoderTask.EMBED, inputs), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.skipif("amx_bf16" not in cpu_flags(), reason="needs AMX")
+@pytest.mark.parametrize(("activation", "num_threads"), [("gelu", 2), ("gelu_new", 1), ("relu", 2)])
+def test_layers_on_tiles_are_those_of_transformers(
+    activation: str, num_threads: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "hidden_act": activation, "num_hidden_layers": 3}
+    save_tiny_encoder("Bert", "Model", tmp_path, **sizes)
+    with caplog.at_level("INFO"):
+        executor, _ = load(tmp_path, num_threads=num_threads)
+    assert "layers=amx" in caplog.text
+    model = transformers.BertModel.from_pretrained(tmp_path)
+    for inputs in (texts(), texts()[:1], [EncoderInput(input_ids=(7,))], texts() * 9):  # also several shares of rows
+        expected = torch.stack([out.last_hidden_state[0].mean(0) for out in alone(model, inputs)])
+        found = rows(executor, EncoderTask.EMBED, inputs)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+        assert (1 - torch.cosine_similarity(found.double(), expected.double())).max() < 1e-8
+
+
+def test_layers_of_sizes_that_are_not_for_tiles_run_in_torch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        load(save_tiny_encoder("Bert", "Model", tmp_path))
+    assert "the encoder's layers run in torch: " in caplog.text
+    assert "layers=torch" in caplog.text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

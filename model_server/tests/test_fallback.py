@@ -22,7 +22,7 @@ from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import InvalidRequest, SettingsError, UnsupportedModel, WeightsError
 from funitel.proto.step import Generation, SequenceStart, WarmupLimits
 from funitel_testing.executors import chunk, collect, ids_of, run_alone, run_out, start
-from funitel_testing.fallback import TOLERANCE, UNLISTED, worst_error
+from funitel_testing.fallback import TOLERANCE, UNLISTED, on_two_ranks, split_form, worst_error
 from funitel_testing.fallback import load as load_through_transformers
 from funitel_testing.tiny import byte_tokenizer
 from funitel_testing.zoo import ZOO, Tiny, by_steps
@@ -227,7 +227,6 @@ def test_a_pool_of_small_states_is_no_larger_than_the_wire_can_say(
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"world_size": 2, "sharded": True}, "--num-shard 2: a model that runs through transformers is not split over"),
         ({"quantize": "int8"}, "--quantize int8 is not for models that run through transformers"),
         ({"rope_factor": 2.0}, "--rope-factor 2.0 is not for models that run through transformers"),
     ],
@@ -236,6 +235,55 @@ def test_settings_that_cannot_be_honoured_are_refused(tmp_path: Path, given: dic
     folder = save(UNLISTED["arcee"], tmp_path)
     with pytest.raises(SettingsError, match=line):
         load(settings(folder, **given), folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "line"),
+    [
+        (
+            "mamba",
+            2,
+            "--num-shard 2: MambaForCausalLM runs through transformers [0-9.]*, which has no plan to split its",
+        ),
+        ("hunyuan", 2, "which has no plan to split its layers; give --num-replicas"),
+        ("arcee", 2, "which shares heads out evenly: 6 query heads and 3 key-value heads do not go to 2 ranks"),
+        ("exaone", 4, "which shares heads out evenly: 6 query heads and 3 key-value heads do not go to 4 ranks"),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_before_ranks_meet(
+    name: str, size: int, line: str, tmp_path: Path
+) -> None:
+    folder = save(UNLISTED[name], tmp_path)
+    with pytest.raises(SettingsError, match=line) as raised:
+        load(settings(folder, world_size=size, sharded=True), folder)
+    assert "\n" not in raised.value.message
+
+
+def test_a_plan_with_a_kind_that_is_not_supported_is_refused_by_it(tmp_path: Path) -> None:
+    folder = changed(
+        save(UNLISTED["arcee"], tmp_path), base_model_tp_plan={"layers.*.mlp.up_proj": "sequence_parallel"}
+    )
+    with pytest.raises(SettingsError, match="whose plan to split it has the kind 'sequence_parallel', not supported"):
+        load(settings(folder, world_size=2, sharded=True), folder)
+
+
+# A plain one whose hidden units do not divide, key-value heads that ranks have in common, norms of heads with windows,
+# experts, and a state beside attention; `python -m funitel_testing.fallback` takes all that have a plan.
+SPLIT = {"arcee": "packed", "ernie": "packed", "exaone": "packed", "dots": "packed", "qwen3-next": "stacked"}
+
+
+def test_two_ranks_say_what_transformers_says(tmp_path: Path) -> None:
+    runs = on_two_ranks(list(SPLIT), tmp_path, 4)
+    for name, run in runs.items():
+        assert (run.error < TOLERANCE, run.way) == (True, f"transformers-{SPLIT[name]}"), name
+        alone = load_through_transformers(tmp_path / name)
+        whole = alone.loaded.footprint.held_bytes
+        for held, split, split_in_all in run.weights:
+            assert held - split == whole - split_in_all, name  # the rest is whole on every rank
+            assert held < 0.75 * whole, name
+        assert sum(split for _, split, _ in run.weights) == run.weights[0][2], name
+        shared = split_form(name).config["num_key_value_heads"] == 1
+        assert run.bytes_per_block == alone.pools.bytes_per_block // (1 if shared or alone.pools.kept.states else 2)
 
 
 def changed(folder: Path, **fields: Any) -> Path:

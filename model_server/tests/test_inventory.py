@@ -17,7 +17,7 @@ from funitel.model_server.loading import load
 from funitel.model_server.seq2seq.families import SEQ2SEQ
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.proto.errors import SettingsError, WeightsError
-from funitel_testing.fallback import UNLISTED
+from funitel_testing.fallback import UNLISTED, split_form
 from funitel_testing.tiny import byte_tokenizer, save_tiny
 from funitel_testing.tiny_seq2seq import FAMILIES as TINY_SEQ2SEQ
 from funitel_testing.tiny_seq2seq import save_tiny_seq2seq
@@ -87,8 +87,17 @@ def test_a_model_through_transformers_takes_what_was_told(name: str, tmp_path: P
     executor, info = load(settings, tmp_path)
     assert (found["weights"], found["blocks"]) == ([info.weight_bytes], [executor.pools.bytes_per_block])
     assert (found["block_size"], found["context"]) == (info.block_size, executor.spec.max_position_embeddings)
-    with pytest.raises(SettingsError, match="--num-shard 2: a model that runs through transformers is not split"):
-        told(tmp_path, num_shard=2)
+
+
+@pytest.mark.parametrize(("name", "is_kv_split"), [("exaone", True), ("ernie", False)])
+def test_ranks_share_a_model_through_transformers(name: str, is_kv_split: bool, tmp_path: Path) -> None:
+    split_form(name).save(tmp_path)
+    whole, halves = told(tmp_path), told(tmp_path, num_shard=2)
+    assert len(halves["weights"]) == len(halves["blocks"]) == 2
+    assert max(halves["weights"]) < 0.75 * whole["weights"][0]
+    assert sum(halves["blocks"]) == whole["blocks"][0] * (1 if is_kv_split else 2)
+    with pytest.raises(SettingsError, match="which shares heads out evenly: 4 query heads"):
+        told(tmp_path, num_shard=3)
 
 
 @pytest.mark.parametrize("family", TINY_SEQ2SEQ)

@@ -31,6 +31,7 @@ from funitel_testing.tiny_seq2seq import (
     FAMILIES,
     FORCED_LANGUAGE,
     LANGUAGE_ID,
+    OTHER_LANGUAGE_ID,
     T5_START,
     decoder_logprobs,
     generate,
@@ -278,7 +279,38 @@ def test_a_grammar_begins_behind_a_forced_language(loaded: dict[str, Executor], 
     assert ids_of(rest) == whole[cut:]
     ended = rest[-1].finished
     assert ended is not None
-    assert set(ended.text) <= set("ab<extra2>")
+    assert set(ended.text) <= set("ab")
+
+
+def test_a_request_says_which_language_comes_first(folders: dict[str, Path], loaded: dict[str, Executor]) -> None:
+    executor = loaded["m2m_100"]
+    asked = start(1, LONG, 24, ignore_eos=False, first_token=OTHER_LANGUAGE_ID)
+    plain = start(2, LONG, 24, ignore_eos=False)
+    found: dict[int, list[Generation]] = {}
+    run_out(executor, executor.prefill(1, [asked, plain]), found)
+    expected = generate(folders["m2m_100"], [LONG], 24, forced_bos_token_id=OTHER_LANGUAGE_ID)
+    assert [ids_of(found[1])] == expected
+    assert [ids_of(found[2])] == generate(folders["m2m_100"], [LONG], 24)
+    again = start(3, LONG, 24, ignore_eos=False, first_token=OTHER_LANGUAGE_ID, output_ids=tuple(expected[0][:4]))
+    assert ids_of(run_alone(executor, again)) == expected[0][4:]
+    how: dict[str, Any] = {"grammar": "[ab]{6}", "grammar_type": GrammarType.REGEX, "ignore_eos": False}
+    ids = ids_of(run_alone(executor, start(4, SHORT, 12, first_token=OTHER_LANGUAGE_ID, **how)))
+    assert (ids[0], ids[-1], len(ids)) == (OTHER_LANGUAGE_ID, EOS_ID, 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "token", "line"),
+    [
+        ("bart", 5, "first_token is not supported by this shard"),
+        ("m2m_100", 288, "first_token must be within 0..287, given 288"),
+    ],
+)
+def test_a_first_token_that_cannot_be_is_refused(
+    family: str, token: int, line: str, loaded: dict[str, Executor]
+) -> None:
+    with pytest.raises(InvalidRequest, match=line):
+        loaded[family].prefill(1, [start(1, SHORT, 4, first_token=token)])
+    assert loaded[family].num_sequences == 0
 
 
 def test_what_does_not_fit_a_stack_is_refused_or_ends_there(loaded: dict[str, Executor]) -> None:

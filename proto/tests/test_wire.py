@@ -68,6 +68,7 @@ SAMPLING = st.builds(
     min_p=FLOAT,
     logit_bias=some(st.tuples(U32, FLOAT)),
     raw_logprobs=st.booleans(),
+    first_token=st.none() | U32,
 )
 STOPPING = st.builds(StoppingParams, max_new_tokens=U32, stop_sequences=some(TEXT), ignore_eos=st.booleans())
 STARTS = st.builds(

@@ -17,6 +17,7 @@ EVERYTHING = frozenset[str](Capability)
         ({"min_p": 0.1}, "min_p", Capability.MORE_SAMPLERS),
         ({"logit_bias": ((1, 2.0),)}, "logit_bias", Capability.MORE_SAMPLERS),
         ({"raw_logprobs": True}, "logprobs", Capability.MORE_SAMPLERS),
+        ({"first_token": 0}, "target_language", Capability.FIRST_TOKEN),
         ({"grammar": "{}", "grammar_type": GrammarType.JSON}, "grammar", Capability.GRAMMARS),
     ],
 )

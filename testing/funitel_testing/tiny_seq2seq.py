@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from funitel_testing.tiny import EOS, VOCAB_SIZE, byte_tokenizer
 
-EOS_ID, PAD_ID, LANGUAGE_ID = 256, 1, 259  # padding is no token of its own: M2M100 has positions behind its id
-LANGUAGE = "<extra2>"  # its text
+EOS_ID, PAD_ID = 256, 1  # padding is no token of its own: M2M100 has positions behind its id
+LANGUAGE_ID, OTHER_LANGUAGE_ID = 259, 260
+LANGUAGE, OTHER_LANGUAGE = "eng_Latn", "fra_Latn"  # as NLLB calls its tokens
 T5_START = 257
 
 _T5: dict[str, Any] = {
@@ -73,14 +75,25 @@ def save_tiny_seq2seq(family: str, folder: Path, seed: int = 1, **changes: Any) 
     if family in FORCED_LANGUAGE:
         model.generation_config.forced_bos_token_id = LANGUAGE_ID
     model.save_pretrained(folder)
-    tokenizer = byte_tokenizer()
+    tokenizer = _with_languages() if family in FORCED_LANGUAGE else byte_tokenizer()
     start = f"{LANGUAGE} " if family in FORCED_LANGUAGE else ""
     tokenizer.post_processor = TemplateProcessing(
-        single=f"{start}$A {EOS}", special_tokens=[(LANGUAGE, LANGUAGE_ID), (EOS, EOS_ID)]
+        single=f"{start}$A {EOS}",
+        special_tokens=[(EOS, EOS_ID), *([(LANGUAGE, LANGUAGE_ID)] if start else [])],
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
     return folder
+
+
+def _with_languages() -> Tokenizer:
+    """The byte tokenizer with two languages in place of fillers."""
+    content = json.loads(byte_tokenizer().to_str())
+    names = {LANGUAGE_ID: LANGUAGE, OTHER_LANGUAGE_ID: OTHER_LANGUAGE}
+    for token in content["added_tokens"]:
+        if token["id"] in names:
+            token |= {"content": names[token["id"]], "special": True}
+    return Tokenizer.from_str(json.dumps(content))
 
 
 def generate(folder: Path, prompts: Sequence[Sequence[int]], max_new_tokens: int, **how: Any) -> list[list[int]]:

@@ -89,6 +89,7 @@ def shard_environ(settings: ResolvedSettings, environ: Environ, rank: int) -> di
         | threads
         | {
             "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(settings.num_shard),
             "MASTER_ADDR": settings.master_addr,
             "MASTER_PORT": str(settings.master_port),

@@ -111,6 +111,7 @@ class Executor:
         self.scores = scores or TorchScores()
         self.pools = pools
         self.max_prefill_tokens = spec.max_position_embeddings
+        self.takes_first_token = False  # of a request; see `Capability.FIRST_TOKEN`
         self._cache: KVCache | None = None
         self._batches: dict[int, list[Row]] = {}
         self._ended: dict[int, frozenset[int]] = {}  # batches that ended in the step before, with their requests
@@ -319,10 +320,14 @@ class Executor:
     def _check_supported(self, start: SequenceStart) -> None:
         asked = {
             "adapter_id": start.adapter_id is not None,
+            "first_token": start.sampling.first_token is not None and not self.takes_first_token,
         }
         for name, is_asked in asked.items():
             if is_asked:
                 raise InvalidRequest(f"{name} is not supported by this shard")
+        first_token = start.sampling.first_token
+        if first_token is not None and first_token >= self.spec.vocab_size:
+            raise InvalidRequest(f"first_token must be within 0..{self.spec.vocab_size - 1}, given {first_token}")
         unknown = [token_id for token_id, _ in start.sampling.logit_bias if token_id >= self.spec.vocab_size]
         if unknown:
             raise InvalidRequest(

@@ -73,7 +73,8 @@ def _load_fallback(
 
     codec = TextCodec(folder)
     eos_token_ids = find_eos(folder, codec)
-    model = load_fallback(settings, folder, no_row, choose_dtype(settings.dtype, device), device)
+    dtype = choose_dtype(settings.dtype, device)
+    model = load_fallback(settings, folder, no_row, dtype, device, lambda: join_ranks(settings, device))
     settings = replace(
         settings,
         block_size=model.pools.block_size,
@@ -173,7 +174,7 @@ def info_of(settings: ModelServerSettings, options: ExecutorOptions, loaded: Loa
         use_prefix_caching=settings.prefix_caching,
         attention_impl=TorchAttention.name,
         block_size=options.block_size,
-        capabilities=frozenset(Capability),
+        capabilities=frozenset(Capability) - {Capability.FIRST_TOKEN},  # see load_seq2seq
         rank=settings.rank,
         world_size=settings.world_size,
         weight_bytes=loaded.footprint.held_bytes,

@@ -29,6 +29,8 @@ MOST = {
 }
 """Largest value of each size, far above any model's."""
 MOST_OFFSET = 1 << 16
+MOST_SINUSOIDS = 1 << 17
+"""Positions of a table of sinusoids, which takes memory for each, whatever the checkpoint's size."""
 
 
 def check_spec(spec: ModelSpec) -> None:
@@ -88,6 +90,11 @@ def _norm_problems(spec: ModelSpec) -> Iterator[str]:
 def _position_problems(spec: ModelSpec) -> Iterator[str]:
     if spec.position is Position.SINUSOIDAL and spec.hidden_size < 4:
         yield f"sinusoidal positions need a hidden_size of at least 4, given {spec.hidden_size}"
+    if spec.position is Position.SINUSOIDAL and spec.max_position_embeddings > MOST_SINUSOIDS:
+        yield (
+            f"max_position_embeddings must be <= {MOST_SINUSOIDS} with sinusoidal positions, "
+            f"given {spec.max_position_embeddings}"
+        )
     if spec.position is not Position.ROTARY:
         return
     for name, rotary in (("rotary", spec.rotary), ("window_rotary", spec.window_rotary)):

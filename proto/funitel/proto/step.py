@@ -19,6 +19,7 @@ class Capability(StrEnum):
     GRAMMARS = "grammars"  # JSON schemas beside regular expressions, and CompileGrammar
     FORCED_SPANS = "forced_spans"  # generations of several tokens whose KV a later step computes as a chunk
     MORE_SAMPLERS = "more_samplers"  # min_p, logit_bias and raw_logprobs
+    FIRST_TOKEN = "first_token"  # first_token: the language of a translation; of models that translate only
 
 
 class EncoderTask(IntEnum):
@@ -75,6 +76,7 @@ class SamplingParams:
     grammar: str = ""
     grammar_type: GrammarType = GrammarType.NONE
     raw_logprobs: bool = False  # log-probabilities of the model's own scores, before any processing
+    first_token: int | None = None  # what the completion begins with, where the model lets a request say so
 
     @property
     def is_sampled(self) -> bool:

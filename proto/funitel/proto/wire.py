@@ -54,6 +54,7 @@ def encode_sequence(sequence: SequenceStart) -> pb.Request:
             min_p=sampling.min_p,
             logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
             raw_logprobs=sampling.raw_logprobs,
+            first_token=sampling.first_token,
         ),
         stopping_parameters=pb.StoppingCriteriaParameters(
             max_new_tokens=stopping.max_new_tokens,
@@ -103,6 +104,7 @@ def decode_sequence(message: pb.Request) -> SequenceStart:
             min_p=sampling.min_p,
             logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
             raw_logprobs=sampling.raw_logprobs,
+            first_token=sampling.first_token if sampling.HasField("first_token") else None,
         ),
         stopping=StoppingParams(
             max_new_tokens=stopping.max_new_tokens,

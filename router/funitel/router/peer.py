@@ -12,6 +12,7 @@ _NEEDS: tuple[tuple[str, Capability, Callable[[SamplingParams], bool]], ...] = (
     ("min_p", Capability.MORE_SAMPLERS, lambda p: p.min_p != 0.0),
     ("logit_bias", Capability.MORE_SAMPLERS, lambda p: bool(p.logit_bias)),
     ("logprobs", Capability.MORE_SAMPLERS, lambda p: p.raw_logprobs),
+    ("target_language", Capability.FIRST_TOKEN, lambda p: p.first_token is not None),
     # A plain TGI shard keeps to regular expressions, and lets everything pass where a schema is meant.
     ("grammar", Capability.GRAMMARS, lambda p: p.grammar_type is GrammarType.JSON),
 )

@@ -15,6 +15,7 @@ from funitel.router.schema_types import (
     F32,
     F32_MAX,
     I32,
+    TARGET_LANGUAGE,
     U32,
     U64,
     WITHIN_0_AND_1,
@@ -22,6 +23,7 @@ from funitel.router.schema_types import (
     NativeBody,
     Priority,
     StopList,
+    TargetLanguage,
     is_none,
 )
 
@@ -77,6 +79,7 @@ class GenerateParameters(NativeBody):
     logit_bias: dict[str, Annotated[F32, Documented(minimum=-100, maximum=100)]] | None = Field(
         default=None, description="Token id to what is added to its score, within -100..100."
     )
+    target_language: TargetLanguage | None = Field(default=None, description=TARGET_LANGUAGE)
     ignore_eos: bool = Field(default=False, description="Go on after the end token, up to the token limit.")
     ignore_eos_token: bool = Field(default=False, description="The same; TGI's word for it.")
 

@@ -19,7 +19,7 @@ from funitel.router.schema_openai_tools import (
     ToolDefinition,
     tools_and_choice,
 )
-from funitel.router.schema_types import F32, U32, Priority, StopList, is_none
+from funitel.router.schema_types import F32, TARGET_LANGUAGE, U32, Priority, StopList, TargetLanguage, is_none
 
 U64_RANGE = 2**64
 MAX_CHOICES = 128  # OpenAI's
@@ -78,6 +78,7 @@ class SamplingFields(OpenAIBody):
     priority: Priority | None = Field(
         default=None, description="Lower is sooner; a step is worth ten seconds of waiting. Wins over the header."
     )
+    target_language: TargetLanguage | None = Field(default=None, description=TARGET_LANGUAGE)
     seed: Annotated[int, Field(ge=-(2**63), lt=U64_RANGE)] | None = None
     n: Annotated[U32, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="Answers to generate.")
     stream: bool | None = False
@@ -110,6 +111,7 @@ class SamplingFields(OpenAIBody):
             ignore_eos=bool(self.ignore_eos),
             cache_salt=self.cache_salt or "",
             priority=self.priority,
+            target_language=self.target_language,
             top_logprobs=top_logprobs,
         )
 

@@ -48,6 +48,8 @@ I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
 F32 = Annotated[float, Field(ge=-F32_MAX, le=F32_MAX), AfterValidator(_flush_tiny)]
 StopList = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=list[str] | str | None)]
+TargetLanguage = Annotated[str, Field(min_length=1, max_length=32)]
+TARGET_LANGUAGE = "The language a model that translates writes in, by its token: fra_Latn, fr_XX or __fr__ (or fr)."
 
 
 def _fail_fast(schema: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from funitel.proto.errors import InvalidRequest, StartupError, TemplateError
+from funitel.router.languages import Languages
 from funitel.router.template_renderer import TemplateRenderer, TemplateTexts
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
         self._num_tokens = num_tokens if model_vocab_size is None else min(num_tokens, model_vocab_size)
+        self.languages = Languages.of(tokenizer)
         self._renderer = None if template is None else TemplateRenderer(template, workers)
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
 

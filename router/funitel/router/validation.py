@@ -189,6 +189,7 @@ def build_request(
     count_penalty: float = 0.0,
     raw_logprobs: bool = False,
     grammar: Grammar | None = None,
+    first_token: int | None = None,
 ) -> Request:
     """Make the request of checked parameters and a tokenized prompt; without a seed it gets a random one.
 
@@ -218,6 +219,7 @@ def build_request(
             raw_logprobs=raw_logprobs,
             grammar=grammar.text if grammar else "",
             grammar_type=grammar.kind if grammar else GrammarType.NONE,
+            first_token=first_token,
         ),
         stopping=StoppingParams(
             max_new_tokens=max_new_tokens,

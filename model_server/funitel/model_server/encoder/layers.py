@@ -20,6 +20,8 @@ _FUSED = {"none": ("none", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", 
 _TUNED_ROWS = 512  # tokens of a usual batch, for which oneDNN lays weights out
 _MAX_DISTANCE = 128  # of relative positions that have a bucket of their own
 
+Linear = tuple[torch.Tensor, torch.Tensor]  # weights [outputs, inputs], bias [outputs]
+
 
 class Dense:
     """A linear layer with its activation; on a CPU in float32 one operation, bias and activation included."""
@@ -47,13 +49,17 @@ class Dense:
         return F.linear(x, self.weight, self.bias) + residual
 
 
-def read_dense(weights: Weights, name: str, num_outputs: int, num_inputs: int, activation: str = "none") -> Dense:
-    """A dense layer of the checkpoint, with its bias."""
-    return Dense(
+def read_linear(weights: Weights, name: str, num_outputs: int, num_inputs: int) -> Linear:
+    """Weights and bias of a dense layer of the checkpoint."""
+    return (
         weights.read(f"{name}.weight", [num_outputs, num_inputs]),
         weights.read(f"{name}.bias", [num_outputs]),
-        activation,
     )
+
+
+def read_dense(weights: Weights, name: str, num_outputs: int, num_inputs: int, activation: str = "none") -> Dense:
+    """A dense layer of the checkpoint, with its bias."""
+    return Dense(*read_linear(weights, name, num_outputs, num_inputs), activation)
 
 
 class Norm:

@@ -6,11 +6,15 @@ from pathlib import Path
 import torch
 
 from funitel.model_server.checkpoint import read_json
+from funitel.model_server.cpu.build import CannotBuild
 from funitel.model_server.encoder.executor import EncoderExecutor
 from funitel.model_server.encoder.families import encoder_spec_of, is_encoder
+from funitel.model_server.encoder.fused import open_layers
 from funitel.model_server.encoder.heads import ClassifierHead, FillHead
-from funitel.model_server.encoder.model import Encoder
+from funitel.model_server.encoder.model import Encoder, Layers, TorchLayers
 from funitel.model_server.encoder.sentence_transformers import read_embedding_head, read_usual_tokens
+from funitel.model_server.encoder.spec import EncoderSpec
+from funitel.model_server.hub import DEFAULT_CACHE_DIR
 from funitel.model_server.loading import choose_device, choose_dtype, set_threads, warn_of_spin
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.weights import Weights
@@ -40,17 +44,19 @@ def load_encoder(settings: ModelServerSettings, folder: Path) -> tuple[EncoderEx
     set_threads(settings.num_threads or settings.most_threads)
     spec = encoder_spec_of(read_json(folder / "config.json"))
     weights = Weights(folder, dtype, device, spec.names.prefix)
-    encoder = Encoder(spec, weights)
+    layers = _choose_layers(settings, spec, weights)
+    encoder = Encoder(spec, weights, layers)
     classifier = ClassifierHead(spec, weights) if spec.is_classifier else None
     filler = FillHead(spec, weights, encoder.tokens) if FillHead.is_in(spec, weights) else None
     embedding = read_embedding_head(folder, spec.hidden_size, device)
     weights.finish(_IGNORED)
     executor = EncoderExecutor(encoder, embedding, classifier, filler, device)
     logger.info(
-        "loaded model=%s architecture=%s device=%s precision=%s threads=%d tasks=%s pooling=%s",
+        "loaded model=%s architecture=%s device=%s layers=%s precision=%s threads=%d tasks=%s pooling=%s",
         folder,
         spec.architecture,
         device,
+        "torch" if isinstance(layers, TorchLayers) else "amx",
         dtype,
         torch.get_num_threads(),
         ",".join(sorted(task.name.lower() for task in executor.tasks)),
@@ -70,11 +76,23 @@ def load_encoder(settings: ModelServerSettings, folder: Path) -> tuple[EncoderEx
     return executor, info
 
 
+def _choose_layers(settings: ModelServerSettings, spec: EncoderSpec, weights: Weights) -> Layers:
+    """Layers on this processor's tiles, where it has some and they are to be float32."""
+    if weights.device.type == "cpu" and weights.dtype is torch.float32:
+        cache_dir = Path(settings.cache_dir) if settings.cache_dir else DEFAULT_CACHE_DIR
+        try:
+            return open_layers(cache_dir.expanduser().absolute(), spec, torch.get_num_threads())
+        except CannotBuild as reason:
+            logger.info("the encoder's layers run in torch: %s", reason)
+    return TorchLayers(spec)
+
+
 def _check(settings: ModelServerSettings) -> None:
     """Raise SettingsError for what would change the answers and is for generating models only."""
     if settings.world_size > 1:
         raise SettingsError(
-            f"--num-shard {settings.world_size}: an encoder is not split over shards; give --num-replicas to run more"
+            f"--num-shard {settings.world_size}: an encoder is not split over shards; --num-replicas "
+            f"{settings.world_size} runs as many copies of it, which share the texts"
         )
     for flag, value in (("--quantize", settings.quantize), ("--rope-scaling", settings.rope_scaling)):
         if value is not None:

@@ -1,33 +1,82 @@
 """One encoder for every spec: tokens of a packed batch to their hidden states."""
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 
-from funitel.model_server.encoder.layers import Dense, DistanceBias, Norm, attend, read_dense
+from funitel.model_server.encoder.layers import Dense, DistanceBias, Linear, Norm, attend, read_linear
 from funitel.model_server.encoder.packed import Packed
 from funitel.model_server.encoder.spec import EncoderSpec
 from funitel.model_server.weights import Weights
 
 
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer of the checkpoint: attention and a multilayer perceptron, each added to its input and normed."""
+
+    qkv: Linear
+    out: Linear
+    attention_norm: Norm
+    up: Linear
+    down: Linear
+    mlp_norm: Norm
+
+
+def read_layer(spec: EncoderSpec, weights: Weights, number: int) -> LayerWeights:
+    """Read one layer."""
+    size, inner, names = spec.hidden_size, spec.intermediate_size, spec.names
+
+    def name(template: str) -> str:
+        return weights.prefix + template.format(i=number)
+
+    parts = [read_linear(weights, name(template), size, size) for template in (names.q, names.k, names.v)]
+    return LayerWeights(
+        qkv=(torch.cat([weight for weight, _ in parts]), torch.cat([bias for _, bias in parts])),
+        out=read_linear(weights, name(names.out), size, size),
+        attention_norm=Norm(weights, name(names.attention_norm), size, spec.norm_eps),
+        up=read_linear(weights, name(names.up), inner, size),
+        down=read_linear(weights, name(names.down), size, inner),
+        mlp_norm=Norm(weights, name(names.mlp_norm), size, spec.norm_eps),
+    )
+
+
+class Layers(Protocol):
+    """All layers of an encoder, which are given their weights in order."""
+
+    def take(self, weights: LayerWeights) -> None:
+        """Add a layer."""
+
+    def __call__(self, x: torch.Tensor, packed: Packed, bias: DistanceBias | None) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] behind the last layer; those given may be lost."""
+
+
+class TorchLayers:
+    """Layers in torch."""
+
+    def __init__(self, spec: EncoderSpec) -> None:
+        self._spec = spec
+        self._layers: list[Layer] = []
+
+    def take(self, weights: LayerWeights) -> None:
+        """See Layers."""
+        self._layers.append(Layer(self._spec, weights))
+
+    def __call__(self, x: torch.Tensor, packed: Packed, bias: DistanceBias | None) -> torch.Tensor:
+        """See Layers."""
+        for layer in self._layers:
+            x = layer(x, packed, bias)
+        return x
+
+
 class Layer:
-    """Attention and a multilayer perceptron, each added to its input and normed."""
+    """One layer in torch."""
 
-    def __init__(self, spec: EncoderSpec, weights: Weights, number: int) -> None:
-        size, inner, names = spec.hidden_size, spec.intermediate_size, spec.names
-
-        def name(template: str) -> str:
-            return weights.prefix + template.format(i=number)
-
-        parts = [name(template) for template in (names.q, names.k, names.v)]
-        self.qkv = Dense(
-            torch.cat([weights.read(f"{part}.weight", [size, size]) for part in parts]),
-            torch.cat([weights.read(f"{part}.bias", [size]) for part in parts]),
-        )
-        self.out = read_dense(weights, name(names.out), size, size)
-        self.attention_norm = Norm(weights, name(names.attention_norm), size, spec.norm_eps)
-        self.up = read_dense(weights, name(names.up), inner, size, spec.activation)
-        self.down = read_dense(weights, name(names.down), size, inner)
-        self.mlp_norm = Norm(weights, name(names.mlp_norm), size, spec.norm_eps)
+    def __init__(self, spec: EncoderSpec, weights: LayerWeights) -> None:
+        self.qkv, self.out = Dense(*weights.qkv), Dense(*weights.out)
+        self.up, self.down = Dense(*weights.up, spec.activation), Dense(*weights.down)
+        self.attention_norm, self.mlp_norm = weights.attention_norm, weights.mlp_norm
         self.num_heads = spec.num_heads
 
     def __call__(self, x: torch.Tensor, packed: Packed, bias: DistanceBias | None) -> torch.Tensor:
@@ -38,7 +87,7 @@ class Layer:
 class Encoder:
     """Embeddings and layers; [num_tokens] -> [num_tokens, hidden_size]."""
 
-    def __init__(self, spec: EncoderSpec, weights: Weights) -> None:
+    def __init__(self, spec: EncoderSpec, weights: Weights, layers: Layers) -> None:
         size, prefix = spec.hidden_size, weights.prefix
         self.spec = spec
         self.tokens = weights.read(f"{prefix}embeddings.word_embeddings.weight", [spec.vocab_size, size])
@@ -53,16 +102,16 @@ class Encoder:
         if spec.num_buckets:
             name = f"{prefix}encoder.relative_attention_bias"
             self.bias = DistanceBias(weights, name, spec.num_buckets, spec.num_heads, spec.max_tokens)
-        self.layers = [Layer(spec, weights, number) for number in range(spec.num_layers)]
+        self.layers = layers
+        for number in range(spec.num_layers):
+            layers.take(read_layer(spec, weights, number))
 
     def __call__(self, packed: Packed) -> torch.Tensor:
         x = F.embedding(packed.input_ids, self.tokens)
         if self.types is not None:
             x = x + F.embedding(packed.type_ids, self.types)
         x = self.norm(x + F.embedding(self._places(packed), self.places))
-        for layer in self.layers:
-            x = layer(x, packed, self.bias)
-        return x
+        return self.layers(x, packed, self.bias)
 
     def _places(self, packed: Packed) -> torch.Tensor:
         """Where each token stands, as the family counts it: some leave padding out and begin behind its id."""

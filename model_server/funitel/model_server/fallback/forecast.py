@@ -5,27 +5,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from funitel.model_server.checkpoint import read_json
 from funitel.model_server.fallback.keepers import choose_keeper
 from funitel.model_server.fallback.loading import check_honoured, context_of
-from funitel.model_server.fallback.model import first_line, named, read_config
+from funitel.model_server.fallback.model import hollow, named, read_config
 from funitel.model_server.fallback.packed import PackedModel
 from funitel.model_server.fallback.pool import Kept
+from funitel.model_server.fallback.split import Split
 from funitel.model_server.fallback.turns import Turns
 from funitel.model_server.settings import ModelsSettings
-from funitel.proto.errors import NoRow, UnsupportedModel
+from funitel.proto.errors import NoRow
 
 _META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Of one model. `kept` is None where only loading tells."""
+    """Of one model: elements of the weights of each rank, and what each keeps, None where only loading tells."""
 
     architecture: str
-    num_elements: int
+    num_elements: tuple[int, ...]
     context: int
     kept: Kept | None
 
@@ -37,19 +37,24 @@ def forecast(settings: ModelsSettings, folder: Path, no_row: NoRow) -> Forecast:
         StartupError: it cannot be served, or not with these settings.
     """
     config = read_config(folder, no_row, trusts_code=settings.trust_remote_code)
-    check_honoured(settings.num_shard, settings.quantize, None, None, no_row.why)
-    try:
-        with _META:
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code).eval()
-    except Exception as error:  # the code is not ours
-        raise UnsupportedModel(f"the model's code in transformers fails: {first_line(error)}") from error
-    tensors = (*model.parameters(), *model.buffers())
+    check_honoured(settings.quantize, None, None, no_row.why)
+    model = hollow(config, trusts_code=settings.trust_remote_code)
+    split = Split.of(model, settings.num_shard) if settings.num_shard > 1 else None
+    kept = _kept(model, settings.block_size)
     return Forecast(
         architecture=named(read_json(folder / "config.json")),
-        num_elements=sum(tensor.numel() for tensor in {id(tensor): tensor for tensor in tensors}.values()),
+        num_elements=tuple(_num_elements(model, split, rank) for rank in range(settings.num_shard)),
         context=context_of(config.get_text_config(decoder=True), folder),
-        kept=_kept(model, settings.block_size),
+        kept=kept if split is None or kept is None else split.kept_of(kept),
     )
+
+
+def _num_elements(model: torch.nn.Module, split: Split | None, rank: int) -> int:
+    """Elements of parameters and buffers that a rank holds; what several names have in common counts once."""
+    tensors = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    if split is None:
+        return sum(tensor.numel() for _, tensor in tensors.values())
+    return sum(split.elements_of(name, tuple(tensor.shape), rank) for name, tensor in tensors.values())
 
 
 @torch.inference_mode()

@@ -9,16 +9,19 @@ from typing import Any
 
 import torch
 
+from funitel.model_server.batch import ForwardBatch
 from funitel.model_server.checkpoint import read_json
 from funitel.model_server.decoders import Loaded
 from funitel.model_server.fallback.attention import Unsuited
 from funitel.model_server.fallback.keepers import choose_keeper
-from funitel.model_server.fallback.model import first_line, load_model, named, read_config
+from funitel.model_server.fallback.model import first_line, hollow, load_model, named, read_config
 from funitel.model_server.fallback.packed import PackedModel
 from funitel.model_server.fallback.pool import FallbackPools
+from funitel.model_server.fallback.split import Split, WeightCount, check_device
 from funitel.model_server.fallback.stacked import StackedModel
 from funitel.model_server.fallback.trial import check_steps, expected_logits
 from funitel.model_server.fallback.turns import Turns
+from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.scores import TorchScores
 from funitel.model_server.settings import ModelServerSettings
@@ -46,30 +49,32 @@ class FallbackModel:
     shares_prefixes: bool
 
 
-@dataclass(slots=True)
-class WeightCount:
-    """See `Footprint`."""
-
-    held_bytes: int
-    sharded_bytes: int = 0
-    total_sharded_bytes: int = 0
-
-
 def load_fallback(
-    settings: ModelServerSettings, folder: Path, no_row: NoRow, dtype: torch.dtype, device: torch.device
+    settings: ModelServerSettings,
+    folder: Path,
+    no_row: NoRow,
+    dtype: torch.dtype,
+    device: torch.device,
+    join: Callable[[], TensorParallel],
 ) -> FallbackModel:
-    """Load the model in `folder`, which no row of the table describes.
+    """Load this rank's share of the model in `folder`, which no row of the table describes; `join` meets the others.
 
     Raises:
         StartupError: it cannot be served, or not with these settings.
     """
     config = read_config(folder, no_row, trusts_code=settings.trust_remote_code)
-    check_honoured(settings.world_size, settings.quantize, settings.rope_scaling, settings.rope_factor, no_row.why)
-    model = load_model(folder, config, dtype, device, trusts_code=settings.trust_remote_code)
+    check_honoured(settings.quantize, settings.rope_scaling, settings.rope_factor, no_row.why)
+    split = None
+    if settings.world_size > 1:
+        check_device(device, settings.world_size)
+        split = Split.of(hollow(config, trusts_code=settings.trust_remote_code), settings.world_size)
+    parallel = join()
+    model = load_model(folder, config, dtype, device, split, trusts_code=settings.trust_remote_code)
     text_config = config.get_text_config(decoder=True)
     context = context_of(text_config, folder)
-    forward, pools = _choose_way(model, text_config.vocab_size, context, settings.block_size, dtype, device)
-    weights = {p.data_ptr(): p.numel() * p.element_size() for p in (*model.parameters(), *model.buffers())}
+    forward, pools = _choose_way(
+        model, text_config.vocab_size, context, settings.block_size, dtype, device, parallel.size
+    )
     name = named(read_json(folder / "config.json"))
     logger.info(
         "%s runs through transformers (%s): %s; its weights are %s, as int8 and blocks are for the table's models",
@@ -84,18 +89,30 @@ def load_fallback(
         architecture=name,
         loaded=Loaded(
             name=f"transformers-{forward.name}",
-            decoder=forward,
+            decoder=forward if split is None else _OnFirstRank(forward, parallel),
             scores=TorchScores(),
             precision=str(dtype),
             kv_dtype=dtype,
             num_threads=torch.get_num_threads(),
-            parallel=TensorParallel(device=device),
-            footprint=WeightCount(sum(weights.values())),
+            parallel=parallel,
+            footprint=WeightCount.of((*model.parameters(), *model.buffers())),
         ),
         pools=pools,
         takes_chunks=forward.takes_chunks,
         shares_prefixes=forward.shares_prefixes,
     )
+
+
+class _OnFirstRank:
+    """A forward whose every rank has the logits: the first passes them on. See Forward."""
+
+    def __init__(self, forward: PackedModel | StackedModel, parallel: TensorParallel) -> None:
+        self._forward = forward
+        self._is_first = parallel.rank == 0
+
+    def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
+        logits = self._forward(batch, cache)
+        return logits if self._is_first else None
 
 
 _HOW = {
@@ -105,22 +122,21 @@ _HOW = {
 }
 
 
-def check_honoured(
-    num_shard: int, quantize: str | None, rope_scaling: str | None, rope_factor: float | None, reason: str
-) -> None:
+def check_honoured(quantize: str | None, rope_scaling: str | None, rope_factor: float | None, reason: str) -> None:
     """Raise SettingsError for what would change the answers and cannot be honoured here."""
-    if num_shard > 1:
-        raise SettingsError(
-            f"--num-shard {num_shard}: a model that runs through transformers is not split over shards "
-            f"({reason}); give --num-replicas to run more of it"
-        )
     for flag, value in (("--quantize", quantize), ("--rope-scaling", rope_scaling), ("--rope-factor", rope_factor)):
         if value is not None:
             raise SettingsError(f"{flag} {value} is not for models that run through transformers ({reason})")
 
 
 def _choose_way(
-    model: Any, vocab_size: int, context: int, block_size: int, dtype: torch.dtype, device: torch.device
+    model: Any,
+    vocab_size: int,
+    context: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_ranks: int,
 ) -> tuple[PackedModel | StackedModel, FallbackPools]:
     """The first way that computes by steps what the model computes at once, and the pools it needs.
 
@@ -140,7 +156,8 @@ def _choose_way(
         for way in ways:
             try:
                 forward = way(model)
-                pools = FallbackPools(forward.kept, forward.kept.fit_block(block_size, context, dtype), dtype, device)
+                size = forward.kept.fit_block(block_size, context, dtype)
+                pools = FallbackPools(forward.kept, size, dtype, device, num_ranks)
                 check_steps(forward, pools, prompts, expected)
             except Unsuited as error:
                 failures.append(str(error))

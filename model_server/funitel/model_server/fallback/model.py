@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from funitel.model_server.checkpoint import read_json, weight_files
+from funitel.model_server.fallback.split import Split
 from funitel.model_server.storage import open_file
 from funitel.proto.errors import NoRow, UnsupportedModel, WeightsError
 
@@ -71,8 +72,23 @@ def named(config: Mapping[str, Any]) -> str:
     return ", ".join(map(str, architectures)) or f"a model of type {config.get('model_type')!r}"
 
 
-def load_model(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, *, trusts_code: bool) -> Any:
-    """The model with its weights in `dtype`, in evaluation mode.
+def hollow(config: Any, *, trusts_code: bool) -> Any:
+    """The model without weights.
+
+    Raises:
+        UnsupportedModel: its code fails.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trusts_code).eval()
+    except Exception as error:  # the code is not ours
+        raise UnsupportedModel(f"the model's code in transformers fails: {first_line(error)}") from error
+
+
+def load_model(
+    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, split: Split | None, *, trusts_code: bool
+) -> Any:
+    """The model with its weights in `dtype`, or this rank's share of them, in evaluation mode.
 
     Raises:
         WeightsError: tensors are missing or have other shapes, or cannot be read.
@@ -88,6 +104,7 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype, device: torch.devi
             use_safetensors=weight_files(folder)[0].suffix == ".safetensors",
             local_files_only=True,
             output_loading_info=True,
+            **({} if split is None else split.settings()),
         )
     except Exception as error:  # it raises what it likes
         raise WeightsError(f"transformers cannot load {folder}: {first_line(error)}") from error
@@ -97,4 +114,6 @@ def load_model(folder: Path, config: Any, dtype: torch.dtype, device: torch.devi
     if info["unexpected_keys"]:
         surplus = sorted(info["unexpected_keys"])
         logger.warning("%d tensors of the checkpoint are not used: %s", len(surplus), ", ".join(surplus[:3]))
+    if split is not None:
+        split.regroup(model)
     return model.eval().requires_grad_(False).to(device)

@@ -139,7 +139,9 @@ def _of_seq2seq(settings: ModelsSettings, folder: Path, config: Config) -> Needs
 
 def _of_encoder(settings: ModelsSettings, folder: Path) -> Needs:
     if settings.num_shard > 1:
-        raise SettingsError(f"--num-shard {settings.num_shard}: an encoder is not split over shards")
+        raise SettingsError(
+            f"--num-shard {settings.num_shard}: an encoder is not split over shards, but runs in replicas"
+        )
     device = choose_device(settings.device, 0)
     dtype = choose_dtype(settings.dtype, device)
     spec = encoder_spec_of(read_json(folder / "config.json"))
@@ -163,13 +165,14 @@ def _of_fallback(settings: ModelsSettings, found: "Forecast", why: str) -> Needs
         precision=name_of(dtype),
         kv_precision=name_of(dtype),
         context=found.context,
-        weights=(found.num_elements * dtype.itemsize,),
+        weights=tuple(each * dtype.itemsize for each in found.num_elements),
         free=free_bytes(device),
     )
     if found.kept is None:
         return facts
     size = found.kept.fit_block(settings.block_size, found.context, dtype)
-    return with_pool(facts, settings, [FallbackPools(found.kept, size, dtype, device)])
+    pools = FallbackPools(found.kept, size, dtype, device, settings.num_shard)
+    return with_pool(facts, settings, [pools] * settings.num_shard)
 
 
 def count_elements(folder: Path) -> int:

@@ -23,7 +23,10 @@ def list_all(*, is_json: bool) -> str:
         ("in the catalogue", "from"), [(name, "; or ".join(map(str, sources))) for name, sources in CATALOGUE.items()]
     )
     heads = ("architecture", "kind", "split over shards", "prefix cache", "precisions", "fused C++ step")
-    rest = f"{len(others)} more run through transformers, on one shard, in floating point; --json names them."
+    rest = (
+        f"{len(others)} more run through transformers in floating point, split over shards where it has a plan for "
+        "that; --json names them."
+    )
     return "\n\n".join((names, _table(heads, [_row(each) for each in served]), rest))
 
 

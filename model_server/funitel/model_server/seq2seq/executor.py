@@ -45,6 +45,7 @@ class Seq2SeqExecutor(Executor):
     ) -> None:
         super().__init__(spec.whole, model, pools, codec, parallel, options)
         self.rules = rules
+        self.takes_first_token = spec.is_multilingual
         self.source_context = spec.encoder.max_position_embeddings
         self.decoder_context = spec.decoder.max_position_embeddings
 
@@ -116,11 +117,16 @@ class Seq2SeqExecutor(Executor):
 
     def _grammar(self, start: SequenceStart) -> GrammarState | None:
         """A grammar begins behind the token that is forced to come first."""
-        if self.rules.forced_first is not None:
+        if (self.rules.forced_first, start.sampling.first_token) != (None, None):
             start = replace(start, output_ids=start.output_ids[1:])
         return super()._grammar(start)
 
     def _forced(self, row: Row) -> int | None:
         stopping = row.start.stopping
         ignores_eos = stopping.ignore_eos or bool(row.start.sampling.grammar)
-        return self.rules.forced(row.num_generated, stopping.max_new_tokens, ignores_eos=ignores_eos)
+        return self.rules.forced(
+            row.num_generated,
+            stopping.max_new_tokens,
+            ignores_eos=ignores_eos,
+            first=row.start.sampling.first_token,
+        )

@@ -29,7 +29,7 @@ from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.text import TextCodec
 from funitel.model_server.weights import Weights
 from funitel.proto.errors import SettingsError
-from funitel.proto.step import ShardInfo
+from funitel.proto.step import Capability, ShardInfo
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +65,12 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor,
     pools = SpecPools(spec.whole, heads, settings.block_size, loaded.kv_dtype, device)
     options = options_of(settings, device, loaded, eos_token_ids)
     log_loaded(settings, folder, spec.decoder, device, loaded)
+    info = info_of(settings, options, loaded)
     info = replace(
-        info_of(settings, options, loaded),
+        info,
         use_prefix_caching=False,  # what the pool holds of a token depends on the whole prompt
         num_opening_tokens=NUM_OPENING_TOKENS,
+        capabilities=frozenset(Capability) if spec.is_multilingual else info.capabilities,
         speculate=NUM_OPENING_TOKENS,  # a router of TGI asks for no other place beyond prompt and completion
     )
     return Seq2SeqExecutor(spec, rules, loaded.decoder, pools, codec, parallel, options), info

@@ -37,12 +37,19 @@ class DecodingRules:
     forced_first: int | None = None
     forced_last: int | None = None
 
-    def forced(self, num_generated: int, max_new_tokens: int, *, ignores_eos: bool) -> int | None:
-        """The token that must follow `num_generated` completion tokens, if there is one; the last counts more."""
+    def forced(
+        self, num_generated: int, max_new_tokens: int, *, ignores_eos: bool, first: int | None = None
+    ) -> int | None:
+        """The token that must follow `num_generated` completion tokens, if there is one; the last counts more.
+
+        `first` is what a request wants to come first.
+        """
         is_last = num_generated == max_new_tokens - 1
         if is_last and not ignores_eos and self.forced_last is not None:
             return self.forced_last
-        return self.forced_first if num_generated == 0 else None
+        if num_generated:
+            return None
+        return self.forced_first if first is None else first
 
 
 def read_rules(folder: Path, vocab_size: int) -> DecodingRules:

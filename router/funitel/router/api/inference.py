@@ -172,6 +172,8 @@ async def prepare(
     limits = service.engine.limits
     check_parameters(parameters, prompt.text, limits, service.settings, stream=stream)
     check_token_ids(parameters, service.tokenizer.num_tokens)
+    language = parameters.target_language
+    first_token = None if language is None else service.tokenizer.languages.token(language)
     if parameters.grammar is not None:
         grammar = grammar_of(parameters.grammar)
     input_ids = prompt.ids
@@ -188,6 +190,7 @@ async def prepare(
         count_penalty=count_penalty,
         raw_logprobs=raw_logprobs,
         grammar=grammar,
+        first_token=first_token,
     )
     if grammar is not None:  # last, as TGI does, and the dearest
         await _check_grammar(service, grammar)

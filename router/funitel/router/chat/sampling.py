@@ -30,6 +30,7 @@ class ChatSampling:
     ignore_eos: bool = False
     cache_salt: str = ""
     priority: int | None = None
+    target_language: str | None = None
     top_logprobs: int | None = None  # None: log-probabilities are not wanted; 0: those of the tokens themselves only
 
 
@@ -52,6 +53,7 @@ def parameters_of(sampling: ChatSampling, recommended: RecommendedSampling) -> G
         ignore_eos=sampling.ignore_eos,
         cache_salt=sampling.cache_salt,
         priority=sampling.priority,
+        target_language=sampling.target_language,
         seed=None if sampling.seed is None else sampling.seed % U64_RANGE,
         top_n_tokens=sampling.top_logprobs,
     )
