@@ -101,6 +101,7 @@ async def test_a_child_does_not_wait_for_lines_that_cannot_be_written(monkeypatc
 
 def test_relay_in_json_rewrites_what_shards_log_as_the_launchers_own(capsys: pytest.CaptureFixture[str]) -> None:
     record = {"level": {"name": "WARNING"}, "message": "warm", "name": "a.b", "time": {"timestamp": 1.5}}
+    record["extra"] = {"request_id": "r-1"}
     relay("shard 1", json_output=True)(json.dumps({"text": "any", "record": record}))
     assert json.loads(capsys.readouterr().err) == {
         "timestamp": "1970-01-01T00:00:01.500000Z",
@@ -108,6 +109,7 @@ def test_relay_in_json_rewrites_what_shards_log_as_the_launchers_own(capsys: pyt
         "message": "warm",
         "target": "a.b",
         "process": "shard-1",
+        "request_id": "r-1",
     }
 
 

@@ -214,7 +214,8 @@ def _event(process: str, line: str) -> str:
     record = parse_record(line)
     if record is not None:
         level, seconds = logging.getLevelName(record["level"]["name"]), record["time"]["timestamp"]
-        more = {"exception": record["exception"]} if record.get("exception") else {}
+        more = dict(record["extra"]) if isinstance(record.get("extra"), dict) else {}
+        more |= {"exception": record["exception"]} if record.get("exception") else {}
         return json_event(seconds, level, process, record["name"], record["message"], **more)
     if _parse(line) is not None:
         return line

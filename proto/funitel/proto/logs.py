@@ -3,20 +3,62 @@
 Everything goes to stderr, but the JSON of shards and downloads: a launcher reads that from their stdout. Whatever an
 event quotes, its line cannot pass for another one: what cannot be printed is escaped, what is long is cut, and the
 lines of a traceback are indented. JSON is ASCII.
+
+A line may have facts besides its words: those that are given with it (`tell`), and those of what the caller works for
+(`concerning`), such as the id of a request. In text they stand behind the words, in JSON they are keys of their own.
 """
 
 import json
 import logging
+import re
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from funitel.proto.printable import printable, shortened
 
 MOST_CHARACTERS = 8192  # of a line of text, or of a message
+MOST_FACT_CHARACTERS = 500
 
 LEVELS = ("debug", "info", "warning", "error")
+
+Fact = str | int | float | bool
+
+_PLAIN = re.compile(r"[\w.:/@+-]+", re.ASCII)
+_concern: ContextVar[Mapping[str, Fact]] = ContextVar("concern", default=MappingProxyType({}))
+
+
+@contextmanager
+def concerning(**facts: Fact) -> Iterator[None]:
+    """Put facts on every line that is logged within the `with`, by tasks begun there too."""
+    token = _concern.set({**_concern.get(), **facts})
+    try:
+        yield
+    finally:
+        _concern.reset(token)
+
+
+def tell(logger: logging.Logger, message: str, level: int = logging.INFO, /, **facts: Fact | None) -> None:
+    """Log a line with facts; those that are None are left out."""
+    if logger.isEnabledFor(level):
+        known = {name: fact for name, fact in facts.items() if fact is not None}
+        logger.log(level, message, extra={"facts": known}, stacklevel=2)
+
+
+def facts_of(record: logging.LogRecord) -> dict[str, Fact]:
+    """The facts of a line that is being logged."""
+    return {**_concern.get(), **getattr(record, "facts", {})}
+
+
+def _worded(fact: Fact) -> str:
+    """A fact as text: what is not plain is quoted, and holds no character that a terminal obeys."""
+    text = shortened(str(fact), MOST_FACT_CHARACTERS)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 class _TextFormatter(logging.Formatter):
@@ -26,7 +68,8 @@ class _TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s.%(msecs)03dZ %(levelname)s {process} %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return printable(shortened(super().formatMessage(record).rstrip("\n"), MOST_CHARACTERS))
+        line = printable(shortened(super().formatMessage(record).rstrip("\n"), MOST_CHARACTERS))
+        return line + "".join(f" {name}={_worded(fact)}" for name, fact in facts_of(record).items())
 
     def formatException(self, ei: Any) -> str:
         lines = super().formatException(ei).splitlines()
@@ -41,7 +84,7 @@ class _JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        more: dict[str, Any] = {"filename": record.filename, "line_number": record.lineno}
+        more: dict[str, Any] = {**facts_of(record), "filename": record.filename, "line_number": record.lineno}
         if record.exc_info:
             more["exception"] = self.formatException(record.exc_info)
         message = shortened(record.getMessage(), MOST_CHARACTERS)
@@ -60,7 +103,7 @@ class _LoguruFormatter(logging.Formatter):
         described = {
             "elapsed": {"seconds": record.relativeCreated / 1000},
             "exception": self.formatException(record.exc_info) if record.exc_info else None,
-            "extra": {},
+            "extra": facts_of(record),
             "file": {"name": record.filename, "path": record.pathname},
             "function": record.funcName,
             "level": {"name": record.levelname, "no": record.levelno},
@@ -75,7 +118,7 @@ class _LoguruFormatter(logging.Formatter):
         return json.dumps({"text": self._text.format(record) + "\n", "record": described})
 
 
-def json_event(seconds: float, level: int, process: str, target: str, message: str, **more: Any) -> str:
+def json_event(seconds: float, level: int, process: str, target: str, message: str, /, **more: Any) -> str:
     """Write one event as a JSON object; `seconds` are those of the epoch, `level` is logging's."""
     instant = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     nested = {"fields": {"message": message}} if process == "launcher" else {}

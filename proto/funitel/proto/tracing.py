@@ -50,6 +50,11 @@ class OpenSpan:
         self.span = span
         self.place = trace.set_span_in_context(span, ROOT)  # what is begun there is below this span
 
+    @property
+    def trace_id(self) -> str:
+        """Of the trace it belongs to, recorded or not; hexadecimal."""
+        return trace.format_trace_id(self.span.get_span_context().trace_id)
+
     def note(self, **attributes: Attribute) -> None:
         """Add attributes."""
         if self.span.is_recording():

@@ -4,7 +4,8 @@ Whoever learns something writes it down in the note of the request that is being
 prompt or of the answer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from funitel.router.stream import Timings
 class RequestNote:
     """One request; what was not found out has its default."""
 
+    request_id: str = ""
+    trace_id: str | None = None  # where it is traced
     operation: str = ""  # GenAI's word for what it asks: `chat`, `text_completion`, `embeddings`
     model: str | None = None  # that it is asked of
     response_id: str | None = None
@@ -51,8 +54,12 @@ def current() -> RequestNote:
     return _current.get() or RequestNote()
 
 
-def begin() -> RequestNote:
-    """Make the note of a request that is to be answered from here on."""
-    note = RequestNote()
-    _current.set(note)
-    return note
+@contextmanager
+def noting(request_id: str) -> Iterator[RequestNote]:
+    """Answer a request within the `with`; what is learnt of it is in its note."""
+    note = RequestNote(request_id)
+    token = _current.set(note)
+    try:
+        yield note
+    finally:
+        _current.reset(token)

@@ -4,7 +4,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from funitel.proto import tracing
+from funitel.proto import logs, tracing
 from funitel.proto.errors import FunitelError
 from funitel.proto.tracing import NO_SPAN, PARENT, STATE
 from funitel.router.api.route_notes import ROUTE
@@ -29,7 +29,12 @@ class Traced:
             await self._app(scope, receive, send)
             return
         method = scope["method"] if scope["method"] in METHODS else "_OTHER"
-        attributes = {"http.request.method": method, "url.path": scope["path"], "url.scheme": scope["scheme"]}
+        attributes = {
+            "http.request.method": method,
+            "url.path": scope["path"],
+            "url.scheme": scope["scheme"],
+            "http.request.header.x-request-id": current().request_id,
+        }
         span = tracing.begin(method, _parent(scope), SpanKind.SERVER, attributes)
         answer = _AnswerSpan(span)
 
@@ -38,11 +43,13 @@ class Traced:
                 answer.start(message)
             await send(message)
 
+        note = current()
+        note.trace_id = span.trace_id
         try:
-            with tracing.within(span):
+            with tracing.within(span), logs.concerning(trace_id=span.trace_id):
                 await self._app(scope, receive, noting)
         finally:
-            answer.end(scope, current(), self._model)
+            answer.end(scope, note, self._model)
 
 
 class _AnswerSpan:
