@@ -204,7 +204,7 @@ def test_facts_stand_before_a_traceback(capsys: pytest.CaptureFixture[str]) -> N
             logging.getLogger("funitel.router").exception("failed")
     output = capsys.readouterr().err.splitlines()
     assert output[0].endswith("failed request_id=r-1")
-    assert output[-1] == "ValueError: here"
+    assert output[-1].strip() == "ValueError: here"
 
 
 def test_facts_are_keys_of_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -287,6 +287,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "otlp_endpoint": st.none() | TEXT,
     "otlp_service_name": TEXT,
     "otlp_decode_tokens": COUNT,
+    "debug_routes": st.just(False),  # true needs a key or loopback
     "compute_type": st.none() | TEXT,
     "exit_with_parent": st.none() | st.integers(1, 2**22),
 }

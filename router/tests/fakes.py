@@ -19,6 +19,7 @@ from funitel.router.admission import InFlight
 from funitel.router.killable import CannotWork
 from funitel.router.killable_worker import Answer
 from funitel.router.metrics import Metrics
+from funitel.router.scheduler_state import EngineView
 from funitel.router.sequence import Limits, Request
 from funitel.router.settings import RouterSettings
 from funitel.router.stream import TokenStream
@@ -86,6 +87,10 @@ class FakeEngine:
     def check_room(self, newcomer: Request, entering: InFlight) -> None:
         if len(self.tasks) + entering.num_requests >= self.max_requests:
             raise Overloaded(f": at most {self.max_requests}")
+
+    @property
+    def views(self) -> dict[int, EngineView]:
+        return {}
 
     def submit(self, request: Request) -> TokenStream:
         if len(self.tasks) >= self.max_requests:

@@ -340,3 +340,16 @@ def test_a_key_that_was_here_before_is_served_beside_keys_that_come_anew_all_the
             else:
                 return
         assert number < 5000, "the second request of a key was not served"
+
+
+ASKED = st.tuples(st.sampled_from([FLOODER, OTHER, b"third"]), st.integers(1, 40), st.integers(-2, 2))
+
+
+@given(st.lists(ASKED, max_size=30))
+def test_the_order_that_is_told_is_the_order_they_enter(asked: list[tuple[bytes, int, int]]) -> None:
+    sequences = [
+        make_sequence(number, length, 5, key=key, priority=priority)
+        for number, (key, length, priority) in enumerate(asked)
+    ]
+    queue, shares = waiting(*sequences)
+    assert queue.in_order(20) == list(entering(queue, shares))[:20]

@@ -240,6 +240,9 @@ class LauncherSettings:
         "otlp_decode_tokens",
         "Tokens of an answer for which a trace has one span; 1 shows every step, and costs as much.",
     )
+    debug_routes: bool = _router(
+        "debug_routes", "Answer /debug/scheduler, which `funitel top` shows; with a key, or on loopback, only."
+    )
     env: bool = setting(False, "Log what this program runs on, then go on.", short="-e", env=None)
     json_output: bool = _router("json_output", "Log JSON lines.")
     log_level: str = _router("log_level", "Least severe log level: debug, info, warning, error.")

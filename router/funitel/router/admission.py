@@ -92,6 +92,14 @@ class Admission:
         ahead = queue.ahead_of(newcomer)
         return Place(len(ahead) + 1, self._seconds(ahead, running) if len(queue) else 0.0)
 
+    def waits(self, queue: Iterable[Sequence], running: Iterable[Sequence]) -> list[float]:
+        """Seconds until each of a queue enters, who enter in this order."""
+        seconds, waits = self._seconds((), running), []
+        for sequence in queue:
+            waits.append(seconds)
+            seconds += self.throughput.work_of(sequence) / self.throughput.tokens_per_second
+        return waits
+
     def _seconds(self, ahead: Iterable[Sequence], running: Iterable[Sequence]) -> float:
         left = [self.throughput.work_of(sequence) for sequence in running]
         soonest = min(left, default=0.0) * len(left)  # all that runs advances alike

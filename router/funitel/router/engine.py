@@ -16,6 +16,7 @@ from funitel.router.placement import Standing
 from funitel.router.reception import Reception
 from funitel.router.replica import Replica
 from funitel.router.scheduler import Scheduler
+from funitel.router.scheduler_state import EngineView
 from funitel.router.sequence import Limits, Request, Sequence
 from funitel.router.settings import RouterSettings
 from funitel.router.step_loop import StepLoop
@@ -53,6 +54,8 @@ class Engine:
             self._compiling.keys(),
             decode_tokens,
         )
+        view = EngineView(scheduler, self._requests.streams, admission, self._steps.past, len(replica.infos))
+        self.views = {0: view}  # what the state of the only replica is read from
         self._next_id = 0
         self._is_draining = False
 

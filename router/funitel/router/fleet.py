@@ -23,6 +23,7 @@ from funitel.router.metrics import Metrics
 from funitel.router.peer import check_capabilities
 from funitel.router.placement import place
 from funitel.router.replica_metrics import ReplicaMetrics
+from funitel.router.scheduler_state import EngineView
 from funitel.router.seats import Member, Seat, check_alike, least_limits
 from funitel.router.sequence import Request, Sequence
 from funitel.router.service import Inference
@@ -61,6 +62,11 @@ class Fleet:
     def compute_type(self) -> str:
         """Shards of all replicas and device, such as "4-cpu"."""
         return f"{len(self._infos)}-{self._infos[0].device_type}"
+
+    @property
+    def views(self) -> dict[int, EngineView]:
+        """What the state of each replica that serves is read from, by its index."""
+        return {member.seat.index: view for member in self._serving for view in member.engine.views.values()}
 
     def submit(self, request: Request) -> TokenStream:
         """Queue a request with the replica that suits it best; siblings, submitted in a row, stay together.

@@ -31,6 +31,7 @@ class Request:
     key: bytes = field(default=b"", repr=False)  # whose share of the service it takes; a hash, empty for nobody's
     priority: int = 0  # lower is sooner
     deadline: float | None = None  # instant of the monotonic clock after which nobody wants the answer
+    request_id: str = ""  # of the HTTP request it is of, for people who look for it
 
 
 @dataclass(slots=True, eq=False)

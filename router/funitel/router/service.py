@@ -21,6 +21,7 @@ from funitel.router.model_facts import ModelFacts
 from funitel.router.model_folder import find_model_folder
 from funitel.router.recommended import RecommendedSampling, read_recommended
 from funitel.router.responses_store import ResponseStore
+from funitel.router.scheduler_state import EngineView
 from funitel.router.sequence import Limits, Request
 from funitel.router.settings import RouterSettings
 from funitel.router.stream import TokenStream
@@ -44,6 +45,11 @@ class Inference(Protocol):
 
     def check_room(self, newcomer: Request, entering: InFlight) -> None:
         """Raise Overloaded or NotReady if a request would be refused, behind those that are about to be submitted."""
+        ...
+
+    @property
+    def views(self) -> dict[int, EngineView]:
+        """What the state of each replica that serves is read from, by its index."""
         ...
 
     def submit(self, request: Request) -> TokenStream:

@@ -121,6 +121,9 @@ class RouterSettings:
     otlp_decode_tokens: int = setting(
         32, "Tokens of an answer for which a trace has one span; 1 shows every step, and costs as much."
     )
+    debug_routes: bool = setting(
+        False, "Answer /debug/scheduler, which `funitel top` shows; with a key, or on loopback, only."
+    )
     json_output: bool = setting(False, "Log JSON lines.")
     log_level: str = setting("info", "Least severe log level: debug, info, warning, error.")
     exit_with_parent: int | None = setting(
@@ -181,6 +184,10 @@ class RouterSettings:
         )
         check_api_key(self.api_key)
         require(
+            not self.debug_routes or bool(self.api_key or self.api_key_file) or is_loopback(self.hostname),
+            f"--debug-routes needs --api-key or --api-key-file, or --hostname 127.0.0.1, given {self.hostname}",
+        )
+        require(
             self.max_queued_tokens is None or self.max_queued_tokens > 0,
             f"--max-queued-tokens must be > 0, given {self.max_queued_tokens}",
         )
@@ -240,6 +247,11 @@ def check_prometheus_port(prometheus_port: int | None, port: int) -> None:
         prometheus_port != port,
         f"--prometheus-port {prometheus_port} is --port: leave it out, /metrics is answered there anyway",
     )
+
+
+def is_loopback(hostname: str) -> bool:
+    """Whether a name is one of this machine alone, by its form."""
+    return hostname in ("localhost", "::1") or hostname.startswith("127.")
 
 
 def check_token_limits(max_input: int | None, max_total: int | None, max_batch_total: int | None) -> None:

@@ -22,6 +22,7 @@ from funitel.router.replica import Replica
 from funitel.router.reporting import SchedulerReport
 from funitel.router.requests import Requests
 from funitel.router.scheduler import Scheduler
+from funitel.router.scheduler_state import MOST_STEPS, PastStep, PastSteps
 from funitel.router.sequence import Sequence
 from funitel.router.step_traces import StepTraces
 
@@ -68,6 +69,7 @@ class StepLoop:
         self._newest = time.monotonic()  # when a sequence came last
         self._has_given_up = False
         self._recovery = Recovery(replica, scheduler, self._pipeline, requests, metrics, compiling, self._lose)
+        self.past = PastSteps(maxlen=MOST_STEPS)
         self._task = asyncio.create_task(self._run(), name="engine")
 
     @property
@@ -181,7 +183,9 @@ class StepLoop:
         except KeyError as error:
             raise ShardUnsound(f"the shards gave no token for request {error}") from error
         self._pipeline.done()
-        self._throughput.observe_step(settled.plan.num_tokens, settled.seconds, time.monotonic())
+        now = time.monotonic()
+        self._throughput.observe_step(settled.plan.num_tokens, settled.seconds, now)
+        self.past.append(PastStep(settled.plan, settled.seconds, now))
         return delivered
 
     def _send_steps(self) -> None:

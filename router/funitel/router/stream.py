@@ -20,6 +20,7 @@ class Timings:
     submitted: float = field(default_factory=time.monotonic)
     started: float | None = None  # first step that computes its tokens was planned
     first_token: float | None = None
+    latest: float | None = None  # token
     finished: float | None = None
 
     @property
@@ -82,7 +83,9 @@ class TokenStream:
         else:
             num_tokens = len(event.tokens.ids)
             self.num_tokens += num_tokens
-            self.timings.first_token = self.timings.first_token or now
+            timings = self.timings
+            timings.first_token = timings.first_token or now
+            timings.latest = now
             if self.trace is not None:
                 self.trace.deliver(num_tokens)
             if event.finished is not None:

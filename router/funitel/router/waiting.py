@@ -7,6 +7,7 @@ priority is worth `AGEING_SECONDS` of waiting, so that whoever waits comes to be
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heapreplace
 
 from funitel.router.sequence import Sequence
 
@@ -140,6 +141,22 @@ class WaitingQueue:
 
     def _turn(self, sequence: Sequence) -> tuple[tuple[int, int], tuple[float, int]]:
         return self._shares.level(sequence.request.key), _rank(sequence)
+
+    def in_order(self, most: int) -> list[Sequence]:
+        """The first so many, in the order they would enter if each was charged for its tokens."""
+        heads = [(self._shares.level(key), _rank(queue[0]), key, 0) for key, queue in self._by_key.items()]
+        heapify(heads)
+        found: list[Sequence] = []
+        while heads and len(found) < most:
+            (given, count), _, key, place = heads[0]
+            queue = self._by_key[key]
+            found.append(queue[place])
+            if place + 1 == len(queue):
+                heappop(heads)
+            else:
+                level = given + queue[place].num_known, count
+                heapreplace(heads, (level, _rank(queue[place + 1]), key, place + 1))
+        return found
 
     def newest_of(self, key: bytes) -> Sequence | None:
         """The sequence of a key that would enter last, of those that never have."""

@@ -196,8 +196,10 @@ async def prepare(
         await _check_grammar(service, grammar)
     service.metrics.observe_prompt(len(request.input_ids), request.stopping.max_new_tokens)
     priority = arrived.priority if parameters.priority is None else parameters.priority
-    request = replace(request, key=arrived.key, priority=priority, deadline=arrived.deadline)
     note = request_note.current()
+    request = replace(
+        request, key=arrived.key, priority=priority, deadline=arrived.deadline, request_id=note.request_id
+    )
     note.operation, note.request = "text_completion", note.request or request
     return Job(service, request, arrived)
 

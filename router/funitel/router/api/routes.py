@@ -7,6 +7,7 @@ from funitel.router import openapi
 from funitel.router.api import (
     anthropic,
     completions,
+    debug,
     encoder,
     generate,
     kserve,
@@ -37,6 +38,7 @@ from funitel.router.schema_anthropic import (
     TokenCount,
 )
 from funitel.router.schema_completions import Completion, CompletionChunk, CompletionRequest
+from funitel.router.schema_debug import SchedulerState
 from funitel.router.schema_encoder import (
     EmbeddingsRequest,
     EmbeddingsResponse,
@@ -322,6 +324,17 @@ _OPERATORS = (
     _native_fact(path="/api-doc/openapi.json", handler=ops.openapi_json, summary="The same", answer=AnyObject),
 )
 
+# With --debug-routes only.
+_DEBUG = (
+    _native_state(
+        path="/debug/scheduler",
+        handler=debug.scheduler,
+        summary="With --debug-routes: queue, batch, pool and last steps of every replica",
+        answer=SchedulerState,
+        is_protected=True,
+    ),
+)
+
 OPERATIONS = _NATIVE + _OPENAI + _ENCODERS + _RESPONSES + _ANTHROPIC + _PLATFORMS + _OPERATORS
 
 
@@ -333,7 +346,8 @@ def operations(settings: RouterSettings) -> tuple[Operation, ...]:
     if settings.aip_health_route is not None:
         chosen.append(_health(path=settings.aip_health_route))
     taken = {(operation.method, operation.path) for operation in chosen}
-    return (*chosen, *(operation for operation in OPERATIONS if (operation.method, operation.path) not in taken))
+    usual = OPERATIONS + _DEBUG if settings.debug_routes else OPERATIONS
+    return (*chosen, *(operation for operation in usual if (operation.method, operation.path) not in taken))
 
 
 @cache
