@@ -70,6 +70,9 @@ class FakeEncoder:
     async def health(self) -> None:
         pass
 
+    def fence(self) -> None:
+        pass
+
     async def disconnected(self) -> None:
         await asyncio.Event().wait()
 

@@ -340,3 +340,33 @@ def test_pauses_double_up_to_a_bound() -> None:
         pauses.append(next_pause(pauses[-1]))
     assert pauses[1:3] == [LEAST_PAUSE_SECONDS, 2 * LEAST_PAUSE_SECONDS]
     assert pauses[-1] == MOST_PAUSE_SECONDS
+
+
+async def test_a_replica_that_hangs_is_made_sure_to_be_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process neither answers nor ends: it is killed, so that another takes its place."""
+    fenced: list[str] = []
+    monkeypatch.setattr("funitel.router.shards.fence", fenced.append)
+    monkeypatch.setattr("funitel.router.shards.STEP_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("funitel.router.shards.HEALTH_TIMEOUT_SECONDS", 0.2)
+    async with running(tmp_path, 1, 2, **PATIENT) as run_:
+        task = asyncio.create_task(run(run_.fleet, request()))
+        for fake in run_.replicas[0]:
+            fake.pause.clear()
+            fake.is_well.clear()
+        await is_seen_lost(run_)
+        assert fenced == [f"unix://{tmp_path}/0/shard-{rank}" for rank in (0, 1)]
+        for fake in run_.replicas[0]:
+            fake.pause.set()
+            fake.is_well.set()
+        assert await asyncio.wait_for(task, 10) == expected(request())
+
+
+async def test_a_replica_that_has_ended_is_left_to_whoever_started_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fenced: list[str] = []
+    monkeypatch.setattr("funitel.router.shards.fence", fenced.append)
+    async with running(tmp_path, 1, 2, **PATIENT) as run_:
+        await run_.replicas[0][1].die()
+        await is_seen_lost(run_)
+        assert fenced == []

@@ -118,6 +118,7 @@ class EncoderReplicas:
                 lost.watch.cancel()
             self._report()
             logger.error("replica %d is lost: %s", place, error.message)
+            shards.fence()
             self._farewells.start(shards.close())
             if self._can_come_back:
                 is_steady = time.monotonic() - lost.since >= STEADY_SECONDS

@@ -178,6 +178,7 @@ class Fleet:
         if member not in self._serving:
             return
         self._serving.remove(member)
+        member.shards.fence()
         handed_over = member.engine.give_up()
         member.seat.note_loss(member.since)
         if not self._serving:

@@ -37,6 +37,7 @@ from funitel.proto.step import (
     WarmupResult,
 )
 from funitel.proto.step_socket import Method
+from funitel.router.fence import fence
 from funitel.router.step_client import StepClient, unreadable
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,13 @@ class ShardClient:
             await asyncio.shield(self._steps.lost)
         while (state := self._channel.get_state()) is grpc.ChannelConnectivity.READY:
             await self._channel.wait_for_state_change(state)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether all connections to the shard are there: it has not ended, and is not about to."""
+        if self._steps is not None and self._steps.lost.done():
+            return False
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     def failure(self, status: grpc.StatusCode, details: str | None) -> FunitelError:
         """Say what a gRPC status of this rank means to us."""
@@ -248,6 +256,12 @@ class Shards:
         finally:
             for task in tasks:
                 task.cancel()
+
+    def fence(self) -> None:
+        """See to it that shards are dead that are lost and have not ended; where one has, its peers are seen to."""
+        if all(client.is_connected for client in self.clients):
+            for client in self.clients:
+                fence(client.url)
 
     def prefill(
         self,
