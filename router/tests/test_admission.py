@@ -61,6 +61,34 @@ def test_a_full_house_says_where_one_would_stand_and_how_long() -> None:
     assert refused.value.reason == "requests"
 
 
+def test_a_flood_is_counted_up_once_and_again_when_something_has_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    admission = Admission(2)
+    asked = []
+    place_of = admission.place_of
+    monkeypatch.setattr(admission, "place_of", lambda newcomer, *rest: asked.append(0) or place_of(newcomer, *rest))
+    queue, shares = waiting(make_sequence(0, 50, 50), make_sequence(1, 50, 50))
+
+    def refused(priority: int = 0, num_running: int = 0) -> tuple[int | None, float | None]:
+        running = [make_sequence(50 + i, 50, 50) for i in range(num_running)]
+        newcomer = make_sequence(9, 5, 5)
+        newcomer.request = replace(newcomer.request, priority=priority)
+        with pytest.raises(Overloaded) as refusal:
+            check(admission, newcomer, 2, queue, shares, running)
+        return refusal.value.position, refusal.value.wait_seconds
+
+    assert [refused() for _ in range(5)] == [(3, 2.0)] * 5
+    assert len(asked) == 1
+    admission.throughput.observe_step(100, 0.5, now=1.0)
+    assert refused() == (3, pytest.approx(1.5, rel=0.1)), "it is faster than was thought"
+    assert refused(num_running=1)[1] == pytest.approx(2.25, rel=0.1)
+    queue.add(make_sequence(2, 50, 50))
+    assert refused()[0] == 4
+    assert refused(priority=-1)[0] == 1
+    assert len(asked) == 5
+    assert [refused()[0], refused(priority=-1)[0]] == [4, 1]
+    assert len(asked) == 5
+
+
 def test_the_key_with_most_gives_its_last_place_to_one_with_fewer() -> None:
     admission = Admission(4)
     flood = [make_sequence(i, 5, 5, key=A) for i in range(4)]

@@ -219,6 +219,13 @@ async def test_a_request_there_is_no_room_for_is_refused_before_its_body_is_read
     assert "\ntgi_request_count 1.0" in metrics
 
 
+async def test_a_refusal_costs_no_thread(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serve(Full()) as client:
+        monkeypatch.setattr("starlette._exception_handler.run_in_threadpool", pytest.fail)
+        assert (await client.post("/generate", json={"inputs": "hi"})).status_code == 429
+        assert (await client.post("/nowhere")).status_code == 404
+
+
 async def test_a_door_is_asked_about_the_request_that_comes(serve: Serve) -> None:
     asked: list[Request] = []
 

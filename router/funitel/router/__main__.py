@@ -114,6 +114,7 @@ def _uvicorn_config(app: Starlette, protocol: Callable[..., HttpConnection]) -> 
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=False,  # nobody asks where a client is
         timeout_keep_alive=MOST_TIMEOUT_SECONDS,  # the protocol has its own
         timeout_graceful_shutdown=None,  # whoever asks for the end decides how long running requests may take
     )

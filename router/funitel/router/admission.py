@@ -3,7 +3,7 @@
 The engine asks before it queues a sequence, and tells what steps have computed and how sequences have ended.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import inf
 
@@ -25,6 +25,7 @@ class Throughput:
         self._seconds = 1.0
         self._last = -inf
         self._used_share = 1.0
+        self.num_observed = 0  # steps and ends
 
     @property
     def tokens_per_second(self) -> float:
@@ -33,6 +34,7 @@ class Throughput:
 
     def observe_step(self, num_tokens: int, seconds: float, now: float) -> None:
         """Take into account a step that ends `now`, was sent `seconds` ago, and may have waited for the one before."""
+        self.num_observed += 1
         busy = max(1e-6, min(seconds, now - self._last))
         self._last = now
         kept = max(0.0, 1.0 - busy / MEMORY_SECONDS)
@@ -41,6 +43,7 @@ class Throughput:
 
     def observe_end(self, sequence: Sequence) -> None:
         """Take into account how long a finished completion has become."""
+        self.num_observed += 1
         used = len(sequence.output_ids) / sequence.request.stopping.max_new_tokens
         self._used_share += (used - self._used_share) / MEMORY_REQUESTS
 
@@ -86,6 +89,19 @@ class Admission:
         self._max_queued_tokens = max_queued_tokens
         left_to_others = max(1, max_requests // OTHERS_SHARE) if has_several_keys else 0
         self._most_of_a_key = max(1, max_requests - left_to_others)
+        self._places: dict[tuple[bytes, int], Place] = {}  # of newcomers by key and priority, until something happens
+        self._happened = (0, 0, 0)
+
+    def _place_of_newcomer(self, newcomer: Sequence, queue: WaitingQueue, running: Collection[Sequence]) -> Place:
+        """The same for whoever asks until something happens: a flood is refused many times a step."""
+        happened = queue.num_changes, self.throughput.num_observed, len(running)
+        if happened != self._happened:
+            self._places.clear()
+            self._happened = happened
+        turn = newcomer.request.key, newcomer.request.priority
+        if turn not in self._places:
+            self._places[turn] = self.place_of(newcomer, queue, running)
+        return self._places[turn]
 
     def place_of(self, newcomer: Sequence, queue: WaitingQueue, running: Iterable[Sequence]) -> Place:
         """Where a newcomer would stand; with nobody ahead it waits at most for the first running one to end."""
@@ -112,7 +128,7 @@ class Admission:
         in_flight: "InFlight",
         queue: WaitingQueue,
         shares: Shares,
-        running: Iterable[Sequence],
+        running: Collection[Sequence],
     ) -> Sequence | None:
         """Say who must leave the queue for a newcomer, if somebody must.
 
@@ -142,7 +158,9 @@ class Admission:
             if leaving is not None and tokens - len(leaving.request.input_ids) > most_tokens:
                 leaving = None
             why, reason = f"{tokens} prompt tokens would wait, at most {self._max_queued_tokens}", "queued_tokens"
-        place = self.place_of(newcomer, queue, running) if why or newcomer.request.deadline is not None else None
+        place = (
+            self._place_of_newcomer(newcomer, queue, running) if why or newcomer.request.deadline is not None else None
+        )
         if place is not None and leaving is None:
             left = inf if newcomer.request.deadline is None else newcomer.request.deadline - newcomer.arrived
             if not why and place.wait_seconds > left:

@@ -1,6 +1,7 @@
 """Requests that have not ended, of one engine or of the lobby: where answers go, and by when. Event loop only."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from typing import Protocol
 
@@ -33,6 +34,7 @@ class Requests:
 
     def __init__(self, holder: Holder, expire: Callable[[Sequence], None]) -> None:
         self.streams: dict[int, TokenStream] = {}
+        self._num_of_key: Counter[bytes] = Counter()
         self._holder = holder
         self._deadlines = Deadlines(expire)
         self._left = asyncio.Event()  # set whenever a request ends
@@ -45,18 +47,17 @@ class Requests:
 
     def in_flight(self, key: bytes) -> InFlight:
         """How many there are: all, and those of an API key."""
-        return InFlight(len(self.streams), sum(stream.request.key == key for stream in self.streams.values()))
+        return InFlight(len(self.streams), self._num_of_key[key])
 
     def add(self, sequence: Sequence, stream: TokenStream) -> None:
         """Keep the stream of a sequence until it has ended."""
         self.streams[sequence.id] = stream
+        self._num_of_key[stream.request.key] += 1
         self._deadlines.watch(sequence)
 
     def forget(self, sequence: Sequence) -> TokenStream | None:
         """Let go of a sequence that has ended; its stream, if it is here."""
-        self._left.set()
-        self._deadlines.forget(sequence.id)
-        return self.streams.pop(sequence.id, None)
+        return self._take_out(sequence.id)
 
     def fail(self, sequence: Sequence, error: FunitelError) -> None:
         """End a sequence, wherever it is; its client gets the error."""
@@ -70,9 +71,20 @@ class Requests:
         for sequence in (*self._holder.running.values(), *self._holder.waiting):
             self.fail(sequence, error)
         for i in [i for i in self.streams if i not in but]:  # ended, and not told
-            self._deadlines.forget(i)
-            self.streams.pop(i).deliver(error)
+            stream = self._take_out(i)
+            assert stream is not None
+            stream.deliver(error)
+
+    def _take_out(self, sequence_id: int) -> TokenStream | None:
         self._left.set()
+        self._deadlines.forget(sequence_id)
+        stream = self.streams.pop(sequence_id, None)
+        if stream is not None:
+            key = stream.request.key
+            self._num_of_key[key] -= 1
+            if not self._num_of_key[key]:
+                del self._num_of_key[key]
+        return stream
 
     async def drained(self) -> None:
         """Return once no request is here."""

@@ -102,6 +102,7 @@ class WaitingQueue:
         self._by_key: dict[bytes, list[Sequence]] = {}  # each in its order
         self.num_prompt_tokens = 0  # of all
         self.num_preempted = 0  # have run, and wait to be resumed
+        self.num_changes = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._by_key.values()))
@@ -117,12 +118,14 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait: a new one, or a preempted one, which has the turn it had."""
+        self.num_changes += 1
         insort(self._by_key.setdefault(sequence.request.key, []), sequence, key=_rank)
         self.num_prompt_tokens += len(sequence.request.input_ids)
         self.num_preempted += sequence.was_started
 
     def remove(self, sequence: Sequence) -> None:
         """Take out a sequence that waits."""
+        self.num_changes += 1
         key = sequence.request.key
         queue = self._by_key[key]
         place = bisect_left(queue, _rank(sequence), key=_rank)

@@ -100,8 +100,8 @@ def new_request_id() -> str:
     return f"req_{uuid.uuid4().hex}"
 
 
-def answer_error(request: Request, error: Exception) -> Response:
-    """Answer a FunitelError; registered with the application."""
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Answer a FunitelError; registered with the application, which would call what is no coroutine in a thread."""
     assert isinstance(error, FunitelError)
     request_note.current().error = error
     headers = _retry_headers(error)
@@ -131,7 +131,7 @@ def _retry_headers(error: FunitelError) -> dict[str, str]:
     return headers
 
 
-def answer_http_exception(request: Request, error: Exception) -> Response:
+async def answer_http_exception(request: Request, error: Exception) -> Response:
     """Answer what the router of routes refuses: an unknown path, a method a path does not have."""
     assert isinstance(error, HTTPException)
     path = shortened(request.scope["path"], MOST_PARAM_CHARACTERS)
@@ -179,4 +179,5 @@ class ErrorBoundary:
         except Exception:
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if not started:
-                await answer_error(Request(scope), FunitelError("internal error"))(scope, receive, send)
+                answer = await answer_error(Request(scope), FunitelError("internal error"))
+                await answer(scope, receive, send)
