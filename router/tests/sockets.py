@@ -82,8 +82,9 @@ class Served:
 async def served(app: ASGIApp, *, most: int = 100, **settings: Any) -> AsyncIterator[Served]:
     """Serve an application with these settings of the router."""
     metrics = Metrics()
-    connections = Connections(most, metrics)
-    protocol = partial(HttpConnection, connections, RouterSettings(**settings))
+    chosen = RouterSettings(**settings)
+    connections = Connections(most, chosen, metrics)
+    protocol = partial(HttpConnection, connections, chosen)
     config = uvicorn.Config(
         DirectSend(app), http=cast(type[HttpConnection], protocol), log_config=None, ws="none", lifespan="off"
     )

@@ -10,9 +10,11 @@ from fakes import eventually
 from sockets import SMALL, Raw, Served, served
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.router import http_protocol
+from funitel.router.api.bodies import receive_body
+from funitel.router.sse import EventStream, Put
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
@@ -279,9 +281,10 @@ async def test_a_client_that_does_not_read_is_cut_off_and_one_that_reads_slowly_
 
     async with served(app, unread_timeout_seconds=SHORT) as server:
         slow = await server.connect(receive_buffer=SMALL)
-        deaf = await server.connect(receive_buffer=SMALL)
         slow.send(GET)
-        deaf.send(GET)
+        for request in (GET, GET.replace(b"host: x", b"connection: close")):
+            deaf = await server.connect(receive_buffer=SMALL)
+            deaf.send(request)
 
         async def read() -> bytes:
             received = await slow.reader.readuntil(b"\r\n\r\n")
@@ -293,13 +296,112 @@ async def test_a_client_that_does_not_read_is_cut_off_and_one_that_reads_slowly_
 
         reading = asyncio.create_task(read())
 
-        async def is_cut() -> bool:
-            return server.num_cut("unread_time") == 1
+        async def are_cut() -> bool:
+            return server.num_cut("unread_time") == 2
 
-        await eventually(is_cut, "the one that does not read is cut")
+        await eventually(are_cut, "those that do not read are cut")
         assert (await reading).endswith(body)
-        assert server.num_cut("unread_time") == 1
+        assert server.num_cut("unread_time") == 2
         assert len(server.connections) == 1
+
+
+# What is kept -------------------------------------------------------------------------------------------------------
+
+
+def streams_for_ever(num_events: int = 1 << 30) -> tuple[ASGIApp, asyncio.Event]:
+    """An application that makes events until it is stopped, and what is set then."""
+    has_ended = asyncio.Event()
+
+    async def produce(put: Put) -> None:
+        try:
+            for _ in range(num_events):
+                put(b"data: " + b"x" * 1000 + b"\n\n")
+                await asyncio.sleep(0)
+        finally:
+            has_ended.set()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await EventStream(produce, pytest.fail)(scope, receive, send)
+
+    return app, has_ended
+
+
+async def test_a_stream_that_nobody_reads_is_cut_and_its_work_ends() -> None:
+    app, has_ended = streams_for_ever()
+    async with served(app, max_unread_bytes=300_000) as server:
+        client = await server.connect(receive_buffer=SMALL)
+        client.send(GET)
+        await has_ended.wait()
+        await eventually(server.is_empty, "its place is free again")
+        assert server.num_cut("unread_bytes") == 1
+        assert server.connections.unread.num_bytes == 0
+
+
+async def test_a_stream_that_is_read_later_is_kept_and_counted_until_then() -> None:
+    app, has_ended = streams_for_ever(num_events=500)
+    async with served(app, max_unread_bytes=1_000_000) as server:
+        client = await server.connect(receive_buffer=SMALL)
+        client.send(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+        await has_ended.wait()
+        assert 300_000 < server.connections.unread.num_bytes < 600_000
+        assert (await client.answer()).count(b"data: ") == 500
+        await eventually(server.is_empty, "its place is free again")
+        assert server.connections.unread.num_bytes == 0
+
+
+async def test_of_many_streams_that_nobody_reads_the_longest_goes_first() -> None:
+    app, _ = streams_for_ever(num_events=500)
+    async with served(app, max_total_unread_bytes=1_200_000) as server:
+        clients = [await server.connect(receive_buffer=SMALL) for _ in range(4)]
+        for client in clients:
+            client.send(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+
+        async def are_cut() -> bool:
+            assert server.connections.unread.num_bytes <= 1_200_000
+            return server.num_cut("total_unread_bytes") == 2
+
+        await eventually(are_cut, "two go")
+        answers = await asyncio.gather(*(client.answer() for client in clients))
+        assert sum(answer.count(b"data: ") == 500 for answer in answers) == 2, "the others get all of it"
+
+
+async def test_whole_answers_that_nobody_reads_are_counted_too() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(b"x" * 1_000_000)(scope, receive, send)
+
+    async with served(app, max_total_unread_bytes=2_500_000) as server:
+        for _ in range(6):
+            client = await server.connect(receive_buffer=SMALL)
+            client.send(GET)
+
+        async def are_cut() -> bool:
+            return server.num_cut("total_unread_bytes") == 4
+
+        await eventually(are_cut, "two are left")
+        assert server.connections.unread.num_bytes <= 2_500_000
+
+
+async def test_of_many_bodies_that_do_not_end_the_largest_go() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive_body(Request(scope, receive), 1_000_000)
+        await PlainTextResponse("whole")(scope, receive, send)
+
+    head = POST.replace(b"host: x", b"host: x\r\ncontent-type: application/json")
+    async with served(app, max_total_body_bytes=250_000) as server:
+        for _ in range(6):
+            greedy = await server.connect()
+            greedy.send(head % 200_000 + b"x" * 100_000)
+
+        async def are_cut() -> bool:
+            return server.num_cut("total_body_bytes") == 4
+
+        await eventually(are_cut, "two are left")
+        assert server.connections.bodies.num_bytes == 200_000
+        modest = await server.connect()
+        for _ in range(3):
+            modest.send(head % 1000 + b"x" * 1000)
+            assert await modest.response() == (200, b"whole")
+        assert server.connections.bodies.num_bytes == 200_000
 
 
 # Their number -------------------------------------------------------------------------------------------------------

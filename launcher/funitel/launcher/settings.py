@@ -212,6 +212,18 @@ class LauncherSettings:
     idle_timeout_seconds: float = _router(
         "idle_timeout_seconds", "Seconds that a connection is kept open for another request."
     )
+    max_total_body_bytes: int = _router(
+        "max_total_body_bytes",
+        "Most bytes of bodies that are not whole yet, over all connections; past it the largest is cut.",
+    )
+    max_unread_bytes: int = _router(
+        "max_unread_bytes",
+        "Most bytes of a streamed answer that wait for a client to read; past it its connection is cut.",
+    )
+    max_total_unread_bytes: int = _router(
+        "max_total_unread_bytes",
+        "Most bytes that wait to be read, over all connections; past it the one with most of them is cut.",
+    )
     unread_timeout_seconds: float = _router(
         "unread_timeout_seconds",
         "Seconds that a client may leave what it was sent unread; then its connection is cut.",

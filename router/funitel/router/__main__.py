@@ -61,7 +61,7 @@ class Server(uvicorn.Server):
         app = build_app(settings, connect, self.fail)
         self._service: Service = app.state.service
         self._most_seconds = inf  # of a drain
-        connections = Connections(max_connections, self._service.metrics)
+        connections = Connections(max_connections, settings, self._service.metrics)
         super().__init__(_uvicorn_config(app, partial(HttpConnection, connections, settings)))
         self.failure: FunitelError | None = None
         self._parent = settings.exit_with_parent

@@ -6,42 +6,38 @@ Knows no HTTP: what a connection waits for, and how long it may, is its own busi
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from typing import Protocol
 
+from funitel.router.ledger import Client, Ledger
 from funitel.router.metrics import Metrics
+from funitel.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 60.0  # between two lines about connections that were cut
 
 
-class Connection(Protocol):
-    """One of them."""
-
-    def cut(self, reason: str) -> None:
-        """End at once."""
-        ...
-
-
 class Connections:
     """The connections that are open, `most` at once.
 
     One that has no request under way rests. When there is no place left for a newcomer, the one that has rested for
-    longest gives its own: a client that connects and says nothing keeps out nobody.
+    longest gives its own: a client that connects and says nothing keeps out nobody. `unread` and `bodies` are what is
+    kept for all of them.
     """
 
-    def __init__(self, most: int, metrics: Metrics) -> None:
+    def __init__(self, most: int, settings: RouterSettings, metrics: Metrics) -> None:
         self.most = most
+        self.unread = Ledger(settings.max_total_unread_bytes, "total_unread_bytes")
+        self.bodies = Ledger(settings.max_total_body_bytes, "total_body_bytes")
         self._metrics = metrics
-        self._open: set[Connection] = set()
-        self._resting: OrderedDict[Connection, None] = OrderedDict()  # for longest first
+        self._open: set[Client] = set()
+        self._resting: OrderedDict[Client, None] = OrderedDict()  # for longest first
         self._cut: Counter[str] = Counter()  # since the last line of the log
         self._next_line: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def enter(self, connection: Connection) -> bool:
+    def enter(self, connection: Client) -> bool:
         """Count a connection among the open ones; False if there is no place for it."""
         if len(self._open) >= self.most:
             if not self._resting:
@@ -54,18 +50,20 @@ class Connections:
         self._metrics.set_connections(len(self._open))
         return True
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: Client) -> None:
         """Forget a connection that has ended; it may be forgotten already."""
         self._resting.pop(connection, None)
         self._open.discard(connection)
+        self.unread.forget(connection)
+        self.bodies.forget(connection)
         self._metrics.set_connections(len(self._open))
 
-    def rest(self, connection: Connection) -> None:
+    def rest(self, connection: Client) -> None:
         """Note that a connection has no request under way."""
         if connection in self._open:
             self._resting.setdefault(connection)
 
-    def work(self, connection: Connection) -> None:
+    def work(self, connection: Client) -> None:
         """Note that a connection has a request under way."""
         self._resting.pop(connection, None)
 

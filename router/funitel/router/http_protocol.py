@@ -18,9 +18,9 @@ from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from funitel.router.connections import Connections
+from funitel.router.ledger import CLIENT
 from funitel.router.settings import RouterSettings
 
-CUT = "funitel.cut"  # in a request's scope: ends its connection, for a reason that is counted
 MOST_AHEAD = 32  # requests sent before the first of them is answered
 MOST_HEADERS = 128  # of a request
 LEAST_READ_BYTES = 1 << 14  # that a client must read, within its time, while more than that waits for it
@@ -89,6 +89,7 @@ class HttpConnection(HttpToolsProtocol):
         self._deadline = inf  # instants of the loop's clock
         self._unread_deadline = inf
         self._num_unread_bytes = 0  # of what the connection was given to send, when the client was last looked at
+        self._num_waiting_bytes = 0  # of streams, and not given to the connection yet
         self._timer: asyncio.TimerHandle | None = None
         self._timer_goes_off = inf
 
@@ -111,7 +112,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         if self.scope is not None:
-            cast(dict[str, Any], self.scope).pop(CUT, None)  # refers back to this
+            cast(dict[str, Any], self.scope).pop(CLIENT, None)  # refers back to this
 
     def data_received(self, data: bytes) -> None:
         """Parse what came; refuse what is no HTTP, or too much of it."""
@@ -134,7 +135,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin to read a request."""
         super().on_message_begin()
-        cast(dict[str, Any], self.scope)[CUT] = self.cut
+        cast(dict[str, Any], self.scope)[CLIENT] = self
         self._num_requests += 1
         self._num_header_bytes = 0
         self._is_in_header = True
@@ -180,18 +181,24 @@ class HttpConnection(HttpToolsProtocol):
         self._watch()
 
     def pause_writing(self) -> None:
-        """Begin to wait for the client to read."""
+        """Begin to wait for the client to read, once whoever writes has taken note that it has written."""
         super().pause_writing()
-        self._expect_reading()
+        self.loop.call_soon(self._expect_reading)
 
     def resume_writing(self) -> None:
         """Go on, for the client has read."""
         super().resume_writing()
         self._unread_deadline = inf
+        self._connections.unread.add(self, -self._num_unread_bytes)
+        self._num_unread_bytes = 0
 
     def _expect_reading(self) -> None:
         """Give the client its time to read more of what waits for it."""
-        self._num_unread_bytes = self.transport.get_write_buffer_size()
+        if not self.flow.write_paused:
+            return
+        num_bytes = self.transport.get_write_buffer_size()
+        self._connections.unread.add(self, num_bytes - self._num_unread_bytes)
+        self._num_unread_bytes = num_bytes
         self._unread_deadline = self.loop.time() + self._settings.unread_timeout_seconds
         self._set_timer()
 
@@ -287,6 +294,22 @@ class HttpConnection(HttpToolsProtocol):
                 self._watch()
             case _:
                 self.transport.abort()
+
+    # What is kept ----------------------------------------------------------------------------------------------------
+
+    def keep_unread(self, num_bytes: int) -> None:
+        """Note that so many bytes of a stream more wait until the client reads, or fewer."""
+        self._num_waiting_bytes += num_bytes
+        if self.transport.is_closing():
+            return
+        self._connections.unread.add(self, num_bytes)
+        if self._num_waiting_bytes > self._settings.max_unread_bytes:
+            self.cut("unread_bytes")
+
+    def keep_body(self, num_bytes: int) -> None:
+        """Note that so many bytes of a body more are kept until it is whole, or fewer."""
+        if not self.transport.is_closing():
+            self._connections.bodies.add(self, num_bytes)
 
     # The end ---------------------------------------------------------------------------------------------------------
 

@@ -17,18 +17,30 @@ from typing import Any, ClassVar
 from starlette.types import Send
 
 from funitel.router.http_protocol import chunk_writer
+from funitel.router.ledger import Client
 
 
 class Outlet:
     """Sends one answer whose length is not known before. Event loop only."""
 
-    def __init__(self, send_start: Send, send_body: Send, raw_headers: list[tuple[bytes, bytes]]) -> None:
-        """Send nothing yet; the start of the answer, and its body, may take different ways."""
+    def __init__(
+        self,
+        send_start: Send,
+        send_body: Send,
+        raw_headers: list[tuple[bytes, bytes]],
+        client: Client | None = None,
+    ) -> None:
+        """Send nothing yet; the start of the answer, and its body, may take different ways.
+
+        What waits for a client to read is told it, and cuts it off where it is too much.
+        """
         self.is_started = self.is_ended = False
         self._send_start = send_start
         self._send_body = send_body
         self._raw_headers = raw_headers
         self._write_chunk = chunk_writer(send_body)
+        self._client = client
+        self._num_kept = 0  # bytes of what waits while the client does not read
         self._loop = asyncio.get_running_loop()
         self._waiting: list[bytes] = []
         self._clearing: asyncio.Future[None] | None = None  # sends what waits, while the client does not read
@@ -49,6 +61,8 @@ class Outlet:
             self._clearing.result()
         self._waiting.append(data)
         self._last_sent = time.monotonic()
+        if self._clearing is not None:
+            self._keep(len(data))
 
     async def end(self, data: bytes) -> None:
         """Send the last of the body, once everything before it was sent."""
@@ -63,6 +77,7 @@ class Outlet:
     def abandon(self) -> None:
         """Send nothing more."""
         self._waiting.clear()
+        self._keep(-self._num_kept)
         if self._clearing is not None:
             self._clearing.cancel()
 
@@ -101,6 +116,7 @@ class Outlet:
             self._clearing.set_exception(error)
             return
         self._clearing = asyncio.ensure_future(self._clear(_Rest(steps, awaited)))
+        self._keep(sum(map(len, self._waiting)))
 
     async def _clear(self, rest: "_Rest") -> None:
         await rest
@@ -109,7 +125,13 @@ class Outlet:
             self._waiting.clear()
             await self._send_body({"type": "http.response.body", "body": data, "more_body": True})
             self._last_sent = time.monotonic()
+            self._keep(-len(data))
         self._clearing = None
+
+    def _keep(self, num_bytes: int) -> None:
+        self._num_kept += num_bytes
+        if self._client is not None and num_bytes:
+            self._client.keep_unread(num_bytes)
 
 
 class _Round:

@@ -101,6 +101,15 @@ class RouterSettings:
     body_timeout_seconds: float = setting(60.0, "Seconds from the end of a header to the end of its body.")
     # Longer than the pools of common clients and proxies keep an idle connection.
     idle_timeout_seconds: float = setting(75.0, "Seconds that a connection is kept open for another request.")
+    max_total_body_bytes: int = setting(
+        256_000_000, "Most bytes of bodies that are not whole yet, over all connections; past it the largest is cut."
+    )
+    max_unread_bytes: int = setting(
+        4_000_000, "Most bytes of a streamed answer that wait for a client to read; past it its connection is cut."
+    )
+    max_total_unread_bytes: int = setting(
+        256_000_000, "Most bytes that wait to be read, over all connections; past it the one with most of them is cut."
+    )
     unread_timeout_seconds: float = setting(
         60.0, "Seconds that a client may leave what it was sent unread; then its connection is cut."
     )
@@ -141,6 +150,9 @@ class RouterSettings:
             "max_stored_response_bytes",
             "max_header_bytes",
             "otlp_decode_tokens",
+            "max_total_body_bytes",
+            "max_unread_bytes",
+            "max_total_unread_bytes",
         ):
             value = getattr(self, name)
             require(value > 0, f"--{name.replace('_', '-')} must be > 0, given {value}")

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from funitel.proto.errors import Cancelled, FunitelError
 from funitel.router import request_note
 from funitel.router.frames import Event, frame
+from funitel.router.ledger import CLIENT
 from funitel.router.outlet import Outlet
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class EventStream(Response):
 
         Args:
             producer: puts in the events until it returns; its first event decides between an answer of its own and an
-                ordinary error. What a client does not read waits for it, so the producer's output must be bounded.
+                ordinary error. What a client does not read waits for it, until it is cut off.
             error_event: shapes an error as the route's clients expect it.
             done: whether `[DONE]` ends the stream, after an error too.
             headers: further response headers.
@@ -117,7 +118,7 @@ class EventStream(Response):
         self._keep_alive_seconds = keep_alive_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outlet = Outlet(send, scope.get(DIRECT, send), self.raw_headers)
+        outlet = Outlet(send, scope.get(DIRECT, send), self.raw_headers, scope.get(CLIENT))
         try:
             await run_until_disconnect(receive, self._run(outlet))
         except Cancelled as error:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from funitel.proto.errors import InvalidRequest, MalformedBody, PayloadTooLarge, UnsupportedMediaType
 from funitel.router.api.route_notes import is_native
+from funitel.router.ledger import CLIENT, Client
 from funitel.router.schema_parts import unsupported_type
 from funitel.router.schema_types import Body, NativeBody
 
@@ -114,10 +115,17 @@ async def _read_bytes(request: Request, limit: int) -> bytes:
     if declared.isdigit() and len(declared) < 20 and int(declared) > limit:
         raise PayloadTooLarge(f"the body must have at most {limit} bytes. Given: {declared}")
     content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > limit:
-            raise PayloadTooLarge(f"the body must have at most {limit} bytes")
+    client: Client | None = request.scope.get(CLIENT)
+    try:
+        async for chunk in request.stream():
+            content += chunk
+            if client is not None:
+                client.keep_body(len(chunk))
+            if len(content) > limit:
+                raise PayloadTooLarge(f"the body must have at most {limit} bytes")
+    finally:
+        if client is not None:
+            client.keep_body(-len(content))
     return bytes(content)
 
 
