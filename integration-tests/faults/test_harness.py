@@ -1,13 +1,17 @@
 """The harness itself: what it must not let pass."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from funitel_testing.faults.asks import Ask, Heard, Kind
 from funitel_testing.faults.growth import growth, slope
 from funitel_testing.faults.load import Outcome
 from funitel_testing.faults.page import BEGIN, END, written
+from funitel_testing.faults.scenes import by_hand
 from funitel_testing.faults.soak_report import Pace, Report, Sample
-from funitel_testing.faults.table import Cost, judge
+from funitel_testing.faults.table import Cost, Fault, judge
 
 ASK = Ask(Kind.STREAM, 1, 3)
 LEFT = Ask(Kind.STREAM, 1, 3, leave_after=1)
@@ -29,6 +33,14 @@ ANSWERS = {ASK: heard("a", "b", "c")}
 
 def outcome(began: float, ended: float, what: Heard, ask: Ask = ASK, loss: str = "") -> Outcome:
     return Outcome(ask, began, ended, what, loss)
+
+
+async def nothing(_: Any) -> None:
+    """A strike."""
+
+
+def fault(cost: Cost, causes: Callable[[Ask], bool] = lambda _: False) -> Fault:
+    return Fault(name="a fault", cost=cost, why="", scene=by_hand, strike=nothing, causes=causes)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +72,15 @@ def test_a_loss_is_too_much_unless_it_was_expected_of_a_request_under_way() -> N
     later = outcome(2.5, 3.0, heard(is_whole=False), loss="gone")
     left = outcome(0.0, 3.0, heard("a", is_whole=False), LEFT)
     everything = [before, under_way, later, left]
-    for cost, num_too_much in ((Cost.NOTHING, 2), (Cost.UNDER_WAY, 1)):
-        found = judge(cost, everything, 2.0, ANSWERS)
+    for cost, num_too_much in ((Cost.NOTHING, 2), (Cost.UNDER_WAY, 1), (Cost.CAUSE, 2)):
+        found = judge(fault(cost), everything, 2.0, ANSWERS)
         assert (found.num_requests, found.num_under_way, len(found.lost)) == (3, 2, 2)
         assert len(found.too_much) == num_too_much
         assert not found.wrong
-    assert judge(Cost.UNDER_WAY, [outcome(0.0, 3.0, heard("b", is_whole=False), loss="gone")], 2.0, ANSWERS).wrong
+    assert not judge(fault(Cost.CAUSE, lambda ask: ask == ASK), everything, 2.0, ANSWERS).too_much
+    assert judge(
+        fault(Cost.UNDER_WAY), [outcome(0.0, 3.0, heard("b", is_whole=False), loss="gone")], 2.0, ANSWERS
+    ).wrong
 
 
 def test_a_line_through_samples_is_not_bent_by_odd_ones() -> None:

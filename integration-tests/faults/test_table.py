@@ -12,7 +12,7 @@ from funitel_testing.faults.catalogue import FAULTS, STARTS
 from funitel_testing.faults.load import MIXED, STREAMS, Answers, Load, asks_of, undisturbed
 from funitel_testing.faults.model import save_endless
 from funitel_testing.faults.starts import StartFault, try_to_start
-from funitel_testing.faults.table import START, Cost, Fault, Row, Scene, run
+from funitel_testing.faults.table import START, Fault, Row, Scene, run
 
 LOADS: dict[str, tuple[Kind, ...]] = {"mixed": MIXED, "streams": STREAMS}
 CLIENTS = 24
@@ -92,7 +92,6 @@ async def test_a_fault_costs_what_was_expected(
         assert found.num_under_way >= LEAST_UNDER_WAY, "the load was too small to tell"
         assert not found.too_much, found.too_much
         assert not found.wrong, found.wrong
-        assert fault.cost is not Cost.NOTHING or not found.lost
 
 
 @pytest.mark.parametrize("fault", STARTS, ids=lambda fault: fault.name.replace(" ", "-"))

@@ -4,16 +4,22 @@ import asyncio
 import shutil
 import struct
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
+
+import httpx
 
 from funitel_testing.faults.scenes import Launched, launching
 from funitel_testing.faults.table import Cost, Fault
+from funitel_testing.servers import wait_until
 
 HOUR = 3600
 JUMPS = (HOUR, -HOUR, 365 * 24 * HOUR, 0)  # seconds off the real time, one after the other
-PAUSE_SECONDS = 0.5
+HEARD_SECONDS = 30.0  # for the server to say another time; it looks once a second
 
 _SOURCE = Path(__file__).with_name("wall_clock.c")
 
@@ -48,7 +54,13 @@ def _off_time(model: Path, folder: Path) -> Iterator[OffTime]:
 async def _jump(scene: OffTime) -> None:
     for seconds in JUMPS:
         scene.jump(seconds)
-        await asyncio.sleep(PAUSE_SECONDS)
+        await asyncio.to_thread(wait_until, partial(_is_off_by, scene.url, seconds), HEARD_SECONDS)
+
+
+def _is_off_by(url: str, seconds: int) -> bool:
+    """Whether the server takes the time to be so far off the real one."""
+    told = httpx.get(f"{url}/health/live", timeout=60).headers["date"]
+    return abs(parsedate_to_datetime(told).timestamp() - time.time() - seconds) < HOUR / 2
 
 
 FAULTS = (

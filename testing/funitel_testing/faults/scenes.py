@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from funitel_testing.faults.asks import CONTEXT
-from funitel_testing.servers import MARK, Server, descendants, free_port, marked, wait_until
+from funitel_testing.servers import LAUNCHER, MARK, Server, descendants, free_port, marked, wait_until
 
 WHOLE_SECONDS = 120.0  # until a deployment serves as before, on a busy machine
 LIMITS = ("--max-batch-total-tokens", str(8 * CONTEXT), "--max-concurrent-requests", "256")
@@ -41,13 +41,16 @@ def _await(is_whole: Callable[[], bool], log: Path) -> None:
 class Launched:
     """A deployment as the launcher starts it."""
 
-    def __init__(self, folder: Path, flags: Sequence[str], environ: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, flags: Sequence[str], environ: Mapping[str, str], program: str) -> None:
         """Start it; logs go to `folder`."""
-        self._folder, self._flags, self._environ = folder, flags, dict(environ)
-        self.server = Server(folder, *flags, environ=self._environ)
+        self._folder, self._flags, self._environ, self._program = folder, flags, dict(environ), program
+        self.server = self._start(None)
         self.url = self.server.url
         self._num_shards = 0
         self._num_replicas = int(flags[flags.index("--num-replicas") + 1]) if "--num-replicas" in flags else 1
+
+    def _start(self, port: int | None) -> Server:
+        return Server(self._folder, *self._flags, environ=self._environ, port=port, program=self._program)
 
     def until_ready(self) -> None:
         """Wait for the first answer."""
@@ -69,7 +72,7 @@ class Launched:
         """Do as an init system does: once all of it is gone, start it again, on the same port."""
         self.server.process.wait(30)
         wait_until(lambda: not marked(self.server.mark), 30, "processes are left behind")
-        self.server = Server(self._folder, *self._flags, environ=self._environ, port=self.server.port)
+        self.server = self._start(self.server.port)
         self.until_ready()
 
     def close(self) -> None:
@@ -87,9 +90,9 @@ def _runs(pid: int, module: str) -> bool:
 
 
 @contextmanager
-def launching(folder: Path, model: Path, *flags: str, **environ: str) -> Iterator[Launched]:
+def launching(folder: Path, model: Path, *flags: str, program: str = LAUNCHER, **environ: str) -> Iterator[Launched]:
     """A deployment for the length of a `with`, whole at its beginning; its logs go to `folder`."""
-    found = Launched(folder, ("--model-id", str(model), *LIMITS, *flags), environ)
+    found = Launched(folder, ("--model-id", str(model), *LIMITS, *flags), environ, program)
     try:
         found.until_ready()
         yield found

@@ -10,16 +10,18 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from funitel_testing.faults.asks import Ask
 from funitel_testing.faults.load import Answers, Load, Outcome, seconds_to_answer
 
 START = "a start"  # the load of faults that there are before anything is asked
 
 
 class Cost(StrEnum):
-    """The most that a fault may cost, of the requests under way when it strikes. Those asked later are never lost."""
+    """The most that a fault may cost of the requests that it finds under way, or that cause it."""
 
     NOTHING = "nothing"
     UNDER_WAY = "those under way"
+    CAUSE = "those that cause it"
 
 
 class Scene(Protocol):
@@ -43,6 +45,7 @@ class Fault:
         scene: what it is done to, made for a model folder and a folder for logs.
         strike: does it, and undoes what a person or an init system would undo; returns when that is done.
         obstacle: why it cannot be done on this machine; empty where it can.
+        causes: whether a request causes it.
         is_final: the deployment is not whole again by itself; the next run gets another one.
         is_away: nobody listens on the port for a while.
         is_brief: part of the short form.
@@ -54,6 +57,7 @@ class Fault:
     scene: Callable[[Path, Path], AbstractContextManager[Any]]
     strike: Callable[[Any], Coroutine[Any, Any, None]]
     obstacle: Callable[[], str] = lambda: ""
+    causes: Callable[[Ask], bool] = lambda ask: False
     is_final: bool = False
     is_away: bool = False
     is_brief: bool = True
@@ -79,7 +83,7 @@ async def run(fault: Fault, scene: Scene, load: Load, answers: Answers) -> Run:
     strike = asyncio.create_task(fault.strike(scene))
     try:
         seconds, _ = await asyncio.gather(seconds_to_answer(scene.url, struck), strike)
-        found = judge(fault.cost, await task, struck, answers)
+        found = judge(fault, await task, struck, answers)
     finally:
         task.cancel()
         strike.cancel()
@@ -87,7 +91,7 @@ async def run(fault: Fault, scene: Scene, load: Load, answers: Answers) -> Run:
     return found
 
 
-def judge(cost: Cost, outcomes: Sequence[Outcome], struck: float, answers: Answers) -> Run:
+def judge(fault: Fault, outcomes: Sequence[Outcome], struck: float, answers: Answers) -> Run:
     """Hold what became of requests against what was expected."""
     found = Run()
     for outcome in outcomes:
@@ -97,7 +101,12 @@ def judge(cost: Cost, outcomes: Sequence[Outcome], struck: float, answers: Answe
         found.num_under_way += was_under_way
         if outcome.loss:
             found.lost.append(f"{outcome.ask}: {outcome.loss}")
-            if cost is Cost.NOTHING or not was_under_way:
+            was_expected = {
+                Cost.NOTHING: False,
+                Cost.UNDER_WAY: was_under_way,
+                Cost.CAUSE: fault.causes(outcome.ask),
+            }
+            if not was_expected[fault.cost]:
                 found.too_much.append(found.lost[-1])
         if not outcome.heard.begins(answers[outcome.ask.undisturbed]):
             found.wrong.append(f"{outcome.ask}: {outcome.heard}")

@@ -1,0 +1,105 @@
+"""Faults of steps: a shard that raises, has no memory, computes no numbers, or answers what is no answer."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from funitel_testing.faults.asks import Ask
+from funitel_testing.faults.scenes import Launched, launching
+from funitel_testing.faults.table import Cost, Fault
+from funitel_testing.faulty_shard import Fault as Step
+from funitel_testing.faulty_shard import Faults as Steps
+from funitel_testing.servers import FAULTY_LAUNCHER, wait_until
+
+CULPRIT = 7  # number of the request that causes what it causes
+POISON = f", {CULPRIT} bottles"  # in its prompt, and no other
+FIRED_SECONDS = 30.0
+MANY_ROWS = 9  # beyond the half of all clients
+FEW_SECONDS = 3.0
+
+
+class Faulty:
+    """A deployment of one shard, whose steps go wrong as `steps` says."""
+
+    def __init__(self, deployment: Launched, steps: Steps) -> None:
+        self.deployment, self.steps = deployment, steps
+        self.url = deployment.url
+
+    def until_whole(self) -> None:
+        """See `Scene`."""
+        self.steps.set()
+        self.deployment.until_whole()
+
+
+@contextmanager
+def _faulty(model: Path, folder: Path) -> Iterator[Faulty]:
+    steps = Steps(folder / "steps.json")
+    with launching(folder, model, "--num-threads", "1", program=FAULTY_LAUNCHER, **steps.environ) as deployment:
+        yield Faulty(deployment, steps)
+
+
+def _going_wrong(*faults: Step) -> Callable[[Faulty], Coroutine[Any, Any, None]]:
+    """Have steps go wrong in these ways, one after the other, each at least once."""
+
+    async def strike(scene: Faulty) -> None:
+        for fault in faults:
+            before = len(scene.steps.fired())
+            scene.steps.set(fault)
+            await asyncio.to_thread(wait_until, partial(_has_more, scene.steps, before), FIRED_SECONDS, fault.kind)
+        if faults[-1].times is None:
+            await asyncio.sleep(FEW_SECONDS)
+            scene.steps.set()
+
+    return strike
+
+
+def _has_more(steps: Steps, before: int) -> bool:
+    return len(steps.fired()) > before
+
+
+def _is_culprit(ask: Ask) -> bool:
+    return ask.number == CULPRIT
+
+
+FAULTS = (
+    Fault(
+        name="a step that raises, once",
+        cost=Cost.NOTHING,
+        why="its sequences are tried again",
+        scene=_faulty,
+        strike=_going_wrong(Step(kind="raise", times=1)),
+    ),
+    Fault(
+        name="steps that raise as long as one request is in them",
+        cost=Cost.CAUSE,
+        why="the batch is halved until it is found",
+        scene=_faulty,
+        strike=_going_wrong(Step(kind="raise", text=POISON)),
+        causes=_is_culprit,
+    ),
+    Fault(
+        name=f"no memory for steps of more than {MANY_ROWS - 1} sequences",
+        cost=Cost.NOTHING,
+        why="steps become smaller",
+        scene=_faulty,
+        strike=_going_wrong(Step(kind="no_memory", min_rows=MANY_ROWS)),
+    ),
+    Fault(
+        name="scores of one request that are not numbers",
+        cost=Cost.CAUSE,
+        why="it gets an error that says so",
+        scene=_faulty,
+        strike=_going_wrong(Step(kind="nan", text=POISON)),
+        causes=_is_culprit,
+    ),
+    Fault(
+        name="corrupted replies of a shard: bytes that are no message, and a message cut short",
+        cost=Cost.NOTHING,
+        why="what cannot be read is a step that failed",
+        scene=_faulty,
+        strike=_going_wrong(Step(kind="garbage", times=1), Step(kind="truncated", times=1)),
+    ),
+)
