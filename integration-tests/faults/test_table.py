@@ -19,6 +19,7 @@ CLIENTS = 24
 REQUESTS = 40
 TOKENS = 150
 RUNS = 5
+MOST_WORN = 3  # times that the shards of one deployment are started again
 LEAST_UNDER_WAY = CLIENTS // 4  # else the load was too small to tell anything
 
 
@@ -31,14 +32,17 @@ class Stage:
         self._scene: Any = None
         self._kind: object = None
         self._answers: Answers = {}
+        self._num_worn = 0
 
     def scene(self, fault: Fault) -> Scene:
         """A deployment for a fault."""
-        if self._kind is not fault.scene:
+        if self._kind is not fault.scene or self._num_worn == MOST_WORN:
             self.clear()
             self._scene = self._stack.enter_context(fault.scene(self.model, self._folder))
             self._kind = fault.scene
             self._answers = {}
+            self._num_worn = 0
+        self._num_worn += fault.is_wearing
         found: Scene = self._scene
         return found
 
@@ -81,10 +85,7 @@ async def test_a_fault_costs_what_was_expected(
         asks = asks_of(LOADS[load], REQUESTS, TOKENS, salt=f"{fault.name} {number}")
         try:
             row.runs.append(await run(fault, scene, Load(scene.url, asks, CLIENTS, may_be_away=fault.is_away), answers))
-            if fault.is_final:
-                stage.clear()
-            else:
-                scene.until_whole()
+            scene.until_whole()
         except BaseException:
             stage.clear()
             raise

@@ -146,10 +146,11 @@ def _named(model: Path, folder: Path) -> Iterator[Named]:
 
 
 async def _forget_and_kill(scene: Named) -> None:
-    """Let names fail, and a replica with them."""
+    """Let names fail, and a replica with them, which is started again at once."""
     scene.forget()
     scene.shards[0].process.kill()
     scene.shards[0].process.wait()
+    scene.shards[0].start_again()
     await asyncio.sleep(SHORT_CUT_SECONDS)
     scene.name()
 
@@ -170,6 +171,5 @@ FAULTS = (
         scene=_named,
         strike=_forget_and_kill,
         obstacle=_no_own_names,
-        is_final=True,
     ),
 )

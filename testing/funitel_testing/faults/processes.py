@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 
-from funitel_testing.faults.scenes import PAIR, ByHand, Launched, by_hand
+from funitel_testing.faults.scenes import ONE, PAIR, TWO_RANKS, ByHand, Launched, by_hand
 from funitel_testing.faults.table import Cost, Fault
 
 SHORT_STOP_SECONDS = 2.0  # well below the bound
@@ -22,6 +22,10 @@ async def _kill_router(scene: Launched) -> None:
 
 async def _kill_shard(scene: Launched) -> None:
     os.kill(scene.server.shard_pids()[0], signal.SIGKILL)
+
+
+async def _kill_last_shard(scene: Launched) -> None:
+    os.kill(scene.server.shard_pids()[-1], signal.SIGKILL)
 
 
 async def _kill_grammar_workers(scene: Launched) -> None:
@@ -51,12 +55,28 @@ async def _restart_router(scene: ByHand) -> None:
 
 FAULTS = (
     Fault(
-        name="kill -9 of a shard, one of two replicas",
+        name="kill -9 of the only shard",
+        cost=Cost.NOTHING,
+        why="it is started again, and its streams wait",
+        scene=ONE,
+        strike=_kill_shard,
+        is_wearing=True,
+    ),
+    Fault(
+        name="kill -9 of rank 1 of two",
+        cost=Cost.NOTHING,
+        why="its replica is started again, and its streams wait",
+        scene=TWO_RANKS,
+        strike=_kill_last_shard,
+        is_wearing=True,
+    ),
+    Fault(
+        name="kill -9 of the shard of one of two replicas",
         cost=Cost.NOTHING,
         why="the other replica goes on with what it had",
         scene=PAIR,
         strike=_kill_shard,
-        is_final=True,
+        is_wearing=True,
     ),
     Fault(
         name="kill -9 of the processes that check grammars",

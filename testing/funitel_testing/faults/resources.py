@@ -178,7 +178,7 @@ FAULTS = (
         scene=PAIR,
         strike=_kill_for_memory,
         obstacle=_no_cgroup,
-        is_final=True,
+        is_wearing=True,
     ),
     Fault(
         name="no more memory for a shard, which goes on (RLIMIT_AS)",
@@ -186,7 +186,7 @@ FAULTS = (
         why="a step that fails for memory is tried again, here or elsewhere",
         scene=PAIR,
         strike=_refuse_memory,
-        is_final=True,
+        is_wearing=True,
     ),
     Fault(
         name="a full disk under the logs, and a shard killed",
@@ -195,7 +195,7 @@ FAULTS = (
         scene=_logs_on_small_disk,
         strike=_fill_and_kill,
         obstacle=no_mount,
-        is_final=True,
+        is_wearing=True,
     ),
     Fault(
         name="a full disk under temporary files, and a shard killed",
@@ -204,7 +204,7 @@ FAULTS = (
         scene=_scratch_on_small_disk,
         strike=_fill_and_kill,
         obstacle=no_mount,
-        is_final=True,
+        is_wearing=True,
         is_brief=False,
     ),
 )

@@ -111,6 +111,8 @@ def launched(*flags: str, **environ: str) -> Here:
     return scene
 
 
+ONE = launched()
+TWO_RANKS = launched("--num-shard", "2")
 PAIR = launched("--num-replicas", "2")
 
 

@@ -46,7 +46,7 @@ class Fault:
         strike: does it, and undoes what a person or an init system would undo; returns when that is done.
         obstacle: why it cannot be done on this machine; empty where it can.
         causes: whether a request causes it.
-        is_final: the deployment is not whole again by itself; the next run gets another one.
+        is_wearing: shards are started again, which the launcher does later and later.
         is_away: nobody listens on the port for a while.
         is_brief: part of the short form.
     """
@@ -58,7 +58,7 @@ class Fault:
     strike: Callable[[Any], Coroutine[Any, Any, None]]
     obstacle: Callable[[], str] = lambda: ""
     causes: Callable[[Ask], bool] = lambda ask: False
-    is_final: bool = False
+    is_wearing: bool = False
     is_away: bool = False
     is_brief: bool = True
 
