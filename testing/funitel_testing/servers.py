@@ -262,7 +262,7 @@ class Server:
     def router_pid(self) -> int:
         """Process id of the router."""
         commands = {pid: _command(pid) for pid in descendants(self.process.pid)}
-        return next(pid for pid, command in commands.items() if "funitel.router" in command)
+        return next(pid for pid, command in commands.items() if " -m funitel.router " in command)
 
     def error_lines(self) -> list[str]:
         """The launcher's own error lines; those of its children come with a prefix."""

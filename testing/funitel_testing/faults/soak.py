@@ -33,6 +33,7 @@ from funitel_testing.faults.soak_report import Pace, Report, Sample
 from funitel_testing.faults.vitals import IN_USE, vitals
 from funitel_testing.servers import wait_until
 
+LEAST_MINUTES = 2  # in less there is nothing but warming up
 NUM_ASKS = 48
 NUM_TOKENS = 120
 LEAVING = 0.2  # of the requests are left by their clients
@@ -167,6 +168,8 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=1.0, help="seconds a client waits between requests, on average")
     parser.add_argument("--seed", type=int, default=1)
     options, flags = parser.parse_known_args()
+    if options.minutes < LEAST_MINUTES:
+        parser.error(f"--minutes must be >= {LEAST_MINUTES}, given {options.minutes}")
     report, growths = soak(
         options.minutes,
         options.out,
