@@ -6,7 +6,7 @@ WHOLE_SYSTEM_TESTS := integration-tests --ignore=integration-tests/faults
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test faults check triton fmt proto docs itest bench families fuzz-files wheel clean
+.PHONY: help setup serve test faults check triton fmt proto docs itest bench families fuzz wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -54,8 +54,8 @@ bench: setup ## benchmarks of a model on this machine; funitel bench is for serv
 families: setup ## every architecture against transformers: the worst error of each; ARGS=--full for the long form
 	@PYTHONPATH=testing $(BIN)/python -m funitel_testing.families $(ARGS)
 
-fuzz-files: setup ## 2,800 damaged checkpoints and specs: each must load or be refused in one line; ARGS="--count 50 gguf"
-	@PYTHONPATH=testing $(BIN)/python -m funitel_testing.fuzz_files $(ARGS)
+fuzz: setup ## 60,000 hostile inputs, from files to requests, and a table of what became of them; ARGS="--count 50 gguf"
+	@PYTHONPATH=testing $(BIN)/python -m funitel_testing.fuzz $(ARGS)
 
 wheel: setup ## build dist/*.whl
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

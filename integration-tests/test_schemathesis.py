@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from funitel_testing.fuzz_requests import Target
 from funitel_testing.servers import Server, serving
 
 CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
@@ -36,6 +38,14 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
         assert "Traceback" not in running.log.read_text(), running.tail()
         assert running.process.poll() is None
+
+
+async def test_damaged_requests_are_refused(server: Server) -> None:
+    """The short form of `make fuzz` for requests, which tries thousands more."""
+    target = Target(server)
+    for kind in (target.bodies, target.heads):
+        for number in range(60):
+            assert await kind(random.Random(number)) == "", number
 
 
 def test_the_document_holds(server: Server, tmp_path: Path, is_full: bool, figures: dict[str, object]) -> None:

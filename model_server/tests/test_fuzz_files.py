@@ -1,4 +1,4 @@
-"""The short form of `make fuzz-files`, and that it would notice what it looks for."""
+"""The short form of `make fuzz` for files, and that it would notice what it looks for."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from funitel_testing import fuzz_files
-from funitel_testing.fuzz_files import Report, fuzz
+from funitel_testing import fuzz as module
+from funitel_testing.fuzz import Report, fuzz
 from funitel_testing.fuzz_mutants import KINDS, mutant
 
 
@@ -15,7 +15,7 @@ def test_every_damaged_file_loads_or_is_refused_in_one_line() -> None:
     report = fuzz(["gguf", "safetensors", "spec", "pickle"], 50, seed=1)
     assert report.failures == []
     assert sum(report.outcomes.values()) == 200
-    assert all(report.outcomes[f"{kind} refused"] > 25 for kind in KINDS)
+    assert all(report.outcomes[kind, "refused"] > 25 for kind in KINDS)
     assert not Path("/tmp/funitel-fuzz-ran").exists()
 
 
@@ -36,7 +36,7 @@ def test_files_are_the_same_every_time_and_differ() -> None:
 )
 def test_what_is_neither_loaded_nor_refused_is_a_failure(result: dict[str, Any], outcome: str) -> None:
     report = Report()
-    report.add("gguf", {"seconds": 0.0, "mib": 0, **result})
+    report.add({"kind": "gguf", "seconds": 0.0, "mib": 0, **result})
     assert [failure["outcome"] for failure in report.failures] == [outcome]
 
 
@@ -58,11 +58,25 @@ def test_a_process_that_dies_or_hangs_is_named_and_the_others_go_on(
 ) -> None:
     (tmp_path / "deadly_worker.py").write_text(WORKER)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(fuzz_files, "WORKER", "deadly_worker")
-    monkeypatch.setattr(fuzz_files, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(module, "KINDS", {"gguf": ("deadly_worker", 5)})
+    monkeypatch.setattr(module, "MOST_SECONDS", 0.5)
     report = fuzz(["gguf"], 5)
-    assert report.outcomes["gguf loaded"] == 3
+    assert report.outcomes["gguf", "loaded"] == 3
     assert {failure["number"]: failure["outcome"] for failure in report.failures} == {
         1: "process ended with -6",
         3: "no end within 0.5 seconds",
     }, json.dumps(report.failures)
+    assert report.row("gguf")[:4] == (5, 1, 1, 0)
+
+
+def test_a_process_that_grows_is_a_leak() -> None:
+    report = Report()
+    report.add_growth([("gguf", 100 + 10 * number) for number in range(100)])
+    assert [failure["outcome"] for failure in report.failures] == ["leak of 790 MiB"]
+    assert report.row("gguf")[3] == 1
+
+
+def test_an_answer_whose_cause_is_not_logged_has_its_column() -> None:
+    report = Report()
+    report.add({"kind": "bodies", "number": 1, "outcome": "5xx without a logged cause", "message": "", "mib": 0})
+    assert report.row("bodies")[4] == 1

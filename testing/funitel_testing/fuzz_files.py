@@ -1,141 +1,122 @@
-"""Damaged checkpoints and specs: each must load, or be refused in one line, soon and in little memory.
+"""Load damaged files one after the other, in bounded memory, and say what became of each.
 
-Usage: python -m funitel_testing.fuzz_files [--count N] [--seed S] [--first N] [KIND ...]. Files are tried in processes
-that may die of them; the last line is one JSON object. `--count 1 --first N KIND` tries one file again and shows what
-became of it.
+Usage: fuzz_worker.py FOLDER_WITH_FILES_JSON. A line of JSON once all is ready, and one for each file.
 """
 
-import argparse
 import json
-import os
-import queue
-import subprocess
+import logging
+import re
+import resource
 import sys
-import tempfile
-import threading
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+import time
+import traceback
+import warnings
 from pathlib import Path
-from typing import Any
 
-from funitel_testing.fuzz_mutants import KINDS
+import numpy as np
+import torch
+from safetensors.numpy import save_file
 
-COUNT = 700  # files of each kind
-WORKER = "funitel_testing.fuzz_worker"
-MOST_SECONDS = 20.0  # for a file
-START_SECONDS = 120.0  # for a process to have its libraries
-MOST_MIB = 256
+from funitel.model_server.attention import TorchAttention
+from funitel.model_server.batch import ForwardBatch, RowSpan
+from funitel.model_server.checkpoint import check_folder, read_json
+from funitel.model_server.decoder import Decoder
+from funitel.model_server.families import spec_of
+from funitel.model_server.gguf_convert import convert_gguf
+from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.spec_command import check
+from funitel.model_server.weights import Weights
+from funitel.proto.errors import MOST_CHARACTERS, StartupError
+from funitel_testing.fuzz_mutants import CONFIG, SHAPES, mutant
 
-
-@dataclass
-class Report:
-    """What became of the files of all kinds."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    failures: list[dict[str, Any]] = field(default_factory=list)
-    worst_seconds: float = 0.0
-    worst_mib: int = 0
-
-    def add(self, kind: str, result: dict[str, Any]) -> None:
-        """Count one result."""
-        outcome = result["outcome"]
-        if outcome in ("loaded", "refused"):
-            outcome = "too much memory" if result["mib"] > MOST_MIB else outcome
-        if outcome not in ("loaded", "refused"):
-            self.failures.append({"kind": kind, **result, "outcome": outcome})
-        self.outcomes[f"{kind} {outcome}"] += 1
-        self.worst_seconds = max(self.worst_seconds, result.get("seconds", 0.0))
-        self.worst_mib = max(self.worst_mib, result.get("mib", 0))
-
-
-def fuzz(kinds: list[str], count: int, *, seed: int = 0, first: int = 0, num_processes: int = 1) -> Report:
-    """Try `count` files of each kind, from number `first` on."""
-    report = Report()
-    step = -(-count // num_processes)
-    spans = [range(start, min(start + step, first + count)) for start in range(first, first + count, step)]
-    with ThreadPoolExecutor(num_processes) as pool:
-        for results in pool.map(lambda span: _try_all(kinds, span, seed), spans):
-            for result in results:
-                report.add(result["kind"], result)
-    return report
-
-
-def _try_all(kinds: list[str], span: range, seed: int) -> list[dict[str, Any]]:
-    """Try some files of each kind, in as many processes as it takes: one that dies or hangs is followed by another."""
-    results: list[dict[str, Any]] = []
-    files = [(kind, number) for number in span for kind in kinds]
-    while files:
-        with tempfile.TemporaryDirectory() as folder:
-            found, ending = _run(files, seed, Path(folder))
-        results += found
-        files = files[len(found) :]
-        if files:
-            kind, number = files.pop(0)
-            results.append({"kind": kind, "number": number, "outcome": ending, "message": ""})
-    return results
-
-
-def _run(files: list[tuple[str, int]], seed: int, folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """Results of one process, and how it ended."""
-    (folder / "files.json").write_text(json.dumps({"seed": seed, "files": files}))
-    process = subprocess.Popen(
-        [sys.executable, "-m", WORKER, str(folder)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-    )
-    lines: queue.Queue[str] = queue.Queue()
-    reader = threading.Thread(target=_pump, args=(process.stdout, lines))
-    reader.start()
-    results = []
-    patience = START_SECONDS
-    ending = ""
-    with process:
-        try:
-            while line := lines.get(timeout=patience):
-                patience = MOST_SECONDS
-                result = json.loads(line)
-                if "outcome" in result:
-                    results.append(result)
-        except queue.Empty:
-            ending = f"no end within {patience:g} seconds"
-            process.kill()
-        reader.join()
-    return results, ending or f"process ended with {process.returncode}"
-
-
-def _pump(stdout: Any, lines: "queue.Queue[str]") -> None:
-    for line in stdout:
-        lines.put(line)
-    lines.put("")
+CPU = torch.device("cpu")
+HEADROOM_BYTES = 1 << 30  # of addresses, beside those of the libraries
+FILES = {"safetensors": "model.safetensors", "gguf": "x.gguf", "spec": "spec.json", "pickle": "pytorch_model.bin"}
+# What a message must name, beside or instead of the file.
+_FIELD = re.compile(r"tensor|config\.json|metadata|spec")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}; all by default")
-    parser.add_argument("--count", type=int, default=COUNT, help=f"files of each kind; {COUNT} by default")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    given = parser.parse_args()
-    kinds = given.kinds or list(KINDS)
-    report = fuzz(kinds, given.count, seed=given.seed, first=given.first, num_processes=given.processes)
-    for failure in report.failures[:20]:
-        print(f"{failure['kind']} {failure['number']}: {failure['outcome']}\n{failure['message']}")
-    for outcome, count in sorted(report.outcomes.items()):
-        print(f"{outcome:<40}{count:>6}")
-    print(
-        json.dumps(
-            {
-                "files": sum(report.outcomes.values()),
-                "failed": len(report.failures),
-                "worst_seconds": report.worst_seconds,
-                "worst_mib": report.worst_mib,
-            }
-        )
-    )
-    sys.exit(1 if report.failures else 0)
+    work = Path(sys.argv[1])
+    job = json.loads((work / "files.json").read_text())
+    torch.set_num_threads(1)
+    logging.disable()
+    warnings.simplefilter("ignore")
+    sys.stderr = open("/dev/null", "w")  # progress bars
+    for kind in {kind for kind, _ in job["files"]}:
+        _prepare(kind, work / kind)
+    size = _status("VmSize") + HEADROOM_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    print(json.dumps({"ready": True}), flush=True)
+    for kind, number in job["files"]:
+        print(json.dumps({"kind": kind, "number": number, **_try(kind, job["seed"], number, work / kind)}), flush=True)
+
+
+def _prepare(kind: str, folder: Path) -> None:
+    """Make what is beside the file, and load a sound one, with all that the libraries load at their first use."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    sound = folder / FILES["safetensors"]
+    save_file({name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}, sound)
+    if kind == "spec":
+        check(folder, None)
+        return
+    _load("safetensors", folder, sound)
+    sound.unlink()
+
+
+def _try(kind: str, seed: int, number: int, folder: Path) -> dict[str, object]:
+    path = folder / FILES[kind]
+    path.write_bytes(mutant(kind, seed, number))
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before, began = _status("VmRSS"), time.monotonic()
+    message = problem = ""
+    try:
+        _load(kind, folder, path)
+    except StartupError as error:
+        message = error.message
+        if "\n" in message or not message.isprintable() or len(message) > MOST_CHARACTERS + 3:
+            problem = "not one printable line"
+        elif path.name not in message and not _FIELD.search(message):
+            problem = "names neither file nor field"
+    except BaseException as error:  # what a user would see as a traceback
+        message, problem = traceback.format_exc(limit=-6), type(error).__name__
+    return {
+        "outcome": problem or ("refused" if message else "loaded"),
+        "message": message[:3000],
+        "seconds": round(time.monotonic() - began, 3),
+        "mib": max(0, _status("VmHWM") - before) >> 20,
+    }
+
+
+def _load(kind: str, folder: Path, path: Path) -> None:
+    """What starting a server would do with the file."""
+    if kind == "spec":
+        check(folder, str(path))
+        return
+    if kind == "gguf":
+        converted = folder / "converted"
+        for old in sorted(converted.rglob("*"), reverse=True):
+            old.rmdir() if old.is_dir() else old.unlink()
+        converted.mkdir(exist_ok=True)
+        convert_gguf(path, converted)
+        folder = converted
+    check_folder(folder)
+    spec = spec_of(read_json(folder / "config.json"))
+    weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
+    decoder = Decoder(spec, weights, TensorParallel(), TorchAttention(4, CPU))
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, 1, 0)
+    cache = KVCache(spec, heads, 4, 4, torch.float32, CPU)
+    span = RowSpan([1, 2, 3], 0, np.array([1], np.int32), "all", 0)
+    with torch.inference_mode():
+        decoder(ForwardBatch.build([span], 4, CPU), cache)
+
+
+def _status(name: str) -> int:
+    """A line of this process's status, in bytes."""
+    text = Path("/proc/self/status").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith(f"{name}:")).split()[1]) * 1024
 
 
 if __name__ == "__main__":
