@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from funitel.launcher.bench.settings import BenchSettings
-from funitel.launcher.client.settings import ChatSettings, GenerateSettings
+from funitel.launcher.client.settings import ChatSettings, GenerateSettings, TopSettings
 from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import DownloadSettings, KernelSettings, ModelServerSettings, QuantizeSettings
 from funitel.proto.foreign import INERT, REFUSED, REFUSED_VALUES, Foreign, Program, Refused
@@ -50,6 +50,11 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
         "Generate: `funitel generate PROMPT`",
         "Writes one completion to stdout; `-` as the prompt reads it from stdin.",
         GenerateSettings,
+    ),
+    (
+        "View: `funitel top`",
+        "Shows who runs and who waits on a server. See [observability](observability.md).",
+        TopSettings,
     ),
     (
         "Load generator: `funitel bench`",

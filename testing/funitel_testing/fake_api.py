@@ -24,6 +24,7 @@ class FakeApi:
     waits_after: int | None = None  # events until it waits for `go_on`
     key: str | None = None
     info: Any = field(default_factory=lambda: {"model_id": "fake"})
+    get_status: int = 200  # of what is asked by GET
     starting: int = 0  # how many times it says that it is starting
     bodies: list[Any] = field(default_factory=list)
     go_on: threading.Event = field(default_factory=threading.Event)
@@ -60,7 +61,7 @@ def serving(api: FakeApi) -> Iterator[FakeApi]:
             elif api.key is not None and self.headers["Authorization"] != f"Bearer {api.key}":
                 self._json(401, {"error": "missing or wrong API key"})
             else:
-                self._json(200, api.info)
+                self._json(api.get_status, api.info)
 
         def do_POST(self) -> None:
             api.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))

@@ -12,7 +12,8 @@ from funitel.launcher.bench.command import bench
 from funitel.launcher.bench.settings import BenchSettings
 from funitel.launcher.client.chat import chat
 from funitel.launcher.client.generate import generate
-from funitel.launcher.client.settings import ChatSettings, GenerateSettings
+from funitel.launcher.client.settings import ChatSettings, GenerateSettings, TopSettings
+from funitel.launcher.client.top import top
 from funitel.proto.settings import as_command, run_app
 
 T = TypeVar("T")
@@ -56,4 +57,5 @@ CLIENTS: Mapping[str, Callable[..., Any]] = {
     "bench": as_command(BenchSettings, _until_told(bench)),
     "chat": as_command(ChatSettings, _until_told(chat)),
     "generate": as_command(GenerateSettings, _until_told(generate), {"prompt": PROMPT_HELP}),
+    "top": as_command(TopSettings, _until_told(top)),
 }

@@ -1,9 +1,11 @@
-"""Every setting of the two clients."""
+"""Every setting of the clients."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from funitel.proto.settings import require, setting
+
+LEAST_INTERVAL, MOST_INTERVAL = 0.1, 3600.0
 
 
 def _given(help: str, **more: Any) -> Any:
@@ -56,3 +58,20 @@ class GenerateSettings(ClientSettings):
         super().__post_init__()
         require(self.top_k is None or self.top_k >= 1, f"--top-k must be >= 1, given {self.top_k}")
         require(all(self.stop), "--stop must not be empty")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopSettings:
+    """Show who runs and who waits on a server, its pool and its last steps; q leaves."""
+
+    url: str | None = _given("Server to show, started with --debug-routes; the one on port 3000 when not given.")
+    api_key: str | None = setting(None, "Bearer token that the server wants.")
+    interval: float = setting(1.0, "Seconds between two looks.", env=None)
+    once: bool = setting(False, "Look once, and print it.", env=None)
+    json: bool = setting(False, "Print JSON, one object a line, instead of text.", env=None)
+
+    def __post_init__(self) -> None:
+        require(
+            LEAST_INTERVAL <= self.interval <= MOST_INTERVAL,
+            f"--interval must be within {LEAST_INTERVAL:g}..{MOST_INTERVAL:g}, given {self.interval:g}",
+        )
