@@ -117,6 +117,11 @@ async def test_a_failed_call_does_not_block_the_next(shard: Shard) -> None:
     await shard.stub.Prefill(shard.prefill(1, 1, step_seq=2))
 
 
+async def test_health_says_what_memory_the_process_holds(shard: Shard) -> None:
+    answer = await shard.stub.Health(pb.HealthRequest())
+    assert 50_000_000 < answer.resident_bytes <= answer.peak_bytes
+
+
 async def test_health_answers_during_a_long_step(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(batch_id: int | None = None) -> None:
         time.sleep(0.6)

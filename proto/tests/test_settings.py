@@ -290,6 +290,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "otlp_endpoint": st.none() | TEXT,
     "otlp_service_name": TEXT,
     "otlp_decode_tokens": COUNT,
+    "memory_bandwidth": st.none() | st.floats(0.001, 1e6),
     "debug_routes": st.just(False),  # true needs a key or loopback
     "compute_type": st.none() | TEXT,
     "exit_with_parent": st.none() | st.integers(1, 2**22),

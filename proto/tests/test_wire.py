@@ -26,6 +26,7 @@ from funitel.proto.step import (
     SamplingParams,
     SequenceStart,
     ShardInfo,
+    ShardMemory,
     StepResult,
     StoppingParams,
     Tokens,
@@ -305,6 +306,12 @@ def test_warmup_limits(limits: WarmupLimits) -> None:
 @given(WARMUPS)
 def test_warmup_result(result: WarmupResult) -> None:
     assert wire.decode_warmup_result(over_the_wire(wire.encode_warmup_result(result))) == result
+
+
+@quickly
+@given(st.builds(ShardMemory, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)))
+def test_memory(memory: ShardMemory) -> None:
+    assert wire.decode_memory(over_the_wire(wire.encode_memory(memory))) == memory
 
 
 # What equality cannot say

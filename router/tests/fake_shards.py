@@ -87,6 +87,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.delay: Callable[[], float] = lambda: 0.0  # seconds a step takes
         self.pause = asyncio.Event()
         self.pause.set()
+        self.resident_bytes = 0  # that it says it holds
         self.is_well = asyncio.Event()  # Health is answered
         self.is_well.set()
         self.pool_tokens = pool_tokens
@@ -141,7 +142,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
 
     async def Health(self, request: Any, context: Any) -> pb.HealthResponse:
         await self.is_well.wait()
-        return pb.HealthResponse()
+        return pb.HealthResponse(resident_bytes=self.resident_bytes, peak_bytes=2 * self.resident_bytes)
 
     async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
         self.calls.append("Warmup")

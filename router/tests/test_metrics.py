@@ -66,6 +66,14 @@ OURS = {
     "funitel_expired_total": "counter",
     "funitel_prefix_cache_queried_tokens_total": "counter",
     "funitel_prefix_cache_hit_tokens_total": "counter",
+    "funitel_connections": "gauge",
+    "funitel_cut_connections_total": "counter",
+    "funitel_memory_bytes": "gauge",
+    "funitel_decode_read_bytes_total": "counter",
+    "funitel_decode_read_seconds_total": "counter",
+    "funitel_decode_bandwidth_bytes_per_second": "gauge",
+    "funitel_decode_bandwidth_share": "gauge",
+    "funitel_memory_bandwidth_bytes_per_second": "gauge",
 }
 
 

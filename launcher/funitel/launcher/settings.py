@@ -252,6 +252,11 @@ class LauncherSettings:
         "otlp_decode_tokens",
         "Tokens of an answer for which a trace has one span; 1 shows every step, and costs as much.",
     )
+    memory_bandwidth: float | None = _router(
+        "memory_bandwidth",
+        "GB/s that a shard's memory gives at best, as `funitel bench kernels` finds; the metrics then tell what share "
+        "of it decoding steps reach.",
+    )
     debug_routes: bool = _router(
         "debug_routes", "Answer /debug/scheduler, which `funitel top` shows; with a key, or on loopback, only."
     )

@@ -14,6 +14,7 @@ from funitel.proto.step import (
     RowUpdate,
     SequenceStart,
     ShardInfo,
+    ShardMemory,
     StepResult,
     WarmupLimits,
     WarmupResult,
@@ -36,8 +37,9 @@ class LocalRanks:
         """Size the pool."""
         return [await self._run(lambda: self._executor.warmup(sequences, limits))]
 
-    async def health(self) -> None:
-        """The model is where its caller is."""
+    async def health(self) -> tuple[ShardMemory, ...]:
+        """The model is where its caller is: there is nothing to say."""
+        return ()
 
     def prefill(
         self,

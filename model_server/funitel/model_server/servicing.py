@@ -1,5 +1,6 @@
 """What every shard answers over gRPC, whatever it computes. Knows no tensors."""
 
+from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -7,7 +8,7 @@ import grpc
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.errors import FunitelError
-from funitel.proto.step import ShardInfo
+from funitel.proto.step import ShardInfo, ShardMemory
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -20,8 +21,8 @@ class ShardServicer(generate_pb2_grpc.TextGenerationServiceServicer):
         self._urls = urls
 
     async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
-        """Answer at once: the process lives and its event loop turns."""
-        return pb.HealthResponse()
+        """Answer at once: the process lives and its event loop turns. Says what memory it holds, too."""
+        return wire.encode_memory(_memory())
 
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
         """Static facts."""
@@ -32,6 +33,12 @@ class ShardServicer(generate_pb2_grpc.TextGenerationServiceServicer):
     ) -> pb.ServiceDiscoveryResponse:
         """Addresses of all ranks."""
         return pb.ServiceDiscoveryResponse(urls=self._urls)
+
+
+def _memory() -> ShardMemory:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    resident, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    return ShardMemory(resident, peak)
 
 
 async def abort(context: Context, error: FunitelError) -> NoReturn:

@@ -291,6 +291,14 @@ class ShardInfo:
     num_opening_tokens: int = 0  # tokens the shard puts behind every prompt, each in a place of the pool, for a decoder
 
 
+@dataclass(frozen=True, slots=True)
+class ShardMemory:
+    """Memory of the host that a shard holds, and the most it ever held; 0 where it does not say."""
+
+    resident_bytes: int = 0
+    peak_bytes: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupLimits:
     """What Warmup is asked for; None means the shard decides. All in tokens."""

@@ -17,6 +17,7 @@ from funitel.proto.step import (
     SamplingParams,
     SequenceStart,
     ShardInfo,
+    ShardMemory,
     StepResult,
     StoppingParams,
     Tokens,
@@ -379,6 +380,16 @@ def decode_warmup_limits(message: pb.WarmupRequest) -> WarmupLimits:
         max_total_tokens=message.max_total_tokens if message.HasField("max_total_tokens") else None,
         max_batch_total_tokens=(message.max_batch_total_tokens if message.HasField("max_batch_total_tokens") else None),
     )
+
+
+def encode_memory(memory: ShardMemory) -> pb.HealthResponse:
+    """Build the HealthResponse."""
+    return pb.HealthResponse(resident_bytes=memory.resident_bytes, peak_bytes=memory.peak_bytes)
+
+
+def decode_memory(message: pb.HealthResponse) -> ShardMemory:
+    """Read a HealthResponse; a peer that speaks TGI's wire alone says nothing."""
+    return ShardMemory(message.resident_bytes, message.peak_bytes)
 
 
 def encode_warmup_result(result: WarmupResult) -> pb.WarmupResponse:

@@ -41,6 +41,7 @@ class Engine:
         self.limits = limits
         self._replica = replica
         self._scheduler = scheduler
+        self._metrics = metrics
         self._reception = Reception(scheduler, metrics, admission, wake=self._wake)
         self._requests = self._reception.requests
         self._compiling: dict[int, tuple[Sequence, asyncio.Task[None]]] = {}  # by id, while their grammar is compiled
@@ -197,7 +198,8 @@ class Engine:
         """Raise a FunitelError unless every shard answers and the loop runs."""
         if self._steps.has_ended:
             raise ShardFailed("the engine has stopped")
-        await self._replica.health()
+        for rank, memory in enumerate(await self._replica.health()):
+            self._metrics.set_memory(rank, memory)
 
     def fail_all(self, error: FunitelError) -> None:
         """End whatever is here; clients get the error."""

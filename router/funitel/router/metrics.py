@@ -20,7 +20,8 @@ from prometheus_client import (
 )
 
 from funitel.proto.errors import FunitelError
-from funitel.proto.step import StepResult
+from funitel.proto.step import ShardMemory, StepResult
+from funitel.router.roofline import Roofline
 from funitel.router.sequence import Limits
 from funitel.router.stream import Timings
 from funitel.router.tallies import CounterTally, HistogramTally, SummaryTally
@@ -186,6 +187,10 @@ class Metrics:
         if reason is not None:
             self._concat.labels(reason).inc()
 
+    def observe_decode(self, context_tokens: int, results: Sequence[StepResult]) -> None:
+        """Note a step that did nothing but decode: what it had to read, and the time it took."""
+        self.roofline.observe(self._first_rank, context_tokens, results)
+
     # State
 
     def set_sequences(self, waiting: int, running: int) -> None:
@@ -222,9 +227,19 @@ class Metrics:
         """Set the size of a rank's KV pool."""
         self._kv_bytes.labels(rank).set(num_bytes)
 
+    def set_reads(self, rank: int, weight_bytes: int, token_bytes: float) -> None:
+        """Set what a decoding step of a rank reads: the weights, and so much for each token of a context."""
+        self.roofline.set_reads(self._first_rank + rank, weight_bytes, token_bytes)
+
     def set_tasks(self, count: int) -> None:
         """Set how many tasks the router's event loop has."""
         self._tasks.set(count)
+
+    def set_memory(self, rank: int, memory: ShardMemory) -> None:
+        """Set what a rank holds of its host's memory, if it says."""
+        if memory.resident_bytes:
+            self._memory.labels(rank, "resident").set(memory.resident_bytes)
+            self._memory.labels(rank, "peak").set(memory.peak_bytes)
 
     def count_cancelled(self) -> None:
         """Note that a sequence was cancelled."""
@@ -322,6 +337,8 @@ class Metrics:
             "funitel_sharded_weight_bytes", "Weights a rank holds that are split between ranks.", "rank"
         )
         self._kv_bytes = self._gauge("funitel_kv_bytes", "Size of a rank's KV pool.", "rank")
+        self._memory = self._gauge("funitel_memory_bytes", "Memory of its host that a rank holds.", "rank", "kind")
+        self.roofline = Roofline(self.registry)
         self._blocks = self._gauge("funitel_blocks", "KV blocks.", "state")
         self._sequences = self._gauge("funitel_sequences", "Sequences.", "state")
         self._cached_batches = self._gauge("funitel_cached_batches", "Batches the shards keep.")

@@ -17,6 +17,7 @@ from funitel.proto.step import (
     RowUpdate,
     SequenceStart,
     ShardInfo,
+    ShardMemory,
     StepResult,
     WarmupLimits,
     WarmupResult,
@@ -39,8 +40,8 @@ class Ranks(Protocol):
         """Size the pool."""
         ...
 
-    async def health(self) -> None:
-        """Raise ShardFailed unless every rank answers."""
+    async def health(self) -> Seq[ShardMemory]:
+        """What memory the ranks hold, if they say; raise ShardFailed unless every rank answers."""
         ...
 
     def prefill(
@@ -122,9 +123,9 @@ class Replica:
         """Size the pool; every rank's result, in rank order."""
         return await self.ranks.warmup(sequences, limits)
 
-    async def health(self) -> None:
-        """Raise ShardFailed unless every rank answers."""
-        await self.ranks.health()
+    async def health(self) -> Seq[ShardMemory]:
+        """What memory the ranks hold, if they say; raise ShardFailed unless every rank answers."""
+        return await self.ranks.health()
 
     async def compile_grammar(self, kind: GrammarType, text: str) -> None:
         """Compile a grammar on every rank, so that the step it comes with does not wait; may run beside steps."""

@@ -2,6 +2,7 @@
 
 from prometheus_client import Gauge
 
+from funitel.proto.step import ShardMemory
 from funitel.router.metrics import Metrics
 from funitel.router.sequence import Limits
 
@@ -56,6 +57,11 @@ class ReplicaMetrics(Metrics):
     def set_weights(self, rank: int, num_bytes: int, sharded_bytes: int) -> None:
         self._set_part(self._weight_bytes.labels(self._first_rank + rank), num_bytes)
         self._set_part(self._sharded_weight_bytes.labels(self._first_rank + rank), sharded_bytes)
+
+    def set_memory(self, rank: int, memory: ShardMemory) -> None:
+        if memory.resident_bytes:
+            self._set_part(self._memory.labels(self._first_rank + rank, "resident"), memory.resident_bytes)
+            self._set_part(self._memory.labels(self._first_rank + rank, "peak"), memory.peak_bytes)
 
     def set_kv(self, rank: int, num_bytes: int) -> None:
         self._set_part(self._kv_bytes.labels(self._first_rank + rank), num_bytes)

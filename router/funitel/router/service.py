@@ -89,6 +89,7 @@ class Service:
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         self.metrics = Metrics()
+        self.metrics.roofline.roof = settings.memory_bandwidth and settings.memory_bandwidth * 1e9
         self.version = version()
         self.recommended = RecommendedSampling()
         self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)

@@ -8,6 +8,7 @@ from funitel.proto.settings import require, setting
 TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
 MOST_TOKENS = 2**32 - 1  # the wire counts tokens in 32 bits
+MOST_GB_S = 1_000_000  # a petabyte a second: no memory gives it
 MOST_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
 MOST_TIMEOUT_SECONDS = 86_400
 _REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
@@ -130,6 +131,11 @@ class RouterSettings:
     otlp_decode_tokens: int = setting(
         32, "Tokens of an answer for which a trace has one span; 1 shows every step, and costs as much."
     )
+    memory_bandwidth: float | None = setting(
+        None,
+        "GB/s that a shard's memory gives at best, as `funitel bench kernels` finds; the metrics then tell what share "
+        "of it decoding steps reach.",
+    )
     debug_routes: bool = setting(
         False, "Answer /debug/scheduler, which `funitel top` shows; with a key, or on loopback, only."
     )
@@ -195,6 +201,10 @@ class RouterSettings:
             f"--max-connections must be > 0, given {self.max_connections}",
         )
         check_api_key(self.api_key)
+        require(
+            self.memory_bandwidth is None or 0 < self.memory_bandwidth <= MOST_GB_S,
+            f"--memory-bandwidth must be > 0 and <= {MOST_GB_S}, given {self.memory_bandwidth}",
+        )
         require(
             not self.debug_routes or bool(self.api_key or self.api_key_file) or is_loopback(self.hostname),
             f"--debug-routes needs --api-key or --api-key-file, or --hostname 127.0.0.1, given {self.hostname}",

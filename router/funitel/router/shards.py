@@ -32,6 +32,7 @@ from funitel.proto.step import (
     RowUpdate,
     SequenceStart,
     ShardInfo,
+    ShardMemory,
     StepResult,
     WarmupLimits,
     WarmupResult,
@@ -244,9 +245,11 @@ class Shards:
         responses = await self._fan_out("Warmup", request, pb.WarmupResponse.FromString)
         return [wire.decode_warmup_result(response) for response in responses]
 
-    async def health(self) -> None:
-        """Raise ShardFailed unless every rank answers."""
-        await self._fan_out("Health", pb.HealthRequest(), pb.HealthResponse.FromString, timeout=HEALTH_TIMEOUT_SECONDS)
+    async def health(self) -> list[ShardMemory]:
+        """What memory the ranks hold; raise ShardFailed unless every rank answers."""
+        parse = pb.HealthResponse.FromString
+        responses = await self._fan_out("Health", pb.HealthRequest(), parse, timeout=HEALTH_TIMEOUT_SECONDS)
+        return [wire.decode_memory(response) for response in responses]
 
     async def disconnected(self) -> None:
         """Return once the connection to any rank has ended."""

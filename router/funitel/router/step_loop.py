@@ -178,6 +178,8 @@ class StepLoop:
             self._metrics.observe_filter("decode", settled.seconds)
             return []
         self._metrics.observe_step(settled.plan.method, settled.seconds, settled.answer.by_rank)
+        if not settled.plan.load.num_prompt_tokens:
+            self._metrics.observe_decode(settled.plan.load.decode_context, settled.answer.by_rank)
         try:
             delivered = self._scheduler.commit(settled.plan, settled.answer.combined, settled.seconds)
         except KeyError as error:

@@ -72,6 +72,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     for info, result in zip(replica.infos, results, strict=True):
         metrics.set_weights(info.rank, info.weight_bytes, info.sharded_weight_bytes)
         metrics.set_kv(info.rank, result.kv_bytes)
+        metrics.set_reads(info.rank, info.weight_bytes, result.kv_bytes / (result.pool_tokens or 1))
     metrics.set_limits(limits)
     metrics.set_pool_tokens(limits.pool_tokens)
     logger.info("connected shards=%d %s %s", len(replica.infos), limits, policy)

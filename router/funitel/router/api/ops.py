@@ -1,17 +1,20 @@
 """Routes for operators: health, facts, metrics and documentation."""
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from funitel.proto.errors import FunitelError
 from funitel.router import metrics, openapi
 from funitel.router.api.answers import json_answer
 from funitel.router.api.inference import service_of
 from funitel.router.schema import Info
 from funitel.router.service import Service
 
+MEMORY_SECONDS = 0.25  # that a page of metrics waits for shards
 ROUTER_NAME = "text-generation-router"  # what clients of TGI look for
 
 
@@ -70,8 +73,12 @@ def _encoder_facts(service: Service) -> dict[str, Any]:
 
 
 async def prometheus(http: HttpRequest) -> Response:
-    """`/metrics`: in Prometheus' text format."""
-    found = service_of(http).metrics
+    """`/metrics`: in Prometheus' text format. Shards tell what memory they hold, if they answer at once."""
+    service = service_of(http)
+    found = service.metrics
+    with suppress(FunitelError, TimeoutError):
+        async with asyncio.timeout(MEMORY_SECONDS):
+            await service.check_ready()
     found.set_tasks(len(asyncio.all_tasks()))
     return Response(found.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
 
