@@ -5,6 +5,7 @@ import math
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from funitel.model_server.gguf_blocks import BLOCKS
 from funitel.model_server.gguf_convert import convert_gguf
 from funitel.model_server.gguf_reader import read_gguf
 from funitel.model_server.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
-from funitel.proto.errors import UnsupportedModel, WeightsError
+from funitel.proto.errors import StartupError, UnsupportedModel, WeightsError
+from funitel_testing.tiny_gguf import TINY_GGUFS
 
 MakeGguf = Callable[..., PreTrainedModel]
 
@@ -349,13 +351,28 @@ def test_unknown_architecture_is_named(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedModel, match="rwkv6 is not supported; supported: llama, qwen2, qwen3, gemma"):
+    with pytest.raises(UnsupportedModel, match="rwkv6 is not supported; supported: llama, qwen2, qwen3, qwen2moe"):
         converted(tmp_path / "tiny.gguf")
 
 
-def test_experts_are_refused(make_gguf: MakeGguf, tmp_path: Path) -> None:
-    make_gguf(tmp_path / "tiny.gguf", metadata=lambda writer: writer.add_expert_count(8))
-    with pytest.raises(UnsupportedModel, match="llama with 8 experts"):
+def test_experts_of_an_architecture_without_any_are_refused(make_gguf: MakeGguf, tmp_path: Path) -> None:
+    make_gguf(tmp_path / "tiny.gguf", "qwen2", metadata=lambda writer: writer.add_expert_count(8))
+    with pytest.raises(UnsupportedModel, match="qwen2 with 8 experts"):
+        converted(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize(
+    ("count", "line"),
+    [
+        (4, r"tensor blk.0.ffn_gate_exps.weight has shape \[5, 100, 48\], expected 4 matrices"),
+        (0, "tensor blk.0.ffn_down.weight is missing"),
+        (2**31, "num_experts"),
+    ],
+)
+def test_experts_that_contradict_the_metadata_are_refused(count: int, line: str, tmp_path: Path) -> None:
+    tiny = TINY_GGUFS["mixtral"]
+    replace(tiny, metadata={**tiny.metadata, "expert_count": count}).write(tmp_path / "tiny.gguf", "llama")
+    with pytest.raises(StartupError, match=line):
         converted(tmp_path / "tiny.gguf")
 
 

@@ -82,6 +82,10 @@ def test_check_names_what_is_missing_unexpected_and_of_the_wrong_shape(tmp_path:
         ({"num_layers": 0}, "num_layers must be within 1..4096, given 0"),
         ({"norm_eps": 10**400}, "norm_eps must be a finite number, given 1000"),
         ({"num_layers": 10**12}, "num_layers must be within 1..4096, given 1000000000000"),
+        (
+            {"position": "sinusoidal", "max_position_embeddings": 1 << 18},
+            "max_position_embeddings must be <= 131072 with sinusoidal positions, given 262144",
+        ),
         ({"norm": "batch"}, 'norm must be one of rms, layer, none, given "batch"'),
         ({"norm_eps": float("nan")}, "norm_eps must be a finite number, given NaN"),
         ({"rotary": 3}, "rotary must be an object, given 3"),

@@ -43,7 +43,7 @@ class TinyGguf:
         add_byte_tokenizer(writer, self.pre)
         number = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == architecture)
         names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers)
-        for hf_name, tensor in packed.items():
+        for hf_name, tensor in _with_halves(packed).items():
             places = (names.get_name(each, (".weight", ".bias")) for each in (hf_name, hf_name.partition(".")[2]))
             name = next(place for place in places if place is not None)
             values = self.lay(name, tensor.numpy())
@@ -54,6 +54,18 @@ class TinyGguf:
             writer.add_tensor(name, np.array(factors, np.float32))
         finish(writer)
         return model
+
+
+def _with_halves(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors with stacks of experts as files have them: gates by themselves."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            stem = name.removesuffix("gate_up_proj")
+            found[f"{stem}gate_proj.weight"], found[f"{stem}up_proj.weight"] = tensor.chunk(2, dim=1)
+        else:
+            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = tensor
+    return found
 
 
 def _sizes(config: Any) -> dict[str, Any]:
@@ -135,6 +147,7 @@ def _changed(name: str, **config: Any) -> Tiny:
 _RMS = {"attention.layer_norm_rms_epsilon": 1e-6, "attention.head_count_kv": KV_HEADS}
 _LAYER = {"attention.layer_norm_epsilon": 1e-5}
 _WIDE = {"attention.key_length": 16, "attention.value_length": 16}
+_MOE = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 21}
 _LONGROPE = {"short": [1.0, 1.1, 1.3, 1.7], "long": [1.5, 2.0, 3.0, 4.0]}
 _GRANITE = {"embedding_scale": 3.0, "residual_scale": 0.3, "attention.scale": 0.2, "logit_scale": 2.0}
 
@@ -144,6 +157,23 @@ TINY_GGUFS: dict[str, TinyGguf] = {
     "llama_bias": TinyGguf(name="llama", tiny=ZOO["llama_bias"], metadata=_RMS | _WIDE, is_permuted=True),
     "qwen2": TinyGguf(pre="qwen2", tiny=_changed("qwen2", use_sliding_window=False), metadata=_RMS),
     "qwen3": TinyGguf(pre="qwen2", tiny=ZOO["qwen3"], metadata=_RMS | _WIDE),
+    "mixtral": TinyGguf(
+        name="llama",
+        tiny=_changed("mixtral", sliding_window=None, rms_norm_eps=1e-6),
+        metadata=_RMS | {"expert_count": 5, "expert_used_count": 2},
+        is_permuted=True,
+    ),
+    "qwen2moe": TinyGguf(
+        pre="qwen2",
+        tiny=_changed("qwen2_moe", decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False),
+        metadata=_RMS | _MOE | {"expert_shared_feed_forward_length": 25},
+    ),
+    "qwen3moe": TinyGguf(
+        pre="qwen2",
+        tiny=_changed("qwen3_moe", norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+        metadata=_RMS | _WIDE | _MOE,
+    ),
+    "olmoe": TinyGguf(pre="olmo", tiny=_changed("olmoe", rms_norm_eps=1e-6), metadata=_RMS | _MOE),
     "gemma": TinyGguf(tiny=ZOO["gemma"], metadata=_RMS | _WIDE, lay=_plus_one),
     "gemma2": TinyGguf(
         tiny=_changed("gemma2", query_pre_attn_scalar=16),

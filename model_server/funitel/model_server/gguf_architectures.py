@@ -36,6 +36,14 @@ ROLES: Mapping[str, str] = {
     "blk.#.ffn_gate": "gate",
     "blk.#.ffn_up": "up",
     "blk.#.ffn_down": "down",
+    "blk.#.ffn_gate_inp": "router",
+    "blk.#.ffn_gate_exps": "expert_gate",
+    "blk.#.ffn_up_exps": "expert_up",
+    "blk.#.ffn_down_exps": "expert_down",
+    "blk.#.ffn_gate_shexp": "shared_gate",
+    "blk.#.ffn_up_shexp": "shared_up",
+    "blk.#.ffn_down_shexp": "shared_down",
+    "blk.#.ffn_gate_inp_shexp": "shared_share",
     "output_norm": "final_norm",
     "output": "head",
 }
@@ -117,6 +125,21 @@ def _turning_part(gguf: GgufFile) -> float:
     """The share of a head that turns."""
     size = head_dim(gguf)
     return gguf.integer(gguf.key("rope.dimension_count"), size) / max(size, 1)
+
+
+def find_architecture(gguf: GgufFile) -> Architecture:
+    """The row for a file: by its architecture, and for a Llama's by whether it has experts.
+
+    Raises:
+        UnsupportedModel: there is none.
+    """
+    name = gguf.architecture
+    if name == "llama" and gguf.integer(gguf.key("expert_count"), 0):
+        return MIXTRAL
+    if name not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
+        raise UnsupportedModel(f"{gguf.path}: architecture {name} is not supported; supported: {supported}")
+    return ARCHITECTURES[name]
 
 
 def _dense(gguf: GgufFile) -> str:
@@ -228,6 +251,18 @@ _BIASES: dict[str, Any] = {
     "mlp_bias": holds("blk.0.ffn_up.bias"),
 }
 _LLAMA = _MODERN | _BIASES | {"model_type": "llama"}
+_EXPERTS: dict[str, Any] = (
+    _SIZES
+    | _RMS
+    | _WHOLE_ROPE
+    | {
+        "hidden_act": "silu",
+        "num_experts": integer("expert_count"),
+        "num_experts_per_tok": integer("expert_used_count"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+)
 _GEMMA = _SIZES | _RMS | _WHOLE_ROPE | {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
 _GPT: dict[str, Any] = {
     "n_embd": integer("embedding_length"),
@@ -238,6 +273,13 @@ _GPT: dict[str, Any] = {
     "layer_norm_epsilon": number("attention.layer_norm_epsilon"),
 }
 
+MIXTRAL = Architecture(
+    hf_class="MixtralForCausalLM",
+    settings=_EXPERTS | {"model_type": "mixtral", "num_local_experts": integer("expert_count"), "sliding_window": None},
+    is_permuted=True,
+)
+"""What is called a Llama too."""
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(hf_class="LlamaForCausalLM", settings=_LLAMA, is_permuted=True, factors=_FACTORS),
     "qwen2": Architecture(
@@ -246,6 +288,32 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture(
         hf_class="Qwen3ForCausalLM",
         settings=_MODERN | {"model_type": "qwen3", "attention_bias": False, "use_sliding_window": False},
+    ),
+    "qwen2moe": Architecture(
+        hf_class="Qwen2MoeForCausalLM",
+        settings=_EXPERTS
+        | {
+            "model_type": "qwen2_moe",
+            "use_sliding_window": False,
+            "moe_intermediate_size": integer("expert_feed_forward_length"),
+            "shared_expert_intermediate_size": integer("expert_shared_feed_forward_length"),
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3moe": Architecture(
+        hf_class="Qwen3MoeForCausalLM",
+        settings=_EXPERTS
+        | {
+            "model_type": "qwen3_moe",
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "moe_intermediate_size": integer("expert_feed_forward_length"),
+            "norm_topk_prob": True,
+        },
+    ),
+    "olmoe": Architecture(
+        hf_class="OlmoeForCausalLM",
+        settings=_EXPERTS | {"model_type": "olmoe", "attention_bias": False, "norm_topk_prob": False, "clip_qkv": None},
     ),
     "gemma": Architecture(hf_class="GemmaForCausalLM", settings=_GEMMA | {"model_type": "gemma"}),
     "gemma2": Architecture(

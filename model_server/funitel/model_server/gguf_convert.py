@@ -6,7 +6,7 @@ calls each tensor of the file and how it lies there. Every tensor of the file mu
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from funitel.model_server.conversion import Planned, write_json, write_safetensors
 from funitel.model_server.families import spec_of
-from funitel.model_server.gguf_architectures import ARCHITECTURES, ROLES, Architecture
+from funitel.model_server.gguf_architectures import ROLES, Architecture, find_architecture
 from funitel.model_server.gguf_blocks import BLOCKS, BlockType, record_weights
 from funitel.model_server.gguf_reader import GgufFile, read_gguf
 from funitel.model_server.gguf_tokenizer import build_tokenizer, special_token_id
@@ -35,17 +35,21 @@ _BIASED = {  # role -> field of a ModelSpec: whether it has a bias
     "out": "has_out_bias",
     "head": "has_head_bias",
 }
+_MLP = frozenset(("gate", "up", "gate_up", "down"))
+_SHARED = frozenset(("shared_gate", "shared_up", "shared_down", "shared_share"))
+_EXPERTS = _SHARED | {"router", "expert_gate", "expert_up", "expert_down"}
 _UNTURNED = _NORMS | {"embedding", "positions", "head"}  # never stored [inputs, outputs]
 _CHUNK_ELEMENTS = 1 << 24  # of a matrix on its way to the new file
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A tensor of the file, and the name and the role it has in the checkpoint."""
+    """A tensor of the file, or one expert's matrix of a stack there; the name and role it has in the checkpoint."""
 
     gguf_name: str
     hf_name: str
     role: str
+    expert: int | None = None
 
     @property
     def is_weight(self) -> bool:
@@ -59,11 +63,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
     Raises: `UnsupportedModel` naming what is not supported, `WeightsError` for a damaged or incomplete file.
     """
     gguf = read_gguf(path)
-    architecture = ARCHITECTURES.get(gguf.architecture)
-    if architecture is None:
-        supported = ", ".join(ARCHITECTURES)
-        message = f"{path}: architecture {gguf.architecture} is not supported; supported: {supported}"
-        raise UnsupportedModel(message)
+    architecture = find_architecture(gguf)
     if "token_embd.weight" not in gguf.tensors:
         raise WeightsError(f"{path}: tensor token_embd.weight is missing")
     vocab_size = gguf.shape("token_embd.weight")[0]
@@ -103,7 +103,10 @@ def _end_token_ids(gguf: GgufFile) -> int | list[int] | None:
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[str, str]]:
-    """Every tensor a GGUF of such a model has: its name there -> its name in the checkpoint, and its role."""
+    """Every tensor a GGUF of such a model has: its name there -> its name in the checkpoint, and its role.
+
+    Those of experts have one name there for all, and `{j}` in the checkpoint's, which has each by itself.
+    """
     names, absent = spec.names, _absent(spec)
     found = {}
     for stem, role in ROLES.items():
@@ -114,11 +117,20 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[str, str]]:
             continue
         prefix = "" if role == "head" else names.prefix
         suffixes = ["weight", "bias"] if role in _BIASED and getattr(spec, _BIASED[role]) else ["weight"]
-        for i in range(spec.num_layers if "#" in stem else 1):
+        template = template.partition("|")[0]  # of alternatives the one by one
+        for i in _layers_with(role, spec) if "#" in stem else (0,):
             for suffix in suffixes:
                 hf_name = f"{prefix}{template.format(i=i, j='{j}')}.{suffix}"
                 found[f"{stem.replace('#', str(i))}.{suffix}"] = hf_name, role
     return found
+
+
+def _layers_with(role: str, spec: ModelSpec) -> Sequence[int]:
+    """Layers that have tensors of a role: of a mixture of experts some have the plain MLP."""
+    every = range(spec.num_layers)
+    if spec.experts is None or role not in _MLP | _EXPERTS:
+        return every
+    return [i for i in every if (i in spec.experts.dense_layers) is (role in _MLP)]
 
 
 def _absent(spec: ModelSpec) -> set[str]:
@@ -127,6 +139,7 @@ def _absent(spec: ModelSpec) -> set[str]:
     absent = {"q", "k", "v"} if spec.names.qkv else {"qkv"}
     absent |= set() if spec.is_gated and not spec.names.gate_up else {"gate"}
     absent |= {"q_norm", "k_norm"} if spec.qk_norm is QkNorm.NONE else set()
+    absent |= _EXPERTS if spec.experts is None else set() if spec.experts.shared_size else _SHARED
     absent |= {"positions"} if spec.position is not Position.LEARNED else set()
     absent |= {"attention_norm", "mlp_norm"} if placement is NormPlacement.POST else set()
     absent |= {"attention_post_norm", "mlp_post_norm"} if placement is NormPlacement.PRE else set()
@@ -152,19 +165,36 @@ class Layout:
         if unknown:
             message = f"{gguf.path}: tensor {min(unknown)} is not part of {gguf.architecture} as supported"
             raise UnsupportedModel(message)
-        self._sources = [Source(name, *expected[name]) for name in gguf.tensors if name in expected]
+        self._sources = [
+            source for name in gguf.tensors if name in expected for source in self._of(name, *expected[name])
+        ]
+
+    def _of(self, gguf_name: str, hf_name: str, role: str) -> Iterator[Source]:
+        """What becomes of a tensor of the file."""
+        experts = self._spec.experts
+        if experts is None or not role.startswith("expert_"):
+            yield Source(gguf_name, hf_name, role)
+            return
+        shape = self._gguf.shape(gguf_name)
+        if len(shape) != 3 or shape[0] != experts.num_experts:
+            found = f"{self._gguf.path}: tensor {gguf_name} has shape {list(shape)}"
+            raise WeightsError(f"{found}, expected {experts.num_experts} matrices")
+        for j in range(experts.num_experts):
+            yield Source(gguf_name, hf_name.format(j=j), role, j)
 
     def write(self, folder: Path) -> None:
         """Write float32 safetensors, and the blocks of matrices that are computed on as they are, if there are any."""
         gguf, tensors = self._gguf, []
         for source in self._sources:
-            shape = gguf.shape(source.gguf_name)[:: -1 if self._is_turned(source) else 1]
+            shape = self._shape(source)[:: -1 if self._is_turned(source) else 1]
             tensors.append(Planned(source.hf_name, "F32", shape, 4 * math.prod(shape), partial(self._values, source)))
         path = folder / "model.safetensors"
         write_safetensors(path, tensors, {"format": "pt"}, f"converting {gguf.path.name}")
         blocks, types = [], {}
         for source in self._sources:
             tensor = gguf.tensors[source.gguf_name]
+            if self._spec.experts is not None:
+                break  # the step that computes on blocks has no experts
             if tensor.kind.name in BlockType.__members__ and tensor.data.ndim == 2:
                 read = partial(self._block_rows, source)
                 blocks.append(Planned(source.hf_name, "U8", tensor.data.shape, tensor.data.nbytes, read))
@@ -174,12 +204,21 @@ class Layout:
             write_safetensors(folder / BLOCKS, blocks, types, f"copying blocks of {gguf.path.name}")
             record_weights(folder, path)
 
+    def _shape(self, source: Source) -> tuple[int, ...]:
+        shape = self._gguf.shape(source.gguf_name)
+        if source.role == "shared_share" and len(shape) == 1:  # one output
+            return (1, *shape)
+        return shape if source.expert is None else shape[1:]
+
     def _is_turned(self, source: Source) -> bool:
         return self._spec.names.is_transposed and source.is_weight and source.role not in _UNTURNED
 
     def _values(self, source: Source) -> Iterator[npt.NDArray[np.float32]]:
         """A tensor's values as the checkpoint lays them out, in parts where nothing has to be put in another order."""
         name = source.gguf_name
+        if source.expert is not None:
+            yield self._gguf.dequantise(name, slice(source.expert, source.expert + 1))[0]
+            return
         shape = self._gguf.shape(name)
         if len(shape) == 1 or self._is_turned(source) or self._reorders(source):
             values = self._reordered(source, self._gguf.dequantise(name))
