@@ -1,5 +1,8 @@
-"""One request as a collector sees it: one tree, across the router and two shards."""
+"""One request as a collector sees it: one tree, across the router and two shards; and as log, top and metrics tell."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +40,8 @@ def traced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
         "--max-batch-total-tokens",
         "4096",
     )
-    flags += ("--otlp-decode-tokens", str(DECODE_TOKENS))
+    flags += ("--otlp-decode-tokens", str(DECODE_TOKENS), "--json-output")
+    flags += ("--debug-routes", "--hostname", "127.0.0.1", "--memory-bandwidth", "20")
     environ = {"OTEL_BSP_SCHEDULE_DELAY": "200"}
     with collecting() as (collector, place):
         more = ("--otlp-endpoint", f"http://{place}")
@@ -45,12 +49,13 @@ def traced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
             yield server, collector
 
 
-def ask(server: Server, prompt: str, trace_id: str, flag: str = "01") -> None:
+def ask(server: Server, prompt: str, trace_id: str, flag: str = "01") -> httpx.Response:
     """One streamed request below a span of the client's."""
     body = {"prompt": prompt, "max_tokens": NUM_TOKENS, "stream": True, "temperature": 0}
-    headers = {"traceparent": f"00-{trace_id}-{SPAN}-{flag}", "tracestate": "vendor=1"}
+    headers = {"traceparent": f"00-{trace_id}-{SPAN}-{flag}", "tracestate": "vendor=1", "x-request-id": trace_id[:8]}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
+    return answer
 
 
 def tree(collector: Collector, trace_id: str, num_spans: int) -> list[GatheredSpan]:
@@ -116,3 +121,34 @@ def test_who_wants_no_trace_has_none(traced: tuple[Server, Collector]) -> None:
     ask(server, "heard", TRACE[::-1])
     tree(collector, TRACE[::-1], 12)
     assert collector.of_trace(OTHER_TRACE) == []
+
+
+def test_the_log_tells_of_a_request_under_its_id_and_trace(traced: tuple[Server, Collector]) -> None:
+    server, _ = traced
+    trace_id = "2" * 32
+    assert ask(server, "told", trace_id).headers["x-request-id"] == trace_id[:8]
+
+    def told() -> list[dict[str, object]]:
+        lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in lines if line.get("request_id") == trace_id[:8]]
+
+    wait_until(lambda: bool(told()), 5)
+    (line,) = told()
+    assert line["process"] == "router"
+    facts = {"trace_id": trace_id, "route": "/v1/completions", "status": 200, "tokens": NUM_TOKENS, "cancelled": False}
+    assert facts.items() <= line.items()
+    assert SECRET not in server.log.read_text()
+
+
+def test_top_shows_the_server_and_metrics_what_it_reads(traced: tuple[Server, Collector]) -> None:
+    server, _ = traced
+    ask(server, "shown", "3" * 32)
+    command = [sys.executable, "-m", "funitel.launcher", "top", "--once", "--json", "--url", server.url]
+    (replica,) = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)["replicas"]
+    assert (replica["ranks"], replica["num_running"]) == (2, 0)
+    assert replica["steps"][-1]["kind"] == "decode"
+    found = server.metrics()
+    for rank in (0, 1):
+        assert found[f'funitel_decode_read_bytes_total{{rank="{rank}"}}'] > 0
+        assert 0 < found[f'funitel_decode_bandwidth_share{{rank="{rank}"}}'] < 1
+        assert found[f'funitel_memory_bytes{{kind="peak",rank="{rank}"}}'] > 50e6
