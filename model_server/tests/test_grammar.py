@@ -11,6 +11,7 @@ import pytest
 
 from funitel.model_server.executor import Executor
 from funitel.model_server.grammar import CAPACITY, TokenMasks
+from funitel.proto import logs
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import FinishReason, GeneratedText, Generation, GrammarType, SequenceStart
 from funitel_testing.executors import chunk, collect, ids_of, load_executor, run_alone, run_out, start
@@ -221,7 +222,8 @@ def test_where_nothing_can_follow_the_sequence_is_cut(executor: Executor, caplog
     row.grammar._matcher.consume_token(EOS_ID - 1)
     with caplog.at_level(logging.WARNING):
         result = executor.decode([result.batch])
-    assert "request 1 ends early" in caplog.text
+    (told,) = [record for record in caplog.records if "ends early" in record.message]
+    assert logs.facts_of(told) == {"request_id": "1"}
     by_id = {g.request_id: g for g in result.generations}
     finished = by_id[1].finished
     assert finished is not None

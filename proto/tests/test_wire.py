@@ -89,6 +89,7 @@ STARTS = st.builds(
     truncate=U32,
     add_special_tokens=st.booleans(),
     adapter_id=st.none() | TEXT,
+    name=TEXT,
 )
 ROWS = some(st.builds(RowUpdate, request_id=U64, blocks=some(U32), chunk_len=st.none() | U32))
 CACHED = st.builds(CachedBatch, id=U64, request_ids=some(U64), max_tokens=U32, current_tokens=U32)

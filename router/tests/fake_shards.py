@@ -88,6 +88,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.pause = asyncio.Event()
         self.pause.set()
         self.resident_bytes = 0  # that it says it holds
+        self.names: list[str] = []  # of the requests it was given
         self.is_well = asyncio.Event()  # Health is answered
         self.is_well.set()
         self.pool_tokens = pool_tokens
@@ -185,6 +186,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "refused")
             rows = self._take(request.cached_batch.id) if request.HasField("cached_batch") else []
             for start in request.batch.requests:
+                self.names.append(start.name)
                 tokens = list(start.input_ids) or [ord(c) for c in start.inputs]
                 known = [*tokens, *start.output_ids]
                 rows.append(Row(start, known, len(tokens), start.cache_len, blocks=list(start.blocks)))

@@ -128,3 +128,10 @@ def test_without_a_key_it_is_for_this_machine(hostname: str) -> None:
 @pytest.mark.parametrize("hostname", ["localhost", "127.0.0.1", "::1"])
 def test_on_loopback_it_needs_no_key(hostname: str) -> None:
     RouterSettings(debug_routes=True, hostname=hostname)
+
+
+async def test_shards_know_a_request_by_its_id(serve: Serve, tmp_path: Path) -> None:
+    async with debugged(serve, tmp_path) as (client, shard):
+        body = {"inputs": SECRET, "parameters": {"max_new_tokens": 2}}
+        await client.post("/generate", json=body, headers={"x-request-id": "r-1"})
+    assert shard.names == ["r-1"]

@@ -30,6 +30,7 @@ from funitel.model_server.settling import Settled, Settler
 from funitel.model_server.spec import ModelFacts
 from funitel.model_server.text import Detokenizer, StopMatcher, TextCodec
 from funitel.model_server.watermark import Watermark
+from funitel.proto import logs
 from funitel.proto.errors import (
     FunitelError,
     InvalidRequest,
@@ -508,7 +509,8 @@ class Executor:
         if grammar is None or math.isnan(token.logprob):  # a broken row gets no further
             return [token]
         if grammar.is_stuck:
-            logger.warning("request %d ends early: its grammar allows nothing more", row.request_id)
+            facts = {"request_id": row.start.name or str(row.request_id)}
+            logs.tell(logger, "a request ends early: its grammar allows nothing more", logging.WARNING, **facts)
             return [replace(token, is_cut=True)]
         grammar.push(token.id)
         if not self.options.forces_spans or params.raw_logprobs or token.id in self.options.eos_token_ids:

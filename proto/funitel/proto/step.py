@@ -143,6 +143,7 @@ class SequenceStart:
     truncate: int = 0
     add_special_tokens: bool = True
     adapter_id: str | None = None
+    name: str = ""  # what people know its request by, for the log
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ def encode_sequence(sequence: SequenceStart) -> pb.Request:
         add_special_tokens=sequence.add_special_tokens,
         input_ids=sequence.input_ids,
         output_ids=sequence.output_ids,
+        name=sequence.name,
     )
     if sequence.adapter_id is not None:
         message.adapter_id = sequence.adapter_id
@@ -122,6 +123,7 @@ def decode_sequence(message: pb.Request) -> SequenceStart:
         output_ids=tuple(message.output_ids),
         adapter_id=message.adapter_id if message.HasField("adapter_id") else None,
         chunk_len=message.chunk_len if message.HasField("chunk_len") else None,
+        name=message.name,
     )
 
 

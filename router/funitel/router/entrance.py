@@ -123,4 +123,5 @@ class Entrance:
             inputs=request.inputs if is_plain else "",
             truncate=len(request.input_ids) if is_plain else 0,
             add_special_tokens=request.add_special_tokens,
+            name="" if is_plain else request.request_id,
         )
