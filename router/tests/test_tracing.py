@@ -168,6 +168,14 @@ async def test_a_failure_is_on_the_request_and_on_what_failed(serve: Serve, span
         assert facts_of(span)["error.type"] == "ShardFailed"
 
 
+async def test_choices_whose_sibling_has_failed_were_not_cancelled(serve: Serve, spans: Recorded) -> None:
+    body = {"messages": [{"role": "user", "content": SECRET}], "n": 2}
+    await ask(serve, "/v1/chat/completions", body, FakeEngine(error=ShardFailed("rank 1 died"), fails_at=2))
+    request = spans.one("POST /v1/chat/completions")
+    assert [event.name for event in request.events] == []
+    assert {span.status.description for span in spans.named("decode")} == {"rank 1 died"}
+
+
 async def test_what_the_client_did_wrong_is_no_error_of_ours(serve: Serve, spans: Recorded) -> None:
     answer = await ask(serve, "/generate", {"inputs": "x", "parameters": {"top_p": 7.5}})
     assert answer.status_code == 422

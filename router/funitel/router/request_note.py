@@ -20,6 +20,7 @@ class RequestNote:
 
     request_id: str = ""
     trace_id: str | None = None  # where it is traced
+    key_name: str | None = None  # of the API key it was let in by
     operation: str = ""  # GenAI's word for what it asks: `chat`, `text_completion`, `embeddings`
     model: str | None = None  # that it is asked of
     response_id: str | None = None

@@ -42,14 +42,8 @@ class EngineView:
     past: PastSteps
     num_ranks: int
 
-    def state(self, index: int, names: Mapping[bytes, str], now: float) -> ReplicaState:
-        """Describe the engine.
-
-        Args:
-            index: of the replica.
-            names: of API keys, by the hash that requests bear.
-            now: on the monotonic clock.
-        """
+    def state(self, index: int, now: float) -> ReplicaState:
+        """Describe the engine as the replica of an index; `now` is on the monotonic clock."""
         scheduler = self.scheduler
         return ReplicaState(
             index=index,
@@ -58,20 +52,20 @@ class EngineView:
             num_waiting=len(scheduler.waiting),
             num_queued_tokens=scheduler.waiting.num_prompt_tokens,
             num_running=len(scheduler.running),
-            waiting=self._waiting(names, now),
-            running=[self._running(each, names, now) for each in islice(scheduler.running.values(), MOST_SHOWN)],
+            waiting=self._waiting(now),
+            running=[self._running(each, now) for each in islice(scheduler.running.values(), MOST_SHOWN)],
             pool=self._pool(),
             steps=[_step(each, now) for each in self.past],
         )
 
-    def _waiting(self, names: Mapping[bytes, str], now: float) -> list[WaitingRequest]:
+    def _waiting(self, now: float) -> list[WaitingRequest]:
         queue = self.scheduler.waiting.in_order(MOST_SHOWN)
         waits = self.admission.waits(queue, self.scheduler.running.values())
         return [
             WaitingRequest(
                 id=sequence.id,
                 request_id=sequence.request.request_id,
-                key=names.get(sequence.request.key),
+                key=sequence.request.key_name,
                 position=place,
                 age_seconds=round(now - sequence.arrived, DIGITS),
                 estimated_wait_seconds=round(wait, DIGITS),
@@ -83,13 +77,13 @@ class EngineView:
             for place, (sequence, wait) in enumerate(zip(queue, waits, strict=True), 1)
         ]
 
-    def _running(self, sequence: Sequence, names: Mapping[bytes, str], now: float) -> RunningRequest:
+    def _running(self, sequence: Sequence, now: float) -> RunningRequest:
         stream = self.streams.get(sequence.id)
         latest = stream.timings.latest if stream is not None else None
         return RunningRequest(
             id=sequence.id,
             request_id=sequence.request.request_id,
-            key=names.get(sequence.request.key),
+            key=sequence.request.key_name,
             age_seconds=round(now - sequence.arrived, DIGITS),
             gap_seconds=round(now - (latest or sequence.arrived), DIGITS),
             prompt_tokens=sequence.num_prompt,

@@ -32,6 +32,7 @@ class Request:
     priority: int = 0  # lower is sooner
     deadline: float | None = None  # instant of the monotonic clock after which nobody wants the answer
     request_id: str = ""  # of the HTTP request it is of, for people who look for it
+    key_name: str | None = None  # of the API key, for them too
 
 
 @dataclass(slots=True, eq=False)

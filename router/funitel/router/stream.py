@@ -110,7 +110,8 @@ class TokenStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._done:
-            self._end(time.monotonic(), Cancelled("the client left"))
+            why = error if isinstance(error, FunitelError) else Cancelled("left early")  # a sibling has failed
+            self._end(time.monotonic(), why)
             self._cancel()
 
     def __aiter__(self) -> "TokenStream":

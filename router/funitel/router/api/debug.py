@@ -17,6 +17,6 @@ async def scheduler(http: HttpRequest) -> Response:
         model_id=service.model_id,
         version=service.version,
         time=time.time(),
-        replicas=[view.state(index, {}, now) for index, view in sorted(service.engine.views.items())],
+        replicas=[view.state(index, now) for index, view in sorted(service.engine.views.items())],
     )
     return json_answer(body)

@@ -197,9 +197,8 @@ async def prepare(
     service.metrics.observe_prompt(len(request.input_ids), request.stopping.max_new_tokens)
     priority = arrived.priority if parameters.priority is None else parameters.priority
     note = request_note.current()
-    request = replace(
-        request, key=arrived.key, priority=priority, deadline=arrived.deadline, request_id=note.request_id
-    )
+    request = replace(request, key=arrived.key, priority=priority, deadline=arrived.deadline)
+    request = replace(request, request_id=note.request_id, key_name=note.key_name)
     note.operation, note.request = "text_completion", note.request or request
     return Job(service, request, arrived)
 

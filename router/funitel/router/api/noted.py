@@ -81,6 +81,7 @@ def _facts(note: RequestNote) -> dict[str, Fact | None]:
     was_cancelled = isinstance(note.error, Cancelled)
     return {
         "trace_id": note.trace_id,
+        "key": note.key_name,
         "error": None if note.error is None or was_cancelled else type(note.error).__name__,
         "cancelled": was_cancelled if was_cancelled or note.prompt_tokens is not None else None,
         "prompt_tokens": note.prompt_tokens,
