@@ -40,6 +40,9 @@ PROTO_ARROWS = {
     ("span_export", "tracing"),
     ("settings", "options"),
     ("options", "foreign"),
+    ("keys", "errors"),
+    ("tls", "errors"),
+    ("listening", "settings"),
 }
 # What decides a step knows numbers and nouns: no loop, no clock, no socket, no gRPC.
 PURE = (
@@ -62,6 +65,7 @@ PURE = (
             "lead",
             "encoder_queue",
             "suspects",
+            "quota",
         )
     ),
 )
@@ -82,6 +86,7 @@ PURE_STDLIB = {
 GRPC_RIMS = {
     "funitel.proto.errors",  # each error names its status
     "funitel.proto.generate_pb2_grpc",
+    "funitel.proto.tls",
     "funitel.router.shards",
     "funitel.model_server.server",
     "funitel.model_server.servicing",

@@ -11,6 +11,7 @@ from typing import Any
 
 from funitel.launcher.bench.settings import BenchSettings
 from funitel.launcher.client.settings import ChatSettings, GenerateSettings, TopSettings
+from funitel.launcher.keys import ListKeysSettings, NewKeySettings, RevokeKeySettings
 from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import DownloadSettings, KernelSettings, ModelServerSettings, QuantizeSettings
 from funitel.proto.foreign import INERT, REFUSED, REFUSED_VALUES, Foreign, Program, Refused
@@ -56,6 +57,13 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
         "Shows who runs and who waits on a server. See [observability](observability.md).",
         TopSettings,
     ),
+    (
+        "Make a key: `funitel key new`",
+        "Prints a new API key and adds its hash to a file. See [access](access.md).",
+        NewKeySettings,
+    ),
+    ("List keys: `funitel key list`", "Lists the keys of a file.", ListKeysSettings),
+    ("Revoke a key: `funitel key revoke NAME`", "Lets nobody in with a key any more.", RevokeKeySettings),
     (
         "Load generator: `funitel bench`",
         "Presses servers with requests and measures what their clients see. See [bench](bench.md).",

@@ -76,7 +76,7 @@ def test_a_metrics_port_that_is_taken_is_named() -> None:
         uds = ("--shard-uds-path", "/tmp/funitel-test-metrics")
         result = run("funitel", "--model-id", "/nowhere", "--port", "0", "--prometheus-port", str(port), *uds)
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith(f"error: --prometheus-port {port} is already in use on 0.0.0.0")
+    assert result.stderr.splitlines()[-1].startswith(f"error: --prometheus-port {port} is already in use on 127.0.0.1")
 
 
 def test_help_names_every_setting() -> None:

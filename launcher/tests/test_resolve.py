@@ -12,7 +12,6 @@ from funitel.launcher.resolve import (
     decide_num_shard,
     describe,
     fit_to_model,
-    listen_address,
     prefill_tokens,
     resolve,
     share_of_cores,
@@ -213,25 +212,6 @@ def test_what_a_child_would_refuse_is_refused_before_anything_loads(given: dict[
 def test_the_legacy_input_limit_is_folded_in() -> None:
     settings = resolved(max_input_length=10, max_total_tokens=20)
     assert (settings.max_input_tokens, settings.max_input_length) == (10, None)
-
-
-@pytest.mark.parametrize(
-    ("hostname", "address"),
-    [
-        ("0.0.0.0", "0.0.0.0"),
-        ("my-pod-7", "0.0.0.0"),
-        ("another-pod", "0.0.0.0"),
-        ("localhost", "localhost"),
-        ("10.0.0.1", "10.0.0.1"),
-        ("::1", "::1"),
-    ],
-)
-def test_a_name_is_no_address_to_listen_on(
-    hostname: str, address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("socket.gethostname", lambda: "my-pod-7")
-    assert listen_address(hostname) == address
-    assert bool(caplog.messages) == (hostname == "another-pod")
 
 
 def test_the_description_tells_everything_but_secrets() -> None:

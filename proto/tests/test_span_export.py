@@ -12,7 +12,7 @@ import pytest
 
 from funitel.proto import span_export, tracing
 from funitel.proto.errors import SettingsError
-from funitel_testing.certificates import self_signed
+from funitel_testing.certificates import Authority
 from funitel_testing.spans import collecting
 
 GONE = "http://127.0.0.1:9"
@@ -41,9 +41,10 @@ def test_a_collector_gets_the_spans_and_where_they_are_from(scheme: str) -> None
 
 
 def test_tls_and_headers_are_those_of_the_standard_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate = self_signed(tmp_path)
-    credentials = grpc.ssl_server_credentials([(certificate.key.read_bytes(), certificate.chain.read_bytes())])
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(certificate.chain))
+    authority = Authority(tmp_path)
+    files = authority.sign("collector")
+    credentials = grpc.ssl_server_credentials([(Path(files.key).read_bytes(), Path(files.cert).read_bytes())])
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", authority.ca)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=ours")
     with collecting(credentials) as (collector, place):
         finish = span_export.export(f"https://localhost:{place.rpartition(':')[2]}", "my-service")

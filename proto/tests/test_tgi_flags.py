@@ -231,6 +231,8 @@ DIFFERENT: dict[tuple[Program, str], tuple[Any, str]] = {
     ("launcher", "--master-port"): (None, "a free one, so that two instances run side by side"),
     ("launcher", "--prometheus-port"): (None, "TGI opens 9000 and answers nothing there"),
     ("router", "--prometheus-port"): (None, "TGI opens 9000 and answers nothing there"),
+    ("launcher", "--hostname"): (None, "loopback where there is no key; the image keeps TGI's by DEFAULT_HOSTNAME"),
+    ("router", "--hostname"): (None, "the same"),
 }
 POSITIONAL: dict[Program, tuple[str, ...]] = {
     "shard": ("model_id",),

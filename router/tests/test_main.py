@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from funitel.router.__main__ import bind, listen_address
+from funitel.router.__main__ import bind
 
 SCRIPT = Path(__file__).with_name("fake_router.py")
 Start = Callable[..., subprocess.Popen[str]]
@@ -193,21 +193,6 @@ def test_print_schema(start: Start) -> None:
     output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
     assert "/v1/chat/completions" in json.loads(output)["paths"]
-
-
-@pytest.mark.parametrize(
-    ("hostname", "address"),
-    [
-        ("0.0.0.0", "0.0.0.0"),
-        ("::", "::"),
-        ("localhost", "127.0.0.1"),
-        ("10.1.2.3", "10.1.2.3"),
-        ("f3a9c1d2e4b5", "0.0.0.0"),
-    ],
-)
-def test_the_name_of_a_container_is_no_address(hostname: str, address: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert listen_address(hostname) == address
-    assert bool(caplog.records) == (hostname == "f3a9c1d2e4b5")
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")

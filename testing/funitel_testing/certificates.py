@@ -1,26 +1,35 @@
-"""Certificates for tests of TLS, made by openssl."""
+"""Certificates for tests: an authority, and what it signs, as PEM files."""
 
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import trustme
 
-@dataclass(frozen=True)
-class Certificate:
-    """Files in PEM."""
-
-    chain: Path
-    key: Path
+HOSTS = ("localhost", "127.0.0.1")
 
 
-def self_signed(folder: Path, name: str = "localhost") -> Certificate:
-    """A certificate of `name` and 127.0.0.1 that vouches for itself, for a day."""
-    certificate = Certificate(folder / f"{name}.pem", folder / f"{name}.key")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        + ["-days", "1", "-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name},IP:127.0.0.1"]
-        + ["-keyout", str(certificate.key), "-out", str(certificate.chain)],
-        check=True,
-        capture_output=True,
-    )
-    return certificate
+@dataclass(frozen=True, slots=True)
+class Files:
+    """A certificate with its key."""
+
+    cert: str
+    key: str
+
+
+class Authority:
+    """Signs certificates into a folder."""
+
+    def __init__(self, folder: Path, name: str = "ca") -> None:
+        self._folder = folder
+        self._ca = trustme.CA(organization_name=name)
+        self.ca = str(folder / f"{name}.pem")
+        self._ca.cert_pem.write_to_path(self.ca)
+
+    def sign(self, name: str, *hosts: str) -> Files:
+        """Make, or replace, the files of a certificate; for this machine where no hosts are named."""
+        made = self._ca.issue_cert(*(hosts or HOSTS))
+        files = Files(str(self._folder / f"{name}.pem"), str(self._folder / f"{name}.key"))
+        chain = b"".join(blob.bytes() for blob in made.cert_chain_pems)
+        Path(files.cert).write_bytes(chain)
+        made.private_key_pem.write_to_path(files.key)
+        return files

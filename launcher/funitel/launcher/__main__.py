@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from funitel.launcher.client.program import CLIENTS, TORCH_COMMANDS, run_client
+from funitel.launcher.client.program import CLIENTS, KEYS, TORCH_COMMANDS, run_client
 from funitel.launcher.commands import Commands
 from funitel.launcher.resolve import decide_num_shard, listed_gpus, resolve, visible_gpus
 from funitel.launcher.runtime import describe_runtime
@@ -54,7 +54,7 @@ def main() -> None:
     """Run the launcher, `funitel serve ...` as `funitel ...`; or one of the clients that `funitel NAME ...` names."""
     if sys.argv[1:2] == ["serve"]:
         del sys.argv[1]
-    elif sys.argv[1:2] and sys.argv[1] in (*CLIENTS, *TORCH_COMMANDS):
+    elif sys.argv[1:2] and sys.argv[1] in (*CLIENTS, *TORCH_COMMANDS, KEYS):
         run_client()
     app = typer.Typer(add_completion=False)
     environ = dict(os.environ)

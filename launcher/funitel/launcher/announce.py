@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from funitel.launcher.resolve import ResolvedSettings
+from funitel.proto.listening import LOCAL_ONLY
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +21,15 @@ def announce(settings: ResolvedSettings, *, seconds: float) -> None:
     else:
         with suppress(OSError):  # a full disk under stdout is no reason not to serve
             print(f"\n{ready}\n\n{example(settings)}\n", flush=True)
+    if settings.is_local_by_default:
+        logger.info(LOCAL_ONLY)
 
 
 def url(settings: ResolvedSettings) -> str:
     """Where a client on this machine finds the router."""
     host = "localhost" if settings.hostname in (*EVERY_ADDRESS, "127.0.0.1", "::1") else settings.hostname
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+    scheme = "http" if settings.tls_pair is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 QUESTION = "What is the capital of France?"

@@ -1,10 +1,12 @@
-"""Ask a shard or the router whether it answers; never raises."""
+"""Ask a shard or the router whether it answers."""
 
 import asyncio
+import ssl
 
 import grpc
 
 from funitel.proto import generate_pb2 as pb
+from funitel.proto.errors import StartupError
 from funitel.proto.generate_pb2_grpc import TextGenerationServiceStub
 
 ANSWER_SECONDS = 5.0
@@ -23,17 +25,28 @@ async def shard_answers(socket_path: str) -> bool:
     return True
 
 
-async def router_answers(hostname: str, port: int) -> bool:
-    """Whether `GET /health` is 200."""
+async def router_answers(hostname: str, port: int, context: ssl.SSLContext | None = None) -> bool:
+    """Whether `GET /health` is 200, by HTTPS with a context.
+
+    Raises:
+        StartupError: the router does not take the certificate that the context shows.
+    """
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
-            return b" 200 " in await _status_line(hostname, port)
+            return b" 200 " in await _status_line(hostname, port, context)
+    except ssl.SSLError as error:
+        if "ALERT" not in (error.reason or ""):
+            return False
+        raise StartupError(
+            f"the router refuses the launcher's certificate ({error.reason}): give --tls-probe-cert and "
+            "--tls-probe-key of an authority in --tls-client-ca"
+        ) from error
     except (OSError, TimeoutError):
         return False
 
 
-async def _status_line(hostname: str, port: int) -> bytes:
-    reader, writer = await asyncio.open_connection(reachable(hostname), port)
+async def _status_line(hostname: str, port: int, context: ssl.SSLContext | None) -> bytes:
+    reader, writer = await asyncio.open_connection(reachable(hostname), port, ssl=context)
     try:
         writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         return await reader.readline()

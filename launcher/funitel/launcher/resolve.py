@@ -4,11 +4,10 @@ Pure but for what is asked of the machine: which ports are free, which GPUs, NUM
 """
 
 import dataclasses
-import ipaddress
 import json
 import logging
 import os
-import socket
+import ssl
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +21,11 @@ from funitel.launcher.sockets import free_port, free_ports
 from funitel.launcher.topology import usable_nodes
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError
+from funitel.proto.keys import read_keys
+from funitel.proto.listening import is_local_by_default, listen_address
 from funitel.proto.settings import project, require
-from funitel.router.settings import RouterSettings
+from funitel.proto.tls import server_context
+from funitel.router.settings import RouterSettings, is_guarded
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,8 @@ class ResolvedSettings(LauncherSettings):
     master_ports: tuple[int, ...]  # of every replica
     shard_uds_path: str
     served_model_name: str
+    hostname: str
+    is_local_by_default: bool = False  # nobody has chosen an address, and nobody is asked for a key
     most_threads: int | None = None  # of each shard, where the number is left to it
     places: tuple[Place, ...] = ()  # of every shard of every replica, with --numa
     gpus: tuple[str, ...] = ()  # to be shared out between several replicas, as CUDA names them
@@ -73,6 +77,7 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tup
     if settings.num_threads is None and not settings.numa:  # a shard that is pinned has the threads of its cores
         most_threads = share_of_cores(settings.device, num_shards)
     ports = _master_ports(settings)
+    asked = (settings.hostname, settings.default_hostname)
     resolved = project(
         settings,
         ResolvedSettings,
@@ -81,7 +86,8 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tup
         most_threads=most_threads,
         max_input_tokens=max_input,
         max_input_length=None,
-        hostname=listen_address(settings.hostname),
+        hostname=listen_address(*asked, is_guarded=is_guarded(settings)),
+        is_local_by_default=is_local_by_default(*asked, is_guarded=is_guarded(settings)),
         port=settings.port or free_port(),
         master_port=ports[0],
         master_ports=ports,
@@ -117,6 +123,29 @@ def check_children(settings: ResolvedSettings) -> None:
     """Raise SettingsError for what a shard or the router would refuse."""
     project(settings, ModelServerSettings, model_id=settings.model_id, sharded=bool(settings.sharded))
     project(settings, RouterSettings, max_batch_prefill_tokens=prefill_tokens(settings, context=None))
+    if settings.api_key_file is not None:
+        read_keys(settings.api_key_file)
+    if settings.tls_pair is not None:
+        server_context(settings.tls_pair, settings.tls_client_ca)
+    probe_context(settings)
+
+
+def probe_context(settings: LauncherSettings) -> ssl.SSLContext | None:
+    """How the launcher asks its own router for its health; None where HTTP is plain.
+
+    The router is its child, on an address of this machine for which no certificate is made: there is no name to check.
+
+    Raises:
+        SettingsError: the files of the probe are not what they must be.
+    """
+    if settings.tls_pair is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if settings.tls_probe_pair is not None:
+        settings.tls_probe_pair.load_into(context)
+    return context
 
 
 def fit_to_model(settings: ResolvedSettings, folder: Path) -> ResolvedSettings:
@@ -229,26 +258,6 @@ def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     """The first of `keys` that is a count; None when none is."""
     counts = (config.get(key) for key in keys)
     return next((count for count in counts if isinstance(count, int) and count > 0), None)
-
-
-def listen_address(hostname: str) -> str:
-    """Turn `hostname` into what the router listens on: what is no address becomes every address, as in TGI.
-
-    Containers export HOSTNAME with their own name, which nobody means as an address to listen on.
-    """
-    if hostname == "localhost" or _is_address(hostname):
-        return hostname
-    if hostname != socket.gethostname():
-        logger.warning("--hostname %s is not an address: listening on 0.0.0.0", hostname)
-    return "0.0.0.0"
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def describe(settings: LauncherSettings) -> str:

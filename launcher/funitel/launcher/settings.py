@@ -7,10 +7,12 @@ from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelS
 from funitel.proto.batch_sizes import BatchSizes
 from funitel.proto.foreign import REFUSED_VALUES
 from funitel.proto.settings import require, setting
+from funitel.proto.tls import Pair
 from funitel.router.settings import (
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     RouterSettings,
+    check_access,
     check_api_key,
     check_prometheus_port,
     check_token_limits,
@@ -158,7 +160,14 @@ class LauncherSettings:
         "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "
         "2.5 times a step without them when not given.",
     )
-    hostname: str = _router("hostname", "Address to listen on.")
+    hostname: str | None = _router(
+        "hostname",
+        "Address to listen on; when not given, 0.0.0.0 where clients need a key or certificate, else 127.0.0.1.",
+    )
+    default_hostname: str | None = _router(
+        "default_hostname",
+        "Address to listen on when --hostname is not given, or is this machine's name; the image sets 0.0.0.0.",
+    )
     port: int = _router("port", "Port to listen on.", short="-p")
     prometheus_port: int | None = _router(
         "prometheus_port", "A second port that answers /metrics and nothing else; /metrics is on --port anyway."
@@ -236,8 +245,24 @@ class LauncherSettings:
     )
     api_key: str | None = _router("api_key", "Bearer token that requests must carry.")
     api_key_file: str | None = _router(
-        "api_key_file", "File of bearer tokens, one a line; a request must carry one of the keys."
+        "api_key_file",
+        "File of keys, one a line, of which a request must carry one; read again when it changes. See docs/access.md.",
     )
+    protect_all_routes: bool = _router(
+        "protect_all_routes",
+        "Ask for a key on every route but those of health: for /metrics, /info, /docs and /v1/models too.",
+    )
+    tls_cert: str | None = _router("tls_cert", "PEM file of a certificate and its chain: answer HTTPS, with --tls-key.")
+    tls_key: str | None = _router("tls_key", "PEM file of the key of --tls-cert, without a passphrase.")
+    tls_client_ca: str | None = _router(
+        "tls_client_ca", "PEM file of authorities: a client must show a certificate of theirs."
+    )
+    tls_probe_cert: str | None = setting(
+        None,
+        "PEM file of the certificate that the launcher shows when it asks for the health; with --tls-client-ca "
+        "--tls-cert when not given.",
+    )
+    tls_probe_key: str | None = setting(None, "PEM file of the key of --tls-probe-cert.")
     cors_allow_origin: tuple[str, ...] = _router(
         "cors_allow_origin", "Allowed CORS origin, repeatable; any when not given."
     )
@@ -289,6 +314,16 @@ class LauncherSettings:
         )
         require(self.num_replicas >= 1, f"--num-replicas must be >= 1, given {self.num_replicas}")
         check_api_key(self.api_key)
+        check_access(self)
+        probe = (self.tls_probe_cert, self.tls_probe_key)
+        require(
+            (probe[0] is None) == (probe[1] is None),
+            f"--tls-probe-cert and --tls-probe-key need each other, given {probe[0] or probe[1]} alone",
+        )
+        require(
+            self.tls_probe_cert is None or self.tls_client_ca is not None,
+            f"--tls-probe-cert {self.tls_probe_cert} needs --tls-client-ca",
+        )
         check_prometheus_port(self.prometheus_port, self.port)
         require(
             self.max_batch_total_tokens is None or self.max_batch_total_tokens >= self.block_size,
@@ -308,3 +343,15 @@ class LauncherSettings:
             self.graceful_termination_timeout >= 0,
             f"--graceful-termination-timeout must be >= 0, given {self.graceful_termination_timeout}",
         )
+
+    @property
+    def tls_pair(self) -> Pair | None:
+        """What the HTTP port shows; None where HTTP is plain."""
+        return Pair(self.tls_cert, self.tls_key) if self.tls_cert is not None and self.tls_key is not None else None
+
+    @property
+    def tls_probe_pair(self) -> Pair | None:
+        """What the launcher shows the HTTP port; None where nothing must be shown."""
+        if self.tls_probe_cert is not None and self.tls_probe_key is not None:
+            return Pair(self.tls_probe_cert, self.tls_probe_key, "--tls-probe")
+        return None if self.tls_client_ca is None else self.tls_pair

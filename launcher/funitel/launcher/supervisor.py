@@ -21,7 +21,7 @@ from funitel.launcher.download import Download
 from funitel.launcher.health import router_answers
 from funitel.launcher.process import Child, relay
 from funitel.launcher.replica import Replica, blamed, stop_all, stop_child
-from funitel.launcher.resolve import ResolvedSettings, describe, fit_to_model
+from funitel.launcher.resolve import ResolvedSettings, describe, fit_to_model, probe_context
 from funitel.proto.errors import FunitelError, ShardFailed
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Supervisor:
         return {replica.shards[rank]: partial(replica.answers, rank) for replica, rank in ranks}
 
     def _router_answers(self) -> Awaitable[bool]:
-        return router_answers(self._settings.hostname, self._settings.port)
+        return router_answers(self._settings.hostname, self._settings.port, probe_context(self._settings))
 
     async def _until_ready(self, probes: dict[Child, Probe]) -> None:
         """Return when every child answers its probe; say every ten seconds which do not."""

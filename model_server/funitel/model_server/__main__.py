@@ -27,6 +27,7 @@ from funitel.model_server.settings import (
 )
 from funitel.proto import logs, step_socket
 from funitel.proto.errors import FunitelError, SettingsError
+from funitel.proto.listening import is_loopback
 from funitel.proto.locks import lock_of, remove_if_free
 from funitel.proto.parent import is_losing, stop_with_parent
 from funitel.proto.settings import as_command, run_app
@@ -154,7 +155,7 @@ async def _serve(settings: ModelServerSettings) -> FunitelError | None:
         info = replace(info, step_socket=_step_socket(settings))
         calls = CallServer(executor, info.world_size, info.step_socket, compute, fail)
         servicer, leave = Servicer(executor, info, urls, calls.calls), executor.parallel.leave
-    server = make_server(servicer, address, is_traced=settings.otlp_endpoint is not None)
+    server = make_server(servicer, address, is_traced=settings.otlp_endpoint is not None, tls=settings.shard_tls)
     try:
         if calls is not None:
             await calls.start()
@@ -195,6 +196,11 @@ def _address(settings: ModelServerSettings) -> tuple[str, str]:
         host, separator, port = settings.listen.rpartition(":")
         if not separator or not host or not port.isdigit():
             raise SettingsError(f"--listen must be host:port, given {settings.listen!r}")
+        if settings.shard_tls is None and not is_loopback(host):
+            logger.warning(
+                "--listen %s without --shard-tls-cert: whoever reaches it can run the model and read every request",
+                settings.listen,
+            )
         return settings.listen, f"tcp://{settings.listen}"
     _remove_sockets(settings)  # left by a run that was killed
     path = _socket(settings)

@@ -15,9 +15,12 @@ from funitel.model_server.tracing import Traced
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.errors import FunitelError, StartupError
+from funitel.proto.private import keeping_private
 from funitel.proto.step import ShardInfo
+from funitel.proto.tls import MutualTls
 
 MAX_MESSAGE_BYTES = 2**31 - 1
+UNIX = "unix:"
 
 
 class Servicer(ShardServicer):
@@ -82,9 +85,15 @@ class Servicer(ShardServicer):
 
 
 def make_server(
-    servicer: generate_pb2_grpc.TextGenerationServiceServicer, address: str, *, is_traced: bool = False
+    servicer: generate_pb2_grpc.TextGenerationServiceServicer,
+    address: str,
+    *,
+    is_traced: bool = False,
+    tls: MutualTls | None = None,
 ) -> grpc.aio.Server:
     """A server of `servicer` bound to "unix:/path" or "host:port", not yet started.
+
+    A Unix socket is its owner's alone; with `tls` a caller must show a certificate.
 
     Raises:
         StartupError: the address is taken or not ours.
@@ -99,7 +108,13 @@ def make_server(
     )
     generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     try:
-        server.add_insecure_port(address)
+        if address.startswith(UNIX):
+            with keeping_private(address.removeprefix(UNIX)):
+                server.add_insecure_port(address)
+        elif tls is not None:
+            server.add_secure_port(address, tls.server_credentials())
+        else:
+            server.add_insecure_port(address)
     except RuntimeError as error:
         raise StartupError(f"cannot listen on {address}: {error}") from error
     return server

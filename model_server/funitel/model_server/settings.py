@@ -8,6 +8,7 @@ from funitel.proto.cores import Cores
 from funitel.proto.foreign import REFUSED_VALUES
 from funitel.proto.options import Counts, flag_of
 from funitel.proto.settings import require, setting
+from funitel.proto.tls import MutualTls
 
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -206,6 +207,13 @@ class ModelServerSettings:
     master_port: int = setting(29500, "Port of rank 0 for torch.distributed.")
     uds_path: str = setting("/tmp/text-generation-server", "Unix socket to listen on, followed by -RANK.", env=None)
     listen: str | None = setting(None, "host:port to listen on instead of the Unix socket.", env=None)
+    shard_tls_cert: str | None = setting(
+        None, "PEM file of a certificate that is shown to routers, with --listen, --shard-tls-key and -ca.", env=None
+    )
+    shard_tls_key: str | None = setting(None, "PEM file of the key of --shard-tls-cert.", env=None)
+    shard_tls_ca: str | None = setting(
+        None, "PEM file of authorities: a router must show a certificate of theirs.", env=None
+    )
     device: str = setting("auto", "Where the model runs.", choices=DEVICES)
     dtype: str | None = setting(
         None,
@@ -281,6 +289,10 @@ class ModelServerSettings:
     )
 
     def __post_init__(self) -> None:
+        require(
+            self.shard_tls is None or self.listen is not None,
+            "--shard-tls-cert, --shard-tls-key and --shard-tls-ca are for --listen, which is not given",
+        )
         require(self.world_size >= 1, f"WORLD_SIZE must be >= 1, given {self.world_size}")
         require(
             0 <= self.rank < self.world_size,
@@ -325,3 +337,8 @@ class ModelServerSettings:
             self.memory_node is None or 0 <= self.memory_node < MOST_NODES,
             f"--memory-node must be within 0..{MOST_NODES - 1}, given {self.memory_node}",
         )
+
+    @property
+    def shard_tls(self) -> MutualTls | None:
+        """How routers are met on --listen; None for plain connections."""
+        return MutualTls.of(self.shard_tls_cert, self.shard_tls_key, self.shard_tls_ca)

@@ -12,6 +12,7 @@ from funitel.model_server.calls import Calls, Reply
 from funitel.model_server.tracing import CallSpans, open_spans
 from funitel.proto import generate_pb2 as pb
 from funitel.proto.errors import FunitelError, InvalidRequest, StartupError
+from funitel.proto.private import bind_private
 from funitel.proto.step_socket import OK, Frame, FrameProtocol, Method, decode_context
 
 Message = Any  # protobuf messages share no useful base
@@ -45,7 +46,8 @@ class StepServer:
         self._path.unlink(missing_ok=True)
         try:
             loop = asyncio.get_running_loop()
-            self._server = await loop.create_unix_server(partial(StepConnection, self), str(self._path))
+            listener = bind_private(str(self._path))
+            self._server = await loop.create_unix_server(partial(StepConnection, self), sock=listener)
         except OSError as error:
             raise StartupError(f"cannot listen on {self._path}: {error}") from error
 

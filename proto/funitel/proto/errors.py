@@ -17,6 +17,8 @@ Handlers and the servicer map by attribute, never by `isinstance` ladders.
     │   ├── BatchSizeExceeded     more prompts than `--max-client-batch-size`, or texts than `--max-client-texts`
     │   └── WrongTask             the model served does not do what the route is for
     ├── Unauthorized              missing or wrong API key
+    ├── Forbidden                 the API key is not for this route or model
+    ├── RateLimited               the API key has used up what it may use in a minute, or at once
     ├── NotFound                  what a path names is not there
     │   └── ModelNotFound         the model it names is not the one served
     ├── Overloaded                too many requests at once, or no time left for this one
@@ -57,6 +59,7 @@ class FunitelError(Exception):
     http_status: ClassVar[int] = 500
     error_type: ClassVar[str] = "internal"
     openai_code: ClassVar[str] = ""  # OpenAI's word for it, where it has one
+    anthropic_type: ClassVar[str] = ""  # Anthropic's, where the status alone does not say it
     prefix: ClassVar[str] = ""
     grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     metric: ClassVar[str] = "generation"
@@ -177,6 +180,32 @@ class Unauthorized(FunitelError):
     error_type = "unauthorized"
     grpc_status = grpc.StatusCode.UNAUTHENTICATED
     metric = "validation"
+
+
+class Forbidden(FunitelError):
+    """The API key is a right one, and not for this."""
+
+    http_status = 403
+    openai_code = "insufficient_permissions"
+    error_type = "forbidden"
+    grpc_status = grpc.StatusCode.PERMISSION_DENIED
+    metric = "validation"
+
+
+class RateLimited(FunitelError):
+    """The API key has used up what it may use in a minute, or at once; seconds until it may again, where known."""
+
+    http_status = 429
+    openai_code = "rate_limit_exceeded"
+    anthropic_type = "rate_limit_error"
+    error_type = "rate_limited"
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    metric = "rate_limited"
+    retry_after = True
+
+    def __init__(self, message: str, wait_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.wait_seconds = wait_seconds
 
 
 class NotFound(FunitelError):

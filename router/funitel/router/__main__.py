@@ -6,7 +6,6 @@ may finish; a second SIGTERM ends it with an error, a second SIGINT cuts it off.
 
 import asyncio
 import gc
-import ipaddress
 import json
 import logging
 import os
@@ -27,6 +26,7 @@ from starlette.applications import Starlette
 
 from funitel.proto import logs
 from funitel.proto.errors import FunitelError, ShuttingDown, StartupError
+from funitel.proto.listening import LOCAL_ONLY, is_local_by_default, listen_address
 from funitel.proto.parent import is_losing, stop_with_parent
 from funitel.proto.settings import as_command, run_app
 from funitel.proto.span_export import export
@@ -35,9 +35,10 @@ from funitel.router.app import build_app
 from funitel.router.connections import Connections
 from funitel.router.fleet import connect
 from funitel.router.http_protocol import HttpConnection
+from funitel.router.https import Https
 from funitel.router.open_files import allow_open_files, most_connections
 from funitel.router.service import Service
-from funitel.router.settings import MOST_TIMEOUT_SECONDS, RouterSettings
+from funitel.router.settings import MOST_TIMEOUT_SECONDS, RouterSettings, is_guarded
 from funitel.router.sse import DirectSend
 
 logger = logging.getLogger(__name__)
@@ -58,11 +59,12 @@ class Server(uvicorn.Server):
     """One uvicorn server that also stops when the router cannot start, or when its parent is gone."""
 
     def __init__(self, settings: RouterSettings, max_connections: int) -> None:
-        app = build_app(settings, connect, self.fail)
+        https = Https.of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        app = build_app(settings, connect, self.fail, [] if https is None else [https])
         self._service: Service = app.state.service
         self._most_seconds = inf  # of a drain
         connections = Connections(max_connections, settings, self._service.metrics)
-        super().__init__(_uvicorn_config(app, partial(HttpConnection, connections, settings)))
+        super().__init__(_uvicorn_config(app, partial(HttpConnection, connections, settings), https))
         self.failure: FunitelError | None = None
         self._parent = settings.exit_with_parent
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after it has run: then no news
@@ -104,7 +106,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(TICK_SECONDS)
 
 
-def _uvicorn_config(app: Starlette, protocol: Callable[..., HttpConnection]) -> uvicorn.Config:
+def _uvicorn_config(app: Starlette, protocol: Callable[..., HttpConnection], https: Https | None) -> uvicorn.Config:
     return uvicorn.Config(
         DirectSend(app),
         loop="uvloop",
@@ -115,29 +117,18 @@ def _uvicorn_config(app: Starlette, protocol: Callable[..., HttpConnection]) -> 
         log_config=None,
         server_header=False,
         proxy_headers=False,  # nobody asks where a client is
+        ssl_context_factory=None if https is None else lambda *_: https.context,
         timeout_keep_alive=MOST_TIMEOUT_SECONDS,  # the protocol has its own
         timeout_graceful_shutdown=None,  # whoever asks for the end decides how long running requests may take
     )
 
 
-def listen_address(hostname: str) -> str:
-    """Return an address to bind: containers set HOSTNAME to their name, which is none."""
-    if hostname == "localhost":
-        return "127.0.0.1"
-    try:
-        return str(ipaddress.ip_address(hostname))
-    except ValueError:
-        logger.warning("--hostname %s is not an address: listening on 0.0.0.0", hostname)
-        return "0.0.0.0"
-
-
-def bind(hostname: str, port: int) -> socket.socket:
+def bind(address: str, port: int) -> socket.socket:
     """Open the port.
 
     Raises:
         StartupError: it is taken, or not ours to open.
     """
-    address = listen_address(hostname)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listener = socket.create_server((address, port), family=family, backlog=BACKLOG)
@@ -161,7 +152,11 @@ def serve(settings: RouterSettings) -> None:
         if settings.otlp_endpoint is not None:
             stack.callback(export(settings.otlp_endpoint, settings.otlp_service_name))
         ports = [settings.port, *([settings.prometheus_port] if settings.prometheus_port is not None else [])]
-        listeners = [stack.enter_context(bind(settings.hostname, port)) for port in ports]
+        asked = (settings.hostname, settings.default_hostname)
+        address = listen_address(*asked, is_guarded=is_guarded(settings))
+        if is_local_by_default(*asked, is_guarded=is_guarded(settings)):
+            logger.info(LOCAL_ONLY)
+        listeners = [stack.enter_context(bind(address, port)) for port in ports]
         server = Server(settings, most_connections(settings.max_connections, allow_open_files()))
         for listener in listeners:
             logger.info("listening on %s port %d", *listener.getsockname()[:2])

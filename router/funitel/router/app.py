@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -15,14 +15,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError
+from funitel.router.accounts import Accounts
 from funitel.router.api.errors import ErrorBoundary, answer_error, answer_http_exception
 from funitel.router.api.keys import KeyCheck
 from funitel.router.api.noted import Noted
 from funitel.router.api.route_notes import ResponseCount, RouteNote
 from funitel.router.api.routes import document, operations
-from funitel.router.drain import Drain, DrainGate, LastAnswers
-from funitel.router.key_file import read_keys
-from funitel.router.openapi import Operation
+from funitel.router.drain import DrainGate, LastAnswers
+from funitel.router.openapi import Access, Operation
+from funitel.router.refreshing import Refreshable, keep_fresh
 from funitel.router.service import Connect, Service
 from funitel.router.settings import RouterSettings
 from funitel.router.tracing import Traced
@@ -35,7 +36,10 @@ def _log_failure(error: FunitelError) -> None:
 
 
 def build_app(
-    settings: RouterSettings, connect: Connect, on_failure: Callable[[FunitelError], None] = _log_failure
+    settings: RouterSettings,
+    connect: Connect,
+    on_failure: Callable[[FunitelError], None] = _log_failure,
+    refreshed: Sequence[Refreshable] = (),
 ) -> Starlette:
     """Make the application.
 
@@ -45,26 +49,31 @@ def build_app(
         settings: the router's.
         connect: makes the engine, in seconds or minutes; started with the application.
         on_failure: told when that fails; the application goes on answering 503.
+        refreshed: what else is read from files, and shall be read again when they change.
 
     Raises:
         SettingsError: the file of API keys is none.
     """
     service = Service(settings)
+    accounts = Accounts(settings.api_key, settings.api_key_file, service.metrics)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        starting = asyncio.create_task(service.start(connect, on_failure))
+        tasks = [
+            asyncio.create_task(service.start(connect, on_failure)),
+            asyncio.create_task(keep_fresh([accounts, *refreshed])),
+        ]
         try:
             yield
         finally:
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await service.close()
 
     listed = operations(settings)
-    keys = read_keys(settings.api_key, settings.api_key_file)
     app = Starlette(
-        routes=[_route(operation, keys, service.drain) for operation in listed],
+        routes=[_route(operation, accounts, service) for operation in listed],
         middleware=[
             Middleware(Noted),
             *([] if settings.otlp_endpoint is None else [Middleware(Traced, model=service.model_id)]),
@@ -83,12 +92,12 @@ def build_app(
     return app
 
 
-def _route(operation: Operation, keys: tuple[str, ...], drain: Drain) -> Route:
+def _route(operation: Operation, accounts: Accounts, service: Service) -> Route:
     middleware = [Middleware(RouteNote, operation=operation)]
-    if keys and operation.is_protected:
-        middleware.append(Middleware(KeyCheck, keys=keys))
-    if operation.is_protected:
-        middleware.append(Middleware(DrainGate, drain=drain))
+    if accounts.is_asked_for and operation.is_protected:
+        middleware.append(Middleware(KeyCheck, operation=operation, accounts=accounts, model=service.model_id))
+    if operation.access is Access.KEY:
+        middleware.append(Middleware(DrainGate, drain=service.drain))
     return Route(operation.path, operation.handler, methods=[operation.method], middleware=middleware)
 
 

@@ -290,7 +290,7 @@ async def connect(settings: RouterSettings, metrics: Metrics) -> Inference | Enc
     """
     addresses = (settings.master_url, *settings.replica_address)
     patience = settings.shard_connect_timeout
-    found = await asyncio.gather(*(Shards.connect(address, patience) for address in addresses))
+    found = await asyncio.gather(*(Shards.connect(address, patience, settings.shard_tls) for address in addresses))
     if any(info.encoder is not None for shards in found for info in shards.infos):
         return encoder_engine.start(found, settings, metrics)
     check_alike(addresses, [shards.infos[-1] for shards in found])

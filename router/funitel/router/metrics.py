@@ -272,6 +272,19 @@ class Metrics:
         """Note that a request found no place, and by which bound: see docs/scheduling.md."""
         self._refused.labels(reason).inc()
 
+    def count_key_request(self, key: str) -> None:
+        """Note that a request with an API key, by the key's name, was let in."""
+        self._key_requests.labels(key).inc()
+
+    def count_key_refused(self, key: str, reason: str) -> None:
+        """Note that an API key did not suffice: `route`, `model`, `requests`, `tokens` or `concurrency`."""
+        self._key_refused.labels(key, reason).inc()
+
+    def count_key_tokens(self, key: str, prompt: int, completion: int) -> None:
+        """Note the tokens that a request with an API key has taken."""
+        self._key_tokens.labels(key, "prompt").inc(prompt)
+        self._key_tokens.labels(key, "completion").inc(completion)
+
     def count_expired(self, state: str) -> None:
         """Note that the deadline of a sequence passed while it was `arriving`, `waiting` or `running`."""
         self._expired.labels(state).inc()
@@ -290,6 +303,13 @@ class Metrics:
         self._responses = self._counter("funitel_responses", "HTTP answers.", "route", "status")
         self._connections = self._gauge("funitel_connections", "Connections that are open.")
         self._cut = self._counter("funitel_cut_connections", "Connections refused or cut.", "reason")
+        self._key_requests = self._counter("funitel_key_requests", "Requests let in, by name of the API key.", "key")
+        self._key_refused = self._counter(
+            "funitel_key_refused", "Requests an API key did not suffice for.", "key", "reason"
+        )
+        self._key_tokens = self._counter(
+            "funitel_key_tokens", "Tokens of requests, by name of the API key.", "key", "kind"
+        )
         self._request_duration = self._duration("tgi_request_duration", "Arrival until the whole answer.")
         self._validation_duration = self._duration("tgi_request_validation_duration", "Arrival until queued.")
         self._queue_duration = self._duration("tgi_request_queue_duration", "Queued until its first step.")

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from pydantic import BaseModel
@@ -21,12 +22,13 @@ _PARAMETER = re.compile(r"{(\w+)(?::path)?}")  # one marked so may have slashes
 MEANINGS = {
     400: "The body is not JSON; on Anthropic's routes, also: a field breaks a rule, the message names it",
     401: "The API key is missing or wrong",
+    403: "The API key is not for this route or model",
     404: "What the path names is not there",
     413: "The body is larger than --payload-limit",
     415: "The body is not declared as JSON",
     422: "A field breaks a rule; the message names it",
     424: "A model shard failed",
-    429: "Too many requests at once, or no time left for this one",
+    429: "Too many requests at once, or of this API key, or no time left for this one",
     500: "The generation ended without its last message",
     503: "The server is starting, stopping or broken",
     504: "The time given with x-request-timeout has passed",
@@ -35,6 +37,16 @@ MEANINGS = {
 READ_FAILURES = (400, 413, 415, 422, 429, 503)  # of a route that reads a body and needs the model's files
 GENERATION_FAILURES = (*READ_FAILURES, 424, 500, 504)
 ANTHROPIC_FAILURES = (400, 413, 415, 500, 503, 504, 529)
+KEY_FAILURES = (401, 403, 429)  # of a route that asks for an API key
+
+
+class Access(Enum):
+    """Who is let in where there are API keys."""
+
+    KEY = "whoever has a key that is for the route"
+    FACT = "everybody, for it tells what the server is, and does nothing"
+    CLOSED_FACT = "whoever has a key that is for the route; as long as the port answers, draining or not"
+    PROBE = "everybody: those who ask for the health have no key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +60,9 @@ class Operation:
         event: record of each Server-Sent Event, when the route can stream.
         text: media type of an answer that is text; None for an empty one.
         error: record of a failure.
-        failures: statuses a failure can have, besides 401 of a protected route.
+        failures: statuses a failure can have, besides `KEY_FAILURES` of a protected route.
         is_array: whether the answer is an array of `answer`.
-        is_protected: whether an API key is asked for, when there is one.
+        access: who is let in; whoever has a key, unless it says otherwise.
         is_bodiless_401: whether a refused key is answered without a body, as TGI does.
     """
 
@@ -66,8 +78,13 @@ class Operation:
     event: type[BaseModel] | None = None
     text: str | None = None
     is_array: bool = False
-    is_protected: bool = False
+    access: Access = Access.KEY
     is_bodiless_401: bool = False
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether an API key is asked for, when there is one."""
+        return self.access in (Access.KEY, Access.CLOSED_FACT)
 
     @property
     def documented_path(self) -> str:
@@ -165,7 +182,7 @@ def _operation_id(operation: Operation) -> str:
 
 def _failures(operation: Operation, given: _Schemas) -> dict[str, Any]:
     body = {"content": _json_content(given[operation.error])}
-    statuses = (*operation.failures, *((401,) if operation.is_protected else ()))
+    statuses = {*operation.failures, *(KEY_FAILURES if operation.is_protected else ())}
     return {
         str(status): {"description": MEANINGS[status]} | ({} if status == 401 and operation.is_bodiless_401 else body)
         for status in sorted(statuses)

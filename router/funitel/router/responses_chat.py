@@ -32,7 +32,7 @@ ANY_OBJECT = '{"type": "object"}'
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-def conversation(body: InputTokensRequest, store: ResponseStore) -> tuple[Item, ...]:
+def conversation(body: InputTokensRequest, store: ResponseStore, owner: bytes = b"") -> tuple[Item, ...]:
     """All items a request goes on from, each with an id; those of earlier responses first.
 
     Raises:
@@ -40,20 +40,20 @@ def conversation(body: InputTokensRequest, store: ResponseStore) -> tuple[Item, 
     """
     earlier: tuple[Item, ...] = ()
     if body.previous_response_id is not None:
-        stored = store.get(body.previous_response_id)
+        stored = store.get(body.previous_response_id, owner)
         if stored is None:
             raise InvalidRequest(
                 f"previous_response_id: no such response is stored. Given: {body.previous_response_id!r}",
                 "previous_response_id",
             )
         earlier = stored.conversation
-    return (*earlier, *(_resolved(item, place, store) for place, item in enumerate(body.input)))
+    return (*earlier, *(_resolved(item, place, store, owner) for place, item in enumerate(body.input)))
 
 
-def _resolved(item: Item | ItemReference, place: int, store: ResponseStore) -> Item:
+def _resolved(item: Item | ItemReference, place: int, store: ResponseStore, owner: bytes) -> Item:
     if not isinstance(item, ItemReference):
         return item if item.id else item.model_copy(update={"id": new_id(_PREFIXES[item.type])})
-    found = store.item(item.id)
+    found = store.item(item.id, owner)
     if found is None:
         param = f"input.{place}.id"
         raise InvalidRequest(f"{param}: no such item is stored. Given: {item.id!r}", param)

@@ -15,19 +15,23 @@ _ITEM: TypeAdapter[Any] = TypeAdapter(AnyItem)
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response and the items it answered, those of the responses before it among them."""
+    """A response and the items it answered, those of the responses before it among them.
+
+    `owner` is whose it is, where keys are asked for: for others it is not there.
+    """
 
     response: ModelResponse
     input_items: tuple[Item, ...]
     output_items: tuple[Item, ...]
     num_bytes: int
+    owner: bytes = b""
 
     @classmethod
-    def of(cls, response: ModelResponse, input_items: Sequence[Item]) -> "StoredResponse":
+    def of(cls, response: ModelResponse, input_items: Sequence[Item], owner: bytes = b"") -> "StoredResponse":
         """Take a finished response; its size is counted in bytes of JSON, shared items with each that holds them."""
         output = tuple(as_input(item) for item in response.output)
         size = len(response.model_dump_json()) + sum(len(item.model_dump_json()) for item in input_items)
-        return cls(response, tuple(input_items), output, size)
+        return cls(response, tuple(input_items), output, size, owner)
 
     @property
     def conversation(self) -> tuple[Item, ...]:
@@ -64,11 +68,12 @@ class ResponseStore:
             _, dropped = self._stored.popitem(last=False)
             self.num_bytes -= dropped.num_bytes
 
-    def get(self, id: str) -> StoredResponse | None:
-        """A response by its id."""
+    def get(self, id: str, owner: bytes = b"") -> StoredResponse | None:
+        """A response of an owner by its id."""
         stored = self._stored.get(id)
-        if stored is not None:
-            self._stored.move_to_end(id)
+        if stored is None or stored.owner != owner:
+            return None
+        self._stored.move_to_end(id)
         return stored
 
     def remove(self, id: str) -> bool:
@@ -79,11 +84,12 @@ class ResponseStore:
         self.num_bytes -= dropped.num_bytes
         return True
 
-    def item(self, id: str) -> Item | None:
-        """An item of any response, the latest used first."""
-        return next((item for item in self._items() if item.id == id), None)
+    def item(self, id: str, owner: bytes = b"") -> Item | None:
+        """An item of any response of an owner, the latest used first."""
+        return next((item for item in self._items(owner) if item.id == id), None)
 
-    def _items(self) -> Iterator[Item]:
+    def _items(self, owner: bytes) -> Iterator[Item]:
         for stored in reversed(self._stored.values()):
-            yield from stored.output_items
-            yield from stored.input_items
+            if stored.owner == owner:
+                yield from stored.output_items
+                yield from stored.input_items

@@ -2,8 +2,11 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
+from funitel.proto.listening import is_loopback
 from funitel.proto.settings import require, setting
+from funitel.proto.tls import MutualTls
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
@@ -41,7 +44,12 @@ class RouterSettings:
         "Seconds that requests wait for lost shards to come back when no replica is left; with 0 they fail at once and "
         "lost shards are not looked for.",
     )
-    hostname: str = setting("0.0.0.0", "Address to listen on.")
+    hostname: str | None = setting(
+        None, "Address to listen on; when not given, 0.0.0.0 where clients need a key or certificate, else 127.0.0.1."
+    )
+    default_hostname: str | None = setting(
+        None, "Address to listen on when --hostname is not given, or is this machine's name; the image sets 0.0.0.0."
+    )
     port: int = setting(3000, "Port to listen on.", short="-p")
     prometheus_port: int | None = setting(
         None, "A second port that answers /metrics and nothing else; without it /metrics is on --port only."
@@ -117,7 +125,23 @@ class RouterSettings:
     max_stored_responses: int = setting(1000, "Most answers of /v1/responses kept in memory; 0 keeps none.")
     max_stored_response_bytes: int = setting(64_000_000, "Most bytes of JSON that those answers may take.")
     api_key: str | None = setting(None, "Bearer token that requests must carry.")
-    api_key_file: str | None = setting(None, "File of bearer tokens, one a line; a request must carry one of the keys.")
+    api_key_file: str | None = setting(
+        None,
+        "File of keys, one a line, of which a request must carry one; read again when it changes. See docs/access.md.",
+    )
+    protect_all_routes: bool = setting(
+        False, "Ask for a key on every route but those of health: for /metrics, /info, /docs and /v1/models too."
+    )
+    tls_cert: str | None = setting(None, "PEM file of a certificate and its chain: answer HTTPS, with --tls-key.")
+    tls_key: str | None = setting(None, "PEM file of the key of --tls-cert, without a passphrase.")
+    tls_client_ca: str | None = setting(None, "PEM file of authorities: a client must show a certificate of theirs.")
+    shard_tls_cert: str | None = setting(
+        None, "PEM file of a certificate that is shown to shards on TCP; with --shard-tls-key and -ca.", env=None
+    )
+    shard_tls_key: str | None = setting(None, "PEM file of the key of --shard-tls-cert.", env=None)
+    shard_tls_ca: str | None = setting(
+        None, "PEM file of authorities: a shard on TCP must show a certificate of theirs.", env=None
+    )
     cors_allow_origin: tuple[str, ...] = setting((), "Allowed CORS origin, repeatable; any when not given.")
     aip_predict_route: str | None = setting(None, "A further path of /vertex; Vertex AI names it in this variable.")
     aip_health_route: str | None = setting(None, "A further path of /health; Vertex AI names it in this variable.")
@@ -201,13 +225,15 @@ class RouterSettings:
             f"--max-connections must be > 0, given {self.max_connections}",
         )
         check_api_key(self.api_key)
+        check_access(self)
         require(
             self.memory_bandwidth is None or 0 < self.memory_bandwidth <= MOST_GB_S,
             f"--memory-bandwidth must be > 0 and <= {MOST_GB_S}, given {self.memory_bandwidth}",
         )
         require(
-            not self.debug_routes or bool(self.api_key or self.api_key_file) or is_loopback(self.hostname),
-            f"--debug-routes needs --api-key or --api-key-file, or --hostname 127.0.0.1, given {self.hostname}",
+            not self.debug_routes or bool(self.api_key or self.api_key_file) or self._is_local,
+            "--debug-routes needs --api-key or --api-key-file, or --hostname 127.0.0.1, given "
+            f"{self.hostname or self.default_hostname}",
         )
         require(
             self.max_queued_tokens is None or self.max_queued_tokens > 0,
@@ -237,6 +263,10 @@ class RouterSettings:
                 [self.master_url, *self.replica_address].count(address) == 1,
                 f"--replica-address {address} is the address of two replicas",
             )
+        require(
+            self.shard_tls is None or any(url.startswith("tcp:") for url in (self.master_url, *self.replica_address)),
+            "--shard-tls-cert, --shard-tls-key and --shard-tls-ca are for shards on TCP, of which no address is given",
+        )
         require(0 <= self.port <= 65535, f"--port must be within 0..65535, given {self.port}")
         check_prometheus_port(self.prometheus_port, self.port)
         check_token_limits(self.max_input_tokens, self.max_total_tokens, self.max_batch_total_tokens)
@@ -245,6 +275,17 @@ class RouterSettings:
             f"--max-batch-prefill-tokens {self.max_batch_prefill_tokens} must be <= "
             f"--max-batch-total-tokens {self.max_batch_total_tokens}",
         )
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether only this machine reaches the HTTP port, whatever names mean elsewhere."""
+        hostname = self.hostname or self.default_hostname
+        return not is_guarded(self) if hostname is None else is_loopback(hostname)
+
+    @property
+    def shard_tls(self) -> MutualTls | None:
+        """How shards on TCP are reached; None for plain connections."""
+        return MutualTls.of(self.shard_tls_cert, self.shard_tls_key, self.shard_tls_ca)
 
     @property
     def master_url(self) -> str:
@@ -259,6 +300,25 @@ def check_api_key(api_key: str | None) -> None:
     require(api_key != "", "--api-key must not be empty: leave it out to let every request in")
 
 
+def is_guarded(settings: Any) -> bool:
+    """Whether clients must show who they are, by the settings of a router or a launcher."""
+    return any(value is not None for value in (settings.api_key, settings.api_key_file, settings.tls_client_ca))
+
+
+def check_access(settings: Any) -> None:
+    """Raise SettingsError when settings of keys and certificates, a router's or a launcher's, lack one another."""
+    has_key = settings.api_key is not None or settings.api_key_file is not None
+    require(has_key or not settings.protect_all_routes, "--protect-all-routes needs --api-key or --api-key-file")
+    require(
+        (settings.tls_cert is None) == (settings.tls_key is None),
+        f"--tls-cert and --tls-key need each other, given {settings.tls_cert or settings.tls_key} alone",
+    )
+    require(
+        settings.tls_client_ca is None or settings.tls_cert is not None,
+        f"--tls-client-ca {settings.tls_client_ca} needs --tls-cert and --tls-key",
+    )
+
+
 def check_prometheus_port(prometheus_port: int | None, port: int) -> None:
     """Raise SettingsError when the second port is none, or the first one."""
     require(
@@ -269,11 +329,6 @@ def check_prometheus_port(prometheus_port: int | None, port: int) -> None:
         prometheus_port != port,
         f"--prometheus-port {prometheus_port} is --port: leave it out, /metrics is answered there anyway",
     )
-
-
-def is_loopback(hostname: str) -> bool:
-    """Whether a name is one of this machine alone, by its form."""
-    return hostname in ("localhost", "::1") or hostname.startswith("127.")
 
 
 def check_token_limits(max_input: int | None, max_total: int | None, max_batch_total: int | None) -> None:

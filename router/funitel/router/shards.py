@@ -38,6 +38,7 @@ from funitel.proto.step import (
     WarmupResult,
 )
 from funitel.proto.step_socket import Method
+from funitel.proto.tls import MutualTls
 from funitel.router.fence import fence
 from funitel.router.step_client import StepClient, unreadable
 
@@ -73,13 +74,20 @@ def target_of(url: str) -> str:
     return url.removeprefix("tcp://")
 
 
+def _channel(url: str, tls: MutualTls | None) -> grpc.aio.Channel:
+    if tls is None or url.startswith("unix:"):
+        return grpc.aio.insecure_channel(target_of(url), options=OPTIONS)
+    return grpc.aio.secure_channel(target_of(url), tls.channel_credentials(), options=OPTIONS)
+
+
 class ShardClient:
     """Calls to one rank. Requests are bytes, so that all ranks get one encoding."""
 
-    def __init__(self, rank: int, url: str) -> None:
+    def __init__(self, rank: int, url: str, tls: MutualTls | None = None) -> None:
+        """With `tls`, a shard on TCP must show a certificate, and is shown one."""
         self.rank = rank
         self.url = url
-        self._channel = grpc.aio.insecure_channel(target_of(url), options=OPTIONS)
+        self._channel = _channel(url, tls)
         self._methods: dict[str, Any] = {}
         self._steps: StepClient | None = None
         self._has_hung_up = False
@@ -189,7 +197,7 @@ class Shards:
         self.infos = tuple(infos)
 
     @classmethod
-    async def connect(cls, master_url: str, patience_seconds: float = 0.0) -> "Shards":
+    async def connect(cls, master_url: str, patience_seconds: float = 0.0, tls: MutualTls | None = None) -> "Shards":
         """Find all ranks through rank 0, drop what an earlier router left, and ask for their facts.
 
         Shards that are still loading are waited for, with a line of the log every ten seconds.
@@ -200,7 +208,7 @@ class Shards:
         began = said = time.monotonic()
         while True:
             try:
-                return await cls._find(master_url)
+                return await cls._find(master_url, tls)
             except ShardFailed as error:
                 waited = time.monotonic() - began
                 if waited >= patience_seconds:
@@ -212,10 +220,10 @@ class Shards:
             await asyncio.sleep(min(max(LEAST_POLL_SECONDS, waited / 20), MOST_POLL_SECONDS))
 
     @classmethod
-    async def _find(cls, master_url: str) -> "Shards":
+    async def _find(cls, master_url: str, tls: MutualTls | None) -> "Shards":
         """One attempt; ShardFailed when a rank does not answer."""
         # New channels each time: one that has failed to connect waits longer and longer before it tries again.
-        master = ShardClient(0, master_url)
+        master = ShardClient(0, master_url, tls)
         try:
             found: pb.ServiceDiscoveryResponse = await master.call(
                 "ServiceDiscovery", b"", pb.ServiceDiscoveryResponse.FromString, HEALTH_TIMEOUT_SECONDS
@@ -226,7 +234,7 @@ class Shards:
             raise StartupError(f"what answers at {master_url} is no shard: {error.message}") from error
         finally:
             await master.close()
-        bare = cls([ShardClient(rank, url) for rank, url in enumerate(found.urls)], [])
+        bare = cls([ShardClient(rank, url, tls) for rank, url in enumerate(found.urls)], [])
         try:
             await bare.clear()
             infos = await bare._fan_out("Info", pb.InfoRequest(), pb.InfoResponse.FromString)

@@ -3,6 +3,7 @@
 import logging
 
 from funitel.proto.errors import SettingsError
+from funitel.proto.keys import keys_of
 from funitel.proto.settings import require
 from funitel.proto.step import (
     Capability,
@@ -15,7 +16,6 @@ from funitel.proto.step import (
 from funitel.router.admission import Admission
 from funitel.router.blocks import BlockAllocator
 from funitel.router.engine import Engine
-from funitel.router.key_file import read_keys
 from funitel.router.metrics import Metrics
 from funitel.router.plan import Policy
 from funitel.router.replica import Ranks, Replica
@@ -30,7 +30,7 @@ WARMUP_WORD = "test "  # one token or more, whatever the tokenizer
 
 def admission_of(settings: RouterSettings) -> Admission:
     """The bounds on what may wait."""
-    has_several_keys = len(read_keys(settings.api_key, settings.api_key_file)) > 1
+    has_several_keys = len(keys_of(settings.api_key, settings.api_key_file)) > 1
     return Admission(settings.max_concurrent_requests, settings.max_queued_tokens, has_several_keys=has_several_keys)
 
 

@@ -16,10 +16,31 @@ contract is answered as TGI answers it. The section is that of the contract the 
 """
 
 
+STARTS_HEAD = """
+## Where it is started otherwise
+
+| section | flag | what | why |
+| --- | --- | --- | --- |
+"""
+STARTS = (
+    (
+        "--hostname",
+        "outside the image, 127.0.0.1 when neither it nor a key is given",
+        "a server that lets everybody in is for its own machine unless somebody says otherwise ([access](access.md))",
+    ),
+    ("--model-id", "smollm2-135m-instruct", "small enough to try on any machine"),
+    ("--master-port", "a free one", "two instances run side by side"),
+    ("--shard-uds-path", "another when it is taken", "two instances run side by side"),
+    ("--shard-uds-path", "sockets are their owner's alone", "who reaches a shard can run the model"),
+    ("--prometheus-port", "none", "TGI opens 9000 and answers nothing there"),
+)
+
+
 def render() -> str:
     """The page."""
     rows = [f"| {row.section} | `{row.path}` | {row.claim} | {row.differs} |\n" for row in ROWS if row.differs]
-    return HEAD + "".join(rows)
+    starts = [f"| 2.1 | `{flag}` | {what} | {why} |\n" for flag, what, why in STARTS]
+    return "".join([HEAD, *rows, STARTS_HEAD, *starts])
 
 
 def main() -> int:

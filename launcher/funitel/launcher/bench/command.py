@@ -18,6 +18,7 @@ from funitel.launcher.bench.report import LevelResult, ServerResult, summary, ta
 from funitel.launcher.bench.settings import BenchSettings
 from funitel.launcher.bench.target import Target
 from funitel.launcher.bench.workload import Workload, arrivals
+from funitel.launcher.client.https import context_of
 from funitel.proto.errors import FunitelError
 
 DEFAULT_CONCURRENCY = (1, 4, 16)
@@ -66,11 +67,12 @@ class Bench:
         )
         self._objectives = Objectives(_seconds(settings.slo_ttft_ms), _seconds(settings.slo_itl_ms))
         wishes = frozenset({USAGE, IGNORE_EOS} if settings.ignore_eos else {USAGE})
+        context = context_of(settings)
         self._targets = [
             Target(
                 settings.name_of(index),
                 settings.api_of(index),
-                Endpoint(url, settings.api_key),
+                Endpoint(url, settings.api_key, context),
                 model=settings.model_of(index),
                 wishes=wishes,
                 timeout=settings.timeout,

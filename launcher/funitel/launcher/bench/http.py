@@ -41,13 +41,13 @@ class Reply:
 class Endpoint:
     """A server's address. Each request has a connection of its own, as those of unrelated clients have."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`url` has been checked by `settings`."""
+    def __init__(self, url: str, api_key: str | None = None, context: ssl.SSLContext | None = None) -> None:
+        """`url` has been checked by `settings`; `context` is for HTTPS."""
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._ssl = (context or ssl.create_default_context()) if parts.scheme == "https" else None
         self._path = parts.path
         key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._head = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n{key}"

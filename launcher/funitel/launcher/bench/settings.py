@@ -7,6 +7,7 @@ from typing import Any
 from funitel.launcher.bench.apis import DIALECTS
 from funitel.launcher.bench.workload import SHAREGPT_OUTPUT, SHAREGPT_PROMPT
 from funitel.launcher.client.http import Api
+from funitel.launcher.client.https import check_client_tls
 from funitel.proto.options import Counts, Rates
 from funitel.proto.settings import require, setting
 
@@ -40,6 +41,11 @@ class BenchSettings:
         (), "Model to ask for: one for all, or one for each --url; the first that a server lists when not given."
     )
     api_key: str | None = setting(None, "Bearer token that the servers want.")
+    tls_ca: str | None = _flag(
+        None, "PEM file of authorities that https servers are trusted by; the system's when not given."
+    )
+    tls_cert: str | None = _flag(None, "PEM file of a certificate to show to https servers.")
+    tls_key: str | None = _flag(None, "PEM file of the key of --tls-cert.")
     concurrency: Counts | None = _flag(
         None, "Streams at a time, such as 1,4,16: a level for each; 1,4,16 when no --request-rate is given."
     )
@@ -86,6 +92,7 @@ class BenchSettings:
     def __post_init__(self) -> None:
         for url in self.url:
             Api(url)
+        check_client_tls(self, *self.url)
         for flag, given in (("--api", self.api), ("--model-id", self.model_id)):
             require(
                 len(given) in (0, 1, len(self.url)),

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import ssl
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +19,11 @@ JSON = Any
 class Api:
     """One server. A connection for each request, so that leaving one early ends it there too."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        """Raise SettingsError unless `url` is one; `host:port` alone is taken as HTTP."""
+    def __init__(self, url: str, api_key: str | None = None, context: ssl.SSLContext | None = None) -> None:
+        """Raise SettingsError unless `url` is one; `host:port` alone is taken as HTTP. `context` is for HTTPS."""
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self._parts = _split(self.url)
+        self._context = context
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def get(self, path: str) -> JSON:
@@ -76,8 +78,10 @@ class Api:
             connection.close()
 
     def _connection(self) -> http.client.HTTPConnection:
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        return kind(self._parts.hostname or "", self._parts.port, timeout=CONNECT_SECONDS)
+        host, port = self._parts.hostname or "", self._parts.port
+        if self._parts.scheme == "https":
+            return http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=self._context)
+        return http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
 
     def _refusal(self, status: int, content: bytes) -> FunitelError:
         """The server's own words, as the error they amount to."""

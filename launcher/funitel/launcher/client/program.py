@@ -14,11 +14,13 @@ from funitel.launcher.client.chat import chat
 from funitel.launcher.client.generate import generate
 from funitel.launcher.client.settings import ChatSettings, GenerateSettings, TopSettings
 from funitel.launcher.client.top import top
+from funitel.launcher.keys import KEY_COMMANDS
 from funitel.proto.settings import as_command, run_app
 
 T = TypeVar("T")
 
 TORCH_COMMANDS = ("models", "spec")
+KEYS = "key"  # the group of commands about keys
 PROMPT_HELP = "What to complete; - reads it from stdin."
 
 
@@ -35,6 +37,10 @@ def run_client() -> NoReturn:
     app.callback()(lambda: None)  # without it a single command would take no name
     for name, command in CLIENTS.items():
         app.command(name)(command)
+    keys = typer.Typer(help="Make, list and revoke the API keys of a file.")
+    for name, command in KEY_COMMANDS.items():
+        keys.command(name)(command)
+    app.add_typer(keys, name=KEYS)
     run_app(app)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from funitel.launcher.client.http import Api
+from funitel.launcher.client.https import context_of
 from funitel.launcher.client.settings import ClientSettings
 from funitel.launcher.client.terminal import Status
 from funitel.launcher.settings import LauncherSettings
@@ -35,7 +36,7 @@ def connected(settings: ClientSettings) -> Iterator[Api]:
         FunitelError: none does, the one that does serves another model, or none could be started.
     """
     if settings.url is not None:
-        api = Api(settings.url, settings.api_key)
+        api = Api(settings.url, settings.api_key, context_of(settings))
         _check_model(api, _wait_info(api), settings.model_id)
         yield api
     elif (api := Api(LOCAL_URL, settings.api_key)) and _serves(api, settings.model_id):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from funitel.launcher.client.https import check_client_tls
 from funitel.proto.settings import require, setting
 
 LEAST_INTERVAL, MOST_INTERVAL = 0.1, 3600.0
@@ -22,12 +23,18 @@ class ClientSettings:
     )
     model_id: str | None = _given("Model to ask: a server that runs is asked only if it serves it.")
     api_key: str | None = setting(None, "Bearer token that the server wants.")
+    tls_ca: str | None = _given(
+        "PEM file of authorities that an https server is trusted by; the system's when not given."
+    )
+    tls_cert: str | None = _given("PEM file of a certificate to show to the server.")
+    tls_key: str | None = _given("PEM file of the key of --tls-cert.")
     max_tokens: int = setting(1024, "Most tokens of an answer.", env=None)
     temperature: float | None = _given("How freely tokens are drawn; 0 takes the likeliest.")
     top_p: float | None = _given("Draw among the likeliest tokens that have this probability together.")
     seed: int | None = _given("The same seed gives the same answer.")
 
     def __post_init__(self) -> None:
+        check_client_tls(self, self.url)
         require(self.max_tokens >= 1, f"--max-tokens must be >= 1, given {self.max_tokens}")
         require(
             self.temperature is None or 0 <= self.temperature <= 100,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from starlette.requests import Request as HttpRequest
 
 from funitel.proto.errors import InvalidRequest
-from funitel.router.api.keys import owner_of
+from funitel.router.accounts import Account
+from funitel.router.api.keys import account_of, owner_of_request
 from funitel.router.door import Entry, newcomer
 from funitel.router.schema_types import MOST_PRIORITY
 from funitel.router.sequence import Request
@@ -24,6 +25,7 @@ class Arrival:
 
     at: float
     key: bytes = b""
+    account: Account | None = None  # that pays, where a key was asked for
     priority: int = 0
     deadline: float | None = None
     entry: Entry | None = None  # where it was let in by a door
@@ -50,7 +52,13 @@ class Arrival:
             return noted
         now = time.monotonic()
         timeout = _timeout(http.headers.get(TIMEOUT))
-        return cls(now, owner_of(http.scope), _priority(http.headers.get(PRIORITY)), timeout and now + timeout)
+        return cls(
+            now,
+            owner_of_request(http.scope),
+            account_of(http.scope),
+            _priority(http.headers.get(PRIORITY)),
+            timeout and now + timeout,
+        )
 
 
 def _timeout(value: str | None) -> float | None:

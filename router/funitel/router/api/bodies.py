@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from funitel.proto.errors import InvalidRequest, MalformedBody, PayloadTooLarge, UnsupportedMediaType
+from funitel.router.api.keys import check_model
 from funitel.router.api.route_notes import is_native
 from funitel.router.ledger import CLIENT, Client
 from funitel.router.schema_parts import unsupported_type
@@ -41,6 +42,7 @@ async def read_body(request: Request, model: type[B], limit: int) -> B:
         UnsupportedMediaType: it is not declared as JSON.
         PayloadTooLarge: it is too long.
         MalformedBody: it is not JSON.
+        Forbidden: it asks for a model that the API key is not for.
         InvalidRequest: it is JSON of another shape; names the first field at fault.
     """
     content = await read_json(request, limit)
@@ -87,7 +89,10 @@ async def read_json(request: Request, limit: int) -> Any:
     scope = request.scope
     if _PARSED not in scope:
         await receive_body(request, limit)
-        scope[_PARSED] = _parse_json(scope.pop(_RAW))
+        content = _parse_json(scope.pop(_RAW))
+        if isinstance(content, dict):
+            check_model(scope, content.get("model"))
+        scope[_PARSED] = content
     return scope[_PARSED]
 
 

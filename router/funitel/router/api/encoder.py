@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from funitel.proto.errors import InvalidRequest
+from funitel.proto.errors import FunitelError, InvalidRequest
 from funitel.proto.step import EncoderInput, EncoderTask
 from funitel.router import request_note
 from funitel.router.api.answers import json_answer
 from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body
+from funitel.router.api.charging import Tokens, charged
 from funitel.router.api.inference import encoder_route, service_of
 from funitel.router.encoder_engine import BYTES, Encoded
 from funitel.router.encoder_service import EncoderService, Wish
@@ -150,11 +151,18 @@ class Call:
         self.arrived.arrive()
         lengths = [len(text.input_ids) for text in inputs]
         self.num_tokens = sum(lengths)
-        work = self.encoder.engine.encode(task, inputs, priority=self.priority, deadline=self.arrived.deadline)
         note = request_note.current()
         note.operation, note.prompt_tokens = _OPERATIONS[task], self.num_tokens
         note.validation_seconds = self.validation_seconds
-        encoded = await run_until_disconnect(http.receive, work)
+        taken = Tokens(prompt=self.num_tokens)  # a client that leaves pays: texts are computed whole, and soon
+        with charged(self.arrived.account, lambda: self.num_tokens, lambda: taken):
+            work = self.encoder.engine.encode(task, inputs, priority=self.priority, deadline=self.arrived.deadline)
+            try:
+                encoded = await run_until_disconnect(http.receive, work)
+            except FunitelError as error:
+                if error.retry_after:  # refused
+                    taken = Tokens()
+                raise
         note.timings = encoded.timings
         self.service.metrics.observe_texts(self.validation_seconds, encoded.timings, lengths)
         return encoded

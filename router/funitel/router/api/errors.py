@@ -85,13 +85,15 @@ def _openai_error(
 
 def anthropic_error(error: FunitelError, request_id: str) -> AnthropicErrorResponse:
     """The shape of Anthropic's routes."""
-    _, kind = _anthropic_kind(error.http_status)
+    _, kind = _anthropic_kind(error.http_status, error.anthropic_type)
     detail = AnthropicErrorDetail(type=kind, message=error.public_message)
     return AnthropicErrorResponse(error=detail, request_id=request_id, **_place(error))
 
 
-def _anthropic_kind(status: int) -> tuple[int, str]:
-    """The status and the type of error for one of our statuses."""
+def _anthropic_kind(status: int, given: str = "") -> tuple[int, str]:
+    """The status and the type of error for one of our statuses; an error that has a type of its own keeps both."""
+    if given:
+        return status, given
     return _ANTHROPIC.get(status, (status, "invalid_request_error") if status < 500 else (500, "api_error"))
 
 
@@ -111,7 +113,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
             return Response(status_code=401, headers=headers)
     if _is_anthropic(request):
         request_id = new_request_id()
-        status, _ = _anthropic_kind(error.http_status)
+        status, _ = _anthropic_kind(error.http_status, error.anthropic_type)
         return json_answer(anthropic_error(error, request_id), headers | {"request-id": request_id}, status=status)
     return json_answer(
         native_error(error) if is_native(request.scope) else openai_error(error), headers, status=error.http_status

@@ -120,6 +120,7 @@ class Job:
     arrived: Arrival
     validated: float = field(default_factory=time.monotonic)
     num_cached_tokens: int = 0  # of the prompt, known once its first token is there
+    num_tokens: int = 0  # of the completion, seen so far
     latest_token: float | None = None  # when one was seen last, on the monotonic clock
 
     @property
@@ -130,6 +131,7 @@ class Job:
     def measure(self, stream: TokenStream, generation: Generation, now: float) -> None:
         """Note what its stream brought at an instant."""
         metrics, num_tokens = self.service.metrics, len(generation.tokens.ids)
+        self.num_tokens += num_tokens
         if self.latest_token is None:
             self.num_cached_tokens = stream.num_cached_tokens
             metrics.observe_first_token(now - stream.timings.submitted, num_tokens)

@@ -1,43 +1,75 @@
-"""API keys: who may ask, and whose share of the service a request takes.
+"""API keys: who may ask for what, and whose share of the service a request takes.
 
-A key is compared and hashed here, and goes no further: what the scheduler knows of it is a hash salted anew at every
-start, and nothing logs or shows either.
+A key is hashed here, and goes no further: nothing logs or shows it.
 """
 
-import hashlib
-import hmac
-import secrets
-from collections.abc import Sequence
+import time
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import Unauthorized
+from funitel.router.accounts import Account, Accounts, owner_of
+from funitel.router.openapi import Operation
+from funitel.router.service import DEFAULT_MODEL
 
-_SALT = secrets.token_bytes(16)
+_ACCOUNT = "funitel.account"  # in a request's scope: the account of the key that was checked
 
 
 class KeyCheck:
-    """Refuse a request that carries none of the keys as `Authorization: Bearer <key>` or `x-api-key: <key>`."""
+    """Refuse a request without the right key as `Authorization: Bearer <key>` or `x-api-key: <key>`.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    It stands around one route, so what is checked is the route that was found, whatever was written to find it.
+
+    Args:
+        app: the route.
+        operation: what the table says of it.
+        accounts: those of all keys.
+        model: the name of the model that is served.
+    """
+
+    def __init__(self, app: ASGIApp, operation: Operation, accounts: Accounts, model: str) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._operation = operation
+        self._accounts = accounts
+        self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        given = [token for token in _tokens(scope) if any([hmac.compare_digest(token, key) for key in self._keys])]
-        if not given:
+        account = self._accounts.find(_tokens(scope))
+        if account is None:
             raise Unauthorized("missing or wrong API key")
-        scope[_CHECKED] = given[0]
-        await self._app(scope, receive, send)
+        scope[_ACCOUNT] = account
+        account.check_route(self._operation.path)
+        if self._operation.body is not None:
+            account.check_model(self._model)  # whatever name the body gives it
+        with account.entered(time.monotonic()):
+            await self._app(scope, receive, send)
 
 
-_CHECKED = "funitel.key"
+def account_of(scope: Scope) -> Account | None:
+    """The account that a request is charged to; None where no key is asked for."""
+    return scope.get(_ACCOUNT)
 
 
-def owner_of(scope: Scope) -> bytes:
-    """Whose request it is, as a hash: the key's that was checked, else of the token it carries; empty without one."""
-    token = scope.get(_CHECKED) or next((token for token in _tokens(scope) if token), b"")
-    return hashlib.blake2b(token, key=_SALT, digest_size=16).digest() if token else b""
+def owner_of_request(scope: Scope) -> bytes:
+    """Whose it is, as a hash: the key's that was checked, else of the token it carries; empty without one."""
+    account = account_of(scope)
+    if account is not None:
+        return account.owner
+    token = next((token for token in _tokens(scope) if token), b"")
+    return owner_of(token) if token else b""
+
+
+def tenant_of(scope: Scope) -> bytes:
+    """Whose the responses are that a request may see, as a hash; everybody's are one's where no key is asked for."""
+    account = account_of(scope)
+    return b"" if account is None else account.owner
+
+
+def check_model(scope: Scope, asked: object) -> None:
+    """Raise Forbidden where a body asks for a model that the key is not for; TGI's clients may name none."""
+    account = account_of(scope)
+    if account is not None and isinstance(asked, str) and asked not in ("", DEFAULT_MODEL):
+        account.check_model(asked)
 
 
 def _tokens(scope: Scope) -> tuple[bytes, bytes]:

@@ -16,6 +16,7 @@ from funitel.router.api.arrival import Arrival
 from funitel.router.api.bodies import read_body, shape_error
 from funitel.router.api.errors import renaming
 from funitel.router.api.inference import generation_route, reading_route, service_of
+from funitel.router.api.keys import tenant_of
 from funitel.router.chat import Part, PreparedChat, count_prompt_tokens, prepare_chat
 from funitel.router.frames import named_frame
 from funitel.router.responses_answer import ResponseBuilder, new_id
@@ -59,7 +60,8 @@ async def create(http: HttpRequest) -> Response:
     body = await read_body(http, ResponsesRequest, service.settings.payload_limit)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` needs `stream` to be true", "stream_options")
-    answering = _Answering(service, body, conversation(body, service.responses))
+    owner = tenant_of(http.scope)
+    answering = _Answering(service, body, conversation(body, service.responses, owner), owner)
     if body.stream:
         chat = await answering.prepare(arrived)
         stream = partial(answering.stream, chat)
@@ -74,7 +76,7 @@ async def count_input_tokens(http: HttpRequest) -> Response:
     service = service_of(http)
     body = await read_body(http, InputTokensRequest, service.settings.payload_limit)
     with renaming(FIELDS):
-        call = chat_call(body, conversation(body, service.responses))
+        call = chat_call(body, conversation(body, service.responses, tenant_of(http.scope)))
         count = await count_prompt_tokens(service, call)
     return json_answer(InputTokenCount(input_tokens=count))
 
@@ -121,7 +123,7 @@ async def input_items(http: HttpRequest) -> Response:
 
 def _stored(http: HttpRequest) -> StoredResponse:
     id: str = http.path_params["response_id"]
-    stored = service_of(http).responses.get(id)
+    stored = service_of(http).responses.get(id, tenant_of(http.scope))
     if stored is None:
         raise NotFound(f"no response with id {id!r} is stored")
     return stored
@@ -138,10 +140,11 @@ def _query(http: HttpRequest, model: type[Q]) -> Q:
 class _Answering:
     """One response while it is made."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, items: Sequence[Item]) -> None:
+    def __init__(self, service: Service, body: ResponsesRequest, items: Sequence[Item], owner: bytes) -> None:
         self._service = service
         self._body = body
         self._items = items
+        self._owner = owner
         self.builder = ResponseBuilder(_begun(service, body), wants_logprobs=body.wants_logprobs)
 
     async def prepare(self, arrived: Arrival) -> PreparedChat:
@@ -178,7 +181,7 @@ class _Answering:
 
     def _store(self) -> None:
         if self.builder.response.store:
-            self._service.responses.put(StoredResponse.of(self.builder.response, self._items))
+            self._service.responses.put(StoredResponse.of(self.builder.response, self._items, self._owner))
 
 
 def _begun(service: Service, body: ResponsesRequest) -> ModelResponse:

@@ -1,5 +1,6 @@
 """Every route, once: the application, the OpenAPI document and the key check are made from this table."""
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from funitel.router.api import (
     responses,
     tokenize,
 )
-from funitel.router.openapi import ANTHROPIC_FAILURES, GENERATION_FAILURES, READ_FAILURES, Operation
+from funitel.router.openapi import ANTHROPIC_FAILURES, GENERATION_FAILURES, READ_FAILURES, Access, Operation
 from funitel.router.schema import (
     AnyObject,
     ChatTokenizeResponse,
@@ -84,20 +85,21 @@ _native = partial(Operation, error=ErrorResponse, is_bodiless_401=True)
 _openai = partial(Operation, error=OpenAIErrorResponse)
 
 # What reads a body and what generates, behind the key.
-_native_read = partial(_native, method="POST", failures=READ_FAILURES, is_protected=True)
-_native_work = partial(_native, method="POST", failures=GENERATION_FAILURES, is_protected=True)
-_openai_work = partial(_openai, method="POST", failures=GENERATION_FAILURES, is_protected=True)
-_openai_stored = partial(_openai, failures=(404, 422), is_protected=True)
+_native_read = partial(_native, method="POST", failures=READ_FAILURES)
+_native_work = partial(_native, method="POST", failures=GENERATION_FAILURES)
+_openai_work = partial(_openai, method="POST", failures=GENERATION_FAILURES)
+_openai_stored = partial(_openai, failures=(404, 422))
 _anthropic_work = partial(
     Operation,
     error=AnthropicErrorResponse,
     method="POST",
     failures=ANTHROPIC_FAILURES,
-    is_protected=True,
 )
 
-_native_fact = partial(_native, method="GET")
-_native_state = partial(_native, method="GET", failures=(503,))
+_native_fact = partial(_native, method="GET", access=Access.FACT)
+_native_state = partial(_native, method="GET", access=Access.FACT, failures=(503,))
+_native_probe = partial(_native, method="GET", access=Access.PROBE)
+_openai_fact = partial(_openai, method="GET", access=Access.FACT)
 
 _KSERVE_MODEL = "/v2/models/{name}/versions/{version}"
 
@@ -108,7 +110,7 @@ _vertex = partial(
     body=VertexRequest,
     answer=VertexResponse,
 )
-_health = partial(_native_state, handler=ops.health, summary="Whether every shard answers")
+_health = partial(_native_probe, failures=(503,), handler=ops.health, summary="Whether every shard answers")
 
 _NATIVE = (
     _native_work(
@@ -167,9 +169,8 @@ _OPENAI = (
         answer=Completion,
         event=CompletionChunk,
     ),
-    _openai(method="GET", path="/v1/models", handler=openai.models, summary="The model", answer=ModelList),
-    _openai(
-        method="GET",
+    _openai_fact(path="/v1/models", handler=openai.models, summary="The model", answer=ModelList),
+    _openai_fact(
         path="/v1/models/{model:path}",
         handler=openai.model,
         summary="The model, by its name",
@@ -244,7 +245,6 @@ _RESPONSES = (
         body=InputTokensRequest,
         answer=InputTokenCount,
         failures=READ_FAILURES,
-        is_protected=True,
     ),
     _openai_stored(
         method="GET",
@@ -289,15 +289,20 @@ _PLATFORMS = (
     ),
     _vertex(path="/vertex"),
     _native_fact(path="/v2", handler=kserve.server_metadata, summary="KServe: the server", answer=KserveMetadata),
-    _native_fact(
+    _native_probe(
         path="/v2/health/live", handler=kserve.live, summary="KServe: whether the router answers", answer=KserveLive
     ),
-    _native_state(
-        path="/v2/health/ready", handler=kserve.ready, summary="KServe: whether every shard answers", answer=KserveLive
+    _native_probe(
+        path="/v2/health/ready",
+        failures=(503,),
+        handler=kserve.ready,
+        summary="KServe: whether every shard answers",
+        answer=KserveLive,
     ),
     _native_fact(path=_KSERVE_MODEL, handler=kserve.model_metadata, summary="KServe: the model", answer=KserveMetadata),
-    _native_state(
+    _native_probe(
         path=f"{_KSERVE_MODEL}/ready",
+        failures=(503,),
         handler=kserve.ready,
         summary="KServe: whether every shard answers",
         answer=KserveLive,
@@ -316,7 +321,7 @@ _OPERATORS = (
     _health(path="/health"),
     _health(path="/ping"),
     _health(path="/health/ready"),
-    _native_fact(path="/health/live", handler=ops.live, summary="Whether the router answers"),
+    _native_probe(path="/health/live", handler=ops.live, summary="Whether the router answers"),
     _native_state(path="/info", handler=ops.info, summary="What is served", answer=Info),
     _native_fact(path="/metrics", handler=ops.prometheus, summary="Metrics for Prometheus", text="text/plain"),
     _native_fact(path="/docs", handler=ops.docs, summary="This page", text="text/html"),
@@ -331,7 +336,7 @@ _DEBUG = (
         handler=debug.scheduler,
         summary="With --debug-routes: queue, batch, pool and last steps of every replica",
         answer=SchedulerState,
-        is_protected=True,
+        access=Access.CLOSED_FACT,
     ),
 )
 
@@ -347,7 +352,13 @@ def operations(settings: RouterSettings) -> tuple[Operation, ...]:
         chosen.append(_health(path=settings.aip_health_route))
     taken = {(operation.method, operation.path) for operation in chosen}
     usual = OPERATIONS + _DEBUG if settings.debug_routes else OPERATIONS
-    return (*chosen, *(operation for operation in usual if (operation.method, operation.path) not in taken))
+    listed = (*chosen, *(operation for operation in usual if (operation.method, operation.path) not in taken))
+    if not settings.protect_all_routes:
+        return listed
+    return tuple(
+        replace(operation, access=Access.CLOSED_FACT) if operation.access is Access.FACT else operation
+        for operation in listed
+    )
 
 
 @cache

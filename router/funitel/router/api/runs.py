@@ -14,6 +14,7 @@ from itertools import islice
 from funitel.proto.errors import FunitelError, Overloaded
 from funitel.proto.step import GeneratedText, Generation
 from funitel.router import request_note
+from funitel.router.api.charging import Tokens, charged
 from funitel.router.api.inference import Job
 from funitel.router.service import Service
 from funitel.router.stream import Event, Timings, TokenStream
@@ -99,8 +100,27 @@ async def _submitted(jobs: Sequence[Job]) -> AsyncIterator[list[TokenStream]]:
     """Queue all jobs or none; what still runs at the end of the block is cancelled."""
     for job in jobs:
         job.arrived.arrive()
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(job.service.engine.submit(job.request)) for job in jobs]
+    streams: list[TokenStream] = []
+    with charged(jobs[0].arrived.account, lambda: _most_tokens(jobs), lambda: _used_tokens(jobs, streams)):
+        async with AsyncExitStack() as stack:
+            for job in jobs:
+                streams.append(await stack.enter_async_context(job.service.engine.submit(job.request)))
+            yield streams
+
+
+def _most_tokens(jobs: Sequence[Job]) -> int:
+    return _prompt_tokens(jobs) + sum(job.request.stopping.max_new_tokens for job in jobs)
+
+
+def _used_tokens(jobs: Sequence[Job], streams: Sequence[TokenStream]) -> Tokens:
+    """What was computed for jobs, some of which may not have been queued: prompts that were begun, and completions."""
+    begun = [job for job, stream in zip(jobs, streams, strict=False) if stream.timings.started is not None]
+    return Tokens(_prompt_tokens(begun), sum(job.num_tokens for job in jobs))
+
+
+def _prompt_tokens(jobs: Sequence[Job]) -> int:
+    """Siblings share the object that their prompt is, and count once."""
+    return sum(len(ids) for ids in {id(job.request.input_ids): job.request.input_ids for job in jobs}.values())
 
 
 def spanning(timings: Sequence[Timings]) -> Timings:
