@@ -412,6 +412,7 @@ WRONG_CHATS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "tools a string": (chat(tools="f"), ("tools",)),
     "response_format of no kind": (chat(response_format={"type": "yaml"}), ("response_format", "yaml")),
     "logit_bias of an unknown token": (chat(logit_bias={"288": 1}), ("`logit_bias`", "288")),
+    "a language of a model that has none": (chat(target_language="fra_Latn"), ("`target_language`", "no languages")),
     "logit_bias over 100": (chat(logit_bias={"5": 101}), ("logit_bias.5", "100", "101")),
     "five stops": (chat(stop=list("abcde")), ("`stop` supports up to 4",)),
     "stream_options without stream": (chat(stream_options={"include_usage": True}), ("`stream_options`",)),

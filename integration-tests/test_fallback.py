@@ -14,8 +14,8 @@ from funitel_testing.fallback import UNLISTED, split_form
 from funitel_testing.servers import Server
 from funitel_testing.tiny import byte_tokenizer
 
-NUM_REQUESTS = 7
-NUM_TOKENS = 24
+NUM_REQUESTS = 5
+NUM_TOKENS = 12
 LIMITS = ("--max-total-tokens", "160", "--max-batch-total-tokens", "640", "--max-batch-prefill-tokens", "32")
 
 
