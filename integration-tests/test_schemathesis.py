@@ -46,6 +46,7 @@ async def test_damaged_requests_are_refused(server: Server) -> None:
     for kind in (target.bodies, target.heads):
         for number in range(60):
             assert await kind(random.Random(number)) == "", number
+    target.close()
 
 
 def test_the_document_holds(server: Server, tmp_path: Path, is_full: bool, figures: dict[str, object]) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,16 @@ from funitel.model_server.executor import Executor
 from funitel.model_server.grammar import CAPACITY, TokenMasks
 from funitel.proto import logs
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.step import FinishReason, GeneratedText, Generation, GrammarType, SequenceStart
+from funitel.proto.step import FinishReason, GeneratedText, Generation, GrammarType, SamplingParams, SequenceStart
 from funitel_testing.executors import chunk, collect, ids_of, load_executor, run_alone, run_out, start
 from funitel_testing.schemas import SCHEMAS
-from funitel_testing.tiny import EOS, save_tiny
+from funitel_testing.tiny import EOS, VOCAB_SIZE, save_tiny
 
 PROMPT = list(range(40, 60))
 EOS_ID = 256
 CONTEXT = 512
 BLOCKS = tuple(range(1, 120))
+MOST_MASK_SECONDS = 0.25  # of CPU time; some ten milliseconds is usual for the worst
 
 
 @pytest.fixture(scope="module")
@@ -272,3 +275,30 @@ def test_masks_are_of_the_rows_that_have_a_grammar(executor: Executor) -> None:
     allowed = np.flatnonzero(np.unpackbits(masks.bits.view(np.uint8), bitorder="little"))
     assert executor.codec.decode(allowed.tolist()) == "ab"
     assert TokenMasks.of([None, None], 288) is None
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "(.*a.{12})+",
+        "(a|aa|aaa)*b",
+        "(.{0,200}x){20}",
+        "((\\w+\\s){1,100}\\d{1,50}){1,50}",
+        "(.*[aeiou].{14}){3}",
+        "(?:a?){300}a{300}",
+        "(x.{1000}|y.{999}|[a-z ]{1,900})+",
+    ],
+)
+def test_a_hostile_grammar_is_quick_from_token_to_token(executor: Executor, pattern: str) -> None:
+    """What compiles may still be dear later: the engine's limits end such a sequence, and no step waits for it."""
+    compiler = executor._grammars
+    state = compiler.start(SamplingParams(grammar=pattern, grammar_type=GrammarType.REGEX), (), ignores_eos=False)
+    rng = random.Random(1)
+    for _ in range(100):
+        began = time.process_time()
+        masks = TokenMasks.of([state], VOCAB_SIZE)
+        assert time.process_time() - began < MOST_MASK_SECONDS
+        assert masks is not None
+        bits = np.unpackbits(masks.bits.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+        if not state.push(int(rng.choice(np.flatnonzero(bits)))):
+            return

@@ -1,6 +1,7 @@
 """Tool calls and reasoning blocks are found whatever portions the text comes in."""
 
 import json
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -208,3 +209,18 @@ def test_formats_are_told_from_the_template() -> None:
 )
 def test_a_prompt_may_open_the_block(prompt: str, is_open: bool) -> None:
     assert REASONING_FORMATS["think"].is_opened_by(prompt) is is_open
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME])
+@pytest.mark.parametrize(
+    "unit", ["<tool_call>{", "[TOOL_CALLS][{", '{"name": "', "<|python_tag|>", "{" * 8, '"\\', "[[[ "]
+)
+def test_parsers_take_time_in_proportion(name: str, unit: str) -> None:
+    """What a model writes may be the worst there is for a parser, such as CVE-2025-48887's for a regular expression."""
+    seconds = []
+    for count in (2_000, 16_000):
+        text = unit * (count // len(unit))
+        began = time.process_time()
+        parse(BY_NAME[name].parser(NAMES), [text[at : at + 4] for at in range(0, len(text), 4)])
+        seconds.append(time.process_time() - began)
+    assert seconds[1] < 0.1 + 30 * seconds[0], seconds

@@ -138,6 +138,12 @@ class Target:
         self._connection: http.client.HTTPConnection | None = None
         self._pids = [server.router_pid(), *server.shard_pids()]
 
+    def close(self) -> None:
+        """Hang up."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
     def held_mib(self) -> int:
         """Memory of its processes."""
         return sum(map(rss_mib, self._pids))
@@ -160,11 +166,10 @@ class Target:
             response = self._connection.getresponse()
             answer = response.read()
         except TimeoutError:
-            self._connection = None
+            self.close()
             return f"no end within {MOST_SECONDS:g} seconds: {path} {content[:500]!r} {headers}"
         except (http.client.HTTPException, OSError):
-            self._connection.close()
-            self._connection = None
+            self.close()
             return self._ended(logged)
         problem = fault(response.status, response.headers.get("content-type") or "", answer)
         if problem in ("5xx", "a traceback"):
@@ -274,6 +279,7 @@ async def prepare(work: Path) -> AsyncIterator[Mapping[str, Try]]:
         target = Target(server)
         _targets.append(target)
         yield {"bodies": target.bodies, "heads": target.heads}
+        target.close()
         assert await asyncio.to_thread(target._ended, server.log.stat().st_size) == ""
 
 

@@ -16,7 +16,7 @@ from funitel.proto.errors import InvalidRequest
 from funitel.proto.grammar import compile_grammar
 from funitel.proto.step import GrammarType, SamplingParams
 
-CAPACITY = 128  # grammars kept; a sequence under way keeps its own
+CAPACITY = 32  # grammars kept, of some 30 MB at most; a sequence under way keeps its own
 
 
 class GrammarState:

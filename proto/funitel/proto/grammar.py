@@ -16,8 +16,8 @@ from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import GrammarType
 
 MAX_GRAMMAR_BYTES = 256 * 1024
-# Work per step is bounded by the engine's own limits; a lexer's memory is about 2 kB a state, too much by default.
-LIMITS: Final = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+# Work per step is bounded by the engine's own limits. A lexer's state takes about 2 kB, and a shard keeps several.
+LIMITS: Final = LLParserLimits(max_lexer_states=16_000, verbose_errors=False)
 WHITESPACE = "[ ]?"
 # The engine's own; a format it does not know says nothing about the value, as JSON Schema has it.
 FORMATS = frozenset(
