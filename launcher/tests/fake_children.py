@@ -8,6 +8,7 @@ line.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -38,6 +39,7 @@ class Fake:
 
     def begin(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: self.on_sigterm())
+        signal.signal(signal.SIGUSR1, lambda *_: self.on_sigusr1())
         self.note("start", argv=sys.argv[2:], environ=dict(os.environ))
         if "child" in self.behaviour:
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -45,23 +47,44 @@ class Fake:
         for line in self.behaviour.get("says", []):
             print(line, file=sys.stderr, flush=True)
         time.sleep(self.delay())
+        if self.num_starts() == self.behaviour.get("fails_at_start"):
+            sys.exit(1)
         if "fails" in self.behaviour:
             sys.exit(self.behaviour["fails"])
 
     def delay(self) -> float:
         """Seconds to start: one for each start in `delays`, or `delay` for every one."""
-        with open(os.environ["FAKE_LOG"]) as log:
-            num_starts = sum(
-                entry["event"] == "start" and entry["process"] == self.name for entry in map(json.loads, log)
-            )
         delays = self.behaviour.get("delays", [self.behaviour.get("delay", 0)])
-        return float(delays[min(num_starts, len(delays)) - 1])
+        return float(delays[min(self.num_starts(), len(delays)) - 1])
+
+    def num_starts(self) -> int:
+        """How often a process of this name was started."""
+        with open(os.environ["FAKE_LOG"]) as log:
+            entries = [json.loads(line) for line in log]
+        return sum(entry["event"] == "start" and entry["process"] == self.name for entry in entries)
+
+    def drain(self) -> None:
+        """Take so many seconds, or until so many SIGTERMs have come, or until an event is in the diary so often."""
+        time.sleep(self.behaviour.get("drains", 0))
+        while self.num_sigterms < self.behaviour.get("drains_until", 0):
+            time.sleep(0.01)
+        process, event, count = self.behaviour.get("drains_past", ("", "", 0))
+        while True:
+            with open(os.environ["FAKE_LOG"]) as log:
+                entries = [json.loads(line) for line in log]
+            if sum((entry["process"], entry["event"]) == (process, event) for entry in entries) >= count:
+                return
+            time.sleep(0.05)
 
     def on_sigterm(self) -> None:
         self.note("sigterm")
         self.num_sigterms += 1
         if not self.behaviour.get("stubborn"):
             self.is_stopping = True
+
+    def on_sigusr1(self) -> None:
+        self.note("sigusr1")
+        self.is_stopping = True
 
     def live(self) -> NoReturn:
         """Serve until SIGTERM, until the parent is gone or until the behaviour says to die."""
@@ -73,9 +96,7 @@ class Fake:
                 os._exit(0)
             if time.monotonic() - born > self.behaviour.get("dies_after", float("inf")):
                 self.die()
-        time.sleep(self.behaviour.get("drains", 0))
-        while self.num_sigterms < self.behaviour.get("drains_until", 0):
-            time.sleep(0.01)
+        self.drain()
         self.note("stopped")
         os._exit(0)
 
@@ -133,7 +154,11 @@ def shard() -> None:
 def router() -> None:
     fake = Fake("router")
     fake.begin()
-    server = ThreadingHTTPServer(("127.0.0.1", int(flag("--port"))), Page)
+    if "--ready-fd" in sys.argv:
+        os.write(int(flag("--ready-fd")), b"\n")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Page, bind_and_activate=False)
+    server.socket.close()
+    server.socket = socket.socket(fileno=int(flag("--listen-fd")))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     fake.live()
 

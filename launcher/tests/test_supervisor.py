@@ -28,7 +28,7 @@ def test_starts_shards_and_router_together_and_says_how_to_try_when_all_answer(l
     assert "some chatter" not in launched.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_router_first_and_leaves_nothing(launch: Launch, number: signal.Signals) -> None:
     launched = launch(*TWO, fake={"router": {"drains": 0.3}}).until_ready()
     launched.send(number)
@@ -331,14 +331,14 @@ def test_replicas_are_restarted_side_by_side(launch: Launch) -> None:
 
 def test_a_signal_during_a_restart_lets_it_finish_and_leaves_nothing(launch: Launch) -> None:
     """The router's streams wait for the replica: it is started again while they are drained."""
-    launched = launch(*TWO, "-g", "20", fake={"shard-0": {"delay": 1.0}, "router": {"drains": 3.0}}).until_ready()
+    fake = {"shard-0": {"delay": 0.5}, "router": {"drains_past": ["shard-0", "ready", 2]}}
+    launched = launch(*TWO, "-g", "60", fake=fake).until_ready()
     os.kill(launched.entry("shard-1 start")["pid"], signal.SIGKILL)
     launched.until_said("restart 1 of 5")
     launched.send(signal.SIGTERM)
     assert launched.wait() == 0
     events = launched.events
     assert events.count("shard-0 start") == 2
-    assert "the replica answers again" in launched.stderr
     assert events.index("router stopped") < len(events) - 1 - events[::-1].index("shard-0 stopped")
     launched.assert_nothing_left()
 

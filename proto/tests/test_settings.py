@@ -239,6 +239,8 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "master_shard_address": st.none() | TEXT,
     "shard_connect_timeout": st.integers(0, 10**6),
     "shard_return_timeout": st.integers(0, 10**6),
+    "listen_fd": st.lists(st.integers(0, 1000), max_size=2).map(tuple),
+    "ready_fd": st.none() | st.integers(0, 1000),
     "replica_address": st.lists(st.sampled_from(["unix:///tmp/a-0", "tcp://host:80"]), max_size=2, unique=True).map(
         tuple
     ),

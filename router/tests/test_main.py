@@ -1,12 +1,13 @@
 """The router as a process: its port, its signals, its exit codes."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import httpx
@@ -17,6 +18,7 @@ from funitel.router.__main__ import bind
 SCRIPT = Path(__file__).with_name("fake_router.py")
 Start = Callable[..., subprocess.Popen[str]]
 PATIENCE_SECONDS = 15.0
+HI = {"inputs": "Hi"}
 
 
 @pytest.fixture
@@ -30,11 +32,12 @@ def start(model: Path, port: int) -> Iterator[Start]:
     """`start("--flag", FAKE="fail")`: a router on `port`."""
     processes = []
 
-    def starting(*flags: str, **variables: str) -> subprocess.Popen[str]:
+    def starting(*flags: str, pass_fds: Sequence[int] = (), **variables: str) -> subprocess.Popen[str]:
         path = ":".join(entry for entry in sys.path if entry)
         environment = {"PYTHONPATH": path, "TOKENIZER_NAME": str(model), "HOSTNAME": "127.0.0.1", "PORT": str(port)}
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT), *flags],
+            pass_fds=pass_fds,
             env=environment | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -163,6 +166,62 @@ def test_a_second_sigterm_ends_streams_by_an_event_that_says_so(start: Start, po
     assert "before this answer was whole" in events[-1]["error"]
     assert len(events) < 9
     assert process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_one_router_takes_over_from_another_and_no_request_fails(start: Start, port: int) -> None:
+    """What is under way ends where it began, and so does what comes on a connection that was open."""
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        flags = ("--listen-fd", str(listener.fileno()))
+        old = start(*flags, pass_fds=(listener.fileno(),))
+        url = f"http://127.0.0.1:{port}"
+        wait_for(port, 200)
+        read_end, write_end = os.pipe()
+        fresh = start(*flags, "--ready-fd", str(write_end), pass_fds=(listener.fileno(), write_end))
+        os.close(write_end)
+        with httpx.Client(base_url=url) as kept, httpx.stream("POST", f"{url}/generate_stream", json=HI) as response:
+            assert kept.get("/health").status_code == 200
+            lines = response.iter_lines()
+            assert next(lines).startswith("data:")
+            assert os.read(read_end, 1), "the other one takes connections"
+            os.close(read_end)
+            old.send_signal(signal.SIGUSR1)
+            answers = [httpx.post(f"{url}/generate", json=HI) for _ in range(2)]
+            last = kept.post("/generate", json=HI)
+            assert [answer.status_code for answer in (*answers, last)] == [200] * 3
+            assert last.headers["connection"] == "close"
+            events = [line for line in lines if line]
+        assert json.loads(events[-1].removeprefix("data: "))["generated_text"] == "a" * 10
+        assert old.wait(PATIENCE_SECONDS) == 0
+        assert httpx.get(f"{url}/health").status_code == 200
+        fresh.send_signal(signal.SIGTERM)
+        assert fresh.wait(PATIENCE_SECONDS) == 0
+
+
+def test_a_router_that_hands_over_can_still_be_stopped(start: Start, port: int) -> None:
+    process = start()
+    wait_for(port, 200)
+    with httpx.stream("POST", f"http://127.0.0.1:{port}/generate_stream", json=HI) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        events = [line for line in lines if line]
+    assert json.loads(events[-1].removeprefix("data: "))["generated_text"] == "a" * 10
+    assert process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_a_router_that_cannot_start_takes_no_connection(start: Start, port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        read_end, write_end = os.pipe()
+        flags = ("--listen-fd", str(listener.fileno()), "--ready-fd", str(write_end))
+        process = start(*flags, pass_fds=(listener.fileno(), write_end), FAKE="fail")
+        os.close(write_end)
+        _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 1
+        assert errors.splitlines()[-1] == "error: no shard answers"
+        assert os.read(read_end, 1) == b""
+        os.close(read_end)
 
 
 def test_without_its_parent_it_stops(model: Path, port: int) -> None:

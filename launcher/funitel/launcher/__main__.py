@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,7 +17,7 @@ from funitel.launcher.commands import Commands
 from funitel.launcher.resolve import decide_num_shard, listed_gpus, resolve, visible_gpus
 from funitel.launcher.runtime import describe_runtime
 from funitel.launcher.settings import LauncherSettings
-from funitel.launcher.sockets import check_port, claim
+from funitel.launcher.sockets import claim, listen
 from funitel.launcher.supervisor import Supervisor
 from funitel.proto import logs
 from funitel.proto.settings import as_command, run_app
@@ -39,10 +40,12 @@ def serve(settings: LauncherSettings, environ: Mapping[str, str], commands: Comm
     num_shard = decide_num_shard(settings, None if gpus is None else len(gpus))
     with claim(settings.shard_uds_path, num_shard, settings.num_replicas) as uds_path:
         resolved = resolve(settings, num_shard, uds_path, gpus or () if settings.num_replicas > 1 else ())
-        check_port(resolved.hostname, resolved.port)
-        if resolved.prometheus_port is not None:
-            check_port(resolved.hostname, resolved.prometheus_port, "--prometheus-port")
-        asyncio.run(Supervisor(resolved, environ, commands).run())
+        with ExitStack() as stack:
+            listeners = [stack.enter_context(listen(resolved.hostname, resolved.port))]
+            if resolved.prometheus_port is not None:
+                second = listen(resolved.hostname, resolved.prometheus_port, "--prometheus-port")
+                listeners.append(stack.enter_context(second))
+            asyncio.run(Supervisor(resolved, environ, listeners, commands).run())
 
 
 def configure_logs(settings: LauncherSettings) -> None:

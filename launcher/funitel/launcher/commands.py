@@ -57,8 +57,10 @@ class Commands:
             skip.append("otlp_service_name")  # the shards' own default tells them from the router
         return [*self.model_server, "serve", flags.model_id, *to_argv(flags, skip=skip)]
 
-    def route(self, settings: ResolvedSettings, folder: Path) -> list[str]:
-        """Answer HTTP for the shards; the API key is in its environment."""
+    def route(
+        self, settings: ResolvedSettings, folder: Path, listen_fd: tuple[int, ...] = (), ready_fd: int | None = None
+    ) -> list[str]:
+        """Answer HTTP for the shards, on sockets that listen already; the API key is in its environment."""
         flags = project(
             settings,
             RouterSettings,
@@ -69,6 +71,8 @@ class Commands:
             shard_connect_timeout=LOADING_SECONDS,
             shard_return_timeout=LOADING_SECONDS if settings.max_restarts else 0,
             exit_with_parent=os.getpid(),
+            listen_fd=listen_fd,
+            ready_fd=ready_fd,
         )
         return [*self.router, *to_argv(flags, skip=["api_key"])]
 

@@ -17,6 +17,8 @@ from typing import Any
 from funitel.proto.logs import json_event
 from funitel.proto.printable import printable
 
+logger = logging.getLogger(__name__)
+
 LONGEST_LINE = 1 << 20  # bytes; a child that never ends its line is cut here
 OUTPUT_SECONDS = 1.0  # for the last output of a child that has exited
 HURRY_AGAIN_SECONDS = 0.5
@@ -36,6 +38,7 @@ class Child:
         on_line: Callable[[str], None],
         *,
         stderr_through: bool = False,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         """Describe the child; `start` makes it.
 
@@ -45,6 +48,7 @@ class Child:
             environ: its whole environment.
             on_line: called with each line of its output.
             stderr_through: leave stderr to the launcher's own instead of reading it together with stdout.
+            pass_fds: descriptors that it gets, under the same numbers.
         """
         self.name = name
         self.error = ""
@@ -53,6 +57,7 @@ class Child:
         self._environ = environ
         self._on_line = on_line
         self._stderr_through = stderr_through
+        self._pass_fds = pass_fds
         self._pid: int | None = None
         self._exited: asyncio.Task[int] | None = None
 
@@ -80,6 +85,7 @@ class Child:
                 stdout=write_end,
                 stderr=None if self._stderr_through else asyncio.subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=self._pass_fds,
             )
         finally:
             os.close(write_end)
@@ -101,6 +107,10 @@ class Child:
     def ask_to_stop(self) -> None:
         """Send SIGTERM."""
         self._signal(os.kill, signal.SIGTERM)
+
+    def ask_to_hand_over(self) -> None:
+        """Send SIGUSR1, which a router takes as: serve what has reached you, and end; others take what comes."""
+        self._signal(os.kill, signal.SIGUSR1)
 
     async def hurry(self, seconds: float) -> bool:
         """Ask again a process that was asked to end, and insist after so many seconds; return whether that was enough.
@@ -160,6 +170,12 @@ class Child:
             if line.strip():
                 self.last_line = line
             self._on_line(line)
+
+
+async def stop_child(child: Child, grace_seconds: float) -> None:
+    """Stop a child; if it had to be killed a line says so."""
+    if not await child.stop(grace_seconds):
+        logger.warning("%s did not stop within %g s and was killed", child.name, grace_seconds)
 
 
 async def _open_reader(descriptor: int) -> asyncio.StreamReader:

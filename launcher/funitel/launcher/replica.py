@@ -9,7 +9,7 @@ from pathlib import Path
 
 from funitel.launcher.commands import Commands, shard_environ
 from funitel.launcher.health import shard_answers
-from funitel.launcher.process import Child, relay
+from funitel.launcher.process import Child, relay, stop_child
 from funitel.launcher.replicas import environ_of_replica, settings_of_replica
 from funitel.launcher.resolve import ResolvedSettings
 from funitel.launcher.restarts import Restarts
@@ -126,9 +126,3 @@ async def blamed(shards: Iterable[Child], router: Child | None = None) -> Child:
 async def stop_all(children: Iterable[Child], grace_seconds: float) -> None:
     """Stop children, all at once."""
     await asyncio.gather(*(stop_child(child, grace_seconds) for child in children))
-
-
-async def stop_child(child: Child, grace_seconds: float) -> None:
-    """Stop a child; if it had to be killed a line says so."""
-    if not await child.stop(grace_seconds):
-        logger.warning("%s did not stop within %g s and was killed", child.name, grace_seconds)

@@ -15,6 +15,7 @@ from funitel.proto.locks import lock_of, try_lock
 from funitel.proto.settings import require
 
 DEFAULT_PATH = "/tmp/text-generation-server"
+BACKLOG = 2048  # connections that no router has taken yet
 LONGEST_PATH = 107  # bytes of sun_path, see unix(7), without its final zero
 
 
@@ -28,6 +29,11 @@ def path_of_replica(path: str, replica: int) -> str:
     return f"{path}-replica-{replica}" if replica else path
 
 
+def path_of_generation(path: str, generation: int) -> str:
+    """The socket path of the shards of one generation, of which an upgrade starts another."""
+    return f"{path}-upgrade-{generation}" if generation else path
+
+
 @contextmanager
 def claim(path: str | None, num_shard: int, num_replicas: int = 1) -> Iterator[str]:
     """Own a socket path while the context lasts: locked, without stale sockets, and nothing left at the end.
@@ -39,10 +45,10 @@ def claim(path: str | None, num_shard: int, num_replicas: int = 1) -> Iterator[s
         _sweep()
     base, lock = _lock(path)
     try:
-        _remove_sockets(base, num_shard, num_replicas)
+        remove_sockets(base, num_shard, num_replicas)
         yield base
     finally:
-        _remove_sockets(base, num_shard, num_replicas)
+        remove_sockets(base, num_shard, num_replicas)
         Path(lock_of(base)).unlink(missing_ok=True)
         os.close(lock)
 
@@ -87,7 +93,8 @@ def _check_length(base: str, num_shard: int, num_replicas: int) -> None:
     )
 
 
-def _remove_sockets(base: str, num_shard: int, num_replicas: int) -> None:
+def remove_sockets(base: str, num_shard: int, num_replicas: int) -> None:
+    """Remove the sockets of shards, which were killed or never were; raises SettingsError where others own them."""
     for replica, rank, suffix in product(range(num_replicas), range(num_shard), ("", step_socket.SUFFIX)):
         name = socket_of(path_of_replica(base, replica), rank) + suffix
         try:
@@ -121,6 +128,20 @@ def free_ports(count: int) -> tuple[int, ...]:
         for probe in probes:
             probe.bind(("", 0))
         return tuple(probe.getsockname()[1] for probe in probes)
+
+
+def listen(hostname: str, port: int, flag: str = "--port") -> socket.socket:
+    """Open the port that `flag` gave.
+
+    Raises:
+        SettingsError: it is taken, or not ours to open.
+    """
+    check_port(hostname, port, flag)
+    try:
+        family = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((hostname, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise SettingsError(_cannot_listen(hostname, port, flag, error)) from error
 
 
 def check_port(hostname: str, port: int, flag: str = "--port") -> None:

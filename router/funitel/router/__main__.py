@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from functools import partial
 from math import inf
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 
 import typer
 import uvicorn
@@ -51,6 +51,7 @@ SEND_BUFFER_BYTES = 1 << 17  # of a connection; the kernel would keep megabytes 
 GARBAGE_THRESHOLDS = (50_000, 20, 20)
 ORPHAN_SECONDS = 5  # without a parent nobody would end a drain that hangs
 LAST_SECONDS = 5  # for errors to reach clients, once the time for answers is up
+QUIET_SECONDS = 5.0  # after which nobody is expected to ask anything more on a connection that was open at a hand-over
 TICK_SECONDS = 0.1
 TIME_IS_UP = "the server has shut down before this answer was whole"
 
@@ -63,12 +64,16 @@ class Server(uvicorn.Server):
         app = build_app(settings, connect, self.fail, [] if https is None else [https])
         self._service: Service = app.state.service
         self._most_seconds = inf  # of a drain
+        self._is_told_to_stop = False
+        self._hands_over = False
+        self._ready_fd = settings.ready_fd
         connections = Connections(max_connections, settings, self._service.metrics)
         super().__init__(_uvicorn_config(app, partial(HttpConnection, connections, settings), https))
         self.failure: FunitelError | None = None
         self._parent = settings.exit_with_parent
         for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after it has run: then no news
             signal.signal(number, self.handle_exit)
+        signal.signal(signal.SIGUSR1, self.hand_over)
         stop_with_parent(self._parent)
 
     def fail(self, error: FunitelError) -> None:
@@ -78,18 +83,63 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop because of a signal; an orphan got it from the kernel, and has little time."""
-        if self.should_exit and sig == signal.SIGTERM:
+        if self._is_told_to_stop and sig == signal.SIGTERM:
             self._most_seconds = 0.0
         elif is_losing(self._parent):
             logger.warning("the process that started this one is gone: stopping")
             self._most_seconds = ORPHAN_SECONDS
+        self._is_told_to_stop = True
         super().handle_exit(sig, frame)
+
+    def hand_over(self, sig: int, frame: FrameType | None) -> None:
+        """Take no more connections because another router does; what comes on those that are open is served."""
+        self._hands_over = self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take connections; where another router still does, only once the shards are ready."""
+        if self._ready_fd is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        while not self._service.is_started:
+            if await self.on_tick(0):
+                return
+            await asyncio.sleep(TICK_SECONDS)
+        loop, config = asyncio.get_running_loop(), self.config
+        for listener in sockets or []:
+            protocol: Callable[[], asyncio.Protocol] = partial(
+                cast(Any, config.http_protocol_class),
+                config=config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )
+            self.servers.append(
+                await loop.create_server(protocol, sock=listener, ssl=config.ssl, backlog=config.backlog)
+            )
+        os.write(self._ready_fd, b"\n")
 
     async def main_loop(self) -> None:
         """Serve until a signal, then drain. The port still answers: that nothing new is let in."""
         await super().main_loop()
+        if self._hands_over:
+            await self._serve_what_is_open()
         if self.failure is None:
             await self._drain()
+
+    async def _serve_what_is_open(self) -> None:
+        """Serve connections that are open until they have ended, or nothing comes on them any more."""
+        drain, busy = self._service.drain, time.monotonic()
+        for server in self.servers:
+            server.close()
+        drain.hand_over()
+        logger.info("handing over requests=%d connections=%d", drain.num_running, len(self.server_state.connections))
+        while self.server_state.connections and not self._is_told_to_stop:
+            now = time.monotonic()
+            busy = now if drain.num_running else busy
+            if now - busy > QUIET_SECONDS:
+                return
+            await self.on_tick(0)
+            await asyncio.sleep(TICK_SECONDS)
 
     async def _drain(self) -> None:
         drain, began = self._service.drain, time.monotonic()
@@ -131,11 +181,17 @@ def bind(address: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server((address, port), family=family, backlog=BACKLOG)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        return listener
+        return socket.create_server((address, port), family=family, backlog=BACKLOG)
     except OSError as error:
         raise StartupError(f"cannot listen on {address} port {port}: {os.strerror(error.errno or 0)}") from error
+
+
+def _address(settings: RouterSettings) -> str:
+    """Decide on the address to listen on, and say so if nobody asked for it."""
+    asked = (settings.hostname, settings.default_hostname)
+    if is_local_by_default(*asked, is_guarded=is_guarded(settings)):
+        logger.info(LOCAL_ONLY)
+    return listen_address(*asked, is_guarded=is_guarded(settings))
 
 
 def collect_garbage_rarely() -> None:
@@ -152,13 +208,14 @@ def serve(settings: RouterSettings) -> None:
         if settings.otlp_endpoint is not None:
             stack.callback(export(settings.otlp_endpoint, settings.otlp_service_name))
         ports = [settings.port, *([settings.prometheus_port] if settings.prometheus_port is not None else [])]
-        asked = (settings.hostname, settings.default_hostname)
-        address = listen_address(*asked, is_guarded=is_guarded(settings))
-        if is_local_by_default(*asked, is_guarded=is_guarded(settings)):
-            logger.info(LOCAL_ONLY)
-        listeners = [stack.enter_context(bind(address, port)) for port in ports]
+        if settings.listen_fd:
+            listeners = [stack.enter_context(socket.socket(fileno=descriptor)) for descriptor in settings.listen_fd]
+        else:
+            address = _address(settings)
+            listeners = [stack.enter_context(bind(address, port)) for port in ports]
         server = Server(settings, most_connections(settings.max_connections, allow_open_files()))
         for listener in listeners:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             logger.info("listening on %s port %d", *listener.getsockname()[:2])
         server.run(sockets=listeners)
     if server.failure is not None:

@@ -15,11 +15,16 @@ class Drain:
 
     def __init__(self) -> None:
         self.has_begun = False
+        self.ends_connections = False
         self.num_running = 0
 
     def begin(self) -> None:
         """Let nobody in from now on."""
-        self.has_begun = True
+        self.has_begun = self.ends_connections = True
+
+    def hand_over(self) -> None:
+        """Let connections end with their next answer: clients find another router where they found this one."""
+        self.ends_connections = True
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -46,7 +51,7 @@ class DrainGate:
 
 
 class LastAnswers:
-    """Around the application: with an answer that is given while it drains, its connection ends."""
+    """Around the application: with an answer that is given while it drains or hands over, its connection ends."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app = app
@@ -54,7 +59,7 @@ class LastAnswers:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_last(message: Message) -> None:
-            if self._drain.has_begun and message["type"] == "http.response.start":
+            if self._drain.ends_connections and message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 

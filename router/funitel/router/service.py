@@ -133,6 +133,11 @@ class Service:
         return self._encoder
 
     @property
+    def is_started(self) -> bool:
+        """Whether it has come to serve."""
+        return self._engine is not None or self._encoder is not None
+
+    @property
     def is_encoder(self) -> bool:
         """Whether an encoder is served; false too as long as nothing is."""
         return self._encoder is not None

@@ -165,6 +165,16 @@ class RouterSettings:
     )
     json_output: bool = setting(False, "Log JSON lines.")
     log_level: str = setting("info", "Least severe log level: debug, info, warning, error.")
+    listen_fd: tuple[int, ...] = setting(
+        (),
+        "Descriptor of a socket that listens already, instead of opening --port; a second one for --prometheus-port.",
+        env=None,
+    )
+    ready_fd: int | None = setting(
+        None,
+        "Descriptor to write to once the shards are ready; connections are taken from then on, not from the start.",
+        env=None,
+    )
     exit_with_parent: int | None = setting(
         None, "Process id of the one that starts this one; it stops when that one ends.", env=None
     )

@@ -1,0 +1,74 @@
+"""SIGHUP puts other weights in the place of those that are served, under load, and no request fails."""
+
+import asyncio
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+from funitel_testing.clients import Answer, client_of, generate, stream
+from funitel_testing.servers import serving, wait_until
+from funitel_testing.tiny import VOCAB_SIZE, save_tiny
+
+
+async def _ask(client: httpx.AsyncClient, index: int, tokens: int) -> Answer:
+    ask = generate if index % 4 == 0 else stream
+    return await ask(client, f"{index} bottles of beer on the wall. " * (1 + index % 3), max_new_tokens=tokens)
+
+
+async def _ids(url: str, indices: range, tokens: int) -> list[list[int]]:
+    async with client_of(url) as client:
+        return [answer.ids for answer in await asyncio.gather(*(_ask(client, i, tokens) for i in indices))]
+
+
+async def test_other_weights_take_over_under_load(tmp_path: Path, figures: dict[str, object]) -> None:
+    folders = [
+        save_tiny("llama", tmp_path / name, max_position_embeddings=1024, eos_token_id=VOCAB_SIZE, seed=seed)
+        for seed, name in enumerate(("old", "new"))
+    ]
+    model = tmp_path / "model"
+    model.symlink_to(folders[0])
+    flags = ("--dtype", "float32", "--max-batch-total-tokens", "16384")
+    with serving(tmp_path, "--model-id", str(model), *flags) as server:
+        footprint = server.footprint()
+        old = await _ids(server.url, range(6), 250)
+        running = asyncio.create_task(_ids(server.url, range(6), 250))
+        is_over = asyncio.Event()
+
+        async def keep_asking() -> list[list[int]]:
+            """One short request after the other, on a connection that is kept and on new ones."""
+            found = []
+            async with client_of(server.url) as kept:
+                while not is_over.is_set():
+                    found.append((await _ask(kept, 1, 4)).ids)
+                    found += await _ids(server.url, range(1, 2), 4)
+            return found
+
+        asking = asyncio.create_task(keep_asking())
+        try:
+            await asyncio.sleep(0.2)
+            model.unlink()
+            model.symlink_to(folders[1])
+            server.process.send_signal(signal.SIGHUP)
+            said = "what served before the upgrade has ended"
+            await asyncio.to_thread(wait_until, lambda: said in server.log.read_text(), 90)
+        finally:
+            is_over.set()
+        found = await asking
+        assert await running == old, "what had begun ended on the weights it began with"
+        new = await _ids(server.url, range(6), 250)
+        assert new != old
+        assert {tuple(ids) for ids in found} == {tuple(old[1][:4]), tuple(new[1][:4])}
+        assert found[-1] == new[1][:4]
+        assert len(server.shard_pids()) == 1
+        assert server.error_lines() == []
+        assert "Traceback" not in server.log.read_text()
+        figures["upgrade under load: requests during it, and failed"] = {"asked": len(found) + 6, "failed": 0}
+        broken = folders[1] / "config.json"
+        with suppress(FileNotFoundError):
+            broken.rename(folders[1] / "elsewhere")
+        server.process.send_signal(signal.SIGHUP)
+        await asyncio.to_thread(wait_until, lambda: "the upgrade has failed" in server.log.read_text(), 60)
+        assert await _ids(server.url, range(2), 5) == [ids[:5] for ids in new[:2]]
+    footprint.wait_gone()

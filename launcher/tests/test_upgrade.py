@@ -1,0 +1,88 @@
+"""SIGHUP: others are started beside what serves and take its place, or it goes on."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., Any]
+ONE = ("--num-shard", "1", "--device", "cpu")
+
+
+def flag(entry: dict[str, Any], name: str) -> str:
+    argv: list[str] = entry["argv"]
+    return argv[argv.index(name) + 1]
+
+
+def of(launched: Any, process: str, event: str) -> list[dict[str, Any]]:
+    return [entry for entry in launched.entries if (entry["process"], entry["event"]) == (process, event)]
+
+
+def test_others_take_the_place_of_what_serves_before_it_is_stopped(launch: Launch) -> None:
+    launched = launch(*ONE, fake={"router": {"drains": 0.3}}).until_ready()
+    launched.send(signal.SIGHUP)
+    launched.until_said("what served before the upgrade has ended")
+    events = launched.events
+    assert events.count("download start") == 2, "the model is resolved anew"
+    first, second = of(launched, "router", "start")
+    assert flag(first, "--listen-fd") == flag(second, "--listen-fd"), "one socket, whoever takes its connections"
+    assert "--ready-fd" in second["argv"]
+    assert "--ready-fd" not in first["argv"]
+    assert flag(second, "--master-shard-uds-path") == f"{launched.uds_path}-upgrade-1-0"
+    assert events.index("router sigusr1") < events.index("router stopped") < events.index("shard-0 sigterm")
+    assert [entry["pid"] for entry in of(launched, "router", "stopped")] == [first["pid"]]
+    assert [entry["pid"] for entry in of(launched, "shard-0", "stopped")] == [
+        of(launched, "shard-0", "start")[0]["pid"]
+    ]
+    assert launched.process.poll() is None
+    launched.send(signal.SIGHUP)
+    launched.until("router sigusr1", 2)
+    launched.until("shard-0 stopped", 2)
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    assert "error:" not in launched.stderr
+    launched.assert_nothing_left()
+
+
+@pytest.mark.parametrize("process", ["download", "shard-0", "router"])
+def test_where_they_cannot_start_what_serves_goes_on(launch: Launch, process: str) -> None:
+    fake = {process: {"fails_at_start": 2, "says": ["error: not enough memory"]}}
+    launched = launch(*ONE, fake=fake).until_ready()
+    launched.send(signal.SIGHUP)
+    launched.until_said("the upgrade has failed, what served goes on")
+    assert launched.process.poll() is None
+    pids = {entry["pid"] for entry in launched.entries if entry["event"] in ("sigusr1", "stopped")}
+    assert not pids & {of(launched, name, "start")[0]["pid"] for name in ("router", "shard-0")}
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    launched.assert_nothing_left()
+
+
+def test_a_signal_during_an_upgrade_leaves_nothing(launch: Launch) -> None:
+    launched = launch(*ONE, "-g", "2", fake={"shard-0": {"delays": [0, 60]}}).until_ready()
+    launched.send(signal.SIGHUP)
+    launched.until("shard-0 start", 2)
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    launched.assert_nothing_left()
+
+
+def test_a_replica_dies_and_is_restarted_after_an_upgrade(launch: Launch) -> None:
+    launched = launch(*ONE).until_ready()
+    launched.send(signal.SIGHUP)
+    launched.until_said("what served before the upgrade has ended")
+    os.kill(of(launched, "shard-0", "start")[1]["pid"], signal.SIGKILL)
+    launched.until_said("the replica answers again")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    launched.assert_nothing_left()
+
+
+def test_before_it_is_ready_a_hangup_ends_it(launch: Launch) -> None:
+    launched = launch(*ONE, fake={"shard-0": {"delay": 60}})
+    launched.until("shard-0 start")
+    launched.send(signal.SIGHUP)
+    assert launched.wait() == 0
+    launched.assert_nothing_left()
