@@ -1,10 +1,12 @@
 """Every answer bears an id, and every request has one line of the log that can be found by it."""
 
 import asyncio
+import hashlib
 import json
 import logging
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -90,6 +92,21 @@ async def test_a_failure_is_told_by_its_kind(serve: Serve, lines: list[dict[str,
     assert [line["status"] for line in lines] == [424, 200, 422]
     assert [line["error"] for line in lines] == ["ShardFailed", "ShardFailed", "InvalidRequest"]
     assert [line.get("tokens") for line in lines] == [2, 2, None]
+
+
+async def test_the_key_is_told_by_its_name(serve: Serve, lines: list[dict[str, Any]], tmp_path: Path) -> None:
+    digest = hashlib.sha256(b"the-secret").hexdigest()
+    keys = tmp_path / "keys"
+    keys.write_text(json.dumps({"name": "team-a", "sha256": digest}) + "\n")
+    async with serve(FakeEngine(), api_key_file=str(keys)) as client:
+        lines.clear()
+        await client.post("/generate", json={"inputs": "Hi"}, headers={"authorization": "Bearer the-secret"})
+        await client.post("/generate", json={"inputs": "Hi"}, headers={"authorization": "Bearer another"})
+    assert [(line["status"], line.get("key"), line.get("error")) for line in lines] == [
+        (200, "team-a", None),
+        (401, None, "Unauthorized"),
+    ]
+    assert "secret" not in repr(lines)
 
 
 async def test_a_probe_that_succeeds_is_quiet(serve: Serve, lines: list[dict[str, Any]]) -> None:

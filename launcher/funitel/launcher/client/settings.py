@@ -73,11 +73,17 @@ class TopSettings:
 
     url: str | None = _given("Server to show, started with --debug-routes; the one on port 3000 when not given.")
     api_key: str | None = setting(None, "Bearer token that the server wants.")
+    tls_ca: str | None = _given(
+        "PEM file of authorities that an https server is trusted by; the system's when not given."
+    )
+    tls_cert: str | None = _given("PEM file of a certificate to show to the server.")
+    tls_key: str | None = _given("PEM file of the key of --tls-cert.")
     interval: float = setting(1.0, "Seconds between two looks.", env=None)
     once: bool = setting(False, "Look once, and print it.", env=None)
     json: bool = setting(False, "Print JSON, one object a line, instead of text.", env=None)
 
     def __post_init__(self) -> None:
+        check_client_tls(self, self.url)
         require(
             LEAST_INTERVAL <= self.interval <= MOST_INTERVAL,
             f"--interval must be within {LEAST_INTERVAL:g}..{MOST_INTERVAL:g}, given {self.interval:g}",

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from funitel.launcher.client.http import Api
+from funitel.launcher.client.https import context_of
 from funitel.launcher.client.server import LOCAL_URL
 from funitel.launcher.client.settings import TopSettings
 from funitel.launcher.client.top_page import State, fit, page
@@ -31,7 +32,7 @@ def top(settings: TopSettings) -> None:
     Raises:
         FunitelError: it answers, but does not show; or, asked once, it does not answer.
     """
-    api = Api(settings.url or LOCAL_URL, settings.api_key)
+    api = Api(settings.url or LOCAL_URL, settings.api_key, context_of(settings))
     if settings.once:
         _print(_state_of(api), api.url, is_json=settings.json)
     elif settings.json or not (sys.stdout.isatty() and sys.stdin.isatty()):

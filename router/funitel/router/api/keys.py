@@ -1,6 +1,6 @@
 """API keys: who may ask for what, and whose share of the service a request takes.
 
-A key is hashed here, and goes no further: nothing logs or shows it.
+A key is hashed here, and goes no further: nothing logs or shows it. Its name is logged.
 """
 
 import time
@@ -8,6 +8,7 @@ import time
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import Unauthorized
+from funitel.router import request_note
 from funitel.router.accounts import Account, Accounts, owner_of
 from funitel.router.openapi import Operation
 from funitel.router.service import DEFAULT_MODEL
@@ -38,6 +39,7 @@ class KeyCheck:
         if account is None:
             raise Unauthorized("missing or wrong API key")
         scope[_ACCOUNT] = account
+        request_note.current().key_name = account.key.name
         account.check_route(self._operation.path)
         if self._operation.body is not None:
             account.check_model(self._model)  # whatever name the body gives it
