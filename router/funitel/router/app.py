@@ -20,7 +20,7 @@ from funitel.router.api.errors import ErrorBoundary, answer_error, answer_http_e
 from funitel.router.api.keys import KeyCheck
 from funitel.router.api.noted import Noted
 from funitel.router.api.route_notes import ResponseCount, RouteNote
-from funitel.router.api.routes import document, operations
+from funitel.router.api.routes import operations, pages
 from funitel.router.drain import DrainGate, LastAnswers
 from funitel.router.openapi import Access, Operation
 from funitel.router.refreshing import Refreshable, keep_fresh
@@ -88,7 +88,7 @@ def build_app(
     )
     app.router.redirect_slashes = False  # `/generate/` is no route
     app.state.service = service
-    app.state.document = partial(document, listed)
+    app.state.pages = partial(pages, listed)
     return app
 
 

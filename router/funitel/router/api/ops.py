@@ -5,10 +5,10 @@ from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 
 from funitel.proto.errors import FunitelError
-from funitel.router import metrics, openapi
+from funitel.router import metrics
 from funitel.router.api.answers import json_answer
 from funitel.router.api.inference import service_of
 from funitel.router.schema import Info
@@ -85,9 +85,11 @@ async def prometheus(http: HttpRequest) -> Response:
 
 async def openapi_json(http: HttpRequest) -> Response:
     """`/openapi.json`: the document of all routes."""
-    return JSONResponse(http.app.state.document())
+    document, _ = http.app.state.pages()
+    return Response(document, media_type="application/json")
 
 
 async def docs(http: HttpRequest) -> Response:
     """`/docs`: the same for people."""
-    return HTMLResponse(openapi.page(http.app.state.document()))
+    _, page = http.app.state.pages()
+    return HTMLResponse(page)

@@ -1,5 +1,6 @@
 """Every route, once: the application, the OpenAPI document and the key check are made from this table."""
 
+import json
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -365,3 +366,10 @@ def operations(settings: RouterSettings) -> tuple[Operation, ...]:
 def document(listed: tuple[Operation, ...] = OPERATIONS) -> dict[str, Any]:
     """The OpenAPI document of routes; made once, when first asked for."""
     return openapi.document(listed, TITLE, version())
+
+
+@cache
+def pages(listed: tuple[Operation, ...] = OPERATIONS) -> tuple[bytes, str]:
+    """The same as it is sent, for programs and for people; written once, for they are asked for by anybody."""
+    described = document(listed)
+    return json.dumps(described, separators=(",", ":")).encode(), openapi.page(described)
