@@ -88,6 +88,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.pause = asyncio.Event()
         self.pause.set()
         self.resident_bytes = 0  # that it says it holds
+        self.total_ns = 0  # that it says a step takes
         self.names: list[str] = []  # of the requests it was given
         self.is_well = asyncio.Event()  # Health is answered
         self.is_well.set()
@@ -255,6 +256,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             self.batches[batch_id] = rows
             response.batch.CopyFrom(self._cached(batch_id))
         response.num_forwards, response.num_forward_rows = 1, len(rows)
+        response.total_ns = self.total_ns
 
     def _compute(self, row: Row, chunk: int | None, response: Any) -> None:
         pending = 0 if row.is_finished else len(row.tokens) - row.cached

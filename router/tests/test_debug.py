@@ -72,11 +72,13 @@ async def test_who_runs_and_who_waits_is_shown(serve: Serve, tmp_path: Path) -> 
 
 
 async def test_an_idle_server_shows_its_last_steps(serve: Serve, tmp_path: Path) -> None:
-    async with debugged(serve, tmp_path) as (client, _):
+    async with debugged(serve, tmp_path) as (client, shard):
+        shard.total_ns = 7_000_000
         await client.post("/generate", json={"inputs": SECRET, "parameters": {"max_new_tokens": 100}})
         state = await state_of(client)
     assert (state["num_running"], state["num_waiting"], state["running"], state["waiting"]) == (0, 0, [], [])
     assert len(state["steps"]) == MOST_STEPS
+    assert {step["seconds"] for step in state["steps"]} == {0.007}, "what the ranks measured"
     assert all(step["tokens"] == 1 and step["kind"] == "decode" for step in state["steps"])
 
 
