@@ -66,6 +66,8 @@ PURE = (
             "encoder_queue",
             "suspects",
             "quota",
+            "contradiction",
+            "step_patience",
         )
     ),
 )

@@ -1,6 +1,8 @@
 """The executor keeps the cache rules of the wire, and its results do not depend on how steps are cut or shared."""
 
 import math
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,11 @@ import pytest
 import torch
 import transformers
 
+from funitel.model_server.batch import ForwardBatch
 from funitel.model_server.executor import Executor
+from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.sampler import SamplingState
-from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError, UnknownBatch
+from funitel.proto.errors import InvalidRequest, NotEnoughMemory, ResourceExhausted, SettingsError, UnknownBatch
 from funitel.proto.step import (
     CachedBatch,
     FinishReason,
@@ -21,7 +25,7 @@ from funitel.proto.step import (
     StoppingParams,
     WarmupLimits,
 )
-from funitel_testing.executors import chunk, collect, ids_of, load_executor, run_alone, run_out, start
+from funitel_testing.executors import BLOCKS_EACH, chunk, collect, ids_of, load_executor, run_alone, run_out, start
 from funitel_testing.tiny import EOS, save_tiny
 
 PROMPT = list(range(40, 60))
@@ -192,6 +196,9 @@ def test_clear(executor: Executor) -> None:
     [
         ({"logit_bias": ((288, 1.0),)}, "logit_bias needs token ids within 0..287, given 288"),
         ({"adapter_id": "x"}, "adapter_id is not supported"),
+        ({"temperature": -1.0}, "temperature must be > 0 and finite, given -1.0"),
+        ({"temperature": math.nan}, "temperature must be > 0 and finite, given nan"),
+        ({"blocks": (1, 2, 3, 4, 1)}, "request 1 has a block twice"),
         ({"input_ids": (1, 288)}, "token ids within 0..287, given 288"),
         ({"input_ids": ()}, "needs token ids"),
         ({"blocks": (1,)}, "needs 5 blocks for this step, it has 1"),
@@ -208,6 +215,17 @@ def test_bad_starts_are_refused_and_change_nothing(executor: Executor, fields: d
         executor.prefill(1, [start(2, PROMPT), start(1, **({"input_ids": tuple(PROMPT)} | fields))], running.batch)  # type: ignore[arg-type]
     assert executor.num_sequences == 1
     assert executor.decode([running.batch]).num_forward_rows == 1
+
+
+def test_a_block_to_be_written_has_one_owner(executor: Executor) -> None:
+    first, second = start(1, PROMPT), start(2, PROMPT)
+    with pytest.raises(InvalidRequest, match="block 1 is granted to requests 1 and 2"):
+        executor.prefill(1, [first, replace(second, blocks=first.blocks)])
+    assert executor.num_sequences == 0
+    run_alone(executor, first)
+    shared = replace(second, blocks=first.blocks[:4] + second.blocks[4:], cache_len=16)
+    with_prefix = replace(first, cache_len=16)
+    assert len(executor.prefill(1, [with_prefix, shared]).generations) == 2
 
 
 def test_bad_row_updates_are_refused(executor: Executor) -> None:
@@ -462,3 +480,64 @@ def test_a_prefill_that_fails_leaves_no_rows(executor: Executor, monkeypatch: py
     with pytest.raises(RuntimeError, match="a bug"):
         executor.prefill(1, [start(1, PROMPT), start(2, OTHER)])
     assert executor.num_sequences == 0
+
+
+# Memory that is not there, and scores that are no numbers
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("std::bad_alloc"),
+        NotEnoughMemory("there is no memory left for this step"),
+    ],
+    ids=str,
+)
+def test_a_step_without_memory_says_so_and_leaves_the_shard_sound(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    expected = ids_of(run_alone(executor, start(1, PROMPT)))
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def fails(*_: object) -> torch.Tensor:
+        held = torch.empty(1 << 20)
+        kept.append(weakref.ref(held))
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(executor, "decoder", fails)
+        with pytest.raises(ResourceExhausted, match="no memory for a step of 10 tokens in 2 sequences"):
+            executor.prefill(1, [start(1, PROMPT[:5]), start(2, PROMPT[:5])])
+    assert kept[0]() is None, "what the step took is let go of"
+    assert executor.num_sequences == 0
+    assert ids_of(run_alone(executor, start(1, PROMPT))) == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"], ids=["fused", "torch"])
+def test_scores_that_are_no_numbers_are_one_rows_alone_and_leave_nothing_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    executor = load_executor(folder, dtype=dtype)
+    assert executor.options.wipes_blocks is (dtype == "bfloat16")
+    expected = ids_of(run_alone(executor, start(2, OTHER)))
+    decoder = executor.decoder
+
+    def breaks(batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
+        logits = decoder(batch, cache)
+        assert logits is not None
+        for block in range(1 + BLOCKS_EACH, 1 + 2 * BLOCKS_EACH):  # those of request 1
+            cache.pool[block] = torch.nan
+        logits[0] = torch.nan
+        return logits
+
+    with monkeypatch.context() as patched:
+        patched.setattr(executor, "decoder", breaks)
+        broken, sound = executor.prefill(1, [start(1, PROMPT), start(2, OTHER)]).generations
+    assert math.isnan(broken.tokens.logprobs[0])
+    assert sound.tokens.ids[0] == expected[0]
+    executor.clear()
+    heir = start(1, OTHER)  # has the blocks that were left full of what is no number
+    assert ids_of(run_alone(executor, heir)) == expected

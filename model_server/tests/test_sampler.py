@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -218,3 +219,37 @@ def test_token_logprobs_are_raw() -> None:
     expected = logits.log_softmax(-1)[range(4), ids]
     assert torch.allclose(token_logprobs(logits, ids), expected, atol=1e-5)
     assert not math.isnan(SampledToken(1, -0.5).logprob)
+
+
+# Scores that are no numbers
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"raw_logprobs": True, "temperature": 0.5},
+        {"do_sample": True, "seed": 3, "top_p": 0.5},
+        {"do_sample": True, "top_k": 4, "typical_p": 0.5},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": ((7, 2.0),)},
+    ],
+)
+def test_one_broken_score_is_told_and_touches_no_other_row(params: dict[str, Any], value: float) -> None:
+    states = [SamplingState.over(SamplingParams(**params), 2, [1], [7]) for _ in range(3)]
+    sound = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    broken = sound.clone()
+    broken[1, 7] = value
+    expected = sample(sound, states, [1, 1, 1])
+    first, second, third = sample(broken, states, [1, 1, 1])
+    assert math.isnan(second.logprob)
+    assert (first, third) == (expected[0], expected[2])
+
+
+def test_tokens_that_cannot_follow_are_not_broken_unless_they_are_all() -> None:
+    scores = torch.full((2, 50), -torch.inf)
+    scores[0, 9] = -3.0
+    one, none = sample(scores, [SamplingState(SamplingParams())] * 2, [1, 1])
+    assert (one.id, one.logprob) == (9, 0.0)
+    assert math.isnan(none.logprob)

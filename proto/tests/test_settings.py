@@ -263,6 +263,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "max_batch_size": st.none() | COUNT,
     "waiting_served_ratio": st.floats(0, 1e6),
     "max_waiting_tokens": st.integers(0, 10**9),
+    "step_timeout_s": st.floats(0.001, 86_400),
     "target_itl_ms": st.none() | st.floats(0.001, 600_000),
     "max_client_batch_size": COUNT,
     "max_client_texts": COUNT,

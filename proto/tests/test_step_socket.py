@@ -1,12 +1,13 @@
 """Frames of the step socket survive however the bytes are cut."""
 
+import struct
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funitel.proto.step_socket import Frame, FrameProtocol, Method, decode_context, encode_context
+from funitel.proto.step_socket import MOST_BYTES, Frame, FrameProtocol, Method, decode_context, encode_context
 
 FRAMES = st.lists(
     st.builds(
@@ -27,6 +28,7 @@ class Recorded(FrameProtocol):
         super().__init__()
         self.sent = bytearray()
         self.taken: list[Frame] = []
+        self.is_aborted = False
         self.connection_made(self)  # type: ignore[arg-type]
 
     def write(self, data: bytes) -> None:
@@ -34,6 +36,9 @@ class Recorded(FrameProtocol):
 
     def take(self, frame: Frame) -> None:
         self.taken.append(frame)
+
+    def abort(self) -> None:
+        self.is_aborted = True
 
 
 @settings(max_examples=50, deadline=None)
@@ -54,3 +59,11 @@ def test_the_context_of_a_trace_is_carried(headers: dict[str, Any]) -> None:
 
 def test_methods_are_grpcs() -> None:
     assert [method.rpc for method in Method] == ["Prefill", "Decode", "FilterBatch", "ClearCache"]
+
+
+def test_a_frame_that_claims_to_be_huge_ends_the_connection_and_takes_no_memory() -> None:
+    receiver = Recorded()
+    receiver.data_received(struct.pack("<IIQB", MOST_BYTES, 1, 1, 1) + b"x" * 100)
+    assert receiver.is_aborted
+    assert receiver.taken == []
+    assert not receiver._buffer

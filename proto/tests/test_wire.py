@@ -93,7 +93,9 @@ STARTS = st.builds(
 )
 ROWS = some(st.builds(RowUpdate, request_id=U64, blocks=some(U32), chunk_len=st.none() | U32))
 CACHED = st.builds(CachedBatch, id=U64, request_ids=some(U64), max_tokens=U32, current_tokens=U32)
-TOKENS = st.builds(Tokens, ids=some(U32), logprobs=some(FLOAT), texts=some(TEXT), is_special=some(st.booleans()))
+ONE = st.builds(Tokens, st.tuples(U32), st.tuples(FLOAT), st.tuples(TEXT), st.tuples(st.booleans()) | st.just(()))
+TWO = st.builds(Tokens, *(st.tuples(each, each) for each in (U32, FLOAT, TEXT, st.booleans())))
+TOKENS = ONE | TWO
 REASONS = st.sampled_from(FinishReason)
 FINISHED = st.builds(GeneratedText, TEXT, U32, REASONS, seed=st.none() | U64) | st.builds(
     GeneratedText, TEXT, U32, REASONS, st.none() | U64, stop_index=U32, stop_start=U32
@@ -330,7 +332,9 @@ def test_floats_arrive_as_float32() -> None:
 def test_the_first_prompt_token_has_no_logprob() -> None:
     prompt = Tokens((1, 2), (math.nan, -1.0), ("a", "b"))
     message = pb.PrefillResponse()
-    wire.encode_result(StepResult((Generation(1, Tokens((), (), ()), prefill_tokens=prompt),), None), message)
+    wire.encode_result(
+        StepResult((Generation(1, Tokens((3,), (-1.0,), ("c",)), prefill_tokens=prompt),), None), message
+    )
     (generation,) = wire.decode_result(over_the_wire(message)).generations
     assert generation.prefill_tokens is not None
     first, second = generation.prefill_tokens.logprobs
@@ -455,3 +459,28 @@ def test_a_grammar_type_of_a_later_wire_reads_as_none() -> None:
     message = pb.Request(parameters=pb.NextTokenChooserParameters.FromString(b"\x58\x63"))  # field 11, varint 99
     assert message.parameters.grammar_type == 99
     assert wire.decode_sequence(message).sampling.grammar_type is GrammarType.NONE
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [
+        (pb.Tokens(ids=[1, 2], logprobs=[-1.0], texts=["a", "b"]), "2 tokens have 1 log-probabilities and 2 texts"),
+        (pb.Tokens(ids=[1], logprobs=[-1.0], texts=[]), "1 tokens have 1 log-probabilities and 0 texts"),
+        (pb.Tokens(ids=[1], logprobs=[-1.0], texts=["a"], is_special=[True, True]), "1 tokens have"),
+        (pb.Tokens(), "request 4 got no token"),
+        (pb.Tokens(ids=[50], logprobs=[-1.0], texts=["a"]), "token 50 is not in the vocabulary of 50"),
+    ],
+)
+def test_what_is_said_of_tokens_that_cannot_be_is_refused(tokens: pb.Tokens, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        wire.decode_result(pb.DecodeResponse(generations=[pb.Generation(request_id=4, tokens=tokens)]), 50)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_columns_of_tokens_that_cannot_be_are_refused(count: int) -> None:
+    columns = pb.Columns(request_ids=[1], ids=[50], logprobs=[-1.0], texts=["a"], is_special=[False])
+    with pytest.raises(ValueError, match="token 50 is not in the vocabulary of 50"):
+        wire.decode_result(pb.DecodeResponse(columns=columns), 50)
+    columns.ids[:] = [5] * count
+    with pytest.raises(ValueError, match="zip"):
+        wire.decode_result(pb.DecodeResponse(columns=columns), 50)

@@ -26,6 +26,7 @@ from funitel.router.shards import Shards
 from funitel.router.warmup import start
 
 BLOCK_SIZE = 4
+VOCAB_SIZE = 97
 REQUESTS: dict[Method, Any] = {
     Method.PREFILL: pb.PrefillRequest,
     Method.DECODE: pb.DecodeRequest,
@@ -52,7 +53,7 @@ class Row:
 
 def next_token(tokens: list[int]) -> int:
     """What the made-up model says."""
-    return sum(tokens) * 31 % 97
+    return sum(tokens) * 31 % VOCAB_SIZE
 
 
 class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
@@ -72,6 +73,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
         self.has_prefix_cache = has_prefix_cache
         self.num_computed = 0  # tokens
         self.calls: list[str] = []
+        self.dismissals: list[str] = []  # what was wrong, by the router
         self.step_seqs: list[int] = []
         self.steps: list[list[int]] = []  # request ids that took part, step by step
         self.batches: dict[int, list[Row]] = {}
@@ -135,6 +137,7 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
             support_chunking=self.is_chunked,
             use_prefix_caching=self.has_prefix_cache,
             device_type="fake",
+            vocab_size=0 if self.is_plain else VOCAB_SIZE,
             step_socket=self.step_socket,
         )
         return wire.encode_info(info)
@@ -145,6 +148,10 @@ class FakeShard(generate_pb2_grpc.TextGenerationServiceServicer):
     async def Health(self, request: Any, context: Any) -> pb.HealthResponse:
         await self.is_well.wait()
         return pb.HealthResponse(resident_bytes=self.resident_bytes, peak_bytes=2 * self.resident_bytes)
+
+    async def Dismiss(self, request: pb.DismissRequest, context: Any) -> pb.DismissResponse:
+        self.dismissals.append(request.reason)
+        return pb.DismissResponse()
 
     async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
         self.calls.append("Warmup")

@@ -343,27 +343,6 @@ def test_a_plain_peer_gets_whole_requests_with_slots_and_text() -> None:
     assert start.slots[:4] == tuple(start.blocks[0] * BLOCK + i for i in range(4))
 
 
-def test_a_sequence_without_its_token_is_an_error() -> None:
-    scheduler = Scheduler(Policy(max_batch_prefill_tokens=64), BlockAllocator(10, BLOCK))
-    scheduler.add(make_sequence(0, 4, 5))
-    plan = scheduler.schedule()
-    assert plan is not None
-    with pytest.raises(KeyError):
-        scheduler.commit(plan, StepResult((), None), 0.01)
-
-
-def test_a_diverged_result_takes_no_sequence_away_unanswered() -> None:
-    scheduler = Scheduler(Policy(max_batch_prefill_tokens=64), BlockAllocator(10, BLOCK))
-    for i in range(2):
-        scheduler.add(make_sequence(i, 4, 1))
-    plan = scheduler.schedule()
-    assert plan is not None
-    first = FakeShard().step(plan).generations[0]
-    with pytest.raises(KeyError):
-        scheduler.commit(plan, StepResult((first,), None), 0.01)
-    assert set(scheduler.running) == {0, 1}
-
-
 def test_without_chunks_a_sequence_that_outgrew_the_budget_resumes() -> None:
     scheduler = Scheduler(Policy(max_batch_prefill_tokens=8, is_chunked=False), BlockAllocator(20, BLOCK))
     sequence, shard = make_sequence(0, 6, 8), FakeShard()

@@ -70,6 +70,10 @@ class Faults:
         """What went wrong so far, oldest first: the fields of the fault, and `by_rank`, `pid` and `time`."""
         return [json.loads(line) for line in self._diary.read_text().splitlines()] if self._diary.exists() else []
 
+    def forget(self) -> None:
+        """Let nothing have gone wrong so far; `times` begin anew."""
+        self._diary.unlink(missing_ok=True)
+
     def get(self) -> list[Fault]:
         """What shall go wrong."""
         try:

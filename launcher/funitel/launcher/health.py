@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+from math import inf
 
 import grpc
 
@@ -12,17 +13,17 @@ from funitel.proto.generate_pb2_grpc import TextGenerationServiceStub
 ANSWER_SECONDS = 5.0
 
 
-async def shard_answers(socket_path: str) -> bool:
-    """Whether the shard on this Unix socket answers Health."""
+async def shard_answers(socket_path: str, most_busy_seconds: float = inf) -> bool:
+    """Whether the shard on this Unix socket answers Health, and has not been at one call for longer."""
     # A new channel each time: one that has failed to connect waits longer and longer before it tries again.
     async with grpc.aio.insecure_channel(f"unix:{socket_path}") as channel:
         try:
-            await TextGenerationServiceStub(channel).Health(  # type: ignore[no-untyped-call]
+            health: pb.HealthResponse = await TextGenerationServiceStub(channel).Health(  # type: ignore[no-untyped-call]
                 pb.HealthRequest(), timeout=ANSWER_SECONDS
             )
         except grpc.aio.AioRpcError:
             return False
-    return True
+    return health.busy_ns <= most_busy_seconds * 1e9
 
 
 async def router_answers(hostname: str, port: int, context: ssl.SSLContext | None = None) -> bool:

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 from funitel.launcher.commands import Commands, shard_environ
@@ -14,11 +15,13 @@ from funitel.launcher.replicas import environ_of_replica, settings_of_replica
 from funitel.launcher.resolve import ResolvedSettings
 from funitel.launcher.restarts import Restarts
 from funitel.launcher.sockets import free_port, is_free, socket_of
+from funitel.launcher.watchdog import watch
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 SETTLE_SECONDS = 1.0  # for the other ranks to tell the reason too, once one has ended
+BUSY_FACTOR = 10  # of the time that a step is given, which the router gives more of to first and long ones
 RESTART_GRACE_SECONDS = 2.0  # for shards that have lost a peer: they may hang, and streams wait for the next ones
 
 
@@ -59,8 +62,9 @@ class Replica:
         await asyncio.gather(*(shard.start() for shard in self.shards))
 
     async def answers(self, rank: int) -> bool:
-        """Whether a rank answers."""
-        return await shard_answers(socket_of(self._settings.shard_uds_path, rank))
+        """Whether a rank answers, and is at no call for so long that the router would have given it up."""
+        most = BUSY_FACTOR * self._settings.step_timeout_s
+        return await shard_answers(socket_of(self._settings.shard_uds_path, rank), most)
 
     async def until_ready(self) -> bool:
         """Return True once every rank answers, False once one has ended."""
@@ -76,8 +80,18 @@ class Replica:
         return any(shard.has_exited for shard in self.shards)
 
     async def end(self) -> str:
-        """Wait until a rank has ended on its own, and say why; others may still run."""
-        await asyncio.wait([shard.exited for shard in self.shards], return_when=asyncio.FIRST_COMPLETED)
+        """Wait until a rank has ended, on its own or because it hung, and say why; others may still run."""
+        most = self._settings.step_timeout_s
+        watches = [
+            asyncio.create_task(watch(shard, partial(self.answers, rank), most))
+            for rank, shard in enumerate(self.shards)
+        ]
+        try:
+            await asyncio.wait([shard.exited for shard in self.shards], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in watches:
+                task.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
         return (await blamed(self.shards)).epitaph()
 
     async def serve(self, most_restarts: int) -> str:

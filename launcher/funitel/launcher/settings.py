@@ -155,6 +155,11 @@ class LauncherSettings:
         "pipeline_steps",
         "Steps the shards are sent before the first is answered: 2 hides the router's latency, 1 does not.",
     )
+    step_timeout_s: float = _router(
+        "step_timeout_s",
+        "Seconds a step may take before its shards are taken to hang and are started again, and that a shard may not "
+        "answer before it is killed.",
+    )
     target_itl_ms: float | None = _router(
         "target_itl_ms",
         "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "

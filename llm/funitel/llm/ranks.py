@@ -72,6 +72,9 @@ class LocalRanks:
         """Drop one cached batch, or all."""
         return self._run(lambda: self._executor.clear(batch_id))
 
+    async def dismiss(self, reason: str) -> None:
+        """The model is where its caller is."""
+
     async def close(self) -> None:
         """Let the thread end, once a step under way has."""
         self._compute.close()

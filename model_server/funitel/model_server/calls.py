@@ -7,6 +7,7 @@ gRPC nor sockets: `server` and `step_server` carry them.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -57,6 +58,13 @@ class Calls:
         self._lane = lane
         self._on_fatal = on_fatal
         self._order = StepOrder()
+        self._begun: int | None = None  # when the call under way was, on the monotonic clock
+
+    @property
+    def busy_ns(self) -> int:
+        """Nanoseconds since the call under way was begun; 0 where there is none. Asked from any thread."""
+        begun = self._begun
+        return 0 if begun is None else time.monotonic_ns() - begun
 
     def make(self, call: Callable[[Q, Reply[R]], None], request: Q, reply: Reply[R]) -> None:
         """Make one of the calls below; what it raises itself is answered too, and takes up the call's number."""
@@ -129,6 +137,13 @@ class Calls:
     def _run(self, step_seq: int | None, call: Callable[[], T], encode: Callable[[T], R], reply: Reply[R]) -> None:
         """Run `call` on the compute thread in its turn, then `encode` what it returns, here."""
 
+        def compute() -> T:
+            self._begun = time.monotonic_ns()
+            try:
+                return call()
+            finally:
+                self._begun = None
+
         def take(computed: T) -> None:
             try:
                 encoded = encode(computed)
@@ -140,7 +155,7 @@ class Calls:
         def fail(error: Exception) -> None:
             reply.refuse(self._failure(error))
 
-        self._order.begin(step_seq, lambda: self._lane.run(call, take, fail), fail)
+        self._order.begin(step_seq, lambda: self._lane.run(compute, take, fail), fail)
 
     def _failure(self, error: Exception) -> FunitelError:
         """What a caller is told of an exception; a fatal one is told of here."""

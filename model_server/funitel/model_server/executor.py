@@ -329,6 +329,9 @@ class Executor:
         first_token = start.sampling.first_token
         if first_token is not None and first_token >= self.spec.vocab_size:
             raise InvalidRequest(f"first_token must be within 0..{self.spec.vocab_size - 1}, given {first_token}")
+        temperature = start.sampling.temperature
+        if not 0.0 < temperature < math.inf:
+            raise InvalidRequest(f"temperature must be > 0 and finite, given {temperature}", "temperature")
         unknown = [token_id for token_id, _ in start.sampling.logit_bias if token_id >= self.spec.vocab_size]
         if unknown:
             raise InvalidRequest(
@@ -345,6 +348,8 @@ class Executor:
         num_blocks, size = self._pool.num_blocks, self.options.block_size
         if any(block >= num_blocks for block in start.blocks):
             raise InvalidRequest(f"block {max(start.blocks)} is outside the pool of {num_blocks} blocks")
+        if len(set(start.blocks)) < len(start.blocks):
+            raise InvalidRequest(f"request {start.request_id} has a block twice")
         for position, slot in enumerate(start.slots):
             index, offset = divmod(position, size)
             if index >= len(start.blocks) or slot != start.blocks[index] * size + offset:
@@ -381,6 +386,7 @@ class Executor:
                     f"block {max(update.blocks)} is outside the pool of {self._pool.num_blocks} blocks"
                 )
             granted[update.request_id] += len(update.blocks)
+        _check_owners(new, updates, self.options.block_size)
         for row, count in zip([*running, *new], counts, strict=True):
             self._check_blocks(row, count, granted[row.request_id])
 
@@ -654,6 +660,16 @@ class Executor:
             most = self.max_prefill_tokens
             logger.info("memory predicted_step_bytes=%d most_tokens=%d", options.step_bytes(most), most)
         return num_blocks * size
+
+
+def _check_owners(new: Sequence[Row], updates: Sequence[RowUpdate], block_size: int) -> None:
+    """Every block that a call grants to be written has one owner; those that are found computed may have several."""
+    owners: dict[int, int] = {}
+    granted = [(row.request_id, row.start.blocks[-(-row.start.cache_len // block_size) :]) for row in new]
+    for request_id, blocks in (*granted, *((update.request_id, update.blocks) for update in updates)):
+        for block in blocks:
+            if owners.setdefault(block, request_id) != request_id:
+                raise InvalidRequest(f"block {block} is granted to requests {owners[block]} and {request_id}")
 
 
 def _within(pending: int, asked: int | None) -> int:

@@ -96,7 +96,7 @@ def _finish(
 ) -> tuple[Executor, ShardInfo]:
     log_loaded(settings, folder, spec, options.device, loaded)
     executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, loaded.scores)
-    return executor, info_of(settings, options, loaded)
+    return executor, info_of(settings, options, loaded, spec.vocab_size)
 
 
 def log_loaded(
@@ -165,7 +165,7 @@ def join_ranks(settings: ModelServerSettings, device: torch.device) -> TensorPar
     return TensorParallel.join(settings.rank, settings.world_size, *address, device)
 
 
-def info_of(settings: ModelServerSettings, options: ExecutorOptions, loaded: Loaded) -> ShardInfo:
+def info_of(settings: ModelServerSettings, options: ExecutorOptions, loaded: Loaded, vocab_size: int) -> ShardInfo:
     """The facts this rank tells the router."""
     return ShardInfo(
         dtype=loaded.precision,
@@ -180,6 +180,7 @@ def info_of(settings: ModelServerSettings, options: ExecutorOptions, loaded: Loa
         weight_bytes=loaded.footprint.held_bytes,
         sharded_weight_bytes=loaded.footprint.sharded_bytes,
         total_sharded_weight_bytes=loaded.footprint.total_sharded_bytes,
+        vocab_size=vocab_size,
     )
 
 

@@ -10,26 +10,33 @@ import grpc
 
 from funitel.model_server.calls import Calls, Q, R, Reply
 from funitel.model_server.executor import Executor
-from funitel.model_server.servicing import Context, ShardServicer, abort
+from funitel.model_server.servicing import Context, End, ShardServicer, abort, end_process
 from funitel.model_server.tracing import Traced
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.errors import FunitelError, StartupError
 from funitel.proto.private import keeping_private
 from funitel.proto.step import ShardInfo
+from funitel.proto.step_socket import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MOST_BYTES
 from funitel.proto.tls import MutualTls
 
-MAX_MESSAGE_BYTES = 2**31 - 1
 UNIX = "unix:"
 
 
 class Servicer(ShardServicer):
     """One rank of `generate.v3.TextGenerationService`."""
 
-    def __init__(self, executor: Executor, info: ShardInfo, urls: list[str], calls: Calls) -> None:
-        super().__init__(info, urls)
+    def __init__(
+        self, executor: Executor, info: ShardInfo, urls: list[str], calls: Calls, end: End = end_process
+    ) -> None:
+        super().__init__(info, urls, end)
         self._executor = executor
         self._calls = calls
+
+    @property
+    def busy_ns(self) -> int:
+        """Since when the call under way is computed."""
+        return self._calls.busy_ns
 
     async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Context) -> pb.CompileGrammarResponse:
         """Compile a grammar on a thread of its own; steps go on meanwhile."""
@@ -101,8 +108,12 @@ def make_server(
     server = grpc.aio.server(
         interceptors=[Traced()] if is_traced else [],
         options=[
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", MOST_BYTES),
+            ("grpc.max_send_message_length", MOST_BYTES),
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+            ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),  # a router asks during long steps
+            ("grpc.http2.max_ping_strikes", 0),
             ("grpc.so_reuseport", 0),
         ],
     )

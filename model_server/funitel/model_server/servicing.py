@@ -1,5 +1,8 @@
 """What every shard answers over gRPC, whatever it computes. Knows no tensors."""
 
+import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -10,19 +13,43 @@ from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.errors import FunitelError
 from funitel.proto.step import ShardInfo, ShardMemory
 
+End: TypeAlias = Callable[[str], None]
+MOST_REASON = 500  # characters of it that are written
+
+
+def end_process(reason: str) -> NoReturn:
+    """End at once, with the reason in the last line; a compute thread that hangs is not waited for."""
+    said = "".join(character if character.isprintable() else " " for character in reason[:MOST_REASON])
+    print(f"error: the router takes no answer of this shard any more: {said}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
 class ShardServicer(generate_pb2_grpc.TextGenerationServiceServicer):
     """The calls of `generate.v3.TextGenerationService` that never wait for the compute thread."""
 
-    def __init__(self, info: ShardInfo, urls: list[str]) -> None:
+    def __init__(self, info: ShardInfo, urls: list[str], end: End = end_process) -> None:
         self._info = info
         self._urls = urls
+        self._end = end
+
+    @property
+    def busy_ns(self) -> int:
+        """Nanoseconds since the call under way was begun, where that is known; 0 for none."""
+        return 0
 
     async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
-        """Answer at once: the process lives and its event loop turns. Says what memory it holds, too."""
-        return wire.encode_memory(_memory())
+        """Answer at once: the process lives and its event loop turns. Says what memory it holds, and if it computes."""
+        health = wire.encode_memory(_memory())
+        health.busy_ns = self.busy_ns
+        return health
+
+    async def Dismiss(self, request: pb.DismissRequest, context: Context) -> pb.DismissResponse:
+        """End the process, whatever the compute thread does: the router takes no answer of it any more."""
+        self._end(request.reason)
+        return pb.DismissResponse()
 
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
         """Static facts."""

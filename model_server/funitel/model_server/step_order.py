@@ -8,6 +8,7 @@ from funitel.proto.errors import FunitelError, InvalidRequest
 
 # A numbered call whose predecessor is not done after this long is refused: the longest step must fit.
 ORDER_TIMEOUT_SECONDS = 300.0
+MOST_WAITING = 64  # calls; a router has at most two steps under way, and a few calls that drop rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class StepOrder:
             begin()
         elif step_seq < self._next or step_seq in self._waiting:
             refuse(InvalidRequest(f"step_seq {step_seq} was executed already, {self._next} is next"))
+        elif step_seq > self._next and len(self._waiting) >= MOST_WAITING:
+            refuse(InvalidRequest(f"{MOST_WAITING} calls wait for step_seq {self._next}, and {step_seq} came"))
         elif step_seq > self._next:
             timeout = asyncio.get_running_loop().call_later(ORDER_TIMEOUT_SECONDS, self._give_up, step_seq)
             self._waiting[step_seq] = _Waiting(begin, refuse, timeout)

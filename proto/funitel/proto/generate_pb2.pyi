@@ -39,19 +39,31 @@ class HealthRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class HealthResponse(_message.Message):
-    __slots__ = ("resident_bytes", "peak_bytes")
+    __slots__ = ("resident_bytes", "peak_bytes", "busy_ns")
     RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
     PEAK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_NS_FIELD_NUMBER: _ClassVar[int]
     resident_bytes: int
     peak_bytes: int
-    def __init__(self, resident_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ...) -> None: ...
+    busy_ns: int
+    def __init__(self, resident_bytes: _Optional[int] = ..., peak_bytes: _Optional[int] = ..., busy_ns: _Optional[int] = ...) -> None: ...
+
+class DismissRequest(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class DismissResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class InfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "capabilities", "rank", "world_size", "weight_bytes", "sharded_weight_bytes", "total_sharded_weight_bytes", "encoder", "step_socket", "num_opening_tokens")
+    __slots__ = ("requires_padding", "dtype", "device_type", "window_size", "speculate", "support_chunking", "use_prefix_caching", "attention_impl", "block_size", "capabilities", "rank", "world_size", "weight_bytes", "sharded_weight_bytes", "total_sharded_weight_bytes", "encoder", "step_socket", "num_opening_tokens", "vocab_size")
     REQUIRES_PADDING_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DEVICE_TYPE_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +82,7 @@ class InfoResponse(_message.Message):
     ENCODER_FIELD_NUMBER: _ClassVar[int]
     STEP_SOCKET_FIELD_NUMBER: _ClassVar[int]
     NUM_OPENING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     requires_padding: bool
     dtype: str
     device_type: str
@@ -88,7 +101,8 @@ class InfoResponse(_message.Message):
     encoder: EncoderFacts
     step_socket: str
     num_opening_tokens: int
-    def __init__(self, requires_padding: _Optional[bool] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: _Optional[bool] = ..., use_prefix_caching: _Optional[bool] = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sharded_weight_bytes: _Optional[int] = ..., total_sharded_weight_bytes: _Optional[int] = ..., encoder: _Optional[_Union[EncoderFacts, _Mapping]] = ..., step_socket: _Optional[str] = ..., num_opening_tokens: _Optional[int] = ...) -> None: ...
+    vocab_size: int
+    def __init__(self, requires_padding: _Optional[bool] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: _Optional[bool] = ..., use_prefix_caching: _Optional[bool] = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sharded_weight_bytes: _Optional[int] = ..., total_sharded_weight_bytes: _Optional[int] = ..., encoder: _Optional[_Union[EncoderFacts, _Mapping]] = ..., step_socket: _Optional[str] = ..., num_opening_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class EncoderFacts(_message.Message):
     __slots__ = ("tasks", "width", "max_tokens", "labels", "is_multi_label", "pooling", "usual_tokens")

@@ -84,6 +84,11 @@ class TextGenerationServiceStub:
                 request_serializer=funitel_dot_proto_dot_generate__pb2.HealthRequest.SerializeToString,
                 response_deserializer=funitel_dot_proto_dot_generate__pb2.HealthResponse.FromString,
                 _registered_method=True)
+        self.Dismiss = channel.unary_unary(
+                '/generate.v3.TextGenerationService/Dismiss',
+                request_serializer=funitel_dot_proto_dot_generate__pb2.DismissRequest.SerializeToString,
+                response_deserializer=funitel_dot_proto_dot_generate__pb2.DismissResponse.FromString,
+                _registered_method=True)
 
 
 class TextGenerationServiceServicer:
@@ -159,6 +164,13 @@ class TextGenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Dismiss(self, request, context):
+        """End the process at once, whatever the model is doing: nobody takes an answer of it any more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TextGenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -211,6 +223,11 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
                     servicer.Health,
                     request_deserializer=funitel_dot_proto_dot_generate__pb2.HealthRequest.FromString,
                     response_serializer=funitel_dot_proto_dot_generate__pb2.HealthResponse.SerializeToString,
+            ),
+            'Dismiss': grpc.unary_unary_rpc_method_handler(
+                    servicer.Dismiss,
+                    request_deserializer=funitel_dot_proto_dot_generate__pb2.DismissRequest.FromString,
+                    response_serializer=funitel_dot_proto_dot_generate__pb2.DismissResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -483,6 +500,33 @@ class TextGenerationService:
             '/generate.v3.TextGenerationService/Health',
             funitel_dot_proto_dot_generate__pb2.HealthRequest.SerializeToString,
             funitel_dot_proto_dot_generate__pb2.HealthResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Dismiss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/generate.v3.TextGenerationService/Dismiss',
+            funitel_dot_proto_dot_generate__pb2.DismissRequest.SerializeToString,
+            funitel_dot_proto_dot_generate__pb2.DismissResponse.FromString,
             options,
             channel_credentials,
             insecure,

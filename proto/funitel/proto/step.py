@@ -289,6 +289,7 @@ class ShardInfo:
     total_sharded_weight_bytes: int = 0
     encoder: EncoderFacts | None = None  # None: the model generates
     step_socket: str = ""  # path of a Unix socket that takes numbered calls too, see `step_socket`
+    vocab_size: int = 0  # tokens are below it; 0 where that is not told
     num_opening_tokens: int = 0  # tokens the shard puts behind every prompt, each in a place of the pool, for a decoder
 
 

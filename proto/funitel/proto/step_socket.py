@@ -14,6 +14,10 @@ from enum import IntEnum
 from typing import NamedTuple, cast
 
 SUFFIX = ".steps"  # of the gRPC socket's path
+# Of gRPC between machines: how often an end without news asks for some, and how long it waits.
+KEEPALIVE_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 20_000
+MOST_BYTES = 1 << 28  # of a message, here and in gRPC: prompts of all sequences of a step, or all that is said of them
 
 # gRPC's numbers of statuses that either end gives itself.
 OK = 0
@@ -79,6 +83,10 @@ class FrameProtocol(asyncio.Protocol):
         """Receive the next frame."""
         raise NotImplementedError
 
+    def refuse(self, reason: str) -> None:
+        """Hang up at once: what came is no frame, and nobody knows where the next one begins."""
+        self._transport.abort()
+
     def send(self, frame: Frame) -> None:
         """Send a frame, after all that were sent before."""
         header = _HEADER.pack(len(frame.payload), len(frame.context), frame.call_id, frame.code)
@@ -99,6 +107,10 @@ class FrameProtocol(asyncio.Protocol):
         begin = 0
         while len(buffer) - begin >= _HEADER.size:
             num_payload, num_context, call_id, code = _HEADER.unpack_from(buffer, begin)
+            if num_payload + num_context > MOST_BYTES:
+                buffer.clear()
+                self.refuse(f"a frame of {num_payload + num_context} bytes, at most {MOST_BYTES} are allowed")
+                return
             payload_begin = begin + _HEADER.size + num_context
             end = payload_begin + num_payload
             if len(buffer) < end:

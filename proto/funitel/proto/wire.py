@@ -221,10 +221,16 @@ def encode_result(result: StepResult, response: StepResponse, *, in_columns: boo
     response.num_forward_tokens = result.num_forward_tokens
 
 
-def decode_result(response: StepResponse) -> StepResult:
-    """Read a Prefill or Decode response."""
+def decode_result(response: StepResponse, vocab_size: int = 0) -> StepResult:
+    """Read a Prefill or Decode response; of `vocab_size` 0 tokens are not held against it.
+
+    Raises:
+        ValueError: a token is not in the vocabulary, a generation has none, or what is said of tokens is more or less
+            than they are.
+    """
+    plain = tuple(_decode_columns(response.columns, vocab_size))
     return StepResult(
-        generations=(*map(_decode_generation, response.generations), *_decode_columns(response.columns)),
+        generations=(*(_decode_generation(message, vocab_size) for message in response.generations), *plain),
         batch=decode_cached(response.batch) if response.HasField("batch") else None,
         forward_ns=response.forward_ns,
         decode_ns=response.decode_ns,
@@ -245,8 +251,9 @@ def _encode_columns(generations: Sequence[Generation], columns: pb.Columns) -> N
     columns.is_special.extend([one.is_special[0] for one in tokens])
 
 
-def _decode_columns(columns: pb.Columns) -> Iterable[Generation]:
+def _decode_columns(columns: pb.Columns, vocab_size: int) -> Iterable[Generation]:
     request_ids, ids, logprobs = columns.request_ids[:], columns.ids[:], columns.logprobs[:]
+    _check_ids(ids, vocab_size)
     for request_id, token_id, logprob, text, is_special in zip(
         request_ids, ids, logprobs, columns.texts[:], columns.is_special[:], strict=True
     ):
@@ -260,7 +267,14 @@ def _encode_tokens(tokens: Tokens) -> pb.Tokens:
 def _decode_tokens(message: pb.Tokens) -> Tokens:
     # A slice is a list, made at once; to iterate over the field takes twice as long.
     ids, logprobs, texts, is_special = message.ids[:], message.logprobs[:], message.texts[:], message.is_special[:]
+    if not len(ids) == len(logprobs) == len(texts) or (is_special and len(is_special) != len(ids)):
+        raise ValueError(f"{len(ids)} tokens have {len(logprobs)} log-probabilities and {len(texts)} texts")
     return Tokens(tuple(ids), tuple(logprobs), tuple(texts), tuple(is_special))
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    if vocab_size and ids and max(ids) >= vocab_size:
+        raise ValueError(f"token {max(ids)} is not in the vocabulary of {vocab_size}")
 
 
 def _encode_generation(generation: Generation) -> pb.Generation:
@@ -287,7 +301,11 @@ def _encode_generation(generation: Generation) -> pb.Generation:
     return message
 
 
-def _decode_generation(message: pb.Generation) -> Generation:
+def _decode_generation(message: pb.Generation, vocab_size: int) -> Generation:
+    tokens = _decode_tokens(message.tokens)
+    if not tokens.ids:
+        raise ValueError(f"request {message.request_id} got no token")
+    _check_ids(tokens.ids, vocab_size)
     finished = None
     if message.HasField("generated_text"):
         text = message.generated_text
@@ -301,7 +319,7 @@ def _decode_generation(message: pb.Generation) -> Generation:
         )
     return Generation(
         request_id=message.request_id,
-        tokens=_decode_tokens(message.tokens),
+        tokens=tokens,
         top_tokens=tuple(map(_decode_tokens, message.top_tokens[:])),
         prefill_tokens=_decode_tokens(message.prefill_tokens) if message.HasField("prefill_tokens") else None,
         finished=finished,
@@ -330,6 +348,7 @@ def encode_info(info: ShardInfo) -> pb.InfoResponse:
         total_sharded_weight_bytes=info.total_sharded_weight_bytes,
         step_socket=info.step_socket,
         num_opening_tokens=info.num_opening_tokens,
+        vocab_size=info.vocab_size,
     )
     if info.window_size is not None:
         message.window_size = info.window_size
@@ -359,6 +378,7 @@ def decode_info(message: pb.InfoResponse) -> ShardInfo:
         encoder=encoder_wire.decode_facts(message.encoder) if message.HasField("encoder") else None,
         step_socket=message.step_socket,
         num_opening_tokens=message.num_opening_tokens,
+        vocab_size=message.vocab_size,
     )
 
 

@@ -37,6 +37,7 @@ class Engine:
         admission: Admission,
         pipeline_steps: int = 1,
         decode_tokens: int = RouterSettings.otlp_decode_tokens,
+        step_timeout_s: float = RouterSettings.step_timeout_s,
     ) -> None:
         self.limits = limits
         self._replica = replica
@@ -54,6 +55,7 @@ class Engine:
             pipeline_steps,
             self._compiling.keys(),
             decode_tokens,
+            step_timeout_s,
         )
         view = EngineView(scheduler, self._requests.streams, admission, self._steps.past, len(replica.infos))
         self.views = {0: view}  # what the state of the only replica is read from

@@ -11,6 +11,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
+from funitel.proto.errors import FunitelError, ShardUnsound
 from funitel.router.lead import plan_after
 from funitel.router.plan import StepPlan
 from funitel.router.replica import Replica, SentStep, StepAnswer
@@ -27,6 +28,8 @@ class Call:
     step: SentStep | None = None
     sent: float = field(default_factory=time.monotonic)
     answered: float | None = None
+    age: float = 0.0  # seconds that it was the oldest, of this process's own time
+    failure: FunitelError | None = None  # it was given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +92,26 @@ class Pipeline:
         call.answer.add_done_callback(lambda _: self._note(call))
 
     def _note(self, call: Call) -> None:
+        if call.failure is not None:
+            return
         call.answered = time.monotonic()
         if not call.answer.cancelled():
             call.answer.exception()  # retrieved: who has lost its shards asks for no further answer
         self._wake()
+
+    def grow_older(self, seconds: float, most_seconds: Callable[[StepPlan | None], float]) -> None:
+        """Note that time has passed, and give the oldest call up if it has been that for longer than it may."""
+        call = self.oldest
+        if call is None or call.answered is not None:
+            return
+        call.age += seconds
+        most = most_seconds(call.plan)
+        if call.age > most:
+            call.failure = ShardUnsound(
+                f"the shards have not answered a call for {call.age:.3g} s, {most:g} s it may take"
+            )
+            call.answered = time.monotonic()
+            self._wake()
 
     def settle(self) -> Settled:
         """Take the oldest call's answer into account; it stays the oldest until it is `done` with.
@@ -100,11 +119,13 @@ class Pipeline:
         Raises:
             InvalidRequest: every rank refused the call before changing anything.
             StepFailed: the call failed and the ranks are sound.
-            ShardFailed: a rank does not answer, or ranks disagree.
+            ShardFailed: a rank does not answer, or was given up, or ranks disagree.
             After any of them what the ranks hold is unknown: `drain`, then clear the replica.
         """
         call = self._calls[0]
         assert call.answered is not None, "it is not answered"
+        if call.failure is not None:
+            raise call.failure
         seconds = call.answered - max(call.sent, self._last_answered)
         result = call.answer.result()
         answer = self._replica.settle(call.step, result) if call.step is not None else None
@@ -116,6 +137,9 @@ class Pipeline:
         self._calls.popleft()
 
     async def drain(self) -> None:
-        """Wait until no call is under way, whatever comes of them."""
+        """Wait until no call is under way, whatever comes of them; behind one that was given up for none."""
+        if any(call.failure is not None for call in self._calls):
+            for call in self._calls:
+                call.answer.cancel()
         await asyncio.gather(*(call.answer for call in self._calls), return_exceptions=True)
         self._calls.clear()

@@ -40,7 +40,7 @@ class Recovery:
         requests: Requests,
         metrics: Metrics,
         compiling: Container[int],
-        lose: Callable[[FunitelError], bool],
+        lose: Callable[[FunitelError], Awaitable[bool]],
     ) -> None:
         self._replica = replica
         self._scheduler = scheduler
@@ -99,7 +99,7 @@ class Recovery:
         if is_refused or self._scheduler.suspects.has_witness or await is_sound(self._replica, self._scheduler.blocks):
             for sequence in blamed:
                 self._requests.fail(sequence, error)
-        elif not self._lose(error):
+        elif not await self._lose(error):
             self._requests.fail_all(error, self._compiling)
 
     def may_send(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from funitel.proto.errors import ShardFailed
+from funitel.proto.errors import ShardUnsound
 from funitel.proto.step import (
     CachedBatch,
     Capability,
@@ -73,6 +73,10 @@ class Ranks(Protocol):
         """Drop one cached batch; or all, and begin the numbering of calls again."""
         ...
 
+    async def dismiss(self, reason: str) -> None:
+        """Have ranks end that cannot be killed: no answer of theirs is taken any more."""
+        ...
+
     async def close(self) -> None:
         """Let go of the ranks."""
         ...
@@ -84,12 +88,14 @@ class StepAnswer:
 
     combined: StepResult
     by_rank: tuple[StepResult, ...]
+    ended: frozenset[int] = frozenset()  # rows that the ranks dropped with it
 
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
     """A step on its way: the rows it names, and the ranks' results to come."""
 
+    batch_id: int
     request_ids: tuple[int, ...]
     results: Awaitable[tuple[StepResult, ...]]
 
@@ -172,17 +178,17 @@ class Replica:
         request_ids += [start.request_id for start in plan.starts]
         self._batches = [batch for batch in self._batches if batch not in cached]
         self._batches.append(CachedBatch(batch_id, tuple(request_ids)))
-        return SentStep(tuple(request_ids), results)
+        return SentStep(batch_id, tuple(request_ids), results)
 
     def settle(self, step: SentStep, results: tuple[StepResult, ...]) -> StepAnswer:
         """Take the ranks' results of the oldest step sent into account, and combine them as TGI's client does.
 
         Raises:
-            ShardFailed: ranks disagree. What they hold is unknown here, as after a step that failed: `clear`.
+            ShardUnsound: ranks disagree, or keep what they were not given.
         """
         if len({result.batch and result.batch.request_ids for result in results}) > 1:
-            raise ShardFailed("the shards disagree about which sequences are running")
-        self._note_kept(step, results[-1].batch)
+            raise ShardUnsound("the shards disagree about which sequences are running")
+        ended = self._note_kept(step, results[-1].batch)
         slowest = max(results, key=lambda result: result.total_ns)
         combined = StepResult(
             generations=tuple(g for result in reversed(results) for g in result.generations),
@@ -192,26 +198,36 @@ class Replica:
             total_ns=slowest.total_ns,
             concat_ns=slowest.concat_ns,
         )
-        return StepAnswer(combined, results)
+        return StepAnswer(combined, results, ended)
 
-    def _note_kept(self, step: SentStep, kept: CachedBatch | None) -> None:
-        """Forget the rows that ended with a step because all of its batch did."""
+    def _note_kept(self, step: SentStep, kept: CachedBatch | None) -> frozenset[int]:
+        """Forget the rows that ended with a step because all of its batch did; returns them."""
+        if kept is not None and kept.id != step.batch_id:
+            raise ShardUnsound(f"the shards keep batch {kept.id} of a step of batch {step.batch_id}")
         if kept is not None and kept.request_ids == step.request_ids:
             # As the ranks describe it, which is how TGI's want to hear of it again.
             self._batches = [kept if batch.request_ids == kept.request_ids else batch for batch in self._batches]
-            return
-        ended = set(step.request_ids).difference(kept.request_ids if kept is not None else ())
+            return frozenset()
+        rows = frozenset(step.request_ids)
+        ended = rows.difference(kept.request_ids if kept is not None else ())
+        if kept is not None and (strangers := set(kept.request_ids) - rows):
+            raise ShardUnsound(f"the shards keep request {min(strangers)}, which was not in the step")
         rest = [
             CachedBatch(batch.id, tuple(request_id for request_id in batch.request_ids if request_id not in ended))
             for batch in self._batches
         ]
         self._batches = [batch for batch in rest if batch.request_ids]
+        return ended
 
     def _number(self) -> int | None:
         if Capability.STEP_SEQ not in self.capabilities:
             return None
         self._step_seq += 1
         return self._step_seq
+
+    async def dismiss(self, reason: str) -> None:
+        """Have ranks end that cannot be killed: no answer of theirs is taken any more."""
+        await self.ranks.dismiss(reason)
 
     async def close(self) -> None:
         """Let go of the ranks."""

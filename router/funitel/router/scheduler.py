@@ -17,7 +17,7 @@ be found by its content is published only when committed, and is full: nobody wr
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from math import isnan
+from math import inf
 
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StepResult
 from funitel.router.blocks import BlockAllocator
@@ -196,17 +196,12 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, seconds: float) -> list[tuple[Sequence, Generation]]:
         """Take the result of the oldest step in flight into account; finished sequences leave.
 
-        Returns what to deliver, in plan order. Sequences that have left since the step was planned are skipped. One
-        that should have got a token and did not raises KeyError, and nothing is taken into account: the shards have
-        diverged from the plan.
+        Returns what to deliver, in plan order. Sequences that have left since the step was planned are skipped. The
+        result must not contradict the plan (`contradiction`).
         """
         assert self._in_flight, "no step is in flight"
         assert plan is self._in_flight[0], "results come in the order of their plans"
         by_id = {generation.request_id: generation for generation in result.generations}
-        for sequence_id in plan.computed.keys() - by_id.keys():
-            sequence = self.running.get(sequence_id)
-            if sequence is not None and sequence.num_pending == plan.computed[sequence_id]:
-                raise KeyError(sequence_id)
         self._in_flight.popleft()
         # What the ranks measured, for steps wait for one another; `seconds` when they measured nothing.
         self.step_time.observe(plan.load, result.total_ns / 1e9 or seconds)
@@ -225,7 +220,7 @@ class Scheduler:
             if sequence.num_pending > 0:
                 continue
             generation = by_id[sequence_id]
-            if isnan(sum(generation.tokens.logprobs)):
+            if not sum(generation.tokens.logprobs) < inf:  # nor a number
                 self._condemn(sequence)
                 delivered.append((sequence, generation))
                 continue

@@ -12,6 +12,7 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
 MOST_TOKENS = 2**32 - 1  # the wire counts tokens in 32 bits
 MOST_GB_S = 1_000_000  # a petabyte a second: no memory gives it
+MOST_STEP_TIMEOUT_S = 86_400  # a day
 MOST_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
 MOST_TIMEOUT_SECONDS = 86_400
 _REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
@@ -43,6 +44,11 @@ class RouterSettings:
         600,
         "Seconds that requests wait for lost shards to come back when no replica is left; with 0 they fail at once and "
         "lost shards are not looked for.",
+    )
+    step_timeout_s: float = setting(
+        60.0,
+        "Seconds a step may take before its shards are taken to hang, and are started again: five times as many for "
+        "first steps, ten times what was learnt of steps like it for long ones.",
     )
     hostname: str | None = setting(
         None, "Address to listen on; when not given, 0.0.0.0 where clients need a key or certificate, else 127.0.0.1."
@@ -236,6 +242,10 @@ class RouterSettings:
         )
         check_api_key(self.api_key)
         check_access(self)
+        require(
+            0 < self.step_timeout_s <= MOST_STEP_TIMEOUT_S,
+            f"--step-timeout-s must be > 0 and <= {MOST_STEP_TIMEOUT_S}, given {self.step_timeout_s:g}",
+        )
         require(
             self.memory_bandwidth is None or 0 < self.memory_bandwidth <= MOST_GB_S,
             f"--memory-bandwidth must be > 0 and <= {MOST_GB_S}, given {self.memory_bandwidth}",

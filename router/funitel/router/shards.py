@@ -37,7 +37,7 @@ from funitel.proto.step import (
     WarmupLimits,
     WarmupResult,
 )
-from funitel.proto.step_socket import Method
+from funitel.proto.step_socket import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MOST_BYTES, Method
 from funitel.proto.tls import MutualTls
 from funitel.router.fence import fence
 from funitel.router.step_client import StepClient, unreadable
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 SERVICE = "/generate.v3.TextGenerationService/"
 HEALTH_TIMEOUT_SECONDS = 5.0
 GRAMMAR_TIMEOUT_SECONDS = 30.0
+DISMISS_SECONDS = 2.0  # in which a rank ends that can
 # No step takes this long; a shard that does not answer by then hangs.
 STEP_TIMEOUT_SECONDS = 300.0
 # Ranks answer together: once one has failed, the others have this long before they are given up.
@@ -54,8 +55,13 @@ STRAGGLER_SECONDS = 5.0
 LEAST_POLL_SECONDS, MOST_POLL_SECONDS = 0.1, 1.0  # between two attempts to reach shards that are still loading
 WAITING_SECONDS = 10.0  # between two lines that say that they are waited for
 OPTIONS = [
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", MOST_BYTES),
+    ("grpc.max_send_message_length", MOST_BYTES),
+    # A host that vanishes takes no leave: it is asked again and again, and lost within some 30 s. A process that only
+    # stands still, and another machine's kernel that answers for it, are told apart no sooner.
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),  # or a new channel would wait as long as the last one to the same address
 ]
 
@@ -181,14 +187,6 @@ def _ignore(task: "asyncio.Future[Any]") -> None:
         task.exception()
 
 
-def _prefilled(payload: bytes) -> Results:
-    return (wire.decode_result(pb.PrefillResponse.FromString(payload)),)
-
-
-def _decoded(payload: bytes) -> Results:
-    return (wire.decode_result(pb.DecodeResponse.FromString(payload)),)
-
-
 class Shards:
     """Every rank of one model copy, in rank order: the `Ranks` of a `Replica`."""
 
@@ -259,6 +257,13 @@ class Shards:
         responses = await self._fan_out("Health", pb.HealthRequest(), parse, timeout=HEALTH_TIMEOUT_SECONDS)
         return [wire.decode_memory(response) for response in responses]
 
+    async def dismiss(self, reason: str) -> None:
+        """Have ranks of other machines end, if they can: those of this one are beyond doubt once they are fenced."""
+        payload = pb.DismissRequest(reason=reason).SerializeToString()
+        remote = [client for client in self.clients if client.url.startswith("tcp://")]
+        calls = (client.call("Dismiss", payload, pb.DismissResponse.FromString, DISMISS_SECONDS) for client in remote)
+        await asyncio.gather(*calls, return_exceptions=True)
+
     async def disconnected(self) -> None:
         """Return once the connection to any rank has ended."""
         tasks = [asyncio.create_task(client.disconnected()) for client in self.clients]
@@ -285,14 +290,20 @@ class Shards:
         """Send a step that takes new sequences in."""
         batch = wire.encode_batch(batch_id, starts, self._block_size)
         request = wire.encode_prefill(batch, cached, rows, step_seq)
-        return self._results(self._send(Method.PREFILL, request, _prefilled))
+        return self._results(self._send(Method.PREFILL, request, self._prefilled))
 
     def decode(
         self, batches: Sequence[CachedBatch], rows: Sequence[RowUpdate], step_seq: int | None
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Send a step of cached batches."""
         request = wire.encode_decode(batches, rows, step_seq)
-        return self._results(self._send(Method.DECODE, request, _decoded))
+        return self._results(self._send(Method.DECODE, request, self._decoded))
+
+    def _prefilled(self, payload: bytes) -> Results:
+        return (wire.decode_result(pb.PrefillResponse.FromString(payload), self.infos[0].vocab_size),)
+
+    def _decoded(self, payload: bytes) -> Results:
+        return (wire.decode_result(pb.DecodeResponse.FromString(payload), self.infos[0].vocab_size),)
 
     def filter(self, batch_id: int, request_ids: Sequence[int], step_seq: int | None) -> Awaitable[CachedBatch]:
         """Send that only some rows of a cached batch are kept."""

@@ -21,8 +21,8 @@ from funitel.proto.step_socket import (
 Failure = Callable[[int, str], FunitelError]
 
 
-def unreadable(error: Exception) -> str:
-    """Words for an answer that `error` was raised by."""
+def unreadable(error: object) -> str:
+    """Words for an answer that `error` was raised by, or is said of."""
     return f"the answer cannot be read: {error}"
 
 
@@ -43,6 +43,7 @@ class StepClient(FrameProtocol):
         self._failure = failure
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
+        self._complaint = ""  # what was wrong with what the shard sent
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -66,6 +67,8 @@ class StepClient(FrameProtocol):
         """Answer the call that a frame bears the number of, if it is still waited for."""
         call = self._calls.pop(frame.call_id, None)
         if call is None:
+            if not 0 < frame.call_id <= self._num_calls:
+                self.refuse(f"it answers call {frame.call_id}, which was never made")
             return
         call.timeout.cancel()
         if call.answer.done():
@@ -80,10 +83,18 @@ class StepClient(FrameProtocol):
         else:
             call.answer.set_result(answer)
 
+    def refuse(self, reason: str) -> None:
+        """Hang up on a shard that makes no sense; calls under way fail for that reason."""
+        self._complaint = unreadable(reason)
+        super().refuse(reason)
+
     def connection_lost(self, error: Exception | None) -> None:
         """Fail every call under way: the shard is gone, or we have hung up."""
+        status, details = UNAVAILABLE, "the connection has ended"
+        if self._complaint:
+            status, details = DATA_LOSS, self._complaint
         for call_id in tuple(self._calls):
-            self._fail(call_id, UNAVAILABLE, "the connection has ended")
+            self._fail(call_id, status, details)
         if not self.lost.done():
             self.lost.set_result(None)
 

@@ -9,11 +9,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Container
+from functools import partial
 
 from funitel.proto import tracing
 from funitel.proto.errors import BrokenScores, FunitelError, ShardFailed, ShardUnsound
 from funitel.proto.step import Generation
 from funitel.router.admission import Throughput
+from funitel.router.contradiction import contradiction
 from funitel.router.metrics import Metrics
 from funitel.router.pipeline import Pipeline
 from funitel.router.plan import StepPlan
@@ -24,9 +26,12 @@ from funitel.router.requests import Requests
 from funitel.router.scheduler import Scheduler
 from funitel.router.scheduler_state import MOST_STEPS, PastStep, PastSteps
 from funitel.router.sequence import Sequence
+from funitel.router.step_patience import most_seconds
 from funitel.router.step_traces import StepTraces
 
 logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5  # between two looks at how long a call has been under way
 
 
 class StepLoop:
@@ -41,6 +46,7 @@ class StepLoop:
         pipeline_steps: most steps under way.
         compiling: ids of sequences whose grammar is compiled, which survive the failure of all others.
         decode_tokens: that one `decode` span of a trace is for.
+        step_timeout_s: that a step may take, as the setting.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class StepLoop:
         pipeline_steps: int,
         compiling: Container[int],
         decode_tokens: int,
+        step_timeout_s: float,
     ) -> None:
         self.on_lost: Callable[[FunitelError], None] | None = None  # told once shards are gone; is to call `give_up`
         self._replica = replica
@@ -70,7 +77,9 @@ class StepLoop:
         self._has_given_up = False
         self._recovery = Recovery(replica, scheduler, self._pipeline, requests, metrics, compiling, self._lose)
         self.past = PastSteps(maxlen=MOST_STEPS)
+        self._most_seconds = partial(most_seconds, step_timeout_s=step_timeout_s)
         self._task = asyncio.create_task(self._run(), name="engine")
+        self._clock = asyncio.create_task(self._watch_clock(min(TICK_SECONDS, step_timeout_s / 4)), name="step clock")
 
     @property
     def has_ended(self) -> bool:
@@ -90,10 +99,12 @@ class StepLoop:
         """Stop; the shards are not asked."""
         self._has_given_up = True
         self._task.cancel()
+        self._clock.cancel()
 
     async def close(self) -> None:
         """Stop once the calls under way are answered, and let go of the shards; lost ones answer nothing any more."""
         self._task.cancel()
+        self._clock.cancel()
         if self._timer is not None:
             self._timer.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -119,12 +130,13 @@ class StepLoop:
                 return False
             except FunitelError:
                 pass
-        return self._lose(error)
+        return await self._lose(error)
 
-    def _lose(self, error: FunitelError) -> bool:
-        """Tell who is to know that the shards are gone; whether there is anyone."""
+    async def _lose(self, error: FunitelError) -> bool:
+        """Tell who is to know that the shards are gone, and the shards themselves; whether there is anyone."""
         if self.on_lost is None:
             return False
+        await self._replica.dismiss(error.message)
         self.on_lost(error)
         return True
 
@@ -170,6 +182,13 @@ class StepLoop:
         self._send_steps()
         self._report.update()
 
+    async def _watch_clock(self, tick: float) -> None:
+        """Give up calls that are under way for too long; time in which this process stood still does not count."""
+        while True:
+            begin = time.monotonic()
+            await asyncio.sleep(tick)
+            self._pipeline.grow_older(min(time.monotonic() - begin, 2 * tick), self._most_seconds)
+
     def _settle(self) -> list[tuple[Sequence, Generation]]:
         """Take the oldest answer into account; returns what to deliver."""
         settled = self._pipeline.settle()
@@ -180,10 +199,11 @@ class StepLoop:
         self._metrics.observe_step(settled.plan.method, settled.seconds, settled.answer.by_rank)
         if not settled.plan.load.num_prompt_tokens:
             self._metrics.observe_decode(settled.plan.load.decode_context, settled.answer.by_rank)
-        try:
-            delivered = self._scheduler.commit(settled.plan, settled.answer.combined, settled.seconds)
-        except KeyError as error:
-            raise ShardUnsound(f"the shards gave no token for request {error}") from error
+        combined = settled.answer.combined
+        problem = contradiction(settled.plan, combined, settled.answer.ended, self._scheduler.running)
+        if problem is not None:
+            raise ShardUnsound(f"the shards' answer cannot be: {problem}")
+        delivered = self._scheduler.commit(settled.plan, combined, settled.seconds)
         self._pipeline.done()
         now = time.monotonic()
         self._throughput.observe_step(settled.plan.num_tokens, settled.seconds, now)

@@ -81,7 +81,8 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
     pipeline_steps = settings.pipeline_steps if can_overlap else 1
     entrance = admission or admission_of(settings)
-    return Engine(replica, scheduler, limits, metrics, entrance, pipeline_steps, settings.otlp_decode_tokens)
+    decode_tokens, timeout = settings.otlp_decode_tokens, settings.step_timeout_s
+    return Engine(replica, scheduler, limits, metrics, entrance, pipeline_steps, decode_tokens, timeout)
 
 
 async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupResult]:

@@ -65,7 +65,7 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor,
     pools = SpecPools(spec.whole, heads, settings.block_size, loaded.kv_dtype, device)
     options = options_of(settings, device, loaded, eos_token_ids)
     log_loaded(settings, folder, spec.decoder, device, loaded)
-    info = info_of(settings, options, loaded)
+    info = info_of(settings, options, loaded, spec.decoder.vocab_size)
     info = replace(
         info,
         use_prefix_caching=False,  # what the pool holds of a token depends on the whole prompt
