@@ -222,6 +222,11 @@ def test_a_malformed_variable_exits_with_2(tiny_model: Path, cache: Path) -> Non
         (("--shard-uds-path", "/tmp/" + "s" * 200), ("--shard-uds-path", "107")),
         (("--tokenizer-config-path", "/nowhere.json"), ("--tokenizer-config-path /nowhere.json",)),
         (("--revision", "main"), ("revision main",)),
+        (("--api-key-file", "/nowhere/keys"), ("--api-key-file /nowhere/keys", "No such file")),
+        (
+            ("--tls-cert", "/nowhere/a.pem", "--tls-key", "/nowhere/a.key"),
+            ("--tls-cert /nowhere/a.pem", "No such file"),
+        ),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, tuple) else None,
 )

@@ -5,10 +5,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from funitel_testing.certificates import Authority, Files
 from funitel_testing.servers import free_port, listens, wait_until
 
 KEY = "funitel-sesame"
@@ -167,3 +169,33 @@ def test_nothing_listens_that_was_not_asked_for(router: subprocess.Popen[bytes],
             if words[3] == "0A" and f"socket:[{words[9]}]" in own:
                 listening.add(int(words[1].rpartition(":")[2], 16))
     assert listening == {port}
+
+
+def test_a_shard_on_tcp_wants_a_certificate(tiny_model: Path, tmp_path: Path) -> None:
+    """CVE-2025-30165, CVE-2025-32444 and kin: what runs the model is reached by those who prove who they are."""
+    authority = Authority(tmp_path)
+    own, known = authority.sign("shard"), authority.sign("router", "router.invalid")
+    address, http = f"localhost:{free_port()}", free_port()
+
+    def tls(files: Files) -> list[str]:
+        return ["--shard-tls-cert", files.cert, "--shard-tls-key", files.key, "--shard-tls-ca", authority.ca]
+
+    log = tmp_path / "log"
+    with ExitStack() as stack:
+        output = stack.enter_context(log.open("wb"))
+
+        def start(*words: str) -> "subprocess.Popen[bytes]":
+            process = subprocess.Popen([sys.executable, "-m", *words], stdout=output, stderr=output)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        shard = ["serve", str(tiny_model), "--device", "cpu", "--dtype", "float32", "--num-threads", "1"]
+        start("funitel.model_server", *shard, "--listen", address, *tls(own))
+        router = ["--tokenizer-name", str(tiny_model), "--hostname", HOST, "--master-shard-address", address]
+        start("funitel.router", *router, "--port", str(http), *tls(known))
+        wait_until(lambda: listens(http) and status(http, "GET /health") == 200, 90, "a router that is known")
+        plain = start("funitel.router", *router, "--port", str(free_port()), "--shard-connect-timeout", "1")
+        assert plain.wait(60) == 1
+        assert status(http, "GET /health") == 200
+    assert f"no shard answers at tcp://{address}" in log.read_text().splitlines()[-1]

@@ -211,6 +211,30 @@ def test_what_a_child_would_refuse_is_refused_before_anything_loads(given: dict[
         resolved(**given)
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"protect_all_routes": True}, "--protect-all-routes needs --api-key or --api-key-file"),
+        ({"api_key_file": "/nowhere/keys"}, "--api-key-file /nowhere/keys: No such file"),
+        ({"tls_cert": "/nowhere/a.pem"}, "--tls-cert and --tls-key need each other, given /nowhere/a.pem alone"),
+        ({"tls_cert": "/nowhere/a.pem", "tls_key": "/nowhere/a.key"}, "--tls-cert /nowhere/a.pem: No such file"),
+        ({"tls_client_ca": "/nowhere/ca.pem"}, "--tls-client-ca /nowhere/ca.pem needs --tls-cert and --tls-key"),
+        ({"tls_probe_key": "/nowhere/a.key"}, "--tls-probe-cert and --tls-probe-key need each other"),
+        ({"tls_probe_cert": "/nowhere/a", "tls_probe_key": "/nowhere/b"}, "--tls-probe-cert /nowhere/a needs --tls-cl"),
+        ({"default_hostname": "everywhere"}, "--default-hostname must be like 0.0.0.0, given 'everywhere'"),
+    ],
+)
+def test_who_is_let_in_is_settled_before_anything_loads(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(SettingsError, match=why):
+        resolved(**given)
+
+
+def test_without_a_key_the_server_is_for_its_own_machine() -> None:
+    assert (resolved().hostname, resolved().is_local_by_default) == ("127.0.0.1", True)
+    assert (resolved(api_key="sesame").hostname, resolved(api_key="sesame").is_local_by_default) == ("0.0.0.0", False)
+    assert resolved(hostname="0.0.0.0").hostname == "0.0.0.0"
+
+
 def test_the_legacy_input_limit_is_folded_in() -> None:
     settings = resolved(max_input_length=10, max_total_tokens=20)
     assert (settings.max_input_tokens, settings.max_input_length) == (10, None)

@@ -15,10 +15,13 @@ from unittest.mock import Mock
 import grpc
 import pytest
 
+from funitel.model_server.__main__ import _address
 from funitel.model_server.server import make_server
+from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.step_server import StepServer
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc
+from funitel.proto.errors import SettingsError
 from funitel.proto.private import bind_private
 from funitel.proto.tls import MutualTls
 from funitel_testing.certificates import Authority
@@ -147,3 +150,22 @@ async def test_a_shard_must_be_who_it_says_it_is(tmp_path: Path) -> None:
     assert known is not None
     async with serving(address, tls):
         assert not await is_healthy(grpc.aio.secure_channel(address, known.channel_credentials()))
+
+
+@pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
+def test_a_shard_that_is_open_to_a_network_says_so(host: str, is_open: bool, caplog: pytest.LogCaptureFixture) -> None:
+    plain = ModelServerSettings(model_id="m", listen=f"{host}:7000")
+    assert _address(plain) == (f"{host}:7000", f"tcp://{host}:7000")
+    assert [f"--listen {host}:7000 without --shard-tls-cert" in line for line in caplog.messages] == [True] * is_open
+    caplog.clear()
+    files = {"shard_tls_cert": "a", "shard_tls_key": "b", "shard_tls_ca": "c"}
+    _address(ModelServerSettings(model_id="m", listen=f"{host}:7000", **files))
+    assert not caplog.messages
+
+
+def test_certificates_are_for_shards_on_tcp() -> None:
+    files = {"shard_tls_cert": "a", "shard_tls_key": "b", "shard_tls_ca": "c"}
+    with pytest.raises(SettingsError, match="are for --listen, which is not given"):
+        ModelServerSettings(model_id="m", **files)
+    with pytest.raises(SettingsError, match="give all three"):
+        ModelServerSettings(model_id="m", listen="h:1", shard_tls_cert="a")
