@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from funitel_testing.faults.scenes import ByHand
+from funitel_testing.faults.scenes import BOUND, BOUND_SECONDS, ByHand
 from funitel_testing.faults.table import Cost, Fault
 
 SHORT_CUT_SECONDS = 3.0  # well below the bound
+LONG_CUT_SECONDS = 3 * BOUND_SECONDS
 NAMES = ("shard-a.test", "shard-b.test")
 HOSTS = Path("/etc/hosts")
 
@@ -74,7 +75,7 @@ class TwoHosts(ByHand):
     """A router and a shard here, a replica far away."""
 
     def __init__(self, model: Path, folder: Path, far: FarHost) -> None:
-        super().__init__(model, folder, hosts=(far.address, "127.0.0.1"), inside=(far.entrance, ()))
+        super().__init__(model, folder, hosts=(far.address, "127.0.0.1"), inside=(far.entrance, ()), router_flags=BOUND)
         self.far = far
 
 
@@ -97,6 +98,12 @@ def _two_hosts(model: Path, folder: Path) -> Iterator[TwoHosts]:
 async def _cut_shortly(scene: TwoHosts) -> None:
     scene.far.cut()
     await asyncio.sleep(SHORT_CUT_SECONDS)
+    scene.far.join()
+
+
+async def _cut_for_long(scene: TwoHosts) -> None:
+    scene.far.cut()
+    await asyncio.sleep(LONG_CUT_SECONDS)
     scene.far.join()
 
 
@@ -162,6 +169,14 @@ FAULTS = (
         why="its streams pause; TCP sends again what was not received",
         scene=_two_hosts,
         strike=_cut_shortly,
+        obstacle=_no_far_host,
+    ),
+    Fault(
+        name=f"no network to the host of a replica for {LONG_CUT_SECONDS:g} s, more than the bound",
+        cost=Cost.NOTHING,
+        why="the other replica goes on with what it had, and it joins again",
+        scene=_two_hosts,
+        strike=_cut_for_long,
         obstacle=_no_far_host,
     ),
     Fault(

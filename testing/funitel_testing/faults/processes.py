@@ -4,8 +4,9 @@ import asyncio
 import os
 import signal
 
-from funitel_testing.faults.scenes import ONE, PAIR, TWO_RANKS, ByHand, Launched, by_hand
+from funitel_testing.faults.scenes import BOUND_SECONDS, ONE, ONE_BOUND, PAIR, TWO_RANKS, ByHand, Launched, by_hand
 from funitel_testing.faults.table import Cost, Fault
+from funitel_testing.servers import alive, wait_until
 
 SHORT_STOP_SECONDS = 2.0  # well below the bound
 
@@ -40,6 +41,12 @@ async def _stop_shard_shortly(scene: Launched) -> None:
     os.kill(pid, signal.SIGSTOP)
     await asyncio.sleep(SHORT_STOP_SECONDS)
     os.kill(pid, signal.SIGCONT)
+
+
+async def _stop_shard_for_good(scene: Launched) -> None:
+    pid = scene.server.shard_pids()[0]
+    os.kill(pid, signal.SIGSTOP)
+    await asyncio.to_thread(wait_until, lambda: not alive({pid}), 60 * BOUND_SECONDS, "nobody notices that it hangs")
 
 
 async def _kill_router_alone(scene: ByHand) -> None:
@@ -91,6 +98,14 @@ FAULTS = (
         why="its streams pause",
         scene=PAIR,
         strike=_stop_shard_shortly,
+    ),
+    Fault(
+        name=f"SIGSTOP of the only shard for longer than the bound, {BOUND_SECONDS:g} s",
+        cost=Cost.NOTHING,
+        why="it is killed and started again",
+        scene=ONE_BOUND,
+        strike=_stop_shard_for_good,
+        is_wearing=True,
     ),
     Fault(
         name="kill -9 of the launcher",

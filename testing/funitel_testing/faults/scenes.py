@@ -111,7 +111,11 @@ def launched(*flags: str, **environ: str) -> Here:
     return scene
 
 
+BOUND_SECONDS = 8.0  # a step may take so long where a fault shall last longer
+BOUND = ("--step-timeout-s", str(BOUND_SECONDS))
+
 ONE = launched()
+ONE_BOUND = launched(*BOUND)
 TWO_RANKS = launched("--num-shard", "2")
 PAIR = launched("--num-replicas", "2")
 

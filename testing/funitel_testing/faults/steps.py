@@ -17,6 +17,8 @@ from funitel_testing.servers import FAULTY_LAUNCHER, wait_until
 CULPRIT = 7  # number of the request that causes what it causes
 POISON = f", {CULPRIT} bottles"  # in its prompt, and no other
 FIRED_SECONDS = 30.0
+UNREADABLE = ("garbage", "truncated")
+LIES = ("missing", "twice", "stranger", "vocabulary")
 MANY_ROWS = 9  # beyond the half of all clients
 FEW_SECONDS = 3.0
 
@@ -66,11 +68,11 @@ def _is_culprit(ask: Ask) -> bool:
 
 FAULTS = (
     Fault(
-        name="a step that raises, once",
+        name="a step of several sequences that raises, once",
         cost=Cost.NOTHING,
-        why="its sequences are tried again",
+        why="its sequences are tried again; a single one would be taken for the cause",
         scene=_faulty,
-        strike=_going_wrong(Step(kind="raise", times=1)),
+        strike=_going_wrong(Step(kind="raise", min_rows=2, times=1)),
     ),
     Fault(
         name="steps that raise as long as one request is in them",
@@ -96,10 +98,17 @@ FAULTS = (
         causes=_is_culprit,
     ),
     Fault(
-        name="corrupted replies of a shard: bytes that are no message, and a message cut short",
+        name="replies that are no message, or are cut short",
         cost=Cost.NOTHING,
         why="what cannot be read is a step that failed",
         scene=_faulty,
-        strike=_going_wrong(Step(kind="garbage", times=1), Step(kind="truncated", times=1)),
+        strike=_going_wrong(*(Step(kind=kind, min_rows=2, times=1) for kind in UNREADABLE)),
+    ),
+    Fault(
+        name="replies with tokens missing, given twice, for others, or of no vocabulary",
+        cost=Cost.NOTHING,
+        why="what cannot be the answer to a step is a step that failed",
+        scene=_faulty,
+        strike=_going_wrong(*(Step(kind=kind, min_rows=2, times=1) for kind in LIES)),
     ),
 )
