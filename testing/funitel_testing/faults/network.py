@@ -178,6 +178,7 @@ FAULTS = (
         scene=_two_hosts,
         strike=_cut_for_long,
         obstacle=_no_far_host,
+        is_brief=False,
     ),
     Fault(
         name="the names of replicas and of the trace collector do not resolve, and a replica is killed",
@@ -186,5 +187,6 @@ FAULTS = (
         scene=_named,
         strike=_forget_and_kill,
         obstacle=_no_own_names,
+        is_brief=False,
     ),
 )

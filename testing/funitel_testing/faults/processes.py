@@ -76,6 +76,7 @@ FAULTS = (
         scene=TWO_RANKS,
         strike=_kill_last_shard,
         is_wearing=True,
+        is_brief=False,
     ),
     Fault(
         name="kill -9 of the shard of one of two replicas",
@@ -122,6 +123,7 @@ FAULTS = (
         scene=PAIR,
         strike=_kill_router,
         is_away=True,
+        is_brief=False,
     ),
     Fault(
         name="kill -9 of a router with shards of their own",

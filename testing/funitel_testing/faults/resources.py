@@ -187,6 +187,7 @@ FAULTS = (
         scene=PAIR,
         strike=_refuse_memory,
         is_wearing=True,
+        is_brief=False,
     ),
     Fault(
         name="a full disk under the logs, and a shard killed",

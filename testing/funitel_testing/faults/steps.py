@@ -18,7 +18,12 @@ CULPRIT = 7  # number of the request that causes what it causes
 POISON = f", {CULPRIT} bottles"  # in its prompt, and no other
 FIRED_SECONDS = 30.0
 UNREADABLE = ("garbage", "truncated")
-LIES = ("missing", "twice", "stranger", "vocabulary")
+LIES = {
+    "missing": "missing",
+    "twice": "given twice",
+    "stranger": "for a request that nobody made",
+    "vocabulary": "beyond the vocabulary",
+}
 MANY_ROWS = 9  # beyond the half of all clients
 FEW_SECONDS = 3.0
 
@@ -96,19 +101,24 @@ FAULTS = (
         scene=_faulty,
         strike=_going_wrong(Step(kind="nan", text=POISON)),
         causes=_is_culprit,
+        is_brief=False,
     ),
     Fault(
-        name="replies that are no message, or are cut short",
+        name="two replies: one is no message, one is cut short",
         cost=Cost.NOTHING,
         why="what cannot be read is a step that failed",
         scene=_faulty,
         strike=_going_wrong(*(Step(kind=kind, min_rows=2, times=1) for kind in UNREADABLE)),
     ),
-    Fault(
-        name="replies with tokens missing, given twice, for others, or of no vocabulary",
-        cost=Cost.NOTHING,
-        why="what cannot be the answer to a step is a step that failed",
-        scene=_faulty,
-        strike=_going_wrong(*(Step(kind=kind, min_rows=2, times=1) for kind in LIES)),
+    *(
+        Fault(
+            name=f"a reply with a token {lie}",
+            cost=Cost.NOTHING,
+            why="what cannot be the answer to a step is a step that failed",
+            scene=_faulty,
+            strike=_going_wrong(Step(kind=kind, min_rows=2, times=1)),
+            is_brief=kind == "missing",
+        )
+        for kind, lie in LIES.items()
     ),
 )
