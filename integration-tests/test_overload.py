@@ -24,7 +24,8 @@ SHORT, LONG = 300, 10_000  # connections
 MOST_BYTES_OF_A_CONNECTION = 20_000
 SLACK_BYTES = 15_000_000  # what allocators and the answers of the test itself take
 MOST_UNREAD_BYTES = 8_000_000
-PATIENCE_SECONDS = 30.0
+MOST_SLOW_READERS = 1000  # each has the router write megabytes
+PATIENCE_SECONDS = 120.0
 
 BODY = json.dumps({"inputs": "the sea", "parameters": {"max_new_tokens": 5}}).encode()
 POST = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n"
@@ -115,12 +116,13 @@ def test_a_crowd_that_wants_nothing_costs_little_and_keeps_out_nobody(
 
 
 def test_what_nobody_reads_is_bounded(server: Server, count: int) -> None:
+    count = min(count, MOST_SLOW_READERS)
     ask(server)
     router = Router(server)
     size = len(httpx.get(f"{server.url}/openapi.json").content)
     assert count * size > 3 * MOST_UNREAD_BYTES, "it would not all be kept"
     num_bytes = router.num_bytes
-    with crowd(server, count, b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 8, receive_buffer=4096):
+    with crowd(server, count, b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 4, receive_buffer=4096):
         wait_until(lambda: cut(server) > 0, PATIENCE_SECONDS, "those that read least are cut")
         ask(server)
         assert router.num_bytes - num_bytes <= MOST_UNREAD_BYTES + SLACK_BYTES + count * MOST_BYTES_OF_A_CONNECTION
