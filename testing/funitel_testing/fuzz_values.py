@@ -22,6 +22,7 @@ HOSTILE: tuple[Any, ...] = (
         {"type": "regex", "value": "(a|a)*b"},
     ),
 )
+MOST_PLACES = 20_000  # of a value: making more would take longer than what is tried
 
 
 def mangled(value: Any, rng: random.Random) -> Any:
@@ -31,13 +32,14 @@ def mangled(value: Any, rng: random.Random) -> Any:
     if not places:
         return rng.choice(HOSTILE)
     holder, key = rng.choice(places)
+    room = max(1, MOST_PLACES // len(places))
     match rng.randrange(7):
         case 0 | 1 | 2:
             holder[key] = rng.choice(HOSTILE)
         case 3:
             del holder[key]
         case 4:
-            holder[key] = [holder[key]] * rng.choice((1, 2, 130, 3000))
+            holder[key] = [holder[key]] * min(rng.choice((1, 2, 130, 3000)), room)
         case 5 if isinstance(holder, dict):
             holder[rng.choice(WORDS)] = rng.choice((holder[key], *HOSTILE))
         case _:
