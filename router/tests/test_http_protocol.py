@@ -171,6 +171,25 @@ async def test_http_1_0_is_answered_and_closed() -> None:
         assert answer.endswith(b"hello")
 
 
+async def test_a_stream_for_http_1_0_has_no_chunks_and_ends_with_the_connection() -> None:
+    async def produce(put: Put) -> None:
+        put(b"data: 1\n\n")
+        await asyncio.sleep(0)
+        put(b"data: 2\n\n")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        await EventStream(produce, pytest.fail)(scope, receive, send)
+
+    async with served(app) as server:
+        client = await server.connect()
+        client.send(b"POST / HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}")
+        head, _, body = (await client.answer()).partition(b"\r\n\r\n")
+        assert body == b"data: 1\n\ndata: 2\n\n"
+        assert b"transfer-encoding" not in head.lower()
+        assert b"connection: close" in head.lower()
+
+
 async def test_half_a_close_is_a_client_that_leaves() -> None:
     app = App()
     async with served(app) as server:

@@ -14,7 +14,7 @@ from math import inf
 from typing import Any, cast
 
 import httptools
-from starlette.types import Send
+from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from funitel.router.connections import Connections
@@ -49,6 +49,28 @@ def chunk_writer(send: Send) -> WriteChunk | None:
         return True
 
     return write_chunk
+
+
+def without_chunks(send: Send) -> Send:
+    """How an answer is sent to a client of HTTP/1.0: a body of no given length ends where its connection does.
+
+    uvicorn would send it in chunks, which came with HTTP/1.1.
+    """
+    cycle = getattr(send, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle):
+        return send
+    has_length = True
+
+    async def send_plain(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_plain
 
 
 class Phase(Enum):

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from funitel.proto.errors import Cancelled, FunitelError
 from funitel.router import request_note
 from funitel.router.frames import Event, frame
+from funitel.router.http_protocol import without_chunks
 from funitel.router.ledger import CLIENT
 from funitel.router.outlet import Outlet
 
@@ -72,6 +73,8 @@ class DirectSend:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("http_version") == "1.0":
+            send = without_chunks(send)
         scope[DIRECT] = send
         await self._app(scope, receive, send)
 
