@@ -1,9 +1,11 @@
 """Who may import whom: house rules drawn with `ast`, so that an arrow the other way fails before it is relied upon."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -229,3 +231,17 @@ def test_help_of_a_shard_needs_no_torch() -> None:
 
 def test_the_scheduler_comes_alone() -> None:
     assert loaded_by("funitel.router.scheduler", "asyncio", "grpc", "socket", "google.protobuf", "starlette") == []
+
+
+@pytest.mark.parametrize("portion", PORTIONS)
+def test_each_module_has_one_row_of_the_architecture(portion: str) -> None:
+    section = (ROOT / "docs/architecture.md").read_text().split(f"| `{portion}/` | |\n")[1].split("\n\n")[0]
+    named = [name for line in section.splitlines() for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
+    assert sorted({name for name in named if named.count(name) > 1}) == [], "named twice"
+    folder = ROOT / portion / "funitel" / portion
+    modules = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.py")}
+    modules = {module for module in modules if not module.endswith("__init__") and "_pb2" not in module}
+    patterns = [name + "*" if name.endswith("/") else name for name in named]
+    assert sorted(m for m in modules if not any(fnmatch(m, pattern) for pattern in patterns)) == [], "not named"
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} | modules
+    assert sorted(p for p in patterns if not any(fnmatch(file, p) for file in files)) == [], "not there"
