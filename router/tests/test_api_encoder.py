@@ -410,7 +410,7 @@ async def test_texts_wait_for_the_only_replica_to_come_back(encoding: Any, monke
     lost, fresh = FakeEncoder(errors=[ShardFailed("gone")]), FakeEncoder()
     is_back = asyncio.Event()
 
-    async def connect(address: str, patience_seconds: float) -> FakeEncoder:
+    async def connect(address: str, patience_seconds: float, tls: object) -> FakeEncoder:
         await is_back.wait()
         return fresh
 
@@ -439,7 +439,7 @@ async def test_texts_wait_for_the_only_replica_to_come_back(encoding: Any, monke
 
 
 async def test_texts_that_were_with_every_lost_replica_fail(encoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def connect(address: str, patience_seconds: float) -> FakeEncoder:
+    async def connect(address: str, patience_seconds: float, tls: object) -> FakeEncoder:
         return FakeEncoder(errors=[ShardFailed("gone")])
 
     monkeypatch.setattr("funitel.router.comeback.LEAST_PAUSE_SECONDS", 0.01)

@@ -2,16 +2,26 @@
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
+from fake_shards import Encoded, FakeShard
 from fleets import Running, expected, holds, request, run, running
 
+from funitel.proto import generate_pb2_grpc
 from funitel.proto.errors import DeadlineExceeded, NotReady, Overloaded, ShardFailed
 from funitel.proto.step import GrammarType
+from funitel.proto.tls import MutualTls, Pair
 from funitel.router.comeback import LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS, next_pause
+from funitel.router.fleet import Fleet, connect
+from funitel.router.metrics import Metrics
+from funitel.router.settings import RouterSettings
+from funitel_testing.certificates import Authority
+from funitel_testing.servers import free_port
 
 PATIENT = {"shard_return_timeout": 60}
 
@@ -370,3 +380,47 @@ async def test_a_replica_that_has_ended_is_left_to_whoever_started_it(
         await run_.replicas[0][1].die()
         await is_seen_lost(run_)
         assert fenced == []
+
+
+# Over TLS
+
+
+@asynccontextmanager
+async def guarded_shard(port: int, tls: MutualTls) -> AsyncIterator[FakeShard]:
+    """A shard on TCP that wants a certificate."""
+    fake = FakeShard(0, [f"tcp://localhost:{port}"])
+    server = fake.server = grpc.aio.server(interceptors=[Encoded(fake)], options=[("grpc.so_reuseport", 0)])
+    generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(fake, server)  # type: ignore[no-untyped-call]
+    server.add_secure_port(f"localhost:{port}", tls.server_credentials())
+    await server.start()
+    try:
+        yield fake
+    finally:
+        await server.stop(None)
+
+
+async def test_a_shard_that_wants_a_certificate_is_shown_one_when_it_is_back(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    shard, router = authority.sign("shard"), authority.sign("router")
+    port = free_port()
+    settings = RouterSettings(
+        master_shard_address=f"localhost:{port}",
+        shard_tls_cert=router.cert,
+        shard_tls_key=router.key,
+        shard_tls_ca=authority.ca,
+        max_batch_prefill_tokens=32,
+        **PATIENT,
+    )
+    files = MutualTls(Pair(shard.cert, shard.key), authority.ca)
+    async with AsyncExitStack() as stack:
+        fake = await stack.enter_async_context(guarded_shard(port, files))
+        fleet = await connect(settings, Metrics())
+        assert isinstance(fleet, Fleet)
+        fake.pause.clear()
+        task = asyncio.create_task(run(fleet, request()))
+        await holds(lambda: bool(fake.steps), "it has entered")
+        await fake.die()
+        await holds(lambda: not fleet.views, "the loss is seen")
+        await stack.enter_async_context(guarded_shard(port, files))
+        assert await asyncio.wait_for(task, 10) == expected(request())
+        await fleet.close()

@@ -7,6 +7,7 @@ from math import inf
 from typing import TypeVar
 
 from funitel.proto.errors import FunitelError, ShardFailed
+from funitel.proto.tls import MutualTls
 from funitel.router.shards import Shards
 
 logger = logging.getLogger(__name__)
@@ -21,20 +22,23 @@ LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.5, 30.0
 STEADY_SECONDS = 10.0  # of service, after which a replica that is lost may come back at once
 
 
-async def comeback(address: str, let_in: Callable[[Shards], Awaitable[T]], pause_seconds: float = 0.0) -> T:
+async def comeback(
+    address: str, tls: MutualTls | None, let_in: Callable[[Shards], Awaitable[T]], pause_seconds: float = 0.0
+) -> T:
     """Wait until the shards at an address answer again, and return what `let_in` makes of them.
 
     Shards that it refuses, by a FunitelError, are hung up on and tried again later.
 
     Args:
         address: of rank 0.
+        tls: how shards on TCP are reached.
         let_in: gets connected shards.
         pause_seconds: before the first attempt; each that fails doubles it.
     """
     while True:
         await asyncio.sleep(pause_seconds)
         try:
-            shards = await Shards.connect(address, patience_seconds=inf)
+            shards = await Shards.connect(address, inf, tls)
             try:
                 return await let_in(shards)
             except BaseException:

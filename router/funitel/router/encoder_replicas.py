@@ -60,6 +60,7 @@ class EncoderReplicas:
         self._can_come_back = settings.shard_return_timeout > 0
         self._num_workers = settings.pipeline_steps
         self._addresses = (settings.master_url, *settings.replica_address)
+        self._tls = settings.shard_tls
         self._serving: dict[int, _Serving] = {}
         self._pauses = [0.0] * len(found)
         self._metrics = metrics
@@ -131,7 +132,7 @@ class EncoderReplicas:
     async def _come_back(self, place: int) -> None:
         """Let a replica serve again as soon as its shard answers."""
         began = time.monotonic()
-        shards = await comeback(self._addresses[place], self._let_in, self._pauses[place])
+        shards = await comeback(self._addresses[place], self._tls, self._let_in, self._pauses[place])
         self.patience.renew()
         self._welcome(place, shards)
         self._metrics.count_return()

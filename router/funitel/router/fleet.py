@@ -223,7 +223,7 @@ class Fleet:
     async def _come_back(self, seat: Seat) -> None:
         """Have a seat taken again as soon as shards answer there: who waits in the lobby goes on."""
         began = time.monotonic()
-        member = await comeback(seat.address, partial(self._let_in, seat), seat.pause_seconds)
+        member = await comeback(seat.address, self._settings.shard_tls, partial(self._let_in, seat), seat.pause_seconds)
         waiting = self._lobby.give_up()
         self._patience.renew()
         self._welcome(member)
