@@ -258,6 +258,14 @@ async def test_what_never_gets_a_token_before_its_replica_is_lost_is_blamed(
         assert await run(run_.fleet, request(first=100)) == expected(request(first=100))
 
 
+async def test_a_step_without_an_answer_is_a_loss_whoever_answers_by_then(tmp_path: Path) -> None:
+    """What a supervisor has started again at once, or a network has cut off for a moment, knows nothing of what ran."""
+    async with running(tmp_path, 1, **PATIENT) as run_:
+        run_.replicas[0][0].failures.append(grpc.StatusCode.UNAVAILABLE)
+        assert await asyncio.wait_for(run(run_.fleet, request()), 10) == expected(request())
+        assert run_.value("funitel_replica_returns_total") == 1
+
+
 async def test_a_replica_that_is_another_is_not_let_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

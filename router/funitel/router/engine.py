@@ -183,7 +183,7 @@ class Engine:
             if self._steps.has_ended:
                 raise ShardFailed("the engine has stopped")
         except FunitelError as error:
-            if not await self._steps.has_lost_shards(error):
+            if not await self._steps.has_lost_shards(error, is_beside_steps=True):
                 self._requests.fail(sequence, error)
             return
         except Exception as error:  # a stream must not hang

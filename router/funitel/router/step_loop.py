@@ -117,14 +117,15 @@ class StepLoop:
         await self._pipeline.drain()
         await self._replica.close()
 
-    async def has_lost_shards(self, error: FunitelError) -> bool:
+    async def has_lost_shards(self, error: FunitelError, *, is_beside_steps: bool = False) -> bool:
         """Whether a call failed because a shard is gone; if so, who is to know was told, and nothing is left here.
 
-        A shard that has shown to be unsound is gone, whatever it says of its health.
+        A shard that has shown to be unsound is gone, whatever it says of its health. So is one that a step got no
+        answer from: what answers by now may be another, which knows nothing. A call beside the steps may just be late.
         """
         if self.on_lost is None:
             return False
-        if not isinstance(error, ShardUnsound):
+        if not isinstance(error, ShardUnsound if is_beside_steps else ShardFailed):
             try:
                 await self._replica.health()
                 return False
