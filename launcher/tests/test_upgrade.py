@@ -86,3 +86,14 @@ def test_before_it_is_ready_a_hangup_ends_it(launch: Launch) -> None:
     launched.send(signal.SIGHUP)
     assert launched.wait() == 0
     launched.assert_nothing_left()
+
+
+def test_a_signal_while_what_served_before_still_has_requests_ends_both(launch: Launch) -> None:
+    launched = launch(*ONE, fake={"router": {"drains": 1.0}}).until_ready()
+    launched.send(signal.SIGHUP)
+    launched.until("router sigusr1")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0, launched.stderr
+    assert "Traceback" not in launched.stderr
+    assert launched.events.count("router stopped") == 2
+    launched.assert_nothing_left()

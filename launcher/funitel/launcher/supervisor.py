@@ -199,5 +199,5 @@ class Supervisor:
         await asyncio.gather(*(generation.stop(task) for generation, task in tuple(self._generations.items())))
         for listener in self._listeners:
             listener.close()
-        for farewell in self._handing_over:
+        for farewell in tuple(self._handing_over):  # each leaves as it ends
             await end(farewell)
