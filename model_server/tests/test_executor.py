@@ -219,7 +219,7 @@ def test_bad_starts_are_refused_and_change_nothing(executor: Executor, fields: d
 
 def test_a_block_to_be_written_has_one_owner(executor: Executor) -> None:
     first, second = start(1, PROMPT), start(2, PROMPT)
-    with pytest.raises(InvalidRequest, match="block 1 is granted to requests 1 and 2"):
+    with pytest.raises(InvalidRequest, match=f"block {first.blocks[0]} is granted to requests 1 and 2"):
         executor.prefill(1, [first, replace(second, blocks=first.blocks)])
     assert executor.num_sequences == 0
     run_alone(executor, first)

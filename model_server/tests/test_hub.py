@@ -193,7 +193,9 @@ def test_failure_late_in_a_conversion_leaves_the_cache_empty(
 
 
 def test_unsupported_gguf_leaves_the_cache_empty(tmp_path: Path, cache_dir: Path, make_gguf: MakeGguf) -> None:
-    make_gguf(tmp_path / "tiny.gguf", metadata=lambda writer: writer.add_expert_count(8))
+    make_gguf(
+        tmp_path / "tiny.gguf", metadata=lambda writer: writer.add_string("llama.rope.scaling.type", "unheard-of")
+    )
     with pytest.raises(UnsupportedModel):
         hub.resolve(str(tmp_path / "tiny.gguf"), cache_dir=cache_dir)
     assert visible(cache_dir) == set()
