@@ -24,7 +24,8 @@ HEAD = """# Settings
 
 Written by `make docs` from the settings dataclasses; change those, not this page.
 
-A flag beats its variable, the variable beats the default; an empty variable is as good as none. A switch is a flag
+A flag beats its variable, the variable beats the default; an empty variable is as good as none. The launcher takes
+variables from the file of `--config` too, which beats the environment ([restarts](restarts.md)). A switch is a flag
 without a value, and `--no-` before its name turns it off. Booleans are `true`, `1`, `yes`, `on` or `false`, `0`, `no`,
 `off`, in any case. A repeatable flag is given once for each value; its variable holds them with spaces between. An
 unknown flag or a value of the wrong kind ends the program with exit code 2, settings that contradict each other with

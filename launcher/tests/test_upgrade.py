@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,48 @@ def test_others_take_the_place_of_what_serves_before_it_is_stopped(launch: Launc
     assert launched.wait() == 0
     assert "error:" not in launched.stderr
     launched.assert_nothing_left()
+
+
+def test_children_get_what_the_file_says_now_and_a_wrong_file_changes_nothing(launch: Launch, tmp_path: Path) -> None:
+    file = tmp_path / "settings"
+    file.write_text("MODEL_ID=old\nMAX_BEST_OF=3\n")
+    launched = launch(*ONE, "--config", str(file), environ={"MAX_BEST_OF": "9"}).until_ready()
+    before = launched.events
+    for lines, said in (
+        ("MODEL_ID=new\nXYZZY=1", f"{file}, line 2: 'XYZZY' is not the variable of a setting"),
+        ("MAX_BEST_OF=many", f"{file}, line 1: MAX_BEST_OF: Invalid value for"),
+        ("MODEL_ID=new\nPROMETHEUS_PORT=1", f"{file}, line 2: PROMETHEUS_PORT: --prometheus-port cannot change"),
+        ("SHARDED=true", f"{file}, line 1: SHARDED: --sharded true needs --num-shard > 1, given 1"),
+    ):
+        file.write_text(lines)
+        launched.send(signal.SIGHUP)
+        launched.until_said(f"the upgrade has failed, what served goes on: {said}")
+    assert launched.events == before, "nothing was started for it, and nothing stopped"
+    file.write_text("MODEL_ID=new\nMAX_BEST_OF=5\nSERVED_MODEL_NAME=it\nAPI_KEY=sesame\nNUM_REPLICAS=2\n")
+    launched.send(signal.SIGHUP)
+    launched.until_said("what served before the upgrade has ended")
+    first, second = of(launched, "router", "start")
+    assert (flag(first, "--max-best-of"), flag(second, "--max-best-of")) == ("3", "5")
+    assert flag(second, "--served-model-name") == "it"
+    assert second["environ"]["API_KEY"] == "sesame"
+    assert not any("sesame" in word for word in second["argv"])
+    assert "MAX_BEST_OF" not in second["environ"], "a child must not read what the file says otherwise"
+    assert [entry["argv"][1] for entry in of(launched, "download", "start")] == ["old", "new"]
+    assert len(of(launched, "replica-1-shard-0", "start")) == 1
+    assert "sesame" not in launched.stderr
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    launched.assert_nothing_left()
+
+
+def test_a_wrong_file_at_the_start_is_one_line_and_exit_code_1(launch: Launch, tmp_path: Path) -> None:
+    file = tmp_path / "settings"
+    file.write_text("# ours\nMAX_BEST_OF=many\n")
+    launched = launch(*ONE, "--config", str(file))
+    assert launched.wait() == 1
+    assert launched.stderr.startswith(f"error: {file}, line 2: MAX_BEST_OF: ")
+    assert launched.stderr.count("\n") == 1
+    assert launched.events == []
 
 
 @pytest.mark.parametrize("process", ["download", "shard-0", "router"])

@@ -203,6 +203,15 @@ def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int
     return num_devices
 
 
+def shards_and_gpus(settings: LauncherSettings, environ: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
+    """The shards of each replica, and the GPUs that several replicas share out between them."""
+    gpus = visible_gpus(settings.device, environ)
+    if gpus is None and settings.num_replicas > 1 and settings.device != "cpu":
+        gpus = listed_gpus()  # each replica must be told its own
+    num_shard = decide_num_shard(settings, None if gpus is None else len(gpus))
+    return num_shard, (gpus or ()) if settings.num_replicas > 1 else ()
+
+
 def visible_gpus(device: str, environ: Mapping[str, str]) -> tuple[str, ...] | None:
     """The GPUs this environment makes visible, as CUDA names them; None when it does not tell, and on a CPU."""
     if device == "cpu":

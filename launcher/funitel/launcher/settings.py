@@ -290,6 +290,12 @@ class LauncherSettings:
     debug_routes: bool = _router(
         "debug_routes", "Answer /debug/scheduler, which `funitel top` shows; with a key, or on loopback, only."
     )
+    config: str | None = setting(
+        None,
+        "File of settings, one VARIABLE=value a line, which beat the environment; read again on SIGHUP, see "
+        "docs/restarts.md.",
+        env="FUNITEL_CONFIG",
+    )
     env: bool = setting(False, "Log what this program runs on, then go on.", short="-e", env=None)
     json_output: bool = _router("json_output", "Log JSON lines.")
     log_level: str = _router("log_level", "Least severe log level: debug, info, warning, error.")

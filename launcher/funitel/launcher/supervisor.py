@@ -8,13 +8,12 @@ it answer".
 """
 
 import asyncio
-import dataclasses
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from socket import socket
 
@@ -26,13 +25,16 @@ from funitel.launcher.download import Download
 from funitel.launcher.generation import Generation, end
 from funitel.launcher.process import stop_child
 from funitel.launcher.resolve import ResolvedSettings, describe, fit_to_model
-from funitel.launcher.sockets import free_ports, path_of_generation
+from funitel.proto import logs
 from funitel.proto.errors import FunitelError
 
 logger = logging.getLogger(__name__)
 
 DOWNLOAD_GRACE_SECONDS = 10.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+Again = Callable[[int], tuple[ResolvedSettings, Mapping[str, str]]]
+"""Reads settings and environment anew for the generation of a number, counted from 0; raises SettingsError."""
 
 
 class Supervisor:
@@ -43,6 +45,7 @@ class Supervisor:
         settings: ResolvedSettings,
         environ: Mapping[str, str],
         listeners: Sequence[socket],
+        again: Again,
         commands: Commands | None = None,
     ) -> None:
         """Describe the deployment; `run` makes it.
@@ -51,11 +54,13 @@ class Supervisor:
             settings: the launcher's, resolved.
             environ: its environment.
             listeners: sockets that its routers take connections from.
+            again: what an upgrade asks for its settings.
             commands: what the children run.
         """
         self._settings = settings
         self._environ = environ
         self._listeners = listeners
+        self._again = again
         self._commands = commands or Commands()
         self._download: Download | None = None
         self._generations: dict[Generation, asyncio.Task[None]] = {}  # oldest first, each with its watch
@@ -87,7 +92,7 @@ class Supervisor:
 
     async def _serve(self) -> None:
         started = time.monotonic()
-        current = await self._start(self._settings)
+        current = await self._start(self._settings, self._environ)
         self._is_ready = True
         announce(current.settings, seconds=time.monotonic() - started)
         while True:
@@ -100,20 +105,20 @@ class Supervisor:
             self._asked_to_upgrade.clear()
             current = await self._upgrade(current, watching)
 
-    async def _start(self, settings: ResolvedSettings) -> Generation:
+    async def _start(self, settings: ResolvedSettings, environ: Mapping[str, str]) -> Generation:
         """Start a generation and return it once it serves."""
-        folder = await self._fetch(settings)
+        folder = await self._fetch(settings, environ)
         settings = fit_to_model(settings, folder)
         logger.info("settings: %s", describe(settings))
-        generation = Generation(settings, self._environ, self._commands, folder, self._listeners)
+        generation = Generation(settings, environ, self._commands, folder, self._listeners)
         starting = self._generations[generation] = asyncio.create_task(generation.start(is_first=not self._is_ready))
         await starting
         self._generations[generation] = asyncio.create_task(generation.watch())
         return generation
 
-    async def _fetch(self, settings: ResolvedSettings) -> Path:
+    async def _fetch(self, settings: ResolvedSettings, environ: Mapping[str, str]) -> Path:
         argv = self._commands.download(settings)
-        self._download = Download(argv, download_environ(settings, self._environ))
+        self._download = Download(argv, download_environ(settings, environ))
         return await self._download.folder()
 
     # Upgrades -----------------------------------------------------------------------------------------------
@@ -122,7 +127,7 @@ class Supervisor:
         """Put another generation in the place of the current one; where that cannot be, this one goes on."""
         logger.info("upgrading: starting beside what serves")
         began = time.monotonic()
-        starting = asyncio.create_task(self._start(self._next_settings()))
+        starting = asyncio.create_task(self._start_another())
         try:
             await asyncio.wait({starting, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
@@ -139,18 +144,17 @@ class Supervisor:
             reason = error.message if isinstance(error, FunitelError) else "the model could not be fetched"
             logger.error("the upgrade has failed, what served goes on: %s", reason)
             return current
+        logs.configure("launcher", json_output=fresh.settings.json_output, level=fresh.settings.log_level)
         logger.info("upgraded in %.1f s: %s", time.monotonic() - began, fresh.settings.served_model_name)
         farewell = asyncio.create_task(self._retire(current, watching))
         self._handing_over.add(farewell)
         farewell.add_done_callback(self._handing_over.discard)
         return fresh
 
-    def _next_settings(self) -> ResolvedSettings:
-        """The settings of another generation: those given, with sockets and ports of its own."""
+    async def _start_another(self) -> Generation:
+        """Start a generation by what the settings are now."""
         self._num_generations += 1
-        ports = free_ports(self._settings.num_replicas)
-        path = path_of_generation(self._settings.shard_uds_path, self._num_generations)
-        return dataclasses.replace(self._settings, shard_uds_path=path, master_port=ports[0], master_ports=ports)
+        return await self._start(*self._again(self._num_generations))
 
     async def _give_up(self, current: Generation) -> None:
         """Stop a generation that was to take the place of the current one."""
