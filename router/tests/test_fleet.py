@@ -18,11 +18,11 @@ from funitel.proto.errors import (
     ShardFailed,
     StartupError,
 )
-from funitel.proto.step import GrammarType
+from funitel.proto.step import GrammarType, ShardInfo
 from funitel.router import fleet as module
 from funitel.router.fleet import connect
 from funitel.router.metrics import Metrics
-from funitel.router.seats import least_limits
+from funitel.router.seats import check_alike, least_limits
 from funitel.router.settings import RouterSettings
 
 LOST = "replica 0 is lost"
@@ -354,3 +354,12 @@ async def test_the_places_of_a_key_are_counted_over_all_replicas(tmp_path: Path)
         for replica in run_.replicas:
             replica[0].pause.set()
         await asyncio.gather(*tasks)
+
+
+@pytest.mark.parametrize("other", [{"vocab_size": 101}, {"num_opening_tokens": 1}])
+def test_replicas_of_different_models_are_not_alike(other: dict[str, int]) -> None:
+    """Weights that were put into the place of those that are served show when a shard is started again."""
+    served = ShardInfo(vocab_size=100)
+    check_alike(["a", "b"], [served, served])
+    with pytest.raises(StartupError, match=f"{next(iter(other))} is .* at a, .* at b"):
+        check_alike(["a", "b"], [served, replace(served, **other)])

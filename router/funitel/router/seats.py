@@ -16,6 +16,17 @@ from funitel.router.settings import RouterSettings
 from funitel.router.shards import Shards
 from funitel.router.warmup import admission_of, start
 
+# Facts that replicas share: what a request has begun on one it may end on another.
+_ALIKE = (
+    "dtype",
+    "block_size",
+    "support_chunking",
+    "use_prefix_caching",
+    "capabilities",
+    "vocab_size",
+    "num_opening_tokens",
+)
+
 
 @dataclass(eq=False, slots=True)
 class Seat:
@@ -74,7 +85,7 @@ def least_limits(limits: Seq[Limits]) -> Limits:
 
 def check_alike(addresses: Seq[str], infos: Seq[ShardInfo]) -> None:
     """Raise StartupError unless a request may go to any replica, and from one to another."""
-    for name in ("dtype", "block_size", "support_chunking", "use_prefix_caching", "capabilities"):
+    for name in _ALIKE:
         first = getattr(infos[0], name)
         for address, info in zip(addresses, infos, strict=True):
             other = getattr(info, name)
