@@ -449,6 +449,35 @@ async def test_texts_that_were_with_every_lost_replica_fail(encoding: Any, monke
     assert answer.status_code == 424
 
 
+async def test_a_batch_in_each_of_two_steps_is_one_loss(encoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that dies takes both with it; the request was with two lost replicas, and may go to a third."""
+    lost = [FakeEncoder(errors=[ShardFailed("gone"), ShardFailed("gone")]) for _ in range(2)]
+    left = [lost[1], FakeEncoder()]
+
+    async def connect(address: str, patience_seconds: float, tls: object) -> FakeEncoder:
+        return left.pop(0)
+
+    monkeypatch.setattr("funitel.router.comeback.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.comeback.Shards.connect", connect)
+    for shard in lost:
+        shard.pause.clear()
+    async with encoding(lost[0], shard_return_timeout=60, max_batch_size=1) as client:
+        asking = asyncio.create_task(client.post("/embed", json={"inputs": ["sea", "the sea"]}))
+        for shard in lost:
+            await eventually(lambda shard=shard: _true(len(shard.batches) == 2), "both batches are with it")  # type: ignore[misc]
+            shard.pause.set()
+        assert (await asking).status_code == 200
+
+
+async def test_a_shard_that_hangs_is_lost(encoding: Any) -> None:
+    shard = FakeEncoder()
+    shard.pause.clear()
+    async with encoding(shard, step_timeout_s=0.01) as client:
+        answer = await client.post("/embed", json={"inputs": "sea"}, timeout=5)
+    assert answer.status_code == 424
+    assert "has not answered for 0.05 s" in answer.json()["error"]
+
+
 async def test_too_many_requests_are_told_when_to_come_again(encoding: Any) -> None:
     shard = FakeEncoder()
     shard.pause.clear()

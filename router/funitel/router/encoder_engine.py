@@ -16,6 +16,7 @@ from funitel.proto.errors import (
     NotReady,
     Overloaded,
     ShardFailed,
+    ShardUnsound,
     StartupError,
     StepFailed,
 )
@@ -29,6 +30,7 @@ from funitel.router.metrics import Metrics
 from funitel.router.sequence import Limits, Request
 from funitel.router.settings import RouterSettings
 from funitel.router.shards import Shards
+from funitel.router.step_patience import FIRST_FACTOR
 from funitel.router.stream import Timings
 
 logger = logging.getLogger(__name__)
@@ -214,7 +216,7 @@ class EncoderEngine:
         self._metrics.count_step("encode")
         try:
             with tracing.telling(self._spans(texts)):
-                result = await shards.encode(task, [text.input for text in texts])
+                result = await self._answer(shards, task, texts)
             self._settle(texts, result)
         except ShardFailed as error:
             self._metrics.count_step_failure("encode")
@@ -235,6 +237,15 @@ class EncoderEngine:
             num_tokens, now = sum(len(text.input.input_ids) for text in texts), time.monotonic()
             self._throughput.observe_step(num_tokens, now - began, now)
             self._metrics.observe_encoding(len(texts), num_tokens, now - began, result.total_ns / 1e9)
+
+    async def _answer(self, shards: Shards, task: EncoderTask, texts: Sequence[Text]) -> EncoderResult:
+        """What a replica makes of texts; raises ShardUnsound where it hangs."""
+        most = FIRST_FACTOR * self._settings.step_timeout_s  # it may compute another batch before
+        try:
+            async with asyncio.timeout(most):
+                return await shards.encode(task, [text.input for text in texts])
+        except TimeoutError:
+            raise ShardUnsound(f"the shard has not answered for {most:g} s") from None
 
     def _spans(self, texts: Sequence[Text]) -> list[tracing.OpenSpan]:
         """Those of the requests that texts are of, of the requests that are traced."""
@@ -266,7 +277,9 @@ class EncoderEngine:
         """Let other replicas encode what a lost one had, or wait for one; it fails where none can come."""
         can_go_on = self._replicas.lose(shards, error)
         for submission in {text.submission for text in texts}:
-            submission.num_losses += 1
+            if submission.lost_with is not shards:
+                submission.num_losses += 1
+            submission.lost_with = shards
             if not can_go_on or submission.num_losses >= MOST_LOSSES:
                 self._fail([text for text in texts if text.submission is submission], error)
         self._queue.give_back(texts)

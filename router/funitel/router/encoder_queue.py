@@ -25,6 +25,7 @@ class Submission:
     waiting: list[int] = field(default_factory=list)
     is_gone: bool = False
     num_losses: int = 0  # replicas that were lost, in a row, while they had texts of it
+    lost_with: object = None  # the last of them, which may have had several batches of it
 
     def __post_init__(self) -> None:
         self.waiting = sorted(range(len(self.inputs)), key=lambda place: (len(self.inputs[place].input_ids), -place))
