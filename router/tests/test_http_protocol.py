@@ -144,6 +144,32 @@ async def test_an_offer_to_speak_another_protocol_is_not_taken_nor_logged(caplog
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.parametrize("at", [0, 60, 1000])
+async def test_a_request_that_offers_another_protocol_keeps_its_body_and_what_comes_behind_it(at: int) -> None:
+    """As Java's client sends its first one."""
+    offer = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n\r\n"
+    sent = 2 * ((POST % 4).removesuffix(b"\r\n") + offer + b"body") + CHUNKED.removesuffix(b"\r\n") + offer
+    sent += b"2\r\nab\r\n0\r\n\r\n" + GET
+    async with served(App()) as server:
+        client = await server.connect()
+        client.send(sent[:at])
+        await asyncio.sleep(0.05)
+        client.send(sent[at:])
+        assert [(await client.response())[1] for _ in range(4)] == [b"body", b"body", b"ab", b"hello"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"CONNECT a:1 HTTP/1.1\r\nhost: x\r\n\r\n", b"GET http://[x HTTP/1.1\r\nhost: x\r\n\r\n"],
+    ids=["a tunnel", "no address"],
+)
+async def test_a_whole_header_that_asks_for_nothing_is_refused_in_words(sent: bytes) -> None:
+    async with served(App()) as server:
+        client = await server.connect()
+        client.send(sent)
+        assert (await refused(server, client))[0] == 400
+
+
 # Requests -----------------------------------------------------------------------------------------------------------
 
 

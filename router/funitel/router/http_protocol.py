@@ -143,16 +143,31 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._num_stray_bytes += len(data)
         try:
-            self.parser.feed_data(data)
+            self._parse(data)
             if self._num_stray_bytes > self._settings.max_header_bytes:
                 raise self._header_too_large()
-        except httptools.HttpParserUpgrade:
-            pass  # another protocol is offered, and not taken
         except httptools.HttpParserError as error:
             self._refuse(error.__context__)
         except TooMuch as error:
             self._refuse(error)
         self._watch()
+
+    def _parse(self, data: bytes) -> None:
+        """Parse what came. The parser stops behind a header that offers another protocol, which is not taken."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = self._head_without_offer() + data[offer.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+
+    def _head_without_offer(self) -> bytes:
+        """The header that was just read, to be read once more."""
+        line = b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        lines = [line, *(b"%b: %b" % header for header in self.headers if header[0] != b"upgrade")]
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
         """Begin to read a request."""
@@ -182,9 +197,13 @@ class HttpConnection(HttpToolsProtocol):
         """Begin to answer a request, unless others come first."""
         if len(self.pipeline) >= MOST_AHEAD:
             raise TooMuch("pipelined")
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise TooMuch("malformed", message="this is no proxy")
+            return  # to be read once more
+        super().on_headers_complete()
         self._num_stray_bytes = 0
         self._is_in_header = self._is_whole = False
-        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         """Keep a part of a body for the application."""
@@ -193,6 +212,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Note that all of a request is there."""
+        if self.parser.should_upgrade():
+            return
         self._num_stray_bytes = 0
         self._is_whole = True
         super().on_message_complete()
