@@ -209,4 +209,11 @@ async def test_a_process_that_answers_too_much_is_killed(tmp_path: Path, monkeyp
     with pytest.raises(Exception, match="more than 256 MiB"):
         await pool.ask(99)
     assert json.dumps(await pool.ask(1)) == '"a"'
+    num_files = len(os.listdir("/proc/self/fd"))
+    async with asyncio.timeout(30):  # three processes start
+        for _ in range(3):  # a pipe is full, and nobody reads it
+            with pytest.raises(Exception, match="more than 256 MiB"):
+                await pool.ask(24 << 20)
+            await pool.ask(1)
+    assert len(os.listdir("/proc/self/fd")) <= num_files, "its pipes are closed"
     await pool.close()

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 START_LIMIT_SECONDS = 60.0
@@ -174,9 +174,17 @@ class _Process:
 
     async def was_killed(self) -> bool:
         """Whether it died, after it has hung up, of somebody else: that says nothing about what it was asked."""
-        return await self._process.wait() == -signal.SIGKILL
+        return await self._end() == -signal.SIGKILL
 
     async def kill(self) -> None:
         if self.is_alive:
             self._process.kill()
-        await self._process.wait()
+        await self._end()
+
+    async def _end(self) -> int:
+        """Wait for its end, behind all that it has written: with a pipe that nobody reads it would not be noticed."""
+        assert self._process.stdout is not None
+        with suppress(OSError):
+            while await self._process.stdout.read(1 << 20):
+                pass
+        return await self._process.wait()
