@@ -51,6 +51,7 @@ def test_children_get_what_the_file_says_now_and_a_wrong_file_changes_nothing(la
     file = tmp_path / "settings"
     file.write_text("MODEL_ID=old\nMAX_BEST_OF=3\n")
     launched = launch(*ONE, "--config", str(file), environ={"MAX_BEST_OF": "9"}).until_ready()
+    launched.until("router ready")
     before = launched.events
     for lines, said in (
         ("MODEL_ID=new\nXYZZY=1", f"{file}, line 2: 'XYZZY' is not the variable of a setting"),
@@ -77,6 +78,20 @@ def test_children_get_what_the_file_says_now_and_a_wrong_file_changes_nothing(la
     launched.send(signal.SIGTERM)
     assert launched.wait() == 0
     launched.assert_nothing_left()
+
+
+def test_what_does_not_fit_the_model_names_the_line_of_the_file(launch: Launch, tmp_path: Path) -> None:
+    file = tmp_path / "settings"
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
+    file.write_text("NUM_SHARD=1")
+    launched = launch("--device", "cpu", "--config", str(file), fake={"download": {"folder": str(tmp_path)}})
+    launched.until_ready()
+    file.write_text("# too many\nNUM_SHARD=3\n")
+    launched.send(signal.SIGHUP)
+    launched.until_said(f"what served goes on: {file}, line 2: NUM_SHARD: --num-shard 3 is more than the 2 query heads")
+    assert len(of(launched, "shard-0", "start")) == 1
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
 
 
 def test_a_wrong_file_at_the_start_is_one_line_and_exit_code_1(launch: Launch, tmp_path: Path) -> None:

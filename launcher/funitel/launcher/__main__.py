@@ -4,17 +4,16 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 
 from funitel.launcher.client.program import CLIENTS, KEYS, TORCH_COMMANDS, run_client
 from funitel.launcher.command_line import Given, launcher_app
 from funitel.launcher.commands import Commands
-from funitel.launcher.resolve import ResolvedSettings, resolve, shards_and_gpus
+from funitel.launcher.resolve import resolve, shards_and_gpus
 from funitel.launcher.runtime import describe_runtime
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.sockets import claim, listen
-from funitel.launcher.supervisor import Supervisor
+from funitel.launcher.supervisor import Anew, Supervisor
 from funitel.launcher.upgrade import next_settings
 from funitel.proto import logs
 from funitel.proto.errors import SettingsError
@@ -37,10 +36,11 @@ def serve(given: Given, commands: Commands | None = None) -> None:
     with claim(settings.shard_uds_path, num_shard, settings.num_replicas) as uds_path:
         resolved = resolve(settings, num_shard, uds_path, gpus)
 
-        def again(number: int) -> tuple[ResolvedSettings, Mapping[str, str]]:
+        def again(number: int) -> Anew:
             fresh = given.again()
             try:
-                return next_settings(settings, resolved, fresh.settings, fresh.environ, number), fresh.environ
+                anew = next_settings(settings, resolved, fresh.settings, fresh.environ, number)
+                return Anew(anew, fresh.environ, fresh.blamed)
             except SettingsError as error:
                 raise fresh.blamed(error.message) from error
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
 
@@ -26,15 +27,25 @@ from funitel.launcher.generation import Generation, end
 from funitel.launcher.process import stop_child
 from funitel.launcher.resolve import ResolvedSettings, describe, fit_to_model
 from funitel.proto import logs
-from funitel.proto.errors import FunitelError
+from funitel.proto.errors import FunitelError, SettingsError
 
 logger = logging.getLogger(__name__)
 
 DOWNLOAD_GRACE_SECONDS = 10.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-Again = Callable[[int], tuple[ResolvedSettings, Mapping[str, str]]]
-"""Reads settings and environment anew for the generation of a number, counted from 0; raises SettingsError."""
+
+@dataclass(frozen=True, slots=True)
+class Anew:
+    """What another generation is started with; `blamed` makes an error of a message about these settings."""
+
+    settings: ResolvedSettings
+    environ: Mapping[str, str]
+    blamed: Callable[[str], SettingsError]
+
+
+Again = Callable[[int], Anew]
+"""Reads everything anew for the generation of a number, counted from 0; raises SettingsError."""
 
 
 class Supervisor:
@@ -154,7 +165,11 @@ class Supervisor:
     async def _start_another(self) -> Generation:
         """Start a generation by what the settings are now."""
         self._num_generations += 1
-        return await self._start(*self._again(self._num_generations))
+        anew = self._again(self._num_generations)
+        try:
+            return await self._start(anew.settings, anew.environ)
+        except SettingsError as error:
+            raise anew.blamed(error.message) from error
 
     async def _give_up(self, current: Generation) -> None:
         """Stop a generation that was to take the place of the current one."""
