@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from funitel.router.__main__ import bind
+from funitel_testing.certificates import Authority
 
 SCRIPT = Path(__file__).with_name("fake_router.py")
 Start = Callable[..., subprocess.Popen[str]]
@@ -110,6 +111,23 @@ def test_the_metrics_port_answers_metrics_and_nothing_else(start: Start, port: i
         assert httpx.get(f"http://127.0.0.1:{second}{path}").status_code == 404
     assert httpx.post(f"http://127.0.0.1:{second}/generate", json={"inputs": "Hi"}).status_code == 404
     assert httpx.get(f"http://127.0.0.1:{port}/metrics").status_code == 200
+
+
+def test_a_connection_that_never_speaks_tls_ends(start: Start, port: int, tmp_path: Path) -> None:
+    files = Authority(tmp_path).sign("server")
+    flags = ("--tls-cert", files.cert, "--tls-key", files.key, "--header-timeout-seconds", "0.2")
+    start(*flags)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        try:
+            client = socket.create_connection(("127.0.0.1", port), PATIENCE_SECONDS)
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    with client:
+        client.settimeout(PATIENCE_SECONDS)
+        assert client.recv(1) == b""
 
 
 def test_a_metrics_port_that_is_taken(start: Start) -> None:

@@ -67,6 +67,7 @@ class Server(uvicorn.Server):
         self._is_told_to_stop = False
         self._hands_over = False
         self._ready_fd = settings.ready_fd
+        self._handshake_seconds = settings.header_timeout_seconds
         connections = Connections(max_connections, settings, self._service.metrics)
         super().__init__(_uvicorn_config(app, partial(HttpConnection, connections, settings), https))
         self.failure: FunitelError | None = None
@@ -97,15 +98,14 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Take connections; where another router still does, only once the shards are ready."""
-        if self._ready_fd is None:
-            await super().startup(sockets)
-            return
         await super().startup([])
-        while not self._service.is_started:
+        while self._ready_fd is not None and not self._service.is_started:
             if await self.on_tick(0):
                 return
             await asyncio.sleep(TICK_SECONDS)
         loop, config = asyncio.get_running_loop(), self.config
+        # Before it has shaken hands a client is none of `Connections` yet.
+        handshake_seconds = None if config.ssl is None else self._handshake_seconds
         for listener in sockets or []:
             protocol: Callable[[], asyncio.Protocol] = partial(
                 cast(Any, config.http_protocol_class),
@@ -114,9 +114,16 @@ class Server(uvicorn.Server):
                 app_state=self.lifespan.state,
             )
             self.servers.append(
-                await loop.create_server(protocol, sock=listener, ssl=config.ssl, backlog=config.backlog)
+                await loop.create_server(
+                    protocol,
+                    sock=listener,
+                    ssl=config.ssl,
+                    backlog=config.backlog,
+                    ssl_handshake_timeout=handshake_seconds,
+                )
             )
-        os.write(self._ready_fd, b"\n")
+        if self._ready_fd is not None:
+            os.write(self._ready_fd, b"\n")
 
     async def main_loop(self) -> None:
         """Serve until a signal, then drain. The port still answers: that nothing new is let in."""
