@@ -16,6 +16,7 @@ from funitel_testing.certificates import Authority
 from funitel_testing.spans import collecting
 
 GONE = "http://127.0.0.1:9"
+SLACK_SECONDS = 4.0  # of a busy machine; without a bound it is ten and more
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +79,7 @@ def test_a_collector_that_is_gone_holds_up_neither_work_nor_end() -> None:
         one_span()
     began = time.monotonic()
     finish()
-    assert time.monotonic() - began < span_export.END_SECONDS + 1
+    assert time.monotonic() - began < span_export.END_SECONDS + SLACK_SECONDS
 
 
 def test_a_collector_that_does_not_answer_holds_up_neither_work_nor_end() -> None:
@@ -89,7 +90,7 @@ def test_a_collector_that_does_not_answer_holds_up_neither_work_nor_end() -> Non
             one_span()
         began = time.monotonic()
         finish()
-        assert time.monotonic() - began < span_export.END_SECONDS + 1
+        assert time.monotonic() - began < span_export.END_SECONDS + SLACK_SECONDS
         one_span()  # recorded by nobody
 
 

@@ -88,7 +88,7 @@ async def test_a_bomb_is_refused_while_others_are_answered(checker: GrammarCheck
     await checker.check(Grammar.regex("after"))
     begin = time.monotonic()
     assert "more than 1 s" in await refusal(checker, BOMB)
-    assert time.monotonic() - begin < 0.5, "the verdict was not remembered"
+    assert time.monotonic() - begin < 1, "the verdict was not remembered"
 
 
 async def test_the_event_loop_never_waits_for_a_grammar(checker: GrammarChecker) -> None:
