@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from funitel.router.connections import Connections
 from funitel.router.http_protocol import HttpConnection
 from funitel.router.metrics import Metrics
-from funitel.router.settings import RouterSettings
+from funitel.router.settings import MOST_TIMEOUT_SECONDS, RouterSettings
 from funitel.router.sse import DirectSend
 
 PATIENCE_SECONDS = 10.0
@@ -86,7 +86,12 @@ async def served(app: ASGIApp, *, most: int = 100, **settings: Any) -> AsyncIter
     connections = Connections(most, chosen, metrics)
     protocol = partial(HttpConnection, connections, chosen)
     config = uvicorn.Config(
-        DirectSend(app), http=cast(type[HttpConnection], protocol), log_config=None, ws="none", lifespan="off"
+        DirectSend(app),
+        http=cast(type[HttpConnection], protocol),
+        log_config=None,
+        ws="none",
+        lifespan="off",
+        timeout_keep_alive=MOST_TIMEOUT_SECONDS,  # as the program has it
     )
     server = uvicorn.Server(config)
 

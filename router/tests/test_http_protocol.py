@@ -1,8 +1,12 @@
 """What one client can take of a connection: bytes, requests, seconds. Each bound over a real socket."""
 
 import asyncio
+import gc
 import json
 import logging
+import socket
+import struct
+import weakref
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -300,6 +304,25 @@ async def test_a_connection_is_kept_for_another_request_for_so_long() -> None:
             await asyncio.sleep(SHORT / 2)
         assert await client.answer() == b""
         await eventually(server.is_empty, "its place is free again")
+
+
+async def test_nothing_is_kept_of_a_connection_that_was_reset_after_its_answer() -> None:
+    async with served(App()) as server:
+        client = await server.connect()
+        client.send(GET)
+        assert (await client.response())[0] == 200
+        (connection,) = server.connections._open
+        kept = weakref.ref(connection)
+        del connection
+        client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+        await eventually(server.is_empty, "its place is free again")
+
+        async def is_gone() -> bool:
+            gc.collect()
+            return kept() is None
+
+        await eventually(is_gone, "nobody refers to it")
 
 
 async def test_who_goes_on_sending_after_the_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Let go of everything."""
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn lets it run on behind a connection that was reset, and keep that
         self._connections.leave(self)
         if self._timer is not None:
             self._timer.cancel()
