@@ -125,8 +125,8 @@ class Soak:
         report, values = self.report, self.report.samples[-1].values
         return (
             f"period {period + 1} of {self._pace.num_periods}: requests={report.num_requests} lost={len(report.lost)} "
-            f"wrong={len(report.wrong)} kills={len(report.kills)} router={values['router pss MiB']:.1f} MiB "
-            f"shards={values['shards pss MiB']:.1f} MiB tasks={values['router tasks']:g}"
+            f"wrong={len(report.wrong)} kills={len(report.kills)} router={values['router own MiB']:.1f} MiB "
+            f"shards={values['shards own MiB']:.1f} MiB tasks={values['router tasks']:g}"
         )
 
 

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from funitel_testing.faults.soak_report import Report
 
 PANELS = (
-    ("memory (PSS), MiB", ("router pss MiB", "shards pss MiB", "launcher pss MiB", "workers pss MiB")),
+    ("memory of their own, MiB", ("router own MiB", "shards own MiB", "launcher own MiB", "workers own MiB")),
     ("file descriptors", ("router files", "shards files", "launcher files", "workers files")),
     ("sockets", ("router sockets", "shards sockets", "launcher sockets")),
     ("threads", ("router threads", "shards threads", "launcher threads")),

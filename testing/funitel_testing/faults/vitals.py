@@ -41,12 +41,13 @@ def _roles(server: Server) -> dict[str, list[int]]:
 
 def _footprint(pids: Iterable[int]) -> dict[str, float]:
     """The sum over some processes, and how many they are."""
-    held = dict.fromkeys(("processes", "rss MiB", "pss MiB", "files", "sockets", "threads"), 0.0)
+    held = dict.fromkeys(("processes", "own MiB", "rss MiB", "pss MiB", "files", "sockets", "threads"), 0.0)
     for pid in pids:
         process = Path(f"/proc/{pid}")
         sizes = _sizes((process / "smaps_rollup").read_text())
         links = [_target(link) for link in (process / "fd").iterdir()]
         held["processes"] += 1
+        held["own MiB"] += sizes["Anonymous"] / MIB  # no file's: those are shared with whoever runs the same code
         held["rss MiB"] += sizes["Rss"] / MIB
         held["pss MiB"] += sizes["Pss"] / MIB
         held["files"] += len(links)
