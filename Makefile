@@ -26,7 +26,7 @@ test: check triton ## all tests but those of faults; ARGS="-m slow" runs the slo
 	done; exit $$failed
 
 faults: setup ## kills, full disks, cut networks under load, then a soak; ARGS="--full --write" is the long form
-	@$(BIN)/pytest integration-tests/faults $(ARGS)
+	@$(BIN)/pytest $(AGAIN) integration-tests/faults $(ARGS)
 
 check: setup ## format, lint, types, generated code and pages, version
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
