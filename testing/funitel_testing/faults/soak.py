@@ -34,6 +34,7 @@ from funitel_testing.faults.vitals import IN_USE, vitals
 from funitel_testing.servers import wait_until
 
 LEAST_MINUTES = 2  # in less there is nothing but warming up
+MOST_RESTARTS = 1000
 NUM_ASKS = 48
 NUM_TOKENS = 120
 LEAVING = 0.2  # of the requests are left by their clients
@@ -140,8 +141,8 @@ def soak(
         model, scratch = Path(folder) / "model", Path(folder) / "scratch"
         scratch.mkdir()
         save_endless(model)
-        sockets = ("--shard-uds-path", str(scratch / "shard"))
-        with launching(out, model, *sockets, *flags, TMPDIR=str(scratch)) as scene:
+        own = ("--shard-uds-path", str(scratch / "shard"), "--max-restarts", str(MOST_RESTARTS))
+        with launching(out, model, *own, *flags, TMPDIR=str(scratch)) as scene:
             report = asyncio.run(Soak(scene, scratch, pace, num_clients, pause, seed).run())
     growths = report.growths(pace)
     _write(out / "soak.csv", report)

@@ -10,6 +10,7 @@ from funitel_testing.faults.vitals import IN_USE
 # Growth from the first to the last sample that is none: of memory as a share of it, of what is counted.
 SHARE_OF_MEMORY = 0.05
 LEAST_COUNT = 0.99
+LEAST_LONG = 20  # minutes, to have kills every five
 SHARED = ("rss MiB", "pss MiB")  # what these measure changes with the neighbours, and with which code was run once
 
 
@@ -33,11 +34,11 @@ class Pace:
 
     @classmethod
     def of(cls, minutes: int) -> "Pace":
-        """An hour has periods of a minute and kills every five; what is shorter is denser, and warming up throughout.
+        """An hour has periods of a minute and kills every five; a few minutes are denser, and warming up throughout.
 
         Up to 50,000 objects wait for the router's garbage collector, and its allocator keeps what they took.
         """
-        if minutes >= 30:
+        if minutes >= LEAST_LONG:
             return cls(minutes, 60.0, kill_every=5, warm_up=10, least_mib=2.0)
         return cls(3 * minutes, 20.0, kill_every=3, warm_up=3, least_mib=10.0)
 
