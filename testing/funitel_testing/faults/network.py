@@ -4,11 +4,11 @@ import asyncio
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from funitel_testing.faults.scenes import BOUND, BOUND_SECONDS, ByHand
+from funitel_testing.faults.scenes import BOUND, BOUND_SECONDS, ByHand, standing
 from funitel_testing.faults.table import Cost, Fault
 
 SHORT_CUT_SECONDS = 3.0  # well below the bound
@@ -142,14 +142,8 @@ class Named(ByHand):
         self._names.write_text("")
 
 
-@contextmanager
-def _named(model: Path, folder: Path) -> Iterator[Named]:
-    found = Named(model, folder)
-    try:
-        found.until_whole()
-        yield found
-    finally:
-        found.close()
+def _named(model: Path, folder: Path) -> AbstractContextManager[Named]:
+    return standing(Named(model, folder))
 
 
 async def _forget_and_kill(scene: Named) -> None:

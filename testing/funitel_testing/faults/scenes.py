@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 
@@ -212,12 +213,19 @@ class ByHand:
                 os.kill(pid, signal.SIGKILL)
 
 
+Deployment = TypeVar("Deployment", bound=ByHand)
+
+
 @contextmanager
-def by_hand(model: Path, folder: Path) -> Iterator[ByHand]:
-    """Two shards and a router on one host."""
-    found = ByHand(model, folder)
+def standing(found: Deployment) -> Iterator[Deployment]:
+    """A deployment once it is whole, ended with the block."""
     try:
         found.until_whole()
         yield found
     finally:
         found.close()
+
+
+def by_hand(model: Path, folder: Path) -> AbstractContextManager[ByHand]:
+    """Two shards and a router on one host."""
+    return standing(ByHand(model, folder))
