@@ -11,21 +11,10 @@ from typing import Any
 
 import pytest
 
-from funitel_testing.fuzz_requests import Target
+from funitel_testing.fuzz_requests import FLAGS, Target
 from funitel_testing.servers import Server, serving
 
 CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
-# A short context: a request that names no limit generates to its end.
-FLAGS = (
-    "--dtype",
-    "float32",
-    "--max-batch-total-tokens",
-    "4096",
-    "--max-total-tokens",
-    "48",
-    "--max-input-tokens",
-    "32",
-)
 SHORT = ("--phases", "fuzzing", "--max-examples", "24", "--generation-deterministic")
 FULL = ("--phases", "coverage,fuzzing", "--max-examples", "60")
 LEAST_CASES, LEAST_CASES_FULL = 250, 5000
