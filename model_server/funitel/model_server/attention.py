@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from funitel.model_server.batch import ForwardBatch, RowSpan
+from funitel.model_server.batch import ForwardBatch, RowSpan, block_tables
 from funitel.model_server.kv_cache import KVCache
 
 
@@ -100,11 +100,7 @@ class TorchAttention:
         return -(-row.end // self.block_size)
 
     def _group(self, rows: tuple[RowSpan, ...], start: int) -> _DecodeGroup:
-        width = max(map(self._num_blocks, rows))
-        blocks = np.zeros((len(rows), width), dtype=np.int64)  # block 0 pads
-        for i, row in enumerate(rows):
-            used = self._num_blocks(row)
-            blocks[i, :used] = row.block_table[:used]
+        blocks = block_tables(rows, self.block_size).astype(np.int64)
         contexts = torch.tensor([[row.end] for row in rows], device=self.device)
         return _DecodeGroup(start, start + len(rows), torch.from_numpy(blocks.ravel()).to(self.device), contexts)
 

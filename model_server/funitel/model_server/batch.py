@@ -96,5 +96,14 @@ class ForwardBatch:
         return torch.maximum(known, self.positions + 1)
 
 
+def block_tables(rows: Sequence[RowSpan], block_size: int) -> np.ndarray:
+    """Blocks [num_rows, width] int32 that rows have after the step, each row's padded with block 0 to the longest."""
+    used = [-(-row.end // block_size) for row in rows]
+    tables = np.zeros((len(rows), max(used)), dtype=np.int32)
+    for line, row, num_blocks in zip(tables, rows, used, strict=True):
+        line[:num_blocks] = row.block_table[:num_blocks]
+    return tables
+
+
 def _tensor(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device, non_blocking=True)

@@ -1,13 +1,12 @@
 """Attention on a GPU: the Triton kernels behind `AttentionBackend`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from funitel.model_server.attention import AttentionRule
-from funitel.model_server.batch import ForwardBatch, RowSpan
+from funitel.model_server.batch import ForwardBatch, block_tables
 from funitel.model_server.gpu.paged_attention import Tiles, attend
 from funitel.model_server.kv_cache import KVCache
 
@@ -50,7 +49,7 @@ class TritonAttention:
         """Lay out what the kernels read, in one upload."""
         rows, num_decode = batch.rows, batch.num_decode
         lengths = np.array([len(row.tokens) for row in rows])
-        tables = self._tables(rows)
+        tables = block_tables(rows, self.block_size)
         chunks = [(i, at) for i in range(num_decode, len(rows)) for at in range(0, lengths[i], self._tile_tokens)]
         tile_rows, tile_firsts = np.array(chunks).reshape(-1, 2).T
         starts, sizes, contexts, table, decode_rows, decode_firsts, chunk_rows, chunk_firsts = self._upload(
@@ -82,14 +81,6 @@ class TritonAttention:
         parts = self._num_parts(num_rows, width)
         tiles = Tiles(1, parts, every, torch.zeros_like(every), every, torch.ones_like(every), contexts, tables)
         return TritonPlan(decode=tiles, chunks=None)
-
-    def _tables(self, rows: Sequence[RowSpan]) -> np.ndarray:
-        """Blocks [num_rows, width] of every row, 0 beyond its own."""
-        used = [-(-row.end // self.block_size) for row in rows]
-        tables = np.zeros((len(rows), max(used)), dtype=np.int32)
-        for line, row, num_blocks in zip(tables, rows, used, strict=True):
-            line[:num_blocks] = row.block_table[:num_blocks]
-        return tables
 
     def _num_parts(self, num_rows: int, width: int) -> int:
         """Into how many parts to cut the keys of rows that decode: a power of two, as each number is compiled."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from funitel.model_server.batch import ForwardBatch
+from funitel.model_server.batch import ForwardBatch, block_tables
 from funitel.model_server.decoder import Decoder
 from funitel.model_server.gpu.attention import TritonAttention
 from funitel.model_server.kv_cache import KVCache, Slots
@@ -72,16 +72,15 @@ class _Inputs:
         Of the blocks as many are told as the longest row has: what is left of a step before is beyond every context.
         """
         num_rows = self.tables.shape[0]
-        used = max(-(-row.end // batch.block_size) for row in batch.rows)
+        own = block_tables(batch.rows, batch.block_size)
+        used = own.shape[1]
         staged = torch.zeros(num_rows * (3 + used), dtype=torch.int32, pin_memory=self.tables.is_cuda)
         numbers = staged.numpy()
         tokens, positions, contexts = numbers[: 3 * num_rows].reshape(3, num_rows)
-        blocks = numbers[3 * num_rows :].reshape(num_rows, used)
+        numbers[3 * num_rows :].reshape(num_rows, used)[: len(own)] = own
         contexts[:] = 1
         for i, row in enumerate(batch.rows):
             tokens[i], positions[i], contexts[i] = row.tokens[0], row.start, row.end
-            num_blocks = -(-row.end // batch.block_size)
-            blocks[i, :num_blocks] = row.block_table[:num_blocks]
         there = staged.to(self.tables.device, non_blocking=True)
         self._rows.copy_(there[: 3 * num_rows].view(3, num_rows))
         self.tables[:, :used].copy_(there[3 * num_rows :].view(num_rows, used))
