@@ -11,6 +11,7 @@ from funitel.proto.tls import MutualTls
 TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
 MOST_TOKENS = 2**32 - 1  # the wire counts tokens in 32 bits
+TOKEN_COUNTS = ("max_input_tokens", "max_total_tokens", "max_batch_prefill_tokens", "max_batch_total_tokens")
 MOST_GB_S = 1_000_000  # a petabyte a second: no memory gives it
 MOST_STEP_TIMEOUT_S = 86_400  # a day
 MOST_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
@@ -202,14 +203,11 @@ class RouterSettings:
         ):
             value = getattr(self, name)
             require(value > 0, f"--{name.replace('_', '-')} must be > 0, given {value}")
-        for name in (
-            "max_input_tokens",
-            "max_total_tokens",
-            "max_batch_prefill_tokens",
-            "max_batch_total_tokens",
-        ):
+        for name in ("max_connections", "max_queued_tokens", "max_batch_size", *TOKEN_COUNTS):
             value = getattr(self, name)
             require(value is None or value > 0, f"--{name.replace('_', '-')} must be > 0, given {value}")
+        for name in TOKEN_COUNTS:
+            value = getattr(self, name)
             require(
                 value is None or value <= MOST_TOKENS,
                 f"--{name.replace('_', '-')} must be <= {MOST_TOKENS}, given {value}",
@@ -236,10 +234,6 @@ class RouterSettings:
                 0 < value <= MOST_TIMEOUT_SECONDS,
                 f"--{name.replace('_', '-')} must be > 0 and <= {MOST_TIMEOUT_SECONDS}, given {value}",
             )
-        require(
-            self.max_connections is None or self.max_connections > 0,
-            f"--max-connections must be > 0, given {self.max_connections}",
-        )
         check_api_key(self.api_key)
         check_access(self)
         require(
@@ -254,14 +248,6 @@ class RouterSettings:
             not self.debug_routes or bool(self.api_key or self.api_key_file) or self._is_local,
             "--debug-routes needs --api-key or --api-key-file, or --hostname 127.0.0.1, given "
             f"{self.hostname or self.default_hostname}",
-        )
-        require(
-            self.max_queued_tokens is None or self.max_queued_tokens > 0,
-            f"--max-queued-tokens must be > 0, given {self.max_queued_tokens}",
-        )
-        require(
-            self.max_batch_size is None or self.max_batch_size > 0,
-            f"--max-batch-size must be > 0, given {self.max_batch_size}",
         )
         require(
             self.target_itl_ms is None or 0 < self.target_itl_ms <= MOST_TARGET_ITL_MS,

@@ -208,7 +208,7 @@ class StepLoop:
         self._pipeline.done()
         now = time.monotonic()
         self._throughput.observe_step(settled.plan.num_tokens, settled.seconds, now)
-        measured = settled.answer.combined.total_ns / 1e9  # by the ranks: steps under way wait for one another
+        measured = combined.total_ns / 1e9  # by the ranks: steps under way wait for one another
         self.past.append(PastStep(settled.plan, measured or settled.seconds, now))
         return delivered
 
