@@ -54,7 +54,7 @@ def test_a_model_without_rotary_positions_says_that_nothing_is_stretched(
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 2000.0, float("nan")])
 def test_a_factor_has_bounds(factor: float) -> None:
-    with pytest.raises(SettingsError, match=r"--rope-factor must be within \(0, 1024\]"):
+    with pytest.raises(SettingsError, match=r"--rope-factor must be > 0 and <= 1024, given"):
         ModelServerSettings(model_id="x", rope_factor=factor)
 
 

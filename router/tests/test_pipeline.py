@@ -212,5 +212,5 @@ async def test_an_unforeseen_failure_to_compile_a_grammar_ends_its_stream(
 
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_length_that_shards_do_not_tolerate_is_refused(steps: int) -> None:
-    with pytest.raises(SettingsError, match=f"--pipeline-steps must be 1 or 2, given {steps}"):
+    with pytest.raises(SettingsError, match=f"--pipeline-steps must be within 1..2, given {steps}"):
         RouterSettings(pipeline_steps=steps)

@@ -5,8 +5,9 @@ from typing import Any
 
 from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
 from funitel.proto.batch_sizes import BatchSizes
+from funitel.proto.bounds import AT_LEAST_ONE, NOT_NEGATIVE
 from funitel.proto.foreign import REFUSED_VALUES
-from funitel.proto.settings import require, setting
+from funitel.proto.settings import check_bounds, require, setting
 from funitel.proto.tls import Pair
 from funitel.router.settings import (
     REASONING_PARSERS,
@@ -46,9 +47,15 @@ class LauncherSettings:
     huggingface_hub_cache: str | None = setting(None, "Folder of the Hugging Face hub cache.")
     validation_workers: int = _router("validation_workers", "Threads that tokenize prompts.")
     sharded: bool | None = setting(None, "Whether to split the model over several shards.", takes_value=True)
-    num_shard: int | None = setting(None, "Number of shards; the number of visible GPUs, or 1, when not given.")
+    num_shard: int | None = setting(
+        None,
+        "Number of shards; the number of visible GPUs, or 1, when not given.",
+        bounds=AT_LEAST_ONE,
+    )
     num_replicas: int = setting(
-        1, "Copies of the model, each of --num-shard shards; a request goes where its beginning is computed already."
+        1,
+        "Copies of the model, each of --num-shard shards; a request goes where its beginning is computed already.",
+        bounds=AT_LEAST_ONE,
     )
     device: str = _shard("device", "Where the model runs.", choices=DEVICES)
     dtype: str | None = _shard(
@@ -303,12 +310,17 @@ class LauncherSettings:
         5,
         "Times in a row that a replica whose shard has ended is started again; its requests wait for it meanwhile. "
         "With 0, as with TGI, they fail and the last replica takes the launcher with it.",
+        bounds=NOT_NEGATIVE,
     )
     graceful_termination_timeout: int = setting(
-        90, "Seconds each process is given to stop before it is killed.", short="-g"
+        90,
+        "Seconds each process is given to stop before it is killed.",
+        short="-g",
+        bounds=NOT_NEGATIVE,
     )
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         require(
             self.max_input_tokens is None or self.max_input_length is None,
             "--max-input-tokens and --max-input-length are the same setting: give one",
@@ -318,12 +330,10 @@ class LauncherSettings:
             self.max_total_tokens,
             self.max_batch_total_tokens,
         )
-        require(self.num_shard is None or self.num_shard >= 1, f"--num-shard must be >= 1, given {self.num_shard}")
         require(
             not (self.sharded and self.num_shard == 1),
             "--sharded true needs --num-shard > 1, given 1",
         )
-        require(self.num_replicas >= 1, f"--num-replicas must be >= 1, given {self.num_replicas}")
         check_api_key(self.api_key)
         check_access(self)
         probe = (self.tls_probe_cert, self.tls_probe_key)
@@ -348,11 +358,6 @@ class LauncherSettings:
         require(
             self.target_itl_ms is None or self.prefill_chunking,
             f"--target-itl-ms {self.target_itl_ms} needs --prefill-chunking true, given false",
-        )
-        require(self.max_restarts >= 0, f"--max-restarts must be >= 0, given {self.max_restarts}")
-        require(
-            self.graceful_termination_timeout >= 0,
-            f"--graceful-termination-timeout must be >= 0, given {self.graceful_termination_timeout}",
         )
 
     @property

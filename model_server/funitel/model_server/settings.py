@@ -4,15 +4,16 @@ import math
 from dataclasses import dataclass
 
 from funitel.proto.batch_sizes import BatchSizes
+from funitel.proto.bounds import POSITIVE, SHARE, Bounds
 from funitel.proto.cores import Cores
 from funitel.proto.foreign import REFUSED_VALUES
 from funitel.proto.options import Counts, flag_of
-from funitel.proto.settings import require, setting
+from funitel.proto.settings import check_bounds, require, setting
 from funitel.proto.tls import MutualTls
 
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-MOST_STRETCH = 1024.0  # of rotary positions; no model makes sense far beyond its trained context
+MOST_STRETCH = 1024  # of rotary positions; no model makes sense far beyond its trained context
 MOST_NODES = 1024  # NUMA nodes, of a Linux kernel
 MOST_SPIN_US = 1_000_000
 QUANTIZATIONS = ("gptq", "compressed-tensors", "int8", "q4", "gguf")
@@ -162,7 +163,7 @@ class ModelsSettings:
     cache_dir: str | None = setting(
         None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
     )
-    num_shard: int = setting(1, "Shards that the model would be split over.", env=None)
+    num_shard: int = setting(1, "Shards that the model would be split over.", env=None, bounds=POSITIVE)
     device: str = setting("auto", "Where the model would run.", choices=DEVICES, env=None)
     dtype: str | None = setting(None, "Precision, as for serving.", choices=DTYPES, env=None)
     quantize: str | None = setting(
@@ -174,17 +175,17 @@ class ModelsSettings:
     )
     model_spec: str | None = setting(None, "JSON file that describes the model.", env=None)
     trust_remote_code: bool = setting(False, "Run the code that comes with a model no other way serves.", env=None)
-    block_size: int = setting(16, "Tokens per KV block.", env=None)
-    cuda_memory_fraction: float = setting(1.0, "Share of the free device memory for the KV pool.", env=None)
+    block_size: int = setting(16, "Tokens per KV block.", env=None, bounds=POSITIVE)
+    cuda_memory_fraction: float = setting(
+        1.0,
+        "Share of the free device memory for the KV pool.",
+        env=None,
+        bounds=SHARE,
+    )
     json: bool = setting(False, "Print one JSON object.", env=None)
 
     def __post_init__(self) -> None:
-        require(self.num_shard > 0, f"--num-shard must be > 0, given {self.num_shard}")
-        require(self.block_size > 0, f"--block-size must be > 0, given {self.block_size}")
-        require(
-            0.0 < self.cuda_memory_fraction <= 1.0,
-            f"--cuda-memory-fraction must be within (0, 1], given {self.cuda_memory_fraction}",
-        )
+        check_bounds(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,32 +236,45 @@ class ModelServerSettings:
         refused=REFUSED_VALUES["rope_scaling"],
     )
     rope_factor: float | None = setting(
-        None, "How far rotary positions, and with them the model's context, are stretched; 1 when not given."
+        None,
+        "How far rotary positions, and with them the model's context, are stretched; 1 when not given.",
+        bounds=Bounds(above=0, most=MOST_STRETCH),
     )
-    block_size: int = setting(16, "Tokens per KV block.")
-    cuda_memory_fraction: float = setting(1.0, "Share of the free device memory that the KV pool may take.")
+    block_size: int = setting(16, "Tokens per KV block.", bounds=POSITIVE)
+    cuda_memory_fraction: float = setting(
+        1.0,
+        "Share of the free device memory that the KV pool may take.",
+        bounds=SHARE,
+    )
     cuda_graphs: BatchSizes | None = setting(
         None,
         "Numbers of decoding rows for which a step is recorded as a CUDA graph, such as 1,2,4; 0 for none; 1, 2, 4, 8 "
         "and every eighth up to 256 when not given. A step takes the smallest that holds it.",
     )
     num_threads: int | None = setting(
-        None, "Compute threads; when not given, on a CPU as many of its cores as a probe at start finds best."
+        None,
+        "Compute threads; when not given, on a CPU as many of its cores as a probe at start finds best.",
+        bounds=POSITIVE,
     )
     most_threads: int | None = setting(
         None,
         "Most threads that the probe may choose where --num-threads is not given; the cores this process may use when "
         "not given.",
         env=None,
+        bounds=POSITIVE,
     )
     thread_spin_us: int | None = setting(
         None,
         "Microseconds that threads of the fused CPU step spin before they sleep; found by a probe at start when "
         "not given.",
+        bounds=Bounds(least=0, most=MOST_SPIN_US),
     )
     cores: Cores | None = setting(None, "Cores that this shard runs on, such as 0-3,8; any when not given.", env=None)
     memory_node: int | None = setting(
-        None, "NUMA node whose memory this shard takes while it has some; any when not given.", env=None
+        None,
+        "NUMA node whose memory this shard takes while it has some; any when not given.",
+        env=None,
+        bounds=Bounds(least=0, most=MOST_NODES - 1),
     )
     prefill_chunking: bool = setting(
         True,
@@ -289,6 +303,7 @@ class ModelServerSettings:
     )
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         require(
             self.shard_tls is None or self.listen is not None,
             "--shard-tls-cert, --shard-tls-key and --shard-tls-ca are for --listen, which is not given",
@@ -303,39 +318,14 @@ class ModelServerSettings:
             f"WORLD_SIZE is {self.world_size}: add --sharded to join the other ranks",
         )
         require(
-            self.rope_factor is None or 0.0 < self.rope_factor <= MOST_STRETCH,
-            f"--rope-factor must be within (0, {MOST_STRETCH:g}], given {self.rope_factor}",
-        )
-        require(self.block_size > 0, f"--block-size must be > 0, given {self.block_size}")
-        require(
-            0.0 < self.cuda_memory_fraction <= 1.0,
-            f"--cuda-memory-fraction must be within (0, 1], given {self.cuda_memory_fraction}",
-        )
-        require(
             0.0 < self.watermark_gamma < 1.0,
             f"--watermark-gamma must be within (0, 1), given {self.watermark_gamma}",
         )
         require(math.isfinite(self.watermark_delta), f"--watermark-delta must be finite, given {self.watermark_delta}")
         require(
-            self.num_threads is None or self.num_threads > 0,
-            f"--num-threads must be > 0, given {self.num_threads}",
-        )
-        require(
-            self.most_threads is None or self.most_threads > 0,
-            f"--most-threads must be > 0, given {self.most_threads}",
-        )
-        require(
             self.num_threads is None or self.most_threads is None,
             f"--most-threads {self.most_threads} bounds the probe, "
             f"which --num-threads {self.num_threads} leaves nothing to find: give one of them",
-        )
-        require(
-            self.thread_spin_us is None or 0 <= self.thread_spin_us <= MOST_SPIN_US,
-            f"--thread-spin-us must be within 0..{MOST_SPIN_US}, given {self.thread_spin_us}",
-        )
-        require(
-            self.memory_node is None or 0 <= self.memory_node < MOST_NODES,
-            f"--memory-node must be within 0..{MOST_NODES - 1}, given {self.memory_node}",
         )
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 
+from funitel.proto.bounds import Bounds
 from funitel.proto.foreign import Foreign, Inert, Program
 
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class Meta:
     aliases: tuple[str, ...]
     takes_value: bool
     refused: Mapping[str, str]
+    bounds: Bounds
 
 
 def flag_of(name: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import typer
 
+from funitel.proto.bounds import ANY, Bounds
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.foreign import Inert, Program, Refused, rows_of
 from funitel.proto.options import Meta, flag_of, foreign_option, option_of, usage_message
@@ -36,6 +37,7 @@ def setting(
     aliases: Iterable[str] = (),
     takes_value: bool = False,
     refused: Mapping[str, str] = MappingProxyType({}),
+    bounds: Bounds = ANY,
 ) -> Any:
     """Declare one field of a settings dataclass.
 
@@ -48,8 +50,9 @@ def setting(
         aliases: further long flags.
         takes_value: a boolean that is written `--its-name true` instead of being a switch.
         refused: values that are known but cannot be honoured, and why.
+        bounds: the numbers it may be, for `check_bounds`; None may always be where it is the default.
     """
-    meta = Meta(help, short, tuple(choices), env, tuple(aliases), takes_value, refused)
+    meta = Meta(help, short, tuple(choices), env, tuple(aliases), takes_value, refused, bounds)
     return field(default=default, metadata={"setting": meta})
 
 
@@ -166,6 +169,15 @@ def require(condition: bool, message: str) -> None:
     """Raise SettingsError with `message` unless `condition` holds."""
     if not condition:
         raise SettingsError(message)
+
+
+def check_bounds(settings: Any) -> None:
+    """Raise SettingsError for the first number that is beyond its bounds."""
+    for setting_field in dataclasses.fields(settings):
+        meta = setting_field.metadata.get("setting")
+        value = getattr(settings, setting_field.name)
+        if meta is not None and meta.bounds != ANY and value is not None:
+            require(value in meta.bounds, f"{flag_of(setting_field.name)} must be {meta.bounds}, given {value}")
 
 
 def run_app(app: typer.Typer) -> NoReturn:

@@ -4,18 +4,18 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from funitel.proto.bounds import NOT_NEGATIVE, POSITIVE, Bounds
 from funitel.proto.listening import is_loopback
-from funitel.proto.settings import require, setting
+from funitel.proto.settings import check_bounds, require, setting
 from funitel.proto.tls import MutualTls
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
-MOST_TOKENS = 2**32 - 1  # the wire counts tokens in 32 bits
-TOKEN_COUNTS = ("max_input_tokens", "max_total_tokens", "max_batch_prefill_tokens", "max_batch_total_tokens")
 MOST_GB_S = 1_000_000  # a petabyte a second: no memory gives it
-MOST_STEP_TIMEOUT_S = 86_400  # a day
+MOST_TIMEOUT_SECONDS = 86_400  # a day
 MOST_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
-MOST_TIMEOUT_SECONDS = 86_400
+TIMEOUT = Bounds(above=0, most=MOST_TIMEOUT_SECONDS)
+TOKEN_COUNT = Bounds(above=0, most=2**32 - 1)  # the wire counts tokens in 32 bits
 _REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
 
 
@@ -40,16 +40,22 @@ class RouterSettings:
         "unix:///path or tcp://host:port of rank 0 of a further replica of the same model, repeatable; the first one "
         "is where --master-shard-uds-path or --master-shard-address says.",
     )
-    shard_connect_timeout: int = setting(600, "Seconds that shards may take to answer; 503 is answered meanwhile.")
+    shard_connect_timeout: int = setting(
+        600,
+        "Seconds that shards may take to answer; 503 is answered meanwhile.",
+        bounds=NOT_NEGATIVE,
+    )
     shard_return_timeout: int = setting(
         600,
         "Seconds that requests wait for lost shards to come back when no replica is left; with 0 they fail at once and "
         "lost shards are not looked for.",
+        bounds=NOT_NEGATIVE,
     )
     step_timeout_s: float = setting(
         60.0,
         "Seconds a step may take before its shards are taken to hang, and are started again: five times as many for "
         "first steps, ten times what was learnt of steps like it for long ones.",
+        bounds=TIMEOUT,
     )
     hostname: str | None = setting(
         None, "Address to listen on; when not given, 0.0.0.0 where clients need a key or certificate, else 127.0.0.1."
@@ -57,43 +63,67 @@ class RouterSettings:
     default_hostname: str | None = setting(
         None, "Address to listen on when --hostname is not given, or is this machine's name; the image sets 0.0.0.0."
     )
-    port: int = setting(3000, "Port to listen on.", short="-p")
+    port: int = setting(3000, "Port to listen on.", short="-p", bounds=Bounds(least=0, most=65535))
     prometheus_port: int | None = setting(
         None, "A second port that answers /metrics and nothing else; without it /metrics is on --port only."
     )
-    max_concurrent_requests: int = setting(128, "Requests in flight at once; more are answered with 429.")
+    max_concurrent_requests: int = setting(
+        128,
+        "Requests in flight at once; more are answered with 429.",
+        bounds=POSITIVE,
+    )
     max_queued_tokens: int | None = setting(
-        None, "Most prompt tokens that wait for their first step; more are answered with 429. Unbounded when not given."
+        None,
+        "Most prompt tokens that wait for their first step; more are answered with 429. Unbounded when not given.",
+        bounds=POSITIVE,
     )
-    max_best_of: int = setting(2, "Largest `best_of`.")
-    max_stop_sequences: int = setting(4, "Most stop sequences of a request.")
-    max_top_n_tokens: int = setting(5, "Largest `top_n_tokens` and `top_logprobs`.")
-    max_input_tokens: int | None = setting(None, "Most prompt tokens of a request; measured when not given.")
+    max_best_of: int = setting(2, "Largest `best_of`.", bounds=POSITIVE)
+    max_stop_sequences: int = setting(4, "Most stop sequences of a request.", bounds=NOT_NEGATIVE)
+    max_top_n_tokens: int = setting(5, "Largest `top_n_tokens` and `top_logprobs`.", bounds=NOT_NEGATIVE)
+    max_input_tokens: int | None = setting(
+        None,
+        "Most prompt tokens of a request; measured when not given.",
+        bounds=TOKEN_COUNT,
+    )
     max_total_tokens: int | None = setting(
-        None, "Most prompt and completion tokens of a request; measured when not given."
+        None,
+        "Most prompt and completion tokens of a request; measured when not given.",
+        bounds=TOKEN_COUNT,
     )
-    max_batch_prefill_tokens: int = setting(4096, "Most prompt tokens computed in one step.")
+    max_batch_prefill_tokens: int = setting(4096, "Most prompt tokens computed in one step.", bounds=TOKEN_COUNT)
     max_batch_total_tokens: int | None = setting(
-        None, "Size of the KV pool in tokens; as much as memory allows when not given."
+        None,
+        "Size of the KV pool in tokens; as much as memory allows when not given.",
+        bounds=TOKEN_COUNT,
     )
-    max_batch_size: int | None = setting(None, "Most sequences running at once.")
+    max_batch_size: int | None = setting(None, "Most sequences running at once.", bounds=POSITIVE)
     waiting_served_ratio: float = setting(
         1.2,
         "Without chunked prefill: waiting per running sequences at which the running ones pause for a prefill.",
+        bounds=NOT_NEGATIVE,
     )
     max_waiting_tokens: int = setting(
-        20, "Without chunked prefill: steps after which waiting requests are let in whatever the ratio."
+        20,
+        "Without chunked prefill: steps after which waiting requests are let in whatever the ratio.",
+        bounds=NOT_NEGATIVE,
     )
     target_itl_ms: float | None = setting(
         None,
         "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "
         "2.5 times a step without them when not given.",
+        bounds=Bounds(above=0, most=MOST_TARGET_ITL_MS),
     )
     pipeline_steps: int = setting(
-        2, "Steps the shards are sent before the first is answered: 2 hides the router's latency, 1 does not."
+        2,
+        "Steps the shards are sent before the first is answered: 2 hides the router's latency, 1 does not.",
+        bounds=Bounds(least=1, most=2),
     )
-    max_client_batch_size: int = setting(4, "Most prompts of one completions request.")
-    max_client_texts: int = setting(2048, "Most texts of one request for embeddings, ranks or predictions.")
+    max_client_batch_size: int = setting(4, "Most prompts of one completions request.", bounds=POSITIVE)
+    max_client_texts: int = setting(
+        2048,
+        "Most texts of one request for embeddings, ranks or predictions.",
+        bounds=POSITIVE,
+    )
     disable_grammar_support: bool = setting(False, "Refuse requests that ask for a grammar.")
     tool_call_parser: str = setting(
         "auto",
@@ -105,32 +135,65 @@ class RouterSettings:
         "How the model marks what it thinks before it answers; told from its chat template when auto.",
         choices=REASONING_PARSERS,
     )
-    validation_workers: int = setting(2, "Threads that tokenize prompts.")
-    payload_limit: int = setting(2_000_000, "Largest request body in bytes.")
+    validation_workers: int = setting(2, "Threads that tokenize prompts.", bounds=POSITIVE)
+    payload_limit: int = setting(2_000_000, "Largest request body in bytes.", bounds=POSITIVE)
     max_connections: int | None = setting(
         None,
         "Most connections at once; past it the one that has rested for longest gives its place. When not given, 16384, "
         "or as many as the limit on open files leaves room for.",
+        bounds=POSITIVE,
     )
-    max_header_bytes: int = setting(32_768, "Largest header of a request in bytes; a larger one is answered with 431.")
-    header_timeout_seconds: float = setting(20.0, "Seconds from the first byte of a request to the end of its header.")
-    body_timeout_seconds: float = setting(60.0, "Seconds from the end of a header to the end of its body.")
+    max_header_bytes: int = setting(
+        32_768,
+        "Largest header of a request in bytes; a larger one is answered with 431.",
+        bounds=POSITIVE,
+    )
+    header_timeout_seconds: float = setting(
+        20.0,
+        "Seconds from the first byte of a request to the end of its header.",
+        bounds=TIMEOUT,
+    )
+    body_timeout_seconds: float = setting(
+        60.0,
+        "Seconds from the end of a header to the end of its body.",
+        bounds=TIMEOUT,
+    )
     # Longer than the pools of common clients and proxies keep an idle connection.
-    idle_timeout_seconds: float = setting(75.0, "Seconds that a connection is kept open for another request.")
+    idle_timeout_seconds: float = setting(
+        75.0,
+        "Seconds that a connection is kept open for another request.",
+        bounds=TIMEOUT,
+    )
     max_total_body_bytes: int = setting(
-        256_000_000, "Most bytes of bodies that are not whole yet, over all connections; past it the largest is cut."
+        256_000_000,
+        "Most bytes of bodies that are not whole yet, over all connections; past it the largest is cut.",
+        bounds=POSITIVE,
     )
     max_unread_bytes: int = setting(
-        4_000_000, "Most bytes of a streamed answer that wait for a client to read; past it its connection is cut."
+        4_000_000,
+        "Most bytes of a streamed answer that wait for a client to read; past it its connection is cut.",
+        bounds=POSITIVE,
     )
     max_total_unread_bytes: int = setting(
-        256_000_000, "Most bytes that wait to be read, over all connections; past it the one with most of them is cut."
+        256_000_000,
+        "Most bytes that wait to be read, over all connections; past it the one with most of them is cut.",
+        bounds=POSITIVE,
     )
     unread_timeout_seconds: float = setting(
-        60.0, "Seconds that a client may leave what it was sent unread; then its connection is cut."
+        60.0,
+        "Seconds that a client may leave what it was sent unread; then its connection is cut.",
+        bounds=TIMEOUT,
     )
-    max_stored_responses: int = setting(1000, "Most answers of /v1/responses kept in memory; 0 keeps none.")
-    max_stored_response_bytes: int = setting(64_000_000, "Most bytes of JSON that those answers may take.")
+    max_stored_responses: int = setting(
+        1000,
+        "Most answers of /v1/responses kept in memory; 0 keeps none.",
+        bounds=NOT_NEGATIVE,
+    )
+    max_stored_response_bytes: int = setting(
+        64_000_000,
+        "Most bytes of JSON that those answers may take.",
+        bounds=POSITIVE,
+    )
     api_key: str | None = setting(None, "Bearer token that requests must carry.")
     api_key_file: str | None = setting(
         None,
@@ -160,12 +223,15 @@ class RouterSettings:
     )
     otlp_service_name: str = setting("text-generation-inference.router", "What the spans say they are from.")
     otlp_decode_tokens: int = setting(
-        32, "Tokens of an answer for which a trace has one span; 1 shows every step, and costs as much."
+        32,
+        "Tokens of an answer for which a trace has one span; 1 shows every step, and costs as much.",
+        bounds=POSITIVE,
     )
     memory_bandwidth: float | None = setting(
         None,
         "GB/s that a shard's memory gives at best, as `funitel bench kernels` finds; the metrics then tell what share "
         "of it decoding steps reach.",
+        bounds=Bounds(above=0, most=MOST_GB_S),
     )
     debug_routes: bool = setting(
         False, "Answer /debug/scheduler, which `funitel top` shows; with a key, or on loopback, only."
@@ -187,73 +253,14 @@ class RouterSettings:
     )
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_concurrent_requests",
-            "max_best_of",
-            "max_client_batch_size",
-            "max_client_texts",
-            "validation_workers",
-            "payload_limit",
-            "max_stored_response_bytes",
-            "max_header_bytes",
-            "otlp_decode_tokens",
-            "max_total_body_bytes",
-            "max_unread_bytes",
-            "max_total_unread_bytes",
-        ):
-            value = getattr(self, name)
-            require(value > 0, f"--{name.replace('_', '-')} must be > 0, given {value}")
-        for name in ("max_connections", "max_queued_tokens", "max_batch_size", *TOKEN_COUNTS):
-            value = getattr(self, name)
-            require(value is None or value > 0, f"--{name.replace('_', '-')} must be > 0, given {value}")
-        for name in TOKEN_COUNTS:
-            value = getattr(self, name)
-            require(
-                value is None or value <= MOST_TOKENS,
-                f"--{name.replace('_', '-')} must be <= {MOST_TOKENS}, given {value}",
-            )
-        for name in (
-            "shard_connect_timeout",
-            "shard_return_timeout",
-            "max_stop_sequences",
-            "max_stored_responses",
-            "max_top_n_tokens",
-            "max_waiting_tokens",
-            "waiting_served_ratio",
-        ):
-            value = getattr(self, name)
-            require(value >= 0, f"--{name.replace('_', '-')} must be >= 0, given {value}")
-        for name in (
-            "header_timeout_seconds",
-            "body_timeout_seconds",
-            "idle_timeout_seconds",
-            "unread_timeout_seconds",
-        ):
-            value = getattr(self, name)
-            require(
-                0 < value <= MOST_TIMEOUT_SECONDS,
-                f"--{name.replace('_', '-')} must be > 0 and <= {MOST_TIMEOUT_SECONDS}, given {value}",
-            )
+        check_bounds(self)
         check_api_key(self.api_key)
         check_access(self)
-        require(
-            0 < self.step_timeout_s <= MOST_STEP_TIMEOUT_S,
-            f"--step-timeout-s must be > 0 and <= {MOST_STEP_TIMEOUT_S}, given {self.step_timeout_s:g}",
-        )
-        require(
-            self.memory_bandwidth is None or 0 < self.memory_bandwidth <= MOST_GB_S,
-            f"--memory-bandwidth must be > 0 and <= {MOST_GB_S}, given {self.memory_bandwidth}",
-        )
         require(
             not self.debug_routes or bool(self.api_key or self.api_key_file) or self._is_local,
             "--debug-routes needs --api-key or --api-key-file, or --hostname 127.0.0.1, given "
             f"{self.hostname or self.default_hostname}",
         )
-        require(
-            self.target_itl_ms is None or 0 < self.target_itl_ms <= MOST_TARGET_ITL_MS,
-            f"--target-itl-ms must be > 0 and <= {MOST_TARGET_ITL_MS}, given {self.target_itl_ms}",
-        )
-        require(self.pipeline_steps in (1, 2), f"--pipeline-steps must be 1 or 2, given {self.pipeline_steps}")
         for name in ("aip_predict_route", "aip_health_route"):
             path = getattr(self, name)
             require(
@@ -273,7 +280,6 @@ class RouterSettings:
             self.shard_tls is None or any(url.startswith("tcp:") for url in (self.master_url, *self.replica_address)),
             "--shard-tls-cert, --shard-tls-key and --shard-tls-ca are for shards on TCP, of which no address is given",
         )
-        require(0 <= self.port <= 65535, f"--port must be within 0..65535, given {self.port}")
         check_prometheus_port(self.prometheus_port, self.port)
         check_token_limits(self.max_input_tokens, self.max_total_tokens, self.max_batch_total_tokens)
         require(
