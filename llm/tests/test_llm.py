@@ -413,7 +413,7 @@ def test_dropping_it_is_closing_it(model: Path) -> None:
             "max_total_tokens 200 must be <= max_batch_total_tokens 100",
         ),
         ({"max_total_tokens": 300}, "max_total_tokens 300 exceeds the model's context of 256"),
-        ({"cuda_memory_fraction": 0}, "cuda_memory_fraction must be within (0, 1], given 0"),
+        ({"cuda_memory_fraction": 0}, "cuda_memory_fraction must be > 0 and <= 1, given 0"),
     ],
 )
 def test_wrong_arguments_are_refused_in_the_words_of_python(
