@@ -18,7 +18,7 @@ async def test_every_stream_outlives_a_shard(
     if not is_full:
         model = save_endless(tmp_path / "model")
     with launching(tmp_path, model, "--num-replicas", "2") as scene:
-        asks = asks_of(STREAMS, count, 96 if is_full else 150)
+        asks = asks_of(STREAMS, count, 150)
         answers = await undisturbed(scene.url, asks, count)
         load = Load(scene.url, asks, count)
         task = asyncio.create_task(load.run())

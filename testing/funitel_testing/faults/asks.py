@@ -97,7 +97,8 @@ class Ask:
         if self.kind is Kind.CHOICES:
             sampling = {"n": self._num_choices, "seed": self.number, "max_tokens": self.num_tokens, "stream": True}
             return "/v1/completions", {"prompt": self._prompt, **sampling}
-        parameters: dict[str, Any] = {"max_new_tokens": self.num_tokens, "details": True}
+        ends = self.kind is Kind.GRAMMAR
+        parameters: dict[str, Any] = {"max_new_tokens": self.num_tokens, "ignore_eos": not ends, "details": True}
         if self.kind is Kind.SAMPLE:
             parameters |= {"do_sample": True, "seed": self.number, "temperature": 0.9}
         if self.kind is Kind.GRAMMAR:
