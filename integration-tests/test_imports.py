@@ -42,6 +42,8 @@ PROTO_ARROWS = {
     ("span_export", "tracing"),
     ("settings", "options"),
     ("options", "foreign"),
+    ("settings", "bounds"),
+    ("options", "bounds"),
     ("keys", "errors"),
     ("tls", "errors"),
     ("listening", "settings"),
