@@ -3,6 +3,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 UNIT_TESTS := proto/tests router/tests model_server/tests launcher/tests llm/tests
 WHOLE_SYSTEM_TESTS := integration-tests --ignore=integration-tests/faults
+# They measure time, so nothing else may run beside them.
+TIMED_TESTS := $(addprefix integration-tests/test_,fairness.py grammar.py prefix_cache.py replicas.py scheduling.py throughput.py)
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 
 .DEFAULT_GOAL := help
@@ -19,9 +21,10 @@ serve: setup ## serve the demo model on port 3000; make serve ARGS="--port 3001 
 
 # A test that fails is run once more, and named: some wait for clocks, and machines of CI have neighbours.
 AGAIN := --reruns 1 -r R
+TWO_AT_ONCE := -n 2 --dist loadfile
 
 test: check triton ## all tests but those of faults; ARGS="-m slow" runs the slow tests instead
-	@failed=0; for tests in "-n 2 --dist loadfile $(UNIT_TESTS)" "$(WHOLE_SYSTEM_TESTS)"; do \
+	@failed=0; for tests in "$(TWO_AT_ONCE) $(UNIT_TESTS)" "$(TWO_AT_ONCE) $(WHOLE_SYSTEM_TESTS) $(TIMED_TESTS:%=--ignore=%)" "$(TIMED_TESTS)"; do \
 		$(BIN)/pytest -m "not slow" $(AGAIN) $$tests $(ARGS); case $$? in 0|5) ;; *) failed=1 ;; esac; \
 	done; exit $$failed
 

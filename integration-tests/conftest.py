@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,18 @@ def is_full(request: pytest.FixtureRequest) -> bool:
 def figures() -> dict[str, object]:
     """Measured figures by name, printed when the tests end."""
     return _FIGURES
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand the figures of one of several processes to the one that prints them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["figures"] = json.dumps(_FIGURES)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take the figures of a process that has ended; one that died has none."""
+    _FIGURES.update(json.loads(getattr(node, "workeroutput", {}).get("figures", "{}")))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
