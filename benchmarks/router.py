@@ -7,8 +7,9 @@ streams run side by side, so a step has a token for each of them, as it has in p
 shared by them. Measured is from the instant that every stream has its first token until all have their last: taking
 requests in is not part of it. CPU time is that of all threads of a process, by the kernel's scheduler; neighbours
 disturb it less than they do the clock. The latency of a token is from its making in the shard until the client has
-read it. Figures are medians over the rounds, the ratio is that of tokens a second; the last line on stdout
-is one JSON object.
+read it. How long a stream waits for its first token is told too (the bare server sends none before all have asked),
+and the CPU time of taking a stream in: until all have their first. Figures are medians over the rounds, the ratio is
+that of tokens a second; the last line on stdout is one JSON object.
 
     python benchmarks/router.py --streams 1000 --tokens 100 --rounds 3 [--pin]
 """
@@ -73,9 +74,11 @@ class Stream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         self._transport.write(self._request)
+        self._began = time.monotonic()
 
     def data_received(self, data: bytes) -> None:
         if not self._tail and b"data:" in data:
+            self.first_token_seconds = time.monotonic() - self._began
             self._first()
             self._tail = data
         self.received.append(data)
@@ -109,12 +112,14 @@ class Stream(asyncio.Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """What one crowd of clients saw: times in seconds, CPU time of one token."""
+    """What one crowd of clients saw: times in seconds, CPU time of one token, and of taking one stream in."""
 
     tokens_per_second: float
     server_cpu: float
     client_cpu: float
     latencies: list[float]
+    intake_cpu: float
+    first_tokens: list[float]
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,7 @@ async def stream_all(side: Side, path: str, num_streams: int) -> tuple[Run, list
         streams.append(Stream(request, lambda: reached("first"), lambda: reached("last")))
         return streams[-1]
 
+    cpu_before = cpu_seconds(side.pid)
     async with asyncio.timeout(PATIENCE_SECONDS):
         for _ in range(num_streams):
             await asyncio.get_running_loop().create_connection(new_stream, "127.0.0.1", side.port)
@@ -157,7 +163,9 @@ async def stream_all(side: Side, path: str, num_streams: int) -> tuple[Run, list
         after - before for before, after in zip(marks["first"], marks["last"], strict=True)
     )
     count = len(latencies)
-    return Run(count / seconds, server_cpu / count, client_cpu / count, latencies), streams
+    intake_cpu = (marks["first"][1] - cpu_before) / num_streams
+    first_tokens = [stream.first_token_seconds for stream in streams]
+    return Run(count / seconds, server_cpu / count, client_cpu / count, latencies, intake_cpu, first_tokens), streams
 
 
 # Servers
@@ -321,15 +329,24 @@ def check_whole(streams: Sequence[Stream], num_tokens: int) -> None:
 def summary(runs: Sequence[Run]) -> dict[str, float]:
     """Medians over some runs."""
 
-    def latency(share: float) -> float:
-        return statistics.median(sorted(run.latencies)[int(share * (len(run.latencies) - 1))] for run in runs)
+    def at(share: float, values: Callable[[Run], list[float]]) -> float:
+        return statistics.median(sorted(values(run))[int(share * (len(values(run)) - 1))] * 1e3 for run in runs)
+
+    def latencies(run: Run) -> list[float]:
+        return run.latencies
+
+    def first_tokens(run: Run) -> list[float]:
+        return run.first_tokens
 
     return {
         "tokens_per_second": round(statistics.median(run.tokens_per_second for run in runs)),
         "cpu_us_per_token": round(statistics.median(run.server_cpu for run in runs) * 1e6, 1),
         "client_cpu_us_per_token": round(statistics.median(run.client_cpu for run in runs) * 1e6, 1),
-        "p50_latency_ms": round(latency(0.5) * 1e3, 2),
-        "p99_latency_ms": round(latency(0.99) * 1e3, 2),
+        "p50_latency_ms": round(at(0.5, latencies), 2),
+        "p99_latency_ms": round(at(0.99, latencies), 2),
+        "p50_first_token_ms": round(at(0.5, first_tokens), 1),
+        "last_first_token_ms": round(at(1.0, first_tokens), 1),
+        "intake_cpu_us_per_stream": round(statistics.median(run.intake_cpu for run in runs) * 1e6, 1),
     }
 
 

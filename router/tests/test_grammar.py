@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import signal
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import FakeEngine, Serve, write_model
+from fakes import FakeEngine, Serve, eventually, write_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,7 @@ from funitel.router import grammar as module
 from funitel.router import killable
 from funitel.router.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarChecker
 from funitel.router.killable import KillablePool
+from funitel.router.killable_process import Process, Question
 
 STALL_SECONDS = 0.05
 # Any of them may be left out: the engine takes many seconds.
@@ -146,19 +148,19 @@ async def test_many_who_ask_the_same_wait_for_one_answer(
 
 async def test_a_worker_that_dies_is_replaced(checker: GrammarChecker) -> None:
     await checker.check(Grammar.regex("a"))
-    (worker,) = checker._pool._idle
-    worker._process.kill()
-    await worker._process.wait()
+    (worker,) = checker._pool._processes
+    os.kill(worker.pid, signal.SIGTERM)
+    await eventually(lambda: asyncio.sleep(0, not checker._pool._processes), "it is gone")
     await checker.check(Grammar.regex("b"))
 
 
 async def test_a_grammar_is_not_blamed_for_a_worker_that_somebody_killed(checker: GrammarChecker) -> None:
     await checker.check(Grammar.regex("a"))
-    (worker,) = checker._pool._idle
-    worker._process.send_signal(signal.SIGSTOP)
+    (worker,) = checker._pool._processes
+    os.kill(worker.pid, signal.SIGSTOP)
     check = asyncio.create_task(checker.check(Grammar.regex("b")))
     await asyncio.sleep(0.05)
-    worker._process.kill()
+    os.kill(worker.pid, signal.SIGKILL)
     await check
 
 
@@ -166,16 +168,15 @@ async def test_a_grammar_whose_workers_are_all_killed_is_refused(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = []
+    give = Process.give
 
-    ask = killable._Process.ask
-
-    async def die(process: killable._Process, payload: bytes) -> Any:
-        if b"text" in payload:
+    def die(process: Process, question: Question) -> None:
+        if b"text" in question.frame:
             killed.append(process)
-            process._process.kill()
-        return await ask(process, payload)
+            os.kill(process.pid, signal.SIGKILL)
+        give(process, question)
 
-    monkeypatch.setattr(killable._Process, "ask", die)
+    monkeypatch.setattr(Process, "give", die)
     assert "MiB to compile" in await refusal(checker, Grammar.regex("a"))
     assert len(killed) == killable.MOST_DEATHS
 
@@ -183,7 +184,7 @@ async def test_a_grammar_whose_workers_are_all_killed_is_refused(
 async def test_a_grammar_has_a_largest_size(checker: GrammarChecker) -> None:
     message = await refusal(checker, Grammar.regex("a" * (MAX_GRAMMAR_BYTES + 1)))
     assert message == f"grammar must have at most {MAX_GRAMMAR_BYTES} bytes, given {MAX_GRAMMAR_BYTES + 1}"
-    assert not checker._pool._idle
+    assert not checker._pool._processes
 
 
 async def test_a_tokenizer_the_engine_cannot_use_is_said(tmp_path: Path) -> None:

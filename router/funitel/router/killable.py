@@ -1,19 +1,19 @@
 """Work on what others wrote, in processes that may be killed: it ends within a time and a memory, or they do.
 
-Knows neither grammars nor templates: a module that runs `killable_worker.serve` does the work. Event loop only.
+Knows neither grammars nor templates: a module that runs `killable_worker.serve` does the work. Questions are handed to
+the processes ahead of their turns, so that many are answered for each turn of a busy event loop. Event loop only.
 """
 
 import asyncio
-import json
-import os
-import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
+
+from funitel.router.killable_process import Process, Question
 
 START_LIMIT_SECONDS = 60.0
 MOST_DEATHS = 3  # of processes in a row that somebody else killed, until the question is thought to be the reason
+SLOW_SECONDS = 0.1  # for one question, after which those behind it are asked elsewhere; most take less than 0.001
 
 
 class Killed(Exception):
@@ -29,7 +29,7 @@ class CannotWork(Exception):
 
 
 class KillablePool:
-    """Asks processes of one module, a few at a time; each is kept for the next question unless it was killed."""
+    """Asks processes of one module, a few at a time; each is kept for the next questions unless it was killed."""
 
     def __init__(
         self,
@@ -46,20 +46,21 @@ class KillablePool:
         Args:
             module: run as a process; it is told `setup`, and then the questions. All of these are JSON.
             most: processes at the same time, so that one bomb does not make others wait for its end.
-            time_limit: seconds for a question.
+            time_limit: seconds for a question, from when nothing is before it in its process.
             memory_limit: bytes of addresses that a process may have.
             most_answer_bytes: a process that answers with more is killed.
         """
         self.time_limit = time_limit
         self._module = module
-        self._setup = json.dumps(setup).encode()
+        self._setup = setup
+        self._most = most
         self._memory_limit = memory_limit
         self._most_answer_bytes = most_answer_bytes
-        self._slots = asyncio.Semaphore(most)
-        self._idle: list[_Process] = []
-        self._asking: set[asyncio.Task[Any]] = set()
+        self._waiting: OrderedDict[Question, None] = OrderedDict()  # in their order
+        self._processes: set[Process] = set()  # those too that start, or that are ending
+        self._starting: set[asyncio.Task[CannotWork | None]] = set()
 
-    async def ask(self, question: Any) -> Any:
+    async def ask(self, value: Any) -> Any:
         """Have a question answered.
 
         A caller that is cancelled while it waits for its turn leaves nothing behind; later, the answer is awaited all
@@ -69,122 +70,136 @@ class KillablePool:
             Killed: it takes too much time or memory.
             CannotWork: there is no process to ask.
         """
-        payload = json.dumps(question).encode()
-        await self._slots.acquire()
-        asking = asyncio.create_task(self._ask(payload))
-        self._asking.add(asking)
-        asking.add_done_callback(self._asked)
-        return await asyncio.shield(asking)
-
-    def _asked(self, asking: "asyncio.Task[Any]") -> None:
-        self._asking.discard(asking)
-        self._slots.release()
-
-    async def _ask(self, payload: bytes) -> Any:
-        for _ in range(MOST_DEATHS):
-            async with self._lent() as process:
-                try:
-                    async with asyncio.timeout(self.time_limit):
-                        return await process.ask(payload)
-                except TimeoutError:
-                    raise Killed(f"it takes more than {self.time_limit:g} s") from None
-                except (OSError, EOFError):
-                    if not await process.was_killed():
-                        break
-        raise Killed(f"it takes more than {self._memory_limit >> 20} MiB")
+        question = Question(value)
+        self._waiting[question] = None
+        self._hand_out()
+        try:
+            return await question.answer
+        finally:
+            self._waiting.pop(question, None)
 
     async def warm_up(self) -> None:
         """Have one process ready. Raises CannotWork if there cannot be one."""
-        async with self._slots, self._lent():
-            pass
-
-    @asynccontextmanager
-    async def _lent(self) -> AsyncIterator["_Process"]:
-        """Lend a process, a fresh one if need be; whatever goes wrong with it is its end."""
-        self._idle = [process for process in self._idle if process.is_alive]
-        process = self._idle.pop() if self._idle else await self._start()
-        try:
-            yield process
-        except BaseException:
-            await process.kill()
-            raise
-        self._idle.append(process)
-
-    async def _start(self) -> "_Process":
-        failure = CannotWork(f"the process {self._module} does not start", is_final=False)
-        try:
-            process = await _Process.start(self._module, self._memory_limit, self._most_answer_bytes)
-        except OSError:
-            raise failure from None
-        try:
-            async with asyncio.timeout(START_LIMIT_SECONDS):
-                problem = await process.ask(self._setup)
-            if problem is not None:
-                raise CannotWork(problem, is_final=True)
-        except (TimeoutError, OSError, EOFError):
-            await process.kill()
-            raise failure from None
-        except BaseException:
-            await process.kill()
-            raise
-        return process
+        failure = await self._start()
+        if failure is not None:
+            raise failure
 
     async def close(self) -> None:
-        """End the processes, whatever they do."""
-        for asking in list(self._asking):
-            asking.cancel()
-        await asyncio.gather(*self._asking, return_exceptions=True)
-        while self._idle:
-            await self._idle.pop().kill()
+        """End the processes, whatever they do; whoever still asks is cancelled."""
+        starting = list(self._starting)
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        for question in (*self._waiting, *(each for process in self._processes for each in process.asked)):
+            question.answer.cancel()
+        self._waiting.clear()
+        await asyncio.gather(*(process.kill() for process in self._processes))
+        self._processes.clear()
+
+    def _start(self) -> "asyncio.Task[CannotWork | None]":
+        process = Process(self._most_answer_bytes, self._has_answered, self._has_ended)
+        self._processes.add(process)
+        task = asyncio.create_task(self._prepare(process))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+        return task
+
+    async def _prepare(self, process: Process) -> CannotWork | None:
+        """Make a process ready, or say why it cannot be: that is for all who wait, unless there is another one."""
+        setup = Question(self._setup)
+        setup.num_deaths = MOST_DEATHS  # it is asked nowhere else
+        try:
+            async with asyncio.timeout(START_LIMIT_SECONDS):
+                await process.start(self._module, self._memory_limit)
+                process.give(setup)
+                problem = await setup.answer
+        except (TimeoutError, OSError, Killed):
+            failure = CannotWork(f"the process {self._module} does not start", is_final=False)
+        except BaseException:
+            process.kill_soon()
+            raise
+        else:
+            if problem is None:
+                process.is_ready = True
+                self._hand_out()
+                return None
+            failure = CannotWork(problem, is_final=True)
+        await process.kill()
+        self._processes.discard(process)
+        if not any(other.is_ready for other in self._processes):
+            for question in self._waiting:
+                question.fail(failure)
+            self._waiting.clear()
+        return failure
+
+    def _hand_out(self) -> None:
+        """Give the processes as many of the waiting questions as they take, and start one if some have to wait."""
+        while self._waiting:
+            question = next(iter(self._waiting))
+            process = min((each for each in self._processes if each.takes(question)), key=_load, default=None)
+            if process is None:
+                break
+            del self._waiting[question]
+            self._give(question, process)
+        num_waiting = len(self._waiting) + sum(len(each.asked) - 1 for each in self._processes if each.asked)
+        if num_waiting > len(self._starting) and len(self._processes) < self._most:
+            self._start()
+
+    def _give(self, question: Question, process: Process) -> None:
+        if question.answer.done():  # it was taken back too late, or nobody asks any more
+            return
+        process.give(question)
+        if len(process.asked) == 1:
+            self._watch(process)
+
+    def _take_back(self, questions: Iterable[Question], process: Process) -> None:
+        """Have questions that are with a process asked elsewhere, before all that came after them."""
+        for question in reversed(list(questions)):
+            if question.process is process and not question.answer.done():
+                question.process = None
+                self._waiting[question] = None
+                self._waiting.move_to_end(question, last=False)
+
+    def _watch(self, process: Process) -> None:
+        """Look at a process again when its first question is slow, and then when it is late."""
+        if process.watch is not None:
+            process.watch.cancel()
+            process.watch = None
+        if process.asked:
+            seconds = self.time_limit if process.is_slow else min(SLOW_SECONDS, self.time_limit)
+            process.watch = asyncio.get_running_loop().call_at(
+                process.head_since + seconds, self._wait_no_more, process
+            )
+
+    def _wait_no_more(self, process: Process) -> None:
+        head, *behind = process.asked
+        is_late = process.is_slow or self.time_limit <= SLOW_SECONDS
+        if is_late or self._most > 1:
+            self._take_back(behind, process)
+        if is_late:
+            head.fail(Killed(f"it takes more than {self.time_limit:g} s"))
+            process.kill_soon()
+        process.is_slow = True
+        self._watch(process)
+        self._hand_out()
+
+    def _has_answered(self, process: Process) -> None:
+        self._watch(process)
+        self._hand_out()
+
+    def _has_ended(self, process: Process) -> None:
+        """Blame what a process was answering, unless somebody else has killed it; the rest is asked elsewhere."""
+        self._processes.discard(process)
+        if process.asked:
+            head = process.asked[0]
+            head.num_deaths += 1
+            if not process.was_killed or head.num_deaths >= MOST_DEATHS:
+                head.fail(Killed(f"it takes more than {self._memory_limit >> 20} MiB"))
+            self._take_back(process.asked, process)
+            process.asked.clear()
+        self._watch(process)
+        self._hand_out()
 
 
-class _Process:
-    """One process and the frames to and from it: each a length in four bytes and as many bytes of JSON."""
-
-    def __init__(self, process: asyncio.subprocess.Process, most_answer_bytes: int) -> None:
-        self._process = process
-        self._most_answer_bytes = most_answer_bytes
-
-    @classmethod
-    async def start(cls, module: str, memory_limit: int, most_answer_bytes: int) -> "_Process":
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, str(memory_limit), str(os.getpid())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        return cls(process, most_answer_bytes)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.returncode is None
-
-    async def ask(self, payload: bytes) -> Any:
-        """Send one frame and read one. Raises OSError or EOFError when the process ends, or answers with too much."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(len(payload).to_bytes(4, "big") + payload)
-        await stdin.drain()
-        size = int.from_bytes(await stdout.readexactly(4), "big")
-        if size > self._most_answer_bytes:
-            self._process.terminate()
-            raise EOFError
-        return json.loads(await stdout.readexactly(size))
-
-    async def was_killed(self) -> bool:
-        """Whether it died, after it has hung up, of somebody else: that says nothing about what it was asked."""
-        return await self._end() == -signal.SIGKILL
-
-    async def kill(self) -> None:
-        if self.is_alive:
-            self._process.kill()
-        await self._end()
-
-    async def _end(self) -> int:
-        """Wait for its end, behind all that it has written: with a pipe that nobody reads it would not be noticed."""
-        assert self._process.stdout is not None
-        with suppress(OSError):
-            while await self._process.stdout.read(1 << 20):
-                pass
-        return await self._process.wait()
+def _load(process: Process) -> int:
+    return process.num_bytes

@@ -84,8 +84,11 @@ class TemplateRenderer:
         return answer["text"]
 
     def _refuse(self, problem: CannotWork) -> None:
+        now = time.monotonic()
+        if now < self._refused_until:  # all who waited are told
+            return
         self._refusal = str(problem)
-        self._refused_until = math.inf if problem.is_final else time.monotonic() + RETRY_SECONDS
+        self._refused_until = math.inf if problem.is_final else now + RETRY_SECONDS
         logger.warning("chat is off: %s", problem)
 
     async def close(self) -> None:
