@@ -217,7 +217,7 @@ def test_a_pool_of_small_states_is_no_larger_than_the_wire_can_say(
 ) -> None:
     folder = save(UNLISTED["mamba"], tmp_path)
     executor, _ = load(settings(folder), folder)
-    monkeypatch.setattr("funitel.model_server.executor.pool_bytes", lambda *_: 10**12)
+    monkeypatch.setattr(executor.memory, "pool_bytes", lambda: 10**12)
     monkeypatch.setattr(type(executor.pools), "make", lambda pools, num_blocks: FallbackPool(pools, min(num_blocks, 9)))
     result = executor.warmup([start(0, range(20))], WarmupLimits(max_prefill_tokens=64))
     assert result.pool_tokens is not None

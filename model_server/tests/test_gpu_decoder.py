@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from funitel.model_server.attention import AttentionBackend, TorchAttention
 from funitel.model_server.batch import ForwardBatch, RowSpan
 from funitel.model_server.checkpoint import read_json
-from funitel.model_server.decoder import Decoder, Forward
+from funitel.model_server.decoder import Decoder, Forward, RecordingForward
 from funitel.model_server.families import spec_of
 from funitel.model_server.gpu.attention import TritonAttention
 from funitel.model_server.gpu.graphs import Body, GraphedDecoder, default_buckets
@@ -114,6 +114,56 @@ def test_a_new_pool_is_recorded_anew(tmp_path: Path) -> None:
         graphed(batch, cache)
     assert recorder.num_recorded == 2
     assert torch.equal(caches[0].pool[1], caches[1].pool[1])
+
+
+@torch.inference_mode()
+def test_the_largest_is_recorded_ahead_and_all_share_its_memory(tmp_path: Path) -> None:
+    ZOO["llama"].save(tmp_path)
+    spec = spec_of(read_json(tmp_path / "config.json"))
+    attention, recorder = triton_attention(spec), Redone()
+    decoder = decoder_of(tmp_path, attention)
+    graphed = GraphedDecoder(decoder, attention, (1, 3), 40, recorder)
+    assert isinstance(graphed, RecordingForward)
+    assert graphed.num_recordings == 2
+    cache = cache_of(spec)
+    graphed.record_largest(cache)
+    assert recorder.num_recorded == 1
+    shared = graphed._logits
+    for num_rows in (3, 1):
+        rows = [RowSpan([9 + i], 2, np.array([4 + i], np.int32)) for i in range(num_rows)]
+        batch = ForwardBatch.build(rows, BLOCK, CPU)
+        expected, found = decoder(batch, cache), graphed(batch, cache)
+        assert expected is not None
+        assert found is not None
+        assert torch.allclose(found, expected, atol=1e-5)
+    assert recorder.num_recorded == 2
+    assert graphed._logits is shared
+    graphed.forget_recordings()
+    assert (graphed._steps, graphed._logits) == ({}, None)
+
+
+def test_a_step_that_there_is_no_memory_to_record_is_computed_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ZOO["llama"].save(tmp_path)
+    spec = spec_of(read_json(tmp_path / "config.json"))
+    attention, tried = triton_attention(spec), []
+
+    def record(body: Body) -> Body:
+        tried.append(body)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    decoder = decoder_of(tmp_path, attention)
+    graphed = GraphedDecoder(decoder, attention, (2,), 40, record)
+    batch = ForwardBatch.build([RowSpan([3], 0, np.array([1], np.int32))], BLOCK, CPU)
+    cache = cache_of(spec)
+    for _ in range(2):
+        found, expected = graphed(batch, cache), decoder(batch, cache)
+        assert found is not None
+        assert expected is not None
+        assert torch.equal(found, expected)
+    assert len(tried) == 1
+    assert "steps of 2 rows are not recorded as CUDA graphs" in caplog.text
 
 
 def test_buckets() -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from funitel.model_server.encoder.packed import Packed
 from funitel.model_server.executor import Executor
 from funitel.model_server.generators import load_generator
+from funitel.model_server.gpu.card_memory import CardMemory
 from funitel.model_server.seq2seq.families import seq2seq_spec_of
 from funitel.model_server.seq2seq.rules import DecodingRules, read_rules
 from funitel.model_server.settings import ModelServerSettings
@@ -24,6 +25,7 @@ from funitel.model_server.spec_command import check, show
 from funitel.proto.errors import InvalidRequest, SettingsError, UnsupportedModel, WeightsError
 from funitel.proto.step import FinishReason, Generation, GrammarType, WarmupLimits
 from funitel_testing import seq2seq_worker
+from funitel_testing.cards import FakeCard
 from funitel_testing.executors import BLOCK_SIZE, chunk, collect, ids_of, load_executor, run_alone, run_out, start
 from funitel_testing.servers import free_port
 from funitel_testing.tiny_seq2seq import (
@@ -129,17 +131,10 @@ def test_where_the_peak_of_memory_counts_the_encoder_rehearses_all_that_it_reads
     executor: Any = loaded["bart"]  # reads 64 tokens
     read = recorded_reading(executor, monkeypatch)
     monkeypatch.setattr(executor, "_cache", None)
-    rehearsal = executor._rehearsal
-    executor._rehearse([start(0, LONG)])
-    on_gpu = replace(executor.options, device=torch.device("cuda"))
-
-    def as_on_gpu(*arguments: Any) -> Any:
-        with monkeypatch.context() as patch:
-            patch.setattr(executor, "options", on_gpu)
-            return rehearsal(*arguments)
-
-    monkeypatch.setattr(executor, "_rehearsal", as_on_gpu)
-    executor._rehearse([start(0, LONG)])
+    executor._rehearse([start(0, LONG)], 3)
+    card = CardMemory(FakeCard(10**9), 1.0)
+    monkeypatch.setattr(executor, "memory", card)
+    executor._rehearse([start(0, LONG)], 3)
     assert read == [35, 64]
 
 

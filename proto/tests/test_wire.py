@@ -165,6 +165,7 @@ LIMITS = st.builds(
     max_prefill_tokens=U32,
     max_total_tokens=st.none() | U32,
     max_batch_total_tokens=st.none() | U32,
+    max_batch_size=st.none() | st.integers(1, 2**32 - 1),
 )
 WARMUPS = st.builds(
     WarmupResult,

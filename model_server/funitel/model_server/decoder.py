@@ -1,6 +1,6 @@
 """One decoder for every ModelSpec: embedding, layers of attention and MLP, final norm, head."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -21,6 +21,21 @@ class Forward(Protocol):
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
+
+
+@runtime_checkable
+class RecordingForward(Forward, Protocol):
+    """A forward that keeps a recording of its decoding steps, one for each of some numbers of rows."""
+
+    @property
+    def num_recordings(self) -> int:
+        """How many there will be at most."""
+
+    def record_largest(self, cache: KVCache) -> None:
+        """Record the step of most rows over this cache; recordings over another are dropped."""
+
+    def forget_recordings(self) -> None:
+        """Let go of all recordings, and of the memory they use."""
 
 
 class Decoder:

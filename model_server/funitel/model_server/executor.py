@@ -17,11 +17,14 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 import torch
 
+from funitel.model_server import rehearsal
 from funitel.model_server.batch import ForwardBatch, RowSpan
-from funitel.model_server.decoder import Forward
+from funitel.model_server.decoder import Forward, RecordingForward
+from funitel.model_server.gpu.card import Card
+from funitel.model_server.gpu.card_memory import CardMemory
 from funitel.model_server.grammar import GrammarCompiler, GrammarState, TokenMasks
 from funitel.model_server.kv_cache import KVCache, Pools
-from funitel.model_server.memory import MOST_POOL_TOKENS, give_back, is_out_of_memory, pool_bytes
+from funitel.model_server.memory import HostMemory, PoolMemory, give_back, is_out_of_memory, num_pool_blocks
 from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.sampler import SampledToken, SamplingState, sample, token_logprobs
 from funitel.model_server.scores import ScoreMath, TorchScores
@@ -111,6 +114,9 @@ class Executor:
         self.options = options
         self.scores = scores or TorchScores()
         self.pools = pools
+        self.memory: PoolMemory = HostMemory(options.memory_fraction, parallel)
+        if options.device.type == "cuda":
+            self.memory = CardMemory(Card(options.device), options.memory_fraction)
         self.max_prefill_tokens = spec.max_position_embeddings
         self.takes_first_token = False  # of a request; see `Capability.FIRST_TOKEN`
         self._cache: KVCache | None = None
@@ -573,7 +579,7 @@ class Executor:
     # Warm-up --------------------------------------------------------------------------------------------------------
 
     def warmup(self, starts: Sequence[SequenceStart], limits: WarmupLimits) -> WarmupResult:
-        """Run a large prefill, size the pool by what memory is left, and settle the limits in tokens.
+        """Run the largest step, size the pool by what memory is left beside it, and settle the limits in tokens.
 
         Raises:
             SettingsError: the limits asked for exceed the model's context.
@@ -587,8 +593,10 @@ class Executor:
         self.clear()
         self._cache = None
         self.max_prefill_tokens = limits.max_prefill_tokens
-        self._rehearse(starts)
+        self._rehearse(starts, rehearsal.num_rows(limits.max_batch_size))
         pool_tokens = self._size_pool(limits)
+        if isinstance(self.decoder, RecordingForward):
+            self.decoder.record_largest(self._pool)
         max_total = limits.max_total_tokens or min(pool_tokens, context)
         max_input = limits.max_input_tokens or max_total - 1
         if max_total > pool_tokens:
@@ -607,53 +615,52 @@ class Executor:
             total_kv_bytes=self._pool.num_blocks * self.pools.total_bytes_per_block,
         )
 
-    def _rehearse(self, starts: Sequence[SequenceStart]) -> None:
-        """Run the warm-up prompts once in a pool made for them, so that the peak of memory is behind us."""
-        budget = self.max_prefill_tokens if self.options.device.type == "cuda" else CPU_WARMUP_TOKENS
-        spans, block = [], 0
-        size = self.options.block_size
-        for start in starts:
-            tokens = (list(start.input_ids) or self._encode(start))[: self.spec.max_position_embeddings][:budget]
-            if not tokens:
-                continue
-            num_blocks = -(-len(tokens) // size)
-            table = torch.arange(block, block + num_blocks, dtype=torch.int32).numpy()
-            spans.append(self._rehearsal(tokens, table))
-            budget -= len(tokens)
-            block += num_blocks
-        if not spans:
+    def _rehearse(self, starts: Sequence[SequenceStart], num_rows: int) -> None:
+        """Compute the warm-up prompts once in a pool made for them; where memory is measured, with all that may join.
+
+        That is `num_rows` sequences that decode and sample, and recorded steps.
+        """
+        is_measured, size = self.memory.is_measured, self.options.block_size
+        budget = self.max_prefill_tokens if is_measured else CPU_WARMUP_TOKENS
+        prompts = rehearsal.within(map(self._warmup_tokens, starts), budget)
+        if not prompts:
             raise InvalidRequest("Warmup needs at least one prompt token")
-        with torch.inference_mode():
-            self._cache = self.pools.make(block)
-            self.decoder(ForwardBatch.build(spans, size, self.options.device), self._cache)
+        tables = rehearsal.tables([-(-len(prompt) // size) for prompt in prompts])
+        spans = [self._rehearsal(prompt, table) for prompt, table in zip(prompts, tables, strict=True)]
+        if is_measured:
+            spans += [self._rehearsed_decode()] * num_rows
+        self._cache = pool = self.pools.make(sum(map(len, tables)))
+        what = f"lower --max-batch-prefill-tokens {self.max_prefill_tokens} or --max-batch-size"
+        self.memory.rehearse(lambda: self._compute_rehearsal(spans, num_rows), what)
+        if isinstance(self.decoder, RecordingForward):
+            self.memory.rehearse_recording(self.decoder, pool)
         self._cache = None
+
+    @torch.inference_mode()
+    def _compute_rehearsal(self, spans: Sequence[RowSpan], num_rows: int) -> None:
+        logits = self.decoder(ForwardBatch.build(spans, self.options.block_size, self.options.device), self._pool)
+        if logits is not None and self.memory.is_measured:
+            rehearsal.sample_heavily(logits, num_rows, self.scores)
+
+    def _warmup_tokens(self, start: SequenceStart) -> list[int]:
+        return (list(start.input_ids) or self._encode(start))[: self.spec.max_position_embeddings]
 
     def _rehearsal(self, tokens: Sequence[int], block_table: np.ndarray) -> RowSpan:
         """What a prompt of the warm-up computes."""
-        return RowSpan(tokens, 0, block_table)
+        is_described = self.memory.is_measured and self.options.allow_prefill_logprobs
+        return RowSpan(tokens, 0, block_table, "all" if is_described else "last")
+
+    def _rehearsed_decode(self) -> RowSpan:
+        """What a sequence that decodes computes, in the block that is no sequence's."""
+        return RowSpan([0], 0, np.zeros(1, np.int32))
 
     def _size_pool(self, limits: WarmupLimits) -> int:
         """Allocate the pool; every rank the same number of blocks. Returns its size in tokens."""
         options, size = self.options, self.options.block_size
-        free = pool_bytes(options.device, options.memory_fraction, self.parallel)
+        free = self.memory.pool_bytes()
         # Ranks hold different heads and read free memory at different moments: agree before anything may be refused.
-        # Block 0 is never a sequence's.
-        num_blocks = self.parallel.smallest(free // self.pools.bytes_per_block - 1)
-        num_blocks = min(num_blocks, MOST_POOL_TOKENS // size)
-        if limits.max_batch_total_tokens is not None:
-            asked = limits.max_batch_total_tokens // size
-            if asked > num_blocks:
-                raise NotEnoughMemory(
-                    f"--max-batch-total-tokens {limits.max_batch_total_tokens} needs more memory than there is: "
-                    f"at most {max(0, num_blocks) * size} tokens fit"
-                )
-            if asked < 1:
-                raise SettingsError(
-                    f"--max-batch-total-tokens {limits.max_batch_total_tokens} must be >= the block size of {size}"
-                )
-            num_blocks = asked
-        if num_blocks < 1:
-            raise NotEnoughMemory(f"{free} bytes are left for the KV pool, less than one block of {size} tokens")
+        most = self.parallel.smallest(free // self.pools.bytes_per_block - 1)  # block 0 is never a sequence's
+        num_blocks = num_pool_blocks(most, free, size, limits.max_batch_total_tokens)
         self._cache = self.pools.make(num_blocks + 1)
         logger.info("KV pool tokens=%d bytes=%d dtype=%s", num_blocks * size, self._pool.num_bytes, options.dtype)
         if options.step_bytes is not None:

@@ -3,35 +3,86 @@
 import ctypes
 import gc
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from funitel.model_server.decoder import RecordingForward
+from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.parallel import TensorParallel
-from funitel.proto.errors import NotEnoughMemory
+from funitel.proto.errors import NotEnoughMemory, SettingsError
 
-# Free memory is shared with the activations of later steps, and on a host with everything else that runs there.
-GPU_SHARE = 0.90
-CPU_SHARE = 0.5
+_CPU = torch.device("cpu")
+CPU_SHARE = 0.5  # of free memory: it is shared with the activations of later steps, and with all else on the host
 MOST_POOL_TOKENS = 2**31 - 1  # as many as the wire can say: a state of a few kilobytes stands for thousands
 # What torch and the C++ library say of memory that is not there, in errors of no class of its own.
 WORDS_OF_NO_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory", "Cannot allocate memory")
 
 
-def pool_bytes(device: torch.device, fraction: float, parallel: TensorParallel) -> int:
-    """Bytes this rank's pool may take: `fraction` of what is free, shared fairly with the ranks of the same host."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        return pool_share(device, free_bytes(device), fraction, 1)
-    hosts = parallel.exchange(socket.gethostname())
-    return pool_share(device, free_bytes(device), fraction, hosts.count(hosts[parallel.rank]))
+class PoolMemory(Protocol):
+    """What sizes the pool of a rank."""
+
+    is_measured: bool  # whether steps are rehearsed at their largest, as what they take is known by measuring alone
+
+    def rehearse(self, step: Callable[[], None], what: str) -> None:
+        """Compute a step; `what` says how to make it smaller."""
+
+    def rehearse_recording(self, decoder: RecordingForward, cache: KVCache) -> None:
+        """Record the largest step over `cache`, and forget it again."""
+
+    def pool_bytes(self) -> int:
+        """Bytes the pool may take."""
 
 
-def pool_share(device: torch.device, free: int, fraction: float, num_ranks: int) -> int:
-    """Bytes that the pool of each of `num_ranks` on a device may take of the `free` ones."""
-    if device.type == "cuda":
-        return max(0, free - int((1 - fraction * GPU_SHARE) * torch.cuda.mem_get_info(device)[1]))
+class HostMemory:
+    """The memory of a host, shared fairly with the ranks that are on it too; nothing of it is measured."""
+
+    is_measured = False
+
+    def __init__(self, fraction: float, parallel: TensorParallel) -> None:
+        self._fraction = fraction
+        self._parallel = parallel
+
+    def rehearse(self, step: Callable[[], None], what: str) -> None:
+        """Compute a step, so that memory is touched and kernels are there."""
+        step()
+
+    def rehearse_recording(self, decoder: RecordingForward, cache: KVCache) -> None:
+        """Nothing is measured on a host."""
+
+    def pool_bytes(self) -> int:
+        """Bytes the pool of this rank may take."""
+        hosts = self._parallel.exchange(socket.gethostname())
+        return host_share(free_bytes(_CPU), self._fraction, hosts.count(hosts[self._parallel.rank]))
+
+
+def num_pool_blocks(most: int, free: int, block_size: int, asked_tokens: int | None) -> int:
+    """Blocks of a pool, of at `most` so many that all ranks have memory for; for `asked_tokens`, where that is given.
+
+    Raises:
+        NotEnoughMemory: of the `free` bytes none, or fewer than are asked for, have room.
+        SettingsError: what is asked for is less than a block.
+    """
+    most = min(most, MOST_POOL_TOKENS // block_size)
+    if asked_tokens is None:
+        if most < 1:
+            raise NotEnoughMemory(f"{free} bytes are left for the KV pool, less than one block of {block_size} tokens")
+        return most
+    asked = asked_tokens // block_size
+    if asked > most:
+        raise NotEnoughMemory(
+            f"--max-batch-total-tokens {asked_tokens} needs more memory than there is: "
+            f"at most {max(0, most) * block_size} tokens fit"
+        )
+    if asked < 1:
+        raise SettingsError(f"--max-batch-total-tokens {asked_tokens} must be >= the block size of {block_size}")
+    return asked
+
+
+def host_share(free: int, fraction: float, num_ranks: int) -> int:
+    """Bytes that the pool of each of `num_ranks` on a host may take of the `free` ones."""
     return max(0, int(free * CPU_SHARE * fraction / num_ranks))
 
 

@@ -303,12 +303,13 @@ class ShardMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupLimits:
-    """What Warmup is asked for; None means the shard decides. All in tokens."""
+    """What Warmup is asked for, in tokens; None means the shard decides. `max_batch_size` is in sequences."""
 
     max_input_tokens: int | None = None
     max_prefill_tokens: int = 4096
     max_total_tokens: int | None = None
     max_batch_total_tokens: int | None = None
+    max_batch_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -384,7 +384,9 @@ def decode_info(message: pb.InfoResponse) -> ShardInfo:
 
 def encode_warmup(batch: pb.Batch, limits: WarmupLimits) -> pb.WarmupRequest:
     """Build the Warmup call."""
-    message = pb.WarmupRequest(batch=batch, max_prefill_tokens=limits.max_prefill_tokens)
+    message = pb.WarmupRequest(
+        batch=batch, max_prefill_tokens=limits.max_prefill_tokens, max_batch_size=limits.max_batch_size or 0
+    )
     if limits.max_input_tokens is not None:
         message.max_input_tokens = limits.max_input_tokens
     if limits.max_total_tokens is not None:
@@ -401,6 +403,7 @@ def decode_warmup_limits(message: pb.WarmupRequest) -> WarmupLimits:
         max_prefill_tokens=message.max_prefill_tokens,
         max_total_tokens=message.max_total_tokens if message.HasField("max_total_tokens") else None,
         max_batch_total_tokens=(message.max_batch_total_tokens if message.HasField("max_batch_total_tokens") else None),
+        max_batch_size=message.max_batch_size or None,
     )
 
 

@@ -25,6 +25,7 @@ from funitel.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 
+MOST_ON_THE_WIRE = 2**32 - 1
 WARMUP_WORD = "test "  # one token or more, whatever the tokenizer
 
 
@@ -102,11 +103,13 @@ async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupRes
                 truncate=num_tokens,
             )
         )
+    most_running = settings.max_batch_size or settings.max_concurrent_requests
     limits = WarmupLimits(
         max_input_tokens=settings.max_input_tokens,
         max_prefill_tokens=settings.max_batch_prefill_tokens,
         max_total_tokens=settings.max_total_tokens,
         max_batch_total_tokens=settings.max_batch_total_tokens,
+        max_batch_size=min(most_running, settings.max_concurrent_requests, MOST_ON_THE_WIRE),
     )
     return await replica.warmup(sequences, limits)
 

@@ -6,17 +6,20 @@ block 0, which is no sequence's, and nobody reads what comes of it.
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 
-from funitel.model_server.batch import ForwardBatch, block_tables
+from funitel.model_server.batch import ForwardBatch, RowSpan, block_tables
 from funitel.model_server.decoder import Decoder
 from funitel.model_server.gpu.attention import TritonAttention
 from funitel.model_server.kv_cache import KVCache, Slots
+from funitel.model_server.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,7 @@ Body = Callable[[], torch.Tensor | None]
 Record = Callable[[Body], Body]  # from work on fixed tensors to its replay, which gives the same tensor each time
 
 _LAST_DOUBLING, _LARGEST = 8, 256
+_ALIGNMENT = 4  # int32 of 16 bytes: kernels are compiled for pointers that are aligned so, and for others again
 
 
 def default_buckets() -> tuple[int, ...]:
@@ -37,7 +41,7 @@ class CudaRecorder:
     _WARM_UPS = 2  # runs before: what is made once, such as compiled kernels, must not be in the graph
 
     def __init__(self) -> None:
-        self._pool: Any = None  # a handle
+        self._newest: Callable[[], Any] = lambda: None  # the newest graph, while it lives: its memory is shared
 
     def __call__(self, body: Body) -> Body:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -46,10 +50,10 @@ class CudaRecorder:
             for _ in range(self._WARM_UPS):
                 body()
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        graph, newest = torch.cuda.CUDAGraph(), self._newest()
+        with torch.cuda.graph(graph, pool=None if newest is None else newest.pool()):
             result = body()
-        self._pool = graph.pool()
+        self._newest = weakref.ref(graph)
 
         def replay() -> torch.Tensor | None:
             graph.replay()
@@ -59,12 +63,28 @@ class CudaRecorder:
 
 
 class _Inputs:
-    """What a recorded step of `num_rows` rows reads: tokens, positions and contexts, and the blocks of every row."""
+    """What a recorded step of some rows reads: tokens, positions and contexts, and the blocks of every row.
 
-    def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
-        self._rows = torch.zeros((3, num_rows), dtype=torch.int32, device=device)
-        self.tokens, self.positions, self.contexts = self._rows
-        self.tables = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
+    Args:
+        rows: [3, num_rows] int32.
+        tables: [num_rows, width] int32.
+    """
+
+    def __init__(self, rows: torch.Tensor, tables: torch.Tensor) -> None:
+        self._rows = rows
+        self.tokens, self.positions, self.contexts = rows
+        self.tables = tables
+
+    @classmethod
+    def make(cls, num_rows: int, width: int, device: torch.device) -> "_Inputs":
+        """Those of the largest step, of which others take the first rows."""
+        aligned = -(-num_rows // _ALIGNMENT) * _ALIGNMENT
+        rows = torch.zeros((3, aligned), dtype=torch.int32, device=device)
+        return cls(rows, torch.zeros((num_rows, width), dtype=torch.int32, device=device))
+
+    def first(self, num_rows: int) -> "_Inputs":
+        """The inputs of a step of fewer rows, in the same memory."""
+        return _Inputs(self._rows[:, :num_rows], self.tables[:num_rows])
 
     def load(self, batch: ForwardBatch) -> None:
         """Take over the rows of a batch, in one upload; the others become padding.
@@ -136,8 +156,25 @@ class GraphedDecoder:
         self._buckets = sorted(buckets)
         self._width = -(-context // attention.block_size)
         self._record = record
-        self._steps: dict[int, tuple[_Inputs, Body]] = {}
+        self._steps: dict[int, tuple[_Inputs, Body] | None] = {}  # None: there was no memory to record it
         self._cache: KVCache | None = None
+        self._inputs: _Inputs | None = None
+        self._logits: torch.Tensor | None = None
+
+    @property
+    def num_recordings(self) -> int:
+        """See RecordingForward."""
+        return len(self._buckets)
+
+    def record_largest(self, cache: KVCache) -> None:
+        """See RecordingForward."""
+        rows = [RowSpan([0], 0, np.zeros(1, np.int32))] * self._buckets[-1]
+        with torch.inference_mode():
+            self(ForwardBatch.build(rows, self._attention.block_size, self._attention.device), cache)
+
+    def forget_recordings(self) -> None:
+        """See RecordingForward."""
+        self._steps, self._cache, self._inputs, self._logits = {}, None, None, None
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """See Forward."""
@@ -145,10 +182,14 @@ class GraphedDecoder:
         if bucket is None:
             return self._decoder(batch, cache)
         if cache is not self._cache:  # recorded steps write to the pool they were recorded with
-            self._steps, self._cache = {}, cache
+            self.forget_recordings()
+            self._cache = cache
         if bucket not in self._steps:
             self._steps[bucket] = self._step(bucket, batch, cache)
-        inputs, replay = self._steps[bucket]
+        step = self._steps[bucket]
+        if step is None:
+            return self._decoder(batch, cache)
+        inputs, replay = step
         inputs.load(batch)
         logits = replay()
         return None if logits is None else logits[batch.logit_indices]
@@ -159,13 +200,29 @@ class GraphedDecoder:
             return None
         return next((bucket for bucket in self._buckets if bucket >= num_rows), None)
 
-    def _step(self, bucket: int, batch: ForwardBatch, cache: KVCache) -> tuple[_Inputs, Body]:
-        inputs = _Inputs(bucket, self._width, batch.input_ids.device)
+    def _step(self, bucket: int, batch: ForwardBatch, cache: KVCache) -> tuple[_Inputs, Body] | None:
+        if self._inputs is None:
+            self._inputs = _Inputs.make(self._buckets[-1], self._width, batch.input_ids.device)
+        inputs = self._inputs.first(bucket)
         inputs.load(batch)
 
         def body() -> torch.Tensor | None:
             fixed = _FixedBatch.of(inputs, batch.block_size)
             plan = self._attention.plan_rows(inputs.contexts, inputs.tables)
-            return self._decoder.run(fixed, cache, plan)
+            logits = self._decoder.run(fixed, cache, plan)
+            return None if logits is None else self._kept(logits)
 
-        return inputs, self._record(body)
+        try:
+            return inputs, self._record(body)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("steps of %d rows are not recorded as CUDA graphs: there is no memory for it", bucket)
+            return None
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits in memory that all recorded steps share; it is made when the first is tried, before recording."""
+        if self._logits is None:
+            self._logits = logits.new_empty((self._buckets[-1], logits.shape[1]))
+        kept = self._logits[: len(logits)]
+        return kept.copy_(logits)

@@ -15,9 +15,11 @@ from funitel.model_server.cpu.tiers import Tier, choose_tier
 from funitel.model_server.encoder.families import encoder_spec_of, is_encoder
 from funitel.model_server.fallback.pool import FallbackPools
 from funitel.model_server.family_rows import Config
+from funitel.model_server.gpu.card import Card, CardState
+from funitel.model_server.gpu.card_memory import pool_budget
 from funitel.model_server.kv_cache import Pools, SpecPools
 from funitel.model_server.loading import choose_device, choose_dtype
-from funitel.model_server.memory import MOST_POOL_TOKENS, free_bytes, pool_share
+from funitel.model_server.memory import MOST_POOL_TOKENS, free_bytes, host_share
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.quantization import check_flag
 from funitel.model_server.seq2seq.families import is_seq2seq, seq2seq_spec_of
@@ -185,8 +187,12 @@ def with_pool(facts: Needs, settings: ModelsSettings, pools: Sequence[Pools]) ->
     """The needs with what a block takes on each rank, and with the pool that would have room beside the weights."""
     device = choose_device(settings.device, 0)
     free, size = free_bytes(device), pools[0].block_size
-    on_one = facts.weights if device.type == "cpu" else (max(facts.weights),)  # each rank has a GPU of its own
-    share = pool_share(device, free - sum(on_one), settings.cuda_memory_fraction, len(on_one))
+    fraction = settings.cuda_memory_fraction
+    if device.type == "cpu":
+        share = host_share(free - sum(facts.weights), fraction, len(facts.weights))
+    else:  # each rank has a GPU of its own; what a step takes is known when it is loaded
+        held = max(facts.weights)
+        share = pool_budget(CardState(total=Card(device).state().total, free=free - held, held=held), fraction, 0)
     num_blocks = min(share // each.bytes_per_block for each in pools) - 1  # block 0 is never a sequence's
     return replace(
         facts,

@@ -97,11 +97,15 @@ class Seq2SeqExecutor(Executor):
         """
         length = max(1, min(len(tokens) - NUM_OPENING_TOKENS, self.source_context))
         tokens = tokens[: length + NUM_OPENING_TOKENS]
-        most = self.source_context if self.options.device.type == "cuda" else length
+        most = self.source_context if self.memory.is_measured else length
         source = np.resize(tokens[:length], most).tolist()
         # Of the pool made for the tokens alone; what is written does not matter.
         table = np.resize(block_table, max(len(block_table), -(-most // self.options.block_size)))
         return RowSpan(tokens, 0, table, source_len=length, source=source)
+
+    def _rehearsed_decode(self) -> RowSpan:
+        """The decoder's first token, behind one that the encoder has read."""
+        return RowSpan([self.rules.start], 1, np.zeros(2, np.int32), source_len=1)
 
     def _sample(self, due: Sequence[Row], logits: torch.Tensor) -> list[list[SampledToken]]:
         """Sample where nothing is forced; the end of what a grammar describes never is."""
