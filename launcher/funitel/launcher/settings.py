@@ -123,7 +123,8 @@ class LauncherSettings:
     watermark_gamma: float = _shard("watermark_gamma", "Share of the vocabulary that a watermark favours.")
     watermark_delta: float = _shard("watermark_delta", "What a watermark adds to the scores of the tokens it favours.")
     cuda_memory_fraction: float = _shard(
-        "cuda_memory_fraction", "Share of the free device memory that the KV pool may take."
+        "cuda_memory_fraction",
+        "Share of a whole GPU's memory that a shard may fill, weights and steps included; on a CPU of what the KV pool may take.",
     )
     max_concurrent_requests: int = _router(
         "max_concurrent_requests", "Requests in flight at once; more are answered with 429."

@@ -60,7 +60,7 @@ class LLM:
             num_shard: only 1 here; a server splits a model over several processes.
             num_threads: that compute.
             block_size: tokens per KV block.
-            cuda_memory_fraction: share of the free device memory that the KV pool may take.
+            cuda_memory_fraction: share of a whole GPU's memory, or of what the KV pool may take on a CPU.
             max_total_tokens: most tokens of a prompt and its completion together.
             max_batch_prefill_tokens: most prompt tokens computed in one step.
             max_batch_total_tokens: size of the KV pool in tokens.

@@ -178,7 +178,7 @@ class ModelsSettings:
     block_size: int = setting(16, "Tokens per KV block.", env=None, bounds=POSITIVE)
     cuda_memory_fraction: float = setting(
         1.0,
-        "Share of the free device memory for the KV pool.",
+        "Share of a whole GPU's memory, or of the KV pool's on a CPU, as for serving.",
         env=None,
         bounds=SHARE,
     )
@@ -243,7 +243,7 @@ class ModelServerSettings:
     block_size: int = setting(16, "Tokens per KV block.", bounds=POSITIVE)
     cuda_memory_fraction: float = setting(
         1.0,
-        "Share of the free device memory that the KV pool may take.",
+        "Share of a whole GPU's memory that a shard may fill, weights and steps included; on a CPU of what the KV pool may take.",
         bounds=SHARE,
     )
     cuda_graphs: BatchSizes | None = setting(
