@@ -124,7 +124,7 @@ class LauncherSettings:
     watermark_delta: float = _shard("watermark_delta", "What a watermark adds to the scores of the tokens it favours.")
     cuda_memory_fraction: float = _shard(
         "cuda_memory_fraction",
-        "Share of a whole GPU's memory that a shard may fill, weights and steps included; on a CPU of what the pool takes.",
+        "Share of a whole GPU's memory that a shard may fill, weights and steps included; on a CPU, of the KV pool's.",
     )
     max_concurrent_requests: int = _router(
         "max_concurrent_requests", "Requests in flight at once; more are answered with 429."

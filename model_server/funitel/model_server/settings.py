@@ -243,7 +243,7 @@ class ModelServerSettings:
     block_size: int = setting(16, "Tokens per KV block.", bounds=POSITIVE)
     cuda_memory_fraction: float = setting(
         1.0,
-        "Share of a whole GPU's memory that a shard may fill, weights and steps included; on a CPU of what the pool takes.",
+        "Share of a whole GPU's memory that a shard may fill, weights and steps included; on a CPU, of the KV pool's.",
         bounds=SHARE,
     )
     cuda_graphs: BatchSizes | None = setting(
