@@ -167,7 +167,7 @@ def test_without_a_token_there_is_none() -> None:
 def test_what_the_launcher_has_remarked_upon_is_not_told_to_its_children_again() -> None:
     environ = {
         "DISABLE_CUSTOM_KERNELS": "1",
-        "ATTENTION": "flashinfer",
+        "USE_FLASH_ATTENTION": "true",
         "TRUST_REMOTE_CODE": "true",
         "HF_HUB_OFFLINE": "1",
     }

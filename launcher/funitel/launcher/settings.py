@@ -3,7 +3,7 @@
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
+from funitel.model_server.settings import ATTENTIONS, DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
 from funitel.proto.batch_sizes import BatchSizes
 from funitel.proto.bounds import AT_LEAST_ONE, NOT_NEGATIVE
 from funitel.proto.foreign import REFUSED_VALUES
@@ -86,6 +86,12 @@ class LauncherSettings:
         "rope_factor", "How far rotary positions, and with them the model's context, are stretched; 1 when not given."
     )
     block_size: int = _shard("block_size", "Tokens per KV block.")
+    attention: str | None = _shard(
+        "attention",
+        "Kernels of attention on a GPU: triton, flash (flash-attn, if installed) or torch; when not given, or given as "
+        "TGI's name of what is not here, the fastest of those that are right.",
+        choices=ATTENTIONS,
+    )
     cuda_graphs: BatchSizes | None = _shard(
         "cuda_graphs",
         "Numbers of decoding rows for which a step is recorded as a CUDA graph, such as 1,2,4; 0 for none; 1, 2, 4, 8 "

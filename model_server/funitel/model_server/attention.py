@@ -4,7 +4,7 @@ Backends read keys and values through block tables. `plan` runs once per step, `
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +26,22 @@ class AttentionBackend(Protocol):
         """Attend queries [num_tokens, num_heads, head_dim] to the cache; back come as many heads of the values' size.
 
         Keys and values of the step's own tokens are already written.
+        """
+
+
+@runtime_checkable
+class RecordableAttention(AttentionBackend, Protocol):
+    """One whose decoding can be recorded as a CUDA graph."""
+
+    block_size: int
+    device: torch.device
+
+    def plan_rows(self, contexts: torch.Tensor, tables: torch.Tensor) -> Any:
+        """The plan of rows that all decode, in order, from tensors on the device; it holds when these are overwritten.
+
+        Args:
+            contexts: [num_rows] int32, tokens.
+            tables: [num_rows, width] int32.
         """
 
 

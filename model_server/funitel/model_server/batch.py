@@ -68,6 +68,18 @@ class ForwardBatch:
             logit_indices=_tensor(wanted, device),
         )
 
+    def of_rows(self, first: int, last: int) -> "ForwardBatch":
+        """The rows [first, last) in this order, without logits."""
+        counts = [len(row.tokens) for row in self.rows]
+        begin = sum(counts[:first])
+        return ForwardBatch(
+            rows=self.rows[first:last],
+            num_decode=max(0, min(self.num_decode, last) - first),
+            block_size=self.block_size,
+            input_ids=self.input_ids[begin : begin + sum(counts[first:last])],
+            logit_indices=self.logit_indices[:0],
+        )
+
     @property
     def num_tokens(self) -> int:
         """Tokens in this forward."""

@@ -70,7 +70,7 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
     predicted = torch_weight_bytes(spec, parallel.rank, parallel.size, weights.dtype, weights.device)
     before = bytes_in_use(weights.device)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-    attention = choose_attention(spec, heads, settings.block_size, weights.device, weights.dtype)
+    attention = choose_attention(spec, heads, settings.block_size, weights.device, weights.dtype, settings.attention)
     decoder = Decoder(spec, weights, parallel, attention)
     _log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, weights.dtype)
     return in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel)

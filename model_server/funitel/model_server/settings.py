@@ -13,6 +13,7 @@ from funitel.proto.tls import MutualTls
 
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
+ATTENTIONS = ("triton", "flash", "torch", "paged", "flashdecoding", "flashinfer", "flashdecoding-ipex")  # ours, TGI's
 MOST_STRETCH = 1024  # of rotary positions; no model makes sense far beyond its trained context
 MOST_NODES = 1024  # NUMA nodes, of a Linux kernel
 MOST_SPIN_US = 1_000_000
@@ -245,6 +246,12 @@ class ModelServerSettings:
         1.0,
         "Share of a whole GPU's memory that a shard may fill, weights and steps included; on a CPU, of the KV pool's.",
         bounds=SHARE,
+    )
+    attention: str | None = setting(
+        None,
+        "Kernels of attention on a GPU: triton, flash (flash-attn, if installed) or torch; when not given, or given as "
+        "TGI's name of what is not here, the fastest of those that are right.",
+        choices=ATTENTIONS,
     )
     cuda_graphs: BatchSizes | None = setting(
         None,

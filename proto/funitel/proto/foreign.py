@@ -120,7 +120,6 @@ INERT: tuple[Inert, ...] = (
         kind=bool,
         why="PyTorch's own files are served as they are, where a repository has no safetensors",
     ),
-    Inert(name="attention", variable=_ON_SHARDS, why="the attention backend is chosen at start; all give one answer"),
     Inert(
         name="tgi_wiggle_room",
         variable=_ON_SHARDS,

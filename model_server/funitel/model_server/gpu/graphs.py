@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from funitel.model_server.attention import RecordableAttention
 from funitel.model_server.batch import ForwardBatch, RowSpan, block_tables
 from funitel.model_server.decoder import Decoder
-from funitel.model_server.gpu.attention import TritonAttention
 from funitel.model_server.kv_cache import KVCache, Slots
 from funitel.model_server.memory import is_out_of_memory
 
@@ -146,7 +146,7 @@ class GraphedDecoder:
     def __init__(
         self,
         decoder: Decoder,
-        attention: TritonAttention,
+        attention: RecordableAttention,
         buckets: Sequence[int],
         context: int,
         record: Record,
