@@ -13,7 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from funitel.model_server.settings import DEVICES, DTYPES, MOST_NODES, MOST_SPIN_US, QUANTIZATIONS, ModelServerSettings
+from funitel.model_server.settings import (
+    ATTENTIONS,
+    DEVICES,
+    DTYPES,
+    MOST_NODES,
+    MOST_SPIN_US,
+    QUANTIZATIONS,
+    ModelServerSettings,
+)
 from funitel.proto.batch_sizes import MOST_ROWS, BatchSizes
 from funitel.proto.cores import Cores
 from funitel.proto.errors import SettingsError, WeightsError
@@ -327,6 +335,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "rope_scaling": st.sampled_from([None, "linear"]),
     "rope_factor": st.none() | st.floats(0.01, 1024),
     "block_size": COUNT,
+    "attention": st.none() | st.sampled_from(ATTENTIONS),
     "cuda_graphs": st.none() | st.frozensets(st.integers(1, MOST_ROWS)).map(BatchSizes),
     "cuda_memory_fraction": st.floats(0, 1, exclude_min=True),
     "num_threads": st.none() | COUNT,
