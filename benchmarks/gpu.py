@@ -180,8 +180,15 @@ class Bench:
         spec, num_processors = self.plan.spec, 132
         if self.is_gpu:
             num_processors = torch.cuda.get_device_properties(self.plan.device).multi_processor_count
-        heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
-        return TritonAttention(BLOCK_SIZE, self.plan.device, **heads, num_processors=num_processors)
+        return TritonAttention(
+            BLOCK_SIZE,
+            self.plan.device,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=self.plan.dtype,
+            num_processors=num_processors,
+        )
 
     def _cache(self, num_rows: int, context: int) -> tuple[KVCache, list[np.ndarray]]:
         """A pool for so many rows, and their blocks, in no order."""

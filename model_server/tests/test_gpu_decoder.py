@@ -56,8 +56,8 @@ def decoder_of(folder: Path, attention: AttentionBackend) -> Decoder:
 
 
 def triton_attention(spec: ModelSpec) -> TritonAttention:
-    heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
-    return TritonAttention(BLOCK, CPU, **heads, num_processors=16)
+    heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    return TritonAttention(BLOCK, CPU, **heads, dtype=torch.float32, num_processors=16)
 
 
 def cache_of(spec: ModelSpec) -> KVCache:

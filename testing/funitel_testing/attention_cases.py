@@ -105,6 +105,8 @@ def run(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         device,
         num_heads=num_heads,
         num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        dtype=case.dtype,
         num_processors=case.num_processors,
     )
     rule = case.rule

@@ -10,10 +10,16 @@ from funitel.model_server.batch import ForwardBatch, block_tables
 from funitel.model_server.gpu.paged_attention import Tiles, attend
 from funitel.model_server.kv_cache import KVCache
 
-_MOST_QUERIES = 128  # of a tile, heads of its group counted
 _LEAST_KEYS = 256  # of a part: what a program reads to be worth its start
 _MOST_PARTS = 32
 _ALIGNMENT = 4  # int32 of 16 bytes, so that kernels are compiled once for pointers to whatever part of an upload
+
+
+def most_queries(head_dim: int, dtype: torch.dtype) -> int:
+    """Queries of a tile, heads of its group counted: their sums, and a turn's scores, stay in registers."""
+    if dtype is torch.float32:
+        return 32
+    return 128 if head_dim <= 128 else 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +37,28 @@ class TritonAttention:
         block_size: tokens of a KV block.
         device: where tensors are.
         num_heads, num_kv_heads: of this rank.
+        head_dim, dtype: of queries.
         num_processors: streaming multiprocessors that programs are to fill.
     """
 
     name = "triton"
 
     def __init__(
-        self, block_size: int, device: torch.device, *, num_heads: int, num_kv_heads: int, num_processors: int
+        self,
+        block_size: int,
+        device: torch.device,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        num_processors: int,
     ) -> None:
         self.block_size = block_size
         self.device = device
         self._num_kv_heads = num_kv_heads
         self._num_processors = num_processors
-        self._tile_tokens = max(1, _MOST_QUERIES // (num_heads // num_kv_heads))
+        self._tile_tokens = max(1, most_queries(head_dim, dtype) // (num_heads // num_kv_heads))
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
         """Lay out what the kernels read, in one upload."""

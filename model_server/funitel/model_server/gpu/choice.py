@@ -45,7 +45,7 @@ def choose_attention(
     makers: Makers = {
         "flash-attn 3": lambda: flash_3(spec, block_size, device, dtype),
         "flash-attn 2": lambda: flash_2(spec, block_size, device, dtype),
-        "triton": lambda: _triton(spec, heads, block_size, device),
+        "triton": lambda: _triton(spec, heads, block_size, device, dtype),
     }
     with torch.inference_mode():
         trial = Trial(spec, heads, block_size, device, dtype)
@@ -124,7 +124,9 @@ def _is_plain(spec: ModelSpec) -> bool:
     return not has_window and spec.attention_softcap is None and spec.position is not Position.ALIBI
 
 
-def _triton(spec: ModelSpec, heads: HeadSplit, block_size: int, device: torch.device) -> RecordableAttention:
+def _triton(
+    spec: ModelSpec, heads: HeadSplit, block_size: int, device: torch.device, dtype: torch.dtype
+) -> RecordableAttention:
     # Triton: seconds to import, and there with torch's builds for GPUs only
     from funitel.model_server.gpu.attention import TritonAttention
     from funitel.model_server.gpu.paged_attention import MOST_HEAD_DIM
@@ -136,6 +138,8 @@ def _triton(spec: ModelSpec, heads: HeadSplit, block_size: int, device: torch.de
         device,
         num_heads=heads.num_heads,
         num_kv_heads=heads.num_kv_heads,
+        head_dim=spec.cached_dim,
+        dtype=dtype,
         num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
     )
 

@@ -104,7 +104,7 @@ def attend(
         HEAD_DIM=head_dim,
         PADDED_DIM=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=keys.shape[1],
-        NUM_KEYS=_keys_at_once(head_dim),
+        NUM_KEYS=_keys_at_once(head_dim, query.dtype, has_softcap=softcap is not None),
         HAS_WINDOW=window is not None,
         HAS_SOFTCAP=softcap is not None,
         HAS_SLOPES=slopes is not None,
@@ -130,9 +130,14 @@ def attend(
         )
 
 
-def _keys_at_once(head_dim: int) -> int:
-    """Keys of a turn of the loop: those and their values are in shared memory at once, two turns of them."""
-    return 64 if head_dim <= 128 else 32
+def _keys_at_once(head_dim: int, dtype: torch.dtype, *, has_softcap: bool) -> int:
+    """Keys of a turn of the loop: those and their values are in shared memory at once, two turns of them.
+
+    As many as an A100 and an H100 compute with in their registers, as are the queries of `most_queries`.
+    """
+    if dtype is torch.float32:
+        return 32 if head_dim <= 128 else 16
+    return 64 if head_dim <= 128 and not has_softcap else 32
 
 
 @triton.jit
