@@ -136,7 +136,7 @@ def _keys_at_once(head_dim: int, dtype: torch.dtype, *, has_softcap: bool) -> in
     As many as an A100 and an H100 compute with in their registers, as are the queries of `most_queries`.
     """
     if dtype is torch.float32:
-        return 32 if head_dim <= 128 else 16
+        return 32 if head_dim <= 64 else 16
     return 64 if head_dim <= 128 and not has_softcap else 32
 
 
