@@ -16,7 +16,9 @@ from funitel_testing.tiny import byte_tokenizer
 
 NUM_REQUESTS = 5
 NUM_TOKENS = 12
-LIMITS = ("--max-total-tokens", "160", "--max-batch-total-tokens", "640", "--max-batch-prefill-tokens", "32")
+LIMITS = ("--max-total-tokens", "160", "--max-batch-total-tokens", "640")
+CHUNKS = ("--max-batch-prefill-tokens", "32")
+WITH_STATE = ("qwen3-next",)  # takes a prompt in one step
 
 
 def prompt_of(number: int) -> str:
@@ -44,7 +46,8 @@ async def test_what_transformers_writes_whoever_shares_a_step(
     folder = tmp_path_factory.mktemp(name)
     split_form(name).save(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
-    server: Server = launch("--model-id", str(folder), "--device", "cpu", "--num-shard", str(num_shard), *LIMITS)
+    limits = LIMITS if name in WITH_STATE else LIMITS + CHUNKS
+    server: Server = launch("--model-id", str(folder), "--device", "cpu", "--num-shard", str(num_shard), *limits)
     prompts = [prompt_of(number) for number in range(NUM_REQUESTS)]
     expected = greedy(folder, prompts)
     async with client_of(server.url) as client:

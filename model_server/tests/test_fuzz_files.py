@@ -1,6 +1,7 @@
 """The short form of `make fuzz` for files, and that it would notice what it looks for."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from funitel_testing import fuzz as module
 from funitel_testing.fuzz import Report, fuzz
-from funitel_testing.fuzz_mutants import KINDS, mutant
+from funitel_testing.fuzz_mutants import KINDS, damaged, mutant
 
 
 def test_every_damaged_file_loads_or_is_refused_in_one_line() -> None:
@@ -80,3 +81,11 @@ def test_an_answer_whose_cause_is_not_logged_has_its_column() -> None:
     report = Report()
     report.add({"kind": "bodies", "number": 1, "outcome": "5xx without a logged cause", "message": "", "mib": 0})
     assert report.row("bodies")[4] == 1
+
+
+def test_damage_may_be_done_again_and_again() -> None:
+    rng = random.Random(0)
+    content = b"a few bytes"
+    for _ in range(1000):
+        content = damaged(content, rng) if len(content) < 100 else b""
+    assert damaged(b"", rng) == b""

@@ -68,7 +68,9 @@ def tensor_bytes(shape: tuple[int, ...], rng: random.Random) -> bytes:
 
 
 def damaged(content: bytes, rng: random.Random, within: int | None = None) -> bytes:
-    """Some bytes changed, cut out, put in, doubled, or all from some place on gone."""
+    """Some bytes changed, cut out, put in, doubled, or all from some place on gone; of nothing, nothing."""
+    if not content:
+        return content
     end = max(1, len(content) if within is None else min(within, len(content)))
     at, count = rng.randrange(end), rng.choice((1, 1, 2, 4, 8, 64))
     some = rng.randbytes(count)
