@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 from fakes import eventually
 
-from funitel.router.killable import KillablePool, Killed
+from funitel.router.killable import CannotWork, KillablePool, Killed
 from funitel.router.killable_process import AHEAD_BYTES
 
 MEMORY_LIMIT = 256 << 20
 TIME_LIMIT = 1.0
 PATIENCE_SECONDS = 30.0  # for a busy machine to start processes
 
-# Does what it is told, and answers with the last word.
+# Does what it is told, and answers with the last word; may be set up to die at its first starts.
 WORKER = """
 import os, signal, time
+from pathlib import Path
 from funitel.router.killable_worker import serve
 
 def answer(question):
@@ -34,7 +35,13 @@ def answer(question):
         os.kill(os.getpid(), signal.SIGKILL)
     return "a" * value if verb == "repeat" else value
 
-serve(lambda setup: answer)
+def prepare(deaths):
+    for death in Path(deaths).iterdir() if deaths else ():
+        death.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer
+
+serve(prepare)
 """
 
 Pools = Callable[..., KillablePool]
@@ -47,9 +54,9 @@ async def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     made: list[KillablePool] = []
 
-    def make(most: int = 1, **limits: Any) -> KillablePool:
+    def make(most: int = 1, setup: Any = None, **limits: Any) -> KillablePool:
         limits = {"time_limit": TIME_LIMIT, "memory_limit": MEMORY_LIMIT} | limits
-        made.append(KillablePool("obedient_worker", None, most=most, **limits))
+        made.append(KillablePool("obedient_worker", setup, most=most, **limits))
         return made[-1]
 
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -111,6 +118,23 @@ async def test_what_somebody_else_kills_is_asked_again_a_few_times(pools: Pools)
     deadly, *behind = asking(pool, ("die", 0), *(("say", i) for i in range(20)))
     assert await asyncio.gather(*behind) == list(range(20))
     assert await blamed(deadly) == "it takes more than 256 MiB"
+
+
+@pytest.mark.parametrize(("num_deaths", "is_ready"), [(2, True), (3, False)])
+async def test_what_somebody_else_kills_as_it_starts_is_started_again(
+    num_deaths: int, is_ready: bool, tmp_path: Path, pools: Pools
+) -> None:
+    deaths = tmp_path / "deaths"
+    deaths.mkdir()
+    for number in range(num_deaths):
+        (deaths / str(number)).touch()
+    asked = pools(setup=str(deaths)).ask(("say", "well"))
+    if is_ready:
+        assert await asked == "well"
+    else:
+        with pytest.raises(CannotWork, match="does not start"):
+            await asked
+    assert list(deaths.iterdir()) == []
 
 
 async def test_those_behind_a_bomb_are_asked_elsewhere_long_before_its_end(pools: Pools) -> None:

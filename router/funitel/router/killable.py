@@ -97,33 +97,33 @@ class KillablePool:
         self._processes.clear()
 
     def _start(self) -> "asyncio.Task[CannotWork | None]":
-        process = Process(self._most_answer_bytes, self._has_answered, self._has_ended)
-        self._processes.add(process)
-        task = asyncio.create_task(self._prepare(process))
+        task = asyncio.create_task(self._prepare(self._new()))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
         return task
 
+    def _new(self) -> Process:
+        process = Process(self._most_answer_bytes, self._has_answered, self._has_ended)
+        self._processes.add(process)
+        return process
+
     async def _prepare(self, process: Process) -> CannotWork | None:
         """Make a process ready, or say why it cannot be: that is for all who wait, unless there is another one."""
-        setup = Question(self._setup)
-        setup.num_deaths = MOST_DEATHS  # it is asked nowhere else
-        try:
-            async with asyncio.timeout(START_LIMIT_SECONDS):
-                await process.start(self._module, self._memory_limit)
-                process.give(setup)
-                problem = await setup.answer
-        except (TimeoutError, OSError, Killed):
-            failure = CannotWork(f"the process {self._module} does not start", is_final=False)
-        except BaseException:
-            process.kill_soon()
-            raise
-        else:
-            if problem is None:
-                process.is_ready = True
-                self._hand_out()
-                return None
-            failure = CannotWork(problem, is_final=True)
+        for num_deaths in range(1, MOST_DEATHS + 1):
+            try:
+                problem = await self._introduce(process)
+            except (TimeoutError, OSError, Killed) as error:
+                if isinstance(error, Killed) and process.was_killed and num_deaths < MOST_DEATHS:
+                    process = self._new()
+                    continue
+                failure = CannotWork(f"the process {self._module} does not start", is_final=False)
+            else:
+                if problem is None:
+                    process.is_ready = True
+                    self._hand_out()
+                    return None
+                failure = CannotWork(problem, is_final=True)
+            break
         await process.kill()
         self._processes.discard(process)
         if not any(other.is_ready for other in self._processes):
@@ -131,6 +131,19 @@ class KillablePool:
                 question.fail(failure)
             self._waiting.clear()
         return failure
+
+    async def _introduce(self, process: Process) -> Any:
+        """Run a process and tell it the setup; returns what it has against that. Raises Killed when it has ended."""
+        setup = Question(self._setup)
+        setup.num_deaths = MOST_DEATHS  # it is asked nowhere else
+        try:
+            async with asyncio.timeout(START_LIMIT_SECONDS):
+                await process.start(self._module, self._memory_limit)
+                process.give(setup)
+                return await setup.answer
+        except asyncio.CancelledError:
+            process.kill_soon()
+            raise
 
     def _hand_out(self) -> None:
         """Give the processes as many of the waiting questions as they take, and start one if some have to wait."""
