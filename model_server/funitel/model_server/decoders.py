@@ -21,6 +21,7 @@ from funitel.model_server.cpu.scores import FusedScores
 from funitel.model_server.cpu.tiers import MADE, Tier
 from funitel.model_server.decoder import Decoder, Forward
 from funitel.model_server.gpu.choice import choose_attention, recorded
+from funitel.model_server.gpu.product_choice import choose_products
 from funitel.model_server.hub import DEFAULT_CACHE_DIR
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.memory import bytes_in_use
@@ -67,7 +68,9 @@ class Loaded:
 
 def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> Loaded:
     """The readable decoder: every device, every spec, in the precision of `weights`."""
-    predicted = torch_weight_bytes(spec, parallel.rank, parallel.size, weights.dtype, weights.device)
+    weights.products = choose_products(settings.quantize, weights.quantization, weights.device, weights.dtype)
+    kept = weights if weights.products is not None else None
+    predicted = torch_weight_bytes(spec, parallel.rank, parallel.size, weights.dtype, weights.device, checkpoint=kept)
     before = bytes_in_use(weights.device)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
     attention = choose_attention(spec, heads, settings.block_size, weights.device, weights.dtype, settings.attention)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.products import Product
 from funitel.model_server.spec import Activation, ModelSpec, Norm, QkNorm, QkvLayout
 from funitel.model_server.storage import Range
 from funitel.model_server.weights import Weights
@@ -55,6 +56,35 @@ class Matmul:
     def _sums_alone_differently(self, num_inputs: int) -> bool:
         pair = torch.rand(1, num_inputs, generator=torch.Generator().manual_seed(0)).expand(2, -1).contiguous()
         return not torch.equal(self._product(pair[:1]), self._product(pair)[:1])
+
+
+def read_product(
+    weights: Weights,
+    parts: Sequence[Part],
+    num_inputs: int,
+    *,
+    bias: torch.Tensor | None,
+    is_transposed: bool,
+    columns: Range | None = None,
+    dtype: torch.dtype | None = None,
+) -> Product:
+    """Read linear layers on the same input, one's outputs after the other's; quantised where all of them are.
+
+    `columns` are this rank's inputs where these are split; the arguments from there on are those of `read_linear`.
+    """
+    if weights.products is not None and dtype is None and all(weights.kept(name) for name, _, _ in parts):
+        codes = [
+            weights.read_codes(name, size, num_inputs, rows=rows, columns=columns, is_transposed=is_transposed)
+            for name, size, rows in parts
+        ]
+        return weights.products.of([each for each in codes if each is not None], bias)
+    matrices = [
+        weights.read_linear(
+            name, size, num_inputs, rows=rows, columns=columns, is_transposed=is_transposed, dtype=dtype
+        )
+        for name, size, rows in parts
+    ]
+    return Matmul(matrices[0] if len(matrices) == 1 else torch.cat(matrices), bias)
 
 
 class NormLayer:
@@ -165,13 +195,10 @@ class ColumnLinear:
         has_bias: bool,
         is_transposed: bool,
     ) -> None:
-        matrices, biases = [], []
-        for name, num_outputs, rows in parts:
-            matrix = weights.read_linear(name, num_outputs, num_inputs, rows=rows, is_transposed=is_transposed)
-            matrices.append(matrix)
-            if has_bias:
-                biases.append(weights.read(f"{name}.bias", [num_outputs], rows=rows))
-        self.matmul = Matmul(torch.cat(matrices).contiguous(), torch.cat(biases) if has_bias else None)
+        bias: torch.Tensor | None = None
+        if has_bias:
+            bias = torch.cat([weights.read(f"{name}.bias", [size], rows=rows) for name, size, rows in parts])
+        self.matmul = read_product(weights, parts, num_inputs, bias=bias, is_transposed=is_transposed)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.matmul(x)
@@ -198,11 +225,16 @@ class RowLinear:
     ) -> None:
         self.parallel = parallel
         self.dtype = dtype
-        weight = weights.read_linear(
-            name, num_outputs, num_inputs, columns=columns, is_transposed=is_transposed, dtype=dtype
-        )
         bias = weights.read(f"{name}.bias", [num_outputs], dtype=dtype) if has_bias else None
-        self.matmul = Matmul(weight, bias if parallel.rank == 0 else None)
+        self.matmul = read_product(
+            weights,
+            [(name, num_outputs, (0, num_outputs))],
+            num_inputs,
+            bias=bias if parallel.rank == 0 else None,
+            is_transposed=is_transposed,
+            columns=columns,
+            dtype=dtype,
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.parallel.all_reduce(self.partial(x))

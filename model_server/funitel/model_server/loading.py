@@ -13,6 +13,7 @@ from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.tiers import MADE, Tier, choose_tier
 from funitel.model_server.decoders import Loaded, load_fused, load_torch
 from funitel.model_server.executor import Executor, ExecutorOptions
+from funitel.model_server.gpu.product_choice import MADE as MADE_ON_GPU
 from funitel.model_server.hub import is_outdated
 from funitel.model_server.kv_cache import Pools, SpecPools
 from funitel.model_server.parallel import HeadSplit, TensorParallel
@@ -50,8 +51,8 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
         tier = choose_tier(settings.dtype, settings.quantize, weights.quantization, has_blocks=weights.has_blocks)
         if tier is Tier.INT8 and not weights.has_blocks and is_outdated(folder):
             logger.warning("%s was converted by an older version, without blocks: name the GGUF as --model-id", folder)
-    is_made = weights.quantization is None and tier is not None and tier is MADE.get(settings.quantize or "")
-    if not is_made:
+    made = MADE if tier is not None else MADE_ON_GPU if device.type == "cuda" else {}
+    if settings.quantize not in made or weights.quantization is not None:
         check_flag(settings.quantize, weights.quantization)
     codec = TextCodec(folder)
     eos_token_ids = find_eos(folder, codec)

@@ -1,5 +1,6 @@
 """Small integers packed into 32-bit words, the first in the lowest bits, and matrices made of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,9 +33,12 @@ def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Part of a quantised matrix: a weight is (code - zero) * scale, zero and scale those of its row and its group."""
+    """Part of a quantised matrix: a weight is (code - zero) * scale, zero and scale those of its row and its group.
 
-    codes: torch.Tensor  # [rows, columns] uint8
+    Codes that are floating point themselves have zeros that are 0, and as codes of a byte are as they are.
+    """
+
+    codes: torch.Tensor  # [rows, columns] uint8, or float8
     scales: torch.Tensor  # [rows, num_groups] floating point
     zeros: torch.Tensor  # [rows, num_groups] uint8
     groups: torch.Tensor  # [columns] int64: the group of a column
@@ -46,6 +50,13 @@ class Codes:
     def to(self, device: torch.device) -> "Codes":
         """The same on another device."""
         return Codes(*(part.to(device) for part in (self.codes, self.scales, self.zeros, self.groups)))
+
+    @classmethod
+    def stacked(cls, parts: Sequence["Codes"]) -> "Codes":
+        """The rows of several matrices over the same columns and groups, one after the other."""
+        each = [(part.codes, part.scales, part.zeros) for part in parts]
+        codes, scales, zeros = (torch.cat(some) for some in zip(*each, strict=True))
+        return cls(codes, scales, zeros, parts[0].groups)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weights [rows, columns], computed in float32 a few columns at a time."""

@@ -30,6 +30,11 @@ class Quantization:
     group_size: int
     is_zero_exact: bool = True
 
+    def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
+        """Memory of a matrix kept as it is: integers, and scales of two bytes."""
+        num_groups = 1 if self.group_size == -1 else -(-num_inputs // self.group_size)
+        return num_outputs * (num_inputs * self.bits // 8 + num_groups * 2)
+
     @property
     def flags(self) -> tuple[str, ...]:
         """The values of `--quantize` that fit, the most telling one first."""

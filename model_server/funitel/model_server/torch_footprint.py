@@ -6,7 +6,11 @@ import torch
 
 from funitel.model_server.attention import TorchAttention
 from funitel.model_server.decoder import Decoder
+from funitel.model_server.layers import Matmul
+from funitel.model_server.packing import Codes
 from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.products import Product
+from funitel.model_server.quantization import Quantization
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.storage import Range, part_shape
 from funitel.model_server.weights import Weights
@@ -29,7 +33,7 @@ def torch_weight_bytes(
     """Bytes of the weights of one of `size` ranks, as `Weights.held_bytes` will count them.
 
     `build` makes the model where it is more than a decoder, and returns the spec of the stack with the head;
-    `checkpoint` says which tensors there are, where that decides what is read.
+    `checkpoint` says which tensors there are, and what they are kept as, where that decides what is read.
     """
     weights = _Sizes(dtype, checkpoint)
     parallel = TensorParallel(rank, size, _META)
@@ -45,6 +49,19 @@ def torch_weight_bytes(
     return weights.held_bytes
 
 
+class SizedProducts:
+    """See Products: computes nothing."""
+
+    name = "sizes"
+
+    def __init__(self, made: Quantization | None = None) -> None:
+        self.made = made
+
+    def of(self, parts: Sequence[Codes], bias: torch.Tensor | None) -> Product:
+        """A product with nothing."""
+        return Matmul(torch.empty(0, device=_META), bias)
+
+
 class _Sizes(Weights):
     """A checkpoint that has every tensor anyone asks for, and counts them."""
 
@@ -53,6 +70,8 @@ class _Sizes(Weights):
         self.prefix = "" if checkpoint is None else checkpoint.prefix
         self._checkpoint = checkpoint
         self.held_bytes = self.sharded_bytes = self.total_sharded_bytes = 0
+        kept = None if checkpoint is None else checkpoint.products
+        self.products = None if kept is None else SizedProducts(kept.made)
 
     def has(self, name: str) -> bool:
         """Any, where no checkpoint says otherwise."""
@@ -85,6 +104,26 @@ class _Sizes(Weights):
     ) -> torch.Tensor:
         """A matrix of the part's shape."""
         return self.read(stem, [num_outputs, num_inputs], rows=rows, columns=columns, dtype=dtype)
+
+    def kept(self, stem: str) -> Quantization | None:
+        """As in the checkpoint."""
+        return None if self._checkpoint is None else self._checkpoint.kept(stem)
+
+    def read_codes(
+        self,
+        stem: str,
+        num_outputs: int,
+        num_inputs: int,
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        is_transposed: bool = False,
+    ) -> Codes | None:
+        """Nothing, of the size that the part has."""
+        kept = self.kept(stem)
+        assert kept is not None
+        self.held_bytes += kept.num_bytes(*part_shape((num_outputs, num_inputs), rows, columns))
+        return None
 
     def finish(self, ignored: Sequence[str]) -> None:
         """There is nothing that nobody asked for."""

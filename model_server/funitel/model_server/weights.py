@@ -14,8 +14,10 @@ import torch
 from funitel.model_server.blocks import open_blocks
 from funitel.model_server.checkpoint import weight_files
 from funitel.model_server.gguf_blocks import BlockType
+from funitel.model_server.packing import Codes
+from funitel.model_server.products import Products, rounded
 from funitel.model_server.progress import Progress
-from funitel.model_server.quantization import find_quantization
+from funitel.model_server.quantization import Quantization, find_quantization
 from funitel.model_server.storage import (
     TGI_TENSORS,
     QuantizedStorage,
@@ -26,6 +28,7 @@ from funitel.model_server.storage import (
     gptq_tensors,
     open_file,
     open_storages,
+    part_shape,
 )
 from funitel.proto.errors import WeightsError
 
@@ -39,7 +42,8 @@ class Weights:
 
     `held_bytes` counts what this rank holds, `sharded_bytes` the part of it that is split between ranks, and
     `total_sharded_bytes` the same tensors unsplit. Who takes blocks where there are some says so in `takes_blocks`,
-    before anything is read. `quantization` is None for a checkpoint that is not quantised.
+    before anything is read; who multiplies by quantised matrices as they are is named in `products`. `quantization` is
+    None for a checkpoint that is not quantised.
     Progress goes to stderr where `is_shown`.
 
     Raises:
@@ -51,6 +55,7 @@ class Weights:
     ) -> None:
         self.dtype = dtype
         self.takes_blocks = False
+        self.products: Products | None = None
         self.device = device
         self.held_bytes = 0
         self.sharded_bytes = 0
@@ -118,9 +123,7 @@ class Weights:
         is_sharded = rows is not None or columns is not None
         self._count_whole(storage, storage.num_elements * (dtype or self.dtype).itemsize, is_sharded)
         kept = storage.read(rows, columns, dtype or self.dtype, self.device)
-        num_bytes = kept.numel() * kept.element_size()
-        self.held_bytes += num_bytes
-        self.sharded_bytes += num_bytes if is_sharded else 0
+        self._count_held(kept.numel() * kept.element_size(), is_sharded)
         return kept
 
     def read_linear(
@@ -142,6 +145,51 @@ class Weights:
         if is_transposed and not isinstance(self._storages.get(name), QuantizedStorage):
             return self.read(name, [num_inputs, num_outputs], rows=columns, columns=rows, dtype=dtype).t().contiguous()
         return self.read(name, [num_outputs, num_inputs], rows=rows, columns=columns, dtype=dtype)
+
+    def read_codes(
+        self,
+        stem: str,
+        num_outputs: int,
+        num_inputs: int,
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        is_transposed: bool = False,
+    ) -> Codes | None:
+        """Read a linear layer, in place of `read_linear`, as the integers that `products` multiplies by.
+
+        None where there are none of it: the checkpoint has it in floating point, and nothing is made of that.
+        """
+        name, is_sharded = f"{stem}.weight", rows is not None or columns is not None
+        kept = self.kept(stem)
+        if kept is None:
+            return None
+        num_bytes = kept.num_bytes(*part_shape((num_outputs, num_inputs), rows, columns))
+        if self.is_quantised(stem):
+            storage = self._shaped(name, (num_outputs, num_inputs))
+            assert isinstance(storage, QuantizedStorage)
+            codes = storage.read_codes(rows or (0, num_outputs), columns or (0, num_inputs)).to(self.device)
+            self._count_whole(storage, kept.num_bytes(num_outputs, num_inputs), is_sharded)
+            self._count_held(num_bytes, is_sharded)
+            return codes
+        counted = self.held_bytes, self.sharded_bytes, self.total_sharded_bytes
+        weight = self.read_linear(
+            stem, num_outputs, num_inputs, rows=rows, columns=columns, is_transposed=is_transposed
+        )
+        self.held_bytes, self.sharded_bytes, self.total_sharded_bytes = counted
+        self.total_sharded_bytes += kept.num_bytes(num_outputs, num_inputs) if is_sharded else 0
+        self._count_held(num_bytes, is_sharded)
+        return rounded(weight, kept)
+
+    def is_quantised(self, stem: str) -> bool:
+        """Whether the checkpoint has a linear layer quantised."""
+        return isinstance(self._storages.get(f"{stem}.weight"), QuantizedStorage)
+
+    def kept(self, stem: str) -> Quantization | None:
+        """How `products` have a linear layer; None where it is in floating point."""
+        if self.products is None:
+            return None
+        return self.quantization if self.is_quantised(stem) else self.products.made
 
     @property
     def has_blocks(self) -> bool:
@@ -201,10 +249,12 @@ class Weights:
 
     def count_copy(self, part: torch.Tensor, num_elements: int) -> None:
         """Note that a layer keeps a second copy of its part of a split tensor of `num_elements`."""
-        num_bytes = part.numel() * part.element_size()
-        self.held_bytes += num_bytes
-        self.sharded_bytes += num_bytes
+        self._count_held(part.numel() * part.element_size(), is_sharded=True)
         self.total_sharded_bytes += num_elements * self.dtype.itemsize
+
+    def _count_held(self, num_bytes: int, is_sharded: bool) -> None:
+        self.held_bytes += num_bytes
+        self.sharded_bytes += num_bytes if is_sharded else 0
 
     def _count_whole(self, storage: Storage, num_bytes: int, is_sharded: bool) -> None:
         if self._progress is None and self._is_shown:

@@ -17,6 +17,7 @@ from funitel.model_server.fallback.pool import FallbackPools
 from funitel.model_server.family_rows import Config
 from funitel.model_server.gpu.card import Card, CardState
 from funitel.model_server.gpu.card_memory import pool_budget
+from funitel.model_server.gpu.product_choice import MADE as MADE_ON_GPU
 from funitel.model_server.kv_cache import Pools, SpecPools
 from funitel.model_server.loading import choose_device, choose_dtype
 from funitel.model_server.memory import MOST_POOL_TOKENS, free_bytes, host_share
@@ -28,7 +29,7 @@ from funitel.model_server.settings import ModelsSettings
 from funitel.model_server.spec import ModelSpec
 from funitel.model_server.spec_command import choose_spec
 from funitel.model_server.storage import open_file
-from funitel.model_server.torch_footprint import torch_weight_bytes
+from funitel.model_server.torch_footprint import SizedProducts, torch_weight_bytes
 from funitel.model_server.weights import Weights
 from funitel.proto.errors import NoRow, SettingsError
 
@@ -89,8 +90,11 @@ def _of_spec(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
     tier = None
     if device.type == "cpu":
         tier = choose_tier(settings.dtype, settings.quantize, weights.quantization, has_blocks=weights.has_blocks)
-    if tier is None or weights.quantization is not None:
+    made = MADE_ON_GPU.get(settings.quantize or "") if device.type == "cuda" else None
+    if weights.quantization is not None or (tier is None and made is None):
         check_flag(settings.quantize, weights.quantization)
+    if device.type == "cuda" and (weights.quantization is not None or made is not None):
+        weights.products = SizedProducts(made)
     reason = f"the fused step is for CPUs, not {device.type}" if tier is None else missing(spec)
     if tier is not None and reason is None:
         held = [weight_bytes(spec, rank, tier, weights.block_type) for rank in ranks]
@@ -98,7 +102,10 @@ def _of_spec(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
         served_by, precision = "the fused C++ step", "the GGUF's blocks" if tier is Tier.GGUF else tier.label
     else:
         held, kv_dtype = (
-            [torch_weight_bytes(spec, rank.rank, rank.size, weights.dtype, device) for rank in ranks],
+            [
+                torch_weight_bytes(spec, rank.rank, rank.size, weights.dtype, device, checkpoint=weights)
+                for rank in ranks
+            ],
             weights.dtype,
         )
         served_by, precision = "torch", name_of(weights.dtype)

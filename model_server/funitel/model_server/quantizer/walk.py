@@ -18,6 +18,7 @@ from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.layers import ColumnLinear, Matmul, RowLinear
 from funitel.model_server.mlp_layers import Mlp
 from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.products import Product
 from funitel.model_server.quantizer.gptq import Hessian
 from funitel.model_server.spec import ModelSpec, QkvLayout
 from funitel.model_server.weights import Weights
@@ -86,7 +87,7 @@ def _mlp(layer: Layer) -> Mlp:
 class _Observed(Matmul):
     """Stands in for a layer's product and takes note of its inputs."""
 
-    def __init__(self, product: Matmul, hessian: Hessian) -> None:
+    def __init__(self, product: Product, hessian: Hessian) -> None:
         self.product = product
         self.hessian = hessian
 
