@@ -5,6 +5,7 @@ Without a GPU they run in Triton's interpreter, so this proves what they compute
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CASE = replace(draw(0), is_symmetric=False)
 
 
-@pytest.mark.parametrize("case", [draw(seed, is_short=True) for seed in range(18)], ids=str)
+@pytest.mark.parametrize("case", [draw(seed, is_short=True) for seed in range(12)], ids=str)
 def test_as_dequantised(case: ProductCase) -> None:
     assert excess(case, DEVICE) <= 1
 
@@ -34,13 +35,12 @@ def test_as_dequantised_over_many_shapes(case: ProductCase) -> None:
 
 
 def matrix_of(kind: Kind, groups: torch.Tensor, num_outputs: int = 24, **changes: bool) -> tuple[Codes, PackedMatrix]:
-    random = __import__("numpy").random.default_rng(3)
+    random = np.random.default_rng(3)
     codes = codes_of(replace(CASE, kind=kind, **changes), num_outputs, groups, random)
     return codes, PackedMatrix.of(codes.to(DEVICE), kind)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-@pytest.mark.parametrize("size", [32, 64, 128, 512])
+@pytest.mark.parametrize(("kind", "size"), [(Kind.INT4, 32), (Kind.INT4, 512), (Kind.INT8, 64), (Kind.FLOAT8, 128)])
 def test_bits_of_the_weights(kind: Kind, size: int) -> None:
     """Unpacked, they are what loading would have made of them, bit for bit; words take the bits and nothing more."""
     codes, matrix = matrix_of(kind, torch.arange(512) // size)

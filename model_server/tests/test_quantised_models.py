@@ -11,16 +11,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.attention import TorchAttention
+from funitel.model_server.checkpoint import read_json
+from funitel.model_server.decoder import Decoder
+from funitel.model_server.families import spec_of
+from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.mlp_layers import Mlp
+from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.torch_footprint import torch_weight_bytes
+from funitel.model_server.weights import Weights
 from funitel.proto.errors import SettingsError
 from funitel_testing import forward_worker
 from funitel_testing.executors import load_executor
-from funitel_testing.packed import compressed_tensors, gptq_tensors, random_layer
+from funitel_testing.packed import awq_tensors, compressed_tensors, gptq_tensors, random_float8, random_layer
 from funitel_testing.servers import free_port
 from funitel_testing.threads import on_ranks
 from funitel_testing.tiny import save_tiny
 from funitel_testing.zoo import ZOO
 
+CPU = torch.device("cpu")
 WORKER = Path(forward_worker.__file__)
 NUM_DECODE = 3
 
@@ -34,12 +43,18 @@ def quantise_like_others(folder: Path, kind: str, *, is_reordered: bool = False)
     for seed, name in enumerate(sorted(linears)):
         shape = tensors[name].shape
         num_outputs, num_inputs = (shape[1], shape[0]) if is_transposed else (shape[0], shape[1])
-        layer = random_layer(num_inputs, num_outputs, group_size=16, is_reordered=is_reordered, seed=seed)
         stem = name.removesuffix(".weight")
+        if kind == "fp8":
+            floats = random_float8(num_inputs, num_outputs, block=(16, 32), seed=seed)
+            plain[name], packed = floats.weight(), packed | floats.tensors(stem)
+            continue
+        layer = random_layer(num_inputs, num_outputs, group_size=16, is_reordered=is_reordered, seed=seed)
         plain[name] = layer.weight().t().contiguous() if is_transposed else layer.weight()
         del packed[name]
         if kind == "gptq":
             packed |= gptq_tensors(layer, stem)
+        elif kind == "awq":
+            packed |= awq_tensors(layer, stem)
         else:
             packed |= compressed_tensors(layer, stem, is_symmetric=False, with_order=is_reordered)
     float_folder = folder.with_name("float")
@@ -50,6 +65,8 @@ def quantise_like_others(folder: Path, kind: str, *, is_reordered: bool = False)
     save_file(packed, folder / "model.safetensors")
     weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 16}
     configs: dict[str, dict[str, Any]] = {
+        "awq": {"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"},
+        "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]},
         "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": is_reordered, "sym": False},
         "compressed-tensors": {
             "quant_method": "compressed-tensors",
@@ -92,6 +109,8 @@ def logits(folder: Path, size: int, work: Path) -> list[torch.Tensor]:
         ("qwen2", "gptq", False, 3),
         ("gpt2", "gptq", True, 1),
         ("llama", "compressed-tensors", False, 1),
+        ("llama", "awq", False, 2),
+        ("qwen2", "fp8", False, 3),
         ("qwen3", "compressed-tensors", True, 1),
     ],
 )
@@ -118,6 +137,35 @@ def test_quantised_experts_and_latents_are_those_of_the_same_weights_in_float(tm
     expected = forward_worker.run(float_folder, TensorParallel(), prompts(), NUM_DECODE)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(("kind", "is_reordered", "size"), [("gptq", True, 2), ("awq", False, 1), ("fp8", False, 1)])
+def test_kernels_that_keep_weights_packed_give_the_same_logits(
+    tmp_path: Path, kind: str, is_reordered: bool, size: int
+) -> None:
+    pytest.importorskip("triton")
+    folder = save_tiny("llama", tmp_path / "quantised", intermediate_size=104, num_hidden_layers=1)
+    float_folder = quantise_like_others(folder, kind, is_reordered=is_reordered)
+    found = on_ranks(size, lambda parallel: packed_logits(folder, parallel))
+    expected = forward_worker.run(float_folder, TensorParallel(), prompts(), NUM_DECODE)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).abs().max() < 1e-4
+
+
+def packed_logits(folder: Path, parallel: TensorParallel) -> list[torch.Tensor]:
+    """Logits with every quantised layer in the Triton kernels; the footprint is as it was predicted."""
+    from funitel.model_server.gpu.products import PackedProduct, TritonProducts
+
+    spec = spec_of(read_json(folder / "config.json"))
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+    weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
+    weights.products = TritonProducts(16)
+    predicted = torch_weight_bytes(spec, parallel.rank, parallel.size, torch.float32, CPU, checkpoint=weights)
+    decoder = Decoder(spec, weights, parallel, TorchAttention(4, CPU))
+    assert isinstance(decoder.layers[0].mlp, Mlp)
+    assert isinstance(decoder.layers[0].mlp.down.matmul, PackedProduct)
+    assert weights.held_bytes == predicted
+    return forward_worker.step_through(decoder, KVCache(spec, heads, 200, 4, torch.float32, CPU), prompts(), NUM_DECODE)
 
 
 def test_a_shard_detects_honours_and_checks_the_quantisation(tmp_path: Path) -> None:

@@ -62,14 +62,36 @@ def test_compressed_tensors(tmp_path: Path, key: str, config: dict[str, Any], fl
     assert found.flags == flags
 
 
+def test_awq_under_either_of_its_names_for_things(tmp_path: Path) -> None:
+    expected = Quantization(method="awq", bits=4, group_size=128)
+    config = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    assert found_in(tmp_path, config={"quantization_config": config}) == expected
+    assert found_in(tmp_path, config={}, quant_config={"w_bit": 4, "q_group_size": 128}) == expected
+
+
+def test_float8(tmp_path: Path) -> None:
+    found = found_in(tmp_path, config={"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 64]}})
+    assert found is not None
+    assert (found.flags, found.group_size, found.group_outputs) == (("fp8",), 64, 128)
+    found = found_in(tmp_path, config={"quantization_config": {"quant_method": "fbgemm_fp8"}})
+    assert found is not None
+    assert (found.flags, found.group_size) == (("fp8",), -1)
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
         ({"config": {"quantization_config": {"quant_method": "exl2"}}}, "quant_method 'exl2' is not supported"),
-        ({"quant_config": {"w_bit": 4, "q_group_size": 128}}, "quant_config.json: quant_method 'awq'"),
+        ({"config": {"quantization_config": {"quant_method": "awq", "bits": 8}}}, "awq with 8 bits"),
+        ({"quant_config": {"w_bit": 4, "q_group_size": 128, "version": "gemv"}}, "awq with version 'gemv'"),
+        ({"config": {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}}, "fp8 with fmt 'e5m2'"),
         ({"config": {"quantization_config": GPTQ | {"bits": 3}}}, "3 bits is not supported; supported: 2, 4, 8"),
         ({"config": {"quantization_config": GPTQ | {"checkpoint_format": "marlin"}}}, "'marlin' is not supported"),
-        ({"config": {"quantization_config": packed() | {"format": "float-quantized"}}}, "supported: pack-quantized"),
+        (
+            {"config": {"quantization_config": packed() | {"format": "nvfp4-pack-quantized"}}},
+            "supported: pack-quantized",
+        ),
+        ({"config": {"quantization_config": packed() | {"format": "float-quantized"}}}, "4-bit int weights as floats"),
         ({"config": {"quantization_config": packed(6)}}, "6-bit int weights"),
         ({"config": {"quantization_config": packed(strategy="tensor")}}, "one scale a tensor"),
         ({"config": {"quantization_config": packed(input_activations={"num_bits": 8})}}, "quantised activations"),

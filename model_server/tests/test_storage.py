@@ -12,7 +12,15 @@ from funitel.model_server import packing
 from funitel.model_server.packing import pack, unpack
 from funitel.model_server.weights import Weights
 from funitel.proto.errors import UnsupportedModel, WeightsError
-from funitel_testing.packed import Layer, compressed_tensors, gptq_tensors, random_layer
+from funitel_testing.packed import (
+    Float8Layer,
+    Layer,
+    awq_tensors,
+    compressed_tensors,
+    gptq_tensors,
+    random_float8,
+    random_layer,
+)
 
 CPU = torch.device("cpu")
 INPUTS, OUTPUTS = 80, 32
@@ -46,7 +54,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], config: object) -> Wei
     return Weights(folder, torch.float32, CPU)
 
 
-def assert_cuts(weights: Weights, layer: Layer) -> None:
+def assert_cuts(weights: Weights, layer: Layer | Float8Layer) -> None:
     whole = layer.weight()
     for rows, columns in CUTS:
         part = weights.read_linear("a", OUTPUTS, INPUTS, rows=rows, columns=columns)
@@ -177,3 +185,44 @@ def test_what_tgi_tensors_describe_must_be_readable(tmp_path: Path) -> None:
     tensors = {"gptq_bits": torch.tensor(3), "gptq_groupsize": torch.tensor(16)}
     with pytest.raises(UnsupportedModel, match="3 bits is not supported"):
         write(tmp_path, tensors, None)
+
+
+@pytest.mark.parametrize("group_size", [16, 80, -1])
+def test_awq(tmp_path: Path, group_size: int) -> None:
+    layer = random_layer(INPUTS, OUTPUTS, group_size=group_size)
+    config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "version": "gemm", "zero_point": True}
+    weights = write(tmp_path, awq_tensors(layer, "a"), config)
+    assert_cuts(weights, layer)
+    weights.finish(())
+
+
+def compressed_float8(strategy: str) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "block_structure": [16, 24]}
+    activations = {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("layer", "config"),
+    [
+        (random_float8(INPUTS, OUTPUTS), compressed_float8("channel")),
+        (random_float8(INPUTS, OUTPUTS, is_whole=True), compressed_float8("tensor")),
+        (random_float8(INPUTS, OUTPUTS, is_whole=True), {"quant_method": "fp8", "activation_scheme": "static"}),
+        (random_float8(INPUTS, OUTPUTS), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+        (random_float8(INPUTS, OUTPUTS, block=(16, 24)), {"quant_method": "fp8", "weight_block_size": [16, 24]}),
+        (random_float8(INPUTS, OUTPUTS, block=(16, 24)), compressed_float8("block")),
+    ],
+)
+def test_float8(tmp_path: Path, layer: Float8Layer, config: dict[str, Any]) -> None:
+    weights = write(tmp_path, layer.tensors("a"), config)
+    assert_cuts(weights, layer)
+    weights.finish(())
+
+
+def test_a_float8_layer_of_other_scales_is_refused(tmp_path: Path) -> None:
+    layer = random_float8(INPUTS, OUTPUTS, block=(16, 24))
+    with pytest.raises(WeightsError, match=r"tensor a\.weight_scale_inv has shape \[2, 4\], expected one number or 32"):
+        write(tmp_path, layer.tensors("a"), {"quant_method": "fp8"})
+    with pytest.raises(WeightsError, match=r"has shape \[2, 4\], expected \[4, 4\]"):
+        write(tmp_path, layer.tensors("a"), {"quant_method": "fp8", "weight_block_size": [8, 24]})

@@ -86,6 +86,56 @@ def compressed_tensors(
     return tensors
 
 
+def awq_tensors(layer: Layer, name: str) -> dict[str, torch.Tensor]:
+    """The tensors AutoAWQ writes: integers along outputs, those of a word interleaved."""
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def interleaved(rows: list[list[int]]) -> list[list[int]]:
+        return [[row[start + i] for start in range(0, len(row), 8) for i in order] for row in rows]
+
+    return {
+        f"{name}.qweight": _words(interleaved(layer.codes), 4),
+        f"{name}.qzeros": _words(interleaved(layer.zeros), 4),
+        f"{name}.scales": layer.scales,
+    }
+
+
+@dataclass(frozen=True)
+class Float8Layer:
+    """A linear layer in float8: the weight of output o, input i is codes[o, i] times the scale of its block."""
+
+    codes: torch.Tensor  # [outputs, inputs] float8
+    scales: torch.Tensor  # of float32: [], [outputs, 1], or [blocks of outputs, blocks of inputs]
+    block: tuple[int, int] | None = None  # outputs, inputs
+
+    def weight(self) -> torch.Tensor:
+        """Weights [outputs, inputs] in float32."""
+        weight = self.codes.float()
+        if self.block is None:
+            return weight * self.scales
+        for o in range(weight.shape[0]):
+            for i in range(weight.shape[1]):
+                weight[o, i] *= self.scales[o // self.block[0], i // self.block[1]]
+        return weight
+
+    def tensors(self, name: str) -> dict[str, torch.Tensor]:
+        """As checkpoints have them, with a scale of activations."""
+        scales = "weight_scale" if self.block is None else "weight_scale_inv"
+        return {f"{name}.weight": self.codes, f"{name}.{scales}": self.scales, f"{name}.input_scale": torch.ones(1)}
+
+
+def random_float8(
+    num_inputs: int, num_outputs: int, *, block: tuple[int, int] | None = None, is_whole: bool = False, seed: int = 0
+) -> Float8Layer:
+    """A layer of random numbers with a scale for each output, for each block, or (`is_whole`) for all."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = [] if is_whole else [num_outputs, 1]
+    if block is not None:
+        shape = [-(-num_outputs // block[0]), -(-num_inputs // block[1])]
+    codes = (torch.randn(num_outputs, num_inputs, generator=generator) * 16).to(torch.float8_e4m3fn)
+    return Float8Layer(codes, (torch.rand(shape, generator=generator) + 0.5) / 64, block)
+
+
 def _turned(rows: list[list[int]]) -> list[list[int]]:
     return [list(column) for column in zip(*rows, strict=True)]
 

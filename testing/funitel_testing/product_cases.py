@@ -45,7 +45,7 @@ def draw(seed: int, *, is_short: bool = False) -> ProductCase:
     """A case of its own for each seed; short ones take the interpreter a fraction of a second."""
     random = np.random.default_rng(seed)
     group_size = int(random.choice([16, 32, 64, 128, -1]))
-    most_inputs, most_outputs = (400, 80) if is_short else (1500, 300)
+    most_inputs, most_outputs = (200, 60) if is_short else (1500, 300)
     return ProductCase(
         seed=seed,
         kind=list(Kind)[seed % 3],

@@ -66,8 +66,9 @@ class LauncherSettings:
     )
     quantize: str | None = _shard(
         "quantize",
-        "How the checkpoint's weights must be quantised; as its config.json says when not given. On a CPU int8 also "
-        "makes int8 of floating-point weights as they are loaded, and gguf keeps the blocks of a GGUF.",
+        "How the checkpoint's weights must be quantised; as its config.json says when not given. int8 also makes "
+        "int8 of floating-point weights as they are loaded, and fp8 float8 on a GPU; on a CPU gguf keeps the blocks of "
+        "a GGUF.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
     )

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from funitel.model_server.packing import Codes
-from funitel.model_server.quantization import Quantization
+from funitel.model_server.quantization import FP8, Quantization
 from funitel.model_server.quantizer.rounding import round_int8
 
 
@@ -33,9 +33,19 @@ class Products(Protocol):
 
 
 INT8 = Quantization(method="int8", bits=8, group_size=-1)
+FLOAT8 = Quantization(method=FP8, bits=8, group_size=-1)
+_MOST_FLOAT8 = 448.0
 
 
 def rounded(weight: torch.Tensor, kept: Quantization) -> Codes:
-    """Weights [outputs, inputs] with a scale for each output, where they are."""
-    assert kept == INT8
-    return round_int8(weight.float(), torch.float32)
+    """Weights [outputs, inputs] as `INT8` or `FLOAT8`, with a scale for each output, where they are."""
+    return round_float8(weight.float()) if kept == FLOAT8 else round_int8(weight.float(), torch.float32)
+
+
+def round_float8(weight: torch.Tensor) -> Codes:
+    """One scale for each output, its largest weight at the largest number of e4m3. `weight` is [outputs, inputs]."""
+    scales = weight.abs().amax(dim=1, keepdim=True) / _MOST_FLOAT8
+    scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+    codes = (weight / scales).clamp_(-_MOST_FLOAT8, _MOST_FLOAT8).to(torch.float8_e4m3fn)
+    groups = torch.zeros(weight.shape[1], dtype=torch.int64, device=weight.device)
+    return Codes(codes, scales, torch.zeros_like(scales, dtype=torch.uint8), groups)

@@ -17,8 +17,8 @@ ATTENTIONS = ("triton", "flash", "torch", "paged", "flashdecoding", "flashinfer"
 MOST_STRETCH = 1024  # of rotary positions; no model makes sense far beyond its trained context
 MOST_NODES = 1024  # NUMA nodes, of a Linux kernel
 MOST_SPIN_US = 1_000_000
-QUANTIZATIONS = ("gptq", "compressed-tensors", "int8", "q4", "gguf")
-"""What `--quantize` may ask of a checkpoint: the first two as its config.json names them, int8 and q4 the two kinds of
+QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "q4", "gguf")
+"""What `--quantize` may ask of a checkpoint: the first four as its config.json names them, int8 and q4 the two kinds of
 compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
 
 
@@ -225,8 +225,9 @@ class ModelServerSettings:
     )
     quantize: str | None = setting(
         None,
-        "How the checkpoint's weights must be quantised; as its config.json says when not given. On a CPU int8 also "
-        "makes int8 of floating-point weights as they are loaded, and gguf keeps the blocks of a GGUF.",
+        "How the checkpoint's weights must be quantised; as its config.json says when not given. int8 also makes "
+        "int8 of floating-point weights as they are loaded, and fp8 float8 on a GPU; on a CPU gguf keeps the blocks of "
+        "a GGUF.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
     )

@@ -18,18 +18,8 @@ from funitel.model_server.packing import Codes
 from funitel.model_server.products import Products, rounded
 from funitel.model_server.progress import Progress
 from funitel.model_server.quantization import Quantization, find_quantization
-from funitel.model_server.storage import (
-    TGI_TENSORS,
-    QuantizedStorage,
-    Range,
-    StackedStorage,
-    Storage,
-    TensorFile,
-    gptq_tensors,
-    open_file,
-    open_storages,
-    part_shape,
-)
+from funitel.model_server.quantized_storage import TGI_TENSORS, QuantizedStorage, gptq_tensors, open_storages
+from funitel.model_server.storage import Range, StackedStorage, Storage, TensorFile, open_file, part_shape
 from funitel.proto.errors import WeightsError
 
 _PLACE = re.compile(r"(.+)\[(\d{1,9})\]\.weight")  # of a matrix in a stack

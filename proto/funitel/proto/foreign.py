@@ -185,16 +185,14 @@ REFUSED: tuple[Refused, ...] = (
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "quantize": dict.fromkeys(
         (
-            "awq",
             "eetq",
             "exl2",
             "marlin",
             "bitsandbytes",
             "bitsandbytes-nf4",
             "bitsandbytes-fp4",
-            "fp8",
         ),
-        "such weights can neither be read nor made; serve a checkpoint that is not quantised, or quantised by GPTQ",
+        "such weights can neither be read nor made; serve a checkpoint that is not quantised, or as GPTQ, AWQ or fp8",
     ),
     "rope_scaling": {
         "dynamic": "rotations would depend on what shares the batch; give linear, which stretches them for all",

@@ -5,13 +5,13 @@ import logging
 import torch
 
 from funitel.model_server.packing import Codes
-from funitel.model_server.products import INT8, Products
+from funitel.model_server.products import FLOAT8, INT8, Products, round_float8
 from funitel.model_server.quantization import Quantization
 from funitel.proto.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
-MADE = {"int8": INT8}
+MADE = {"int8": INT8, "fp8": FLOAT8}
 """Values of --quantize that say what weights in floating point become on a GPU."""
 _PROBE_ROWS = (1, 40, 300)  # of the forms that products have
 _PROBE_BOUND = 2e-2  # relative error: what is wrong is off by far more, and bfloat16 by half of it
@@ -57,13 +57,16 @@ def check(products: Products, device: torch.device, dtype: torch.dtype) -> None:
     def drawn(top: int, *shape: int) -> torch.Tensor:
         return torch.randint(0, top, shape, generator=generator).to(device, torch.uint8)
 
-    for bits in (4, 8):
-        codes = Codes(
+    def integers(bits: int) -> Codes:
+        return Codes(
             codes=drawn(1 << bits, num_outputs, num_inputs),
             scales=torch.rand(num_outputs, num_inputs // group, generator=generator).to(device, torch.float16),
             zeros=drawn(1 << bits, num_outputs, num_inputs // group),
             groups=torch.arange(num_inputs, device=device) // group,
         )
+
+    floats = round_float8(torch.randn(num_outputs, num_inputs, generator=generator).to(device))
+    for kind, codes in (("4 bits", integers(4)), ("8 bits", integers(8)), ("float8", floats)):
         product, weights = products.of([codes], None), codes.dequantize(torch.float32)
         for num_rows in _PROBE_ROWS:
             x = torch.randn(num_rows, num_inputs, generator=generator).to(device, dtype)
@@ -71,6 +74,6 @@ def check(products: Products, device: torch.device, dtype: torch.dtype) -> None:
             error = float((found - expected).norm() / expected.norm())
             if not error <= _PROBE_BOUND:
                 raise ValueError(
-                    f"a probe of {num_rows} rows with {bits} bits is off by {error:.2g} of what torch computes, "
+                    f"a probe of {num_rows} rows with {kind} is off by {error:.2g} of what torch computes, "
                     f"at most {_PROBE_BOUND:g} is right"
                 )
