@@ -56,10 +56,10 @@ class Shard:
 @pytest.fixture(params=["own lane", "lane beside"])
 async def shard(request: pytest.FixtureRequest, executor: Executor, tmp_path: Path) -> AsyncIterator[Shard]:
     executor.clear()
-    with ThreadPoolExecutor(1) as compute:
+    with ThreadPoolExecutor(1) as compute, ThreadPoolExecutor(1) as answers:
         failures: list[FunitelError] = []
         path = f"{tmp_path}/shard-0.steps"
-        lane = OwnLane() if request.param == "own lane" else BesideLane(compute)
+        lane = OwnLane() if request.param == "own lane" else BesideLane(compute, answers)
         calls = Calls(executor, 1, lane, asyncio.get_running_loop(), failures.append)
         server = StepServer(calls, path)
         await server.start()

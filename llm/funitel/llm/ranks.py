@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from funitel.llm.threads import ComputeThread
-from funitel.model_server.executor import ComputedStep, Executor
+from funitel.model_server.executor import Executor, Step
 from funitel.proto.errors import FunitelError, StepFailed
 from funitel.proto.step import (
     CachedBatch,
@@ -23,6 +23,7 @@ from funitel.proto.step import (
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class LocalRanks:
@@ -32,6 +33,7 @@ class LocalRanks:
         self.infos: tuple[ShardInfo, ...] = (info,)
         self._executor = executor
         self._compute = compute
+        self._answers = ComputeThread() if executor.describing_waits else None
 
     async def warmup(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
         """Size the pool."""
@@ -62,7 +64,9 @@ class LocalRanks:
 
     def filter(self, batch_id: int, request_ids: Sequence[int], step_seq: int | None) -> Awaitable[CachedBatch]:
         """Keep some rows of a cached batch."""
-        return self._run(lambda: self._executor.filter(batch_id, request_ids, is_ahead=step_seq is not None))
+        is_ahead = step_seq is not None
+        filtering = self._run(lambda: self._executor.begin_filter(batch_id, request_ids, is_ahead=is_ahead))
+        return self._finished(filtering, lambda kept: kept())
 
     async def compile_grammar(self, kind: GrammarType, text: str) -> None:
         """Compile a grammar between two steps."""
@@ -76,20 +80,25 @@ class LocalRanks:
         """The model is where its caller is."""
 
     async def close(self) -> None:
-        """Let the thread end, once a step under way has."""
+        """Let the threads end, once a step under way has."""
         self._compute.close()
+        if self._answers is not None:
+            self._answers.close()
 
-    def _described(self, call: Callable[[], ComputedStep]) -> Awaitable[tuple[StepResult, ...]]:
-        """Queue a step now; its result is put into words on the caller's thread, beside the next step."""
-        return _describe(self._run(call))
+    def _described(self, call: Callable[[], Step]) -> Awaitable[tuple[StepResult, ...]]:
+        """Queue a step now; its result is put into words beside the next step."""
+        return self._finished(self._run(call), lambda step: (step.describe(),))
+
+    async def _finished(self, computing: Awaitable[T], finish: Callable[[T], R]) -> R:
+        """What `finish` makes of what was computed: on the caller's thread, or on another where that waits."""
+        computed = await computing
+        if self._answers is None:
+            return finish(computed)
+        return await _translated(asyncio.wrap_future(self._answers.submit(lambda: finish(computed))))
 
     def _run(self, call: Callable[[], T]) -> Awaitable[T]:
         """Queue a call now; what it raises is a FunitelError."""
         return _translated(asyncio.wrap_future(self._compute.submit(call)))
-
-
-async def _describe(computing: Awaitable[ComputedStep]) -> tuple[StepResult, ...]:
-    return ((await computing).describe(),)
 
 
 async def _translated(future: "asyncio.Future[T]") -> T:

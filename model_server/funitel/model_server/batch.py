@@ -8,16 +8,17 @@ import numpy as np
 import torch
 
 from funitel.model_server.kv_cache import Slots
+from funitel.model_server.uploads import upload
 
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
     """What one row computes in a step.
 
-    `tokens` are the known tokens to compute, the first at position `start`; `block_table` covers at least
-    start + len(tokens) tokens. `logits` says which of them need logits: "none", "last" or "all". `prompt_len` is that
-    of the sequence, 0 where it does not matter. The first `source_len` tokens of a sequence are what an encoder reads;
-    it does so in the step that has them as `source`.
+    `tokens` are those to compute, the first at position `start`, or where a device holds them (`ForwardBatch.build`);
+    `block_table` covers at least start + len(tokens) tokens. `logits` says which of them need logits: "none", "last" or
+    "all". `prompt_len` is that of the sequence, 0 where it does not matter. The first `source_len` tokens of a sequence
+    are what an encoder reads; it does so in the step that has them as `source`.
     """
 
     tokens: Sequence[int]
@@ -48,8 +49,13 @@ class ForwardBatch:
     logit_indices: torch.Tensor  # [num_logits] int64
 
     @classmethod
-    def build(cls, spans: Sequence[RowSpan], block_size: int, device: torch.device) -> "ForwardBatch":
-        """Lay rows out; decode rows are sorted by context so that attention can group like with like."""
+    def build(
+        cls, spans: Sequence[RowSpan], block_size: int, device: torch.device, held: torch.Tensor | None = None
+    ) -> "ForwardBatch":
+        """Lay rows out; decode rows are sorted by context so that attention can group like with like.
+
+        `held` are tokens that only the device knows: of them -1 - i is the i-th wherever a span says so.
+        """
         order = sorted(range(len(spans)), key=lambda i: (len(spans[i].tokens) > 1, spans[i].end))
         input_ids: list[int] = []
         first = [0] * len(spans)  # caller's row -> its first token in the flat order
@@ -64,7 +70,7 @@ class ForwardBatch:
             rows=tuple([spans[i] for i in order]),
             num_decode=sum(len(span.tokens) == 1 for span in spans),
             block_size=block_size,
-            input_ids=_tensor(input_ids, device),
+            input_ids=_filled_in(_tensor(input_ids, device), held),
             logit_indices=_tensor(wanted, device),
         )
 
@@ -104,8 +110,7 @@ class ForwardBatch:
     def reaches(self) -> torch.Tensor:
         """How many tokens each token's sequence is known to have: those of its prompt, and those up to itself."""
         prompts = [np.full(len(row.tokens), row.prompt_len) for row in self.rows]
-        known = torch.from_numpy(np.concatenate(prompts)).to(self.positions.device)
-        return torch.maximum(known, self.positions + 1)
+        return torch.maximum(_tensor(np.concatenate(prompts), self.positions.device), self.positions + 1)
 
 
 def block_tables(rows: Sequence[RowSpan], block_size: int) -> np.ndarray:
@@ -117,5 +122,9 @@ def block_tables(rows: Sequence[RowSpan], block_size: int) -> np.ndarray:
     return tables
 
 
+def _filled_in(ids: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
+    return ids if held is None else torch.where(ids < 0, held[(-1 - ids).clamp_(min=0)], ids)
+
+
 def _tensor(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device, non_blocking=True)
+    return upload(np.asarray(values, dtype=np.int64), device)

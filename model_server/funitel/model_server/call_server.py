@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor as ThreadExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from funitel.model_server.calls import Calls
@@ -37,7 +38,8 @@ class CallServer:
             here.call_soon_threadsafe(on_fatal, error)
 
         self._turning = ComputeLoop(compute) if executor.options.device.type == "cpu" else None
-        self._lane: Lane = OwnLane() if self._turning is not None else BesideLane(compute)
+        self._answers = ThreadPoolExecutor(1, "funitel-answers")  # idle, and without a thread, on a CPU
+        self._lane: Lane = OwnLane() if self._turning is not None else BesideLane(compute, self._answers)
         loop = self._turning.loop if self._turning is not None else here
         self.calls = Calls(executor, world_size, self._lane, loop, tell)
         self._steps = StepServer(self.calls, step_path) if step_path else None
@@ -56,6 +58,7 @@ class CallServer:
     async def stop(self) -> None:
         """Answer the calls that have come, hang up, and give the compute thread back; gRPC brings no more of them."""
         await self._run(self._hang_up())
+        self._answers.shutdown()
         if self._turning is not None:
             await self._turning.stop()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from funitel.model_server.executor import ComputedStep, Executor
+from funitel.model_server.executor import Executor, Step
 from funitel.model_server.lanes import Lane
 from funitel.model_server.memory import is_out_of_memory
 from funitel.model_server.step_order import StepOrder
@@ -58,13 +58,15 @@ class Calls:
         self._lane = lane
         self._on_fatal = on_fatal
         self._order = StepOrder()
-        self._begun: int | None = None  # when the call under way was, on the monotonic clock
+        # When the call that is computed was begun, and when the one that is answered; on the monotonic clock.
+        self._begun: int | None = None
+        self._answering: int | None = None
 
     @property
     def busy_ns(self) -> int:
         """Nanoseconds since the call under way was begun; 0 where there is none. Asked from any thread."""
-        begun = self._begun
-        return 0 if begun is None else time.monotonic_ns() - begun
+        begun = [instant for instant in (self._begun, self._answering) if instant is not None]
+        return time.monotonic_ns() - min(begun) if begun else 0
 
     def make(self, call: Callable[[Q, Reply[R]], None], request: Q, reply: Reply[R]) -> None:
         """Make one of the calls below; what it raises itself is answered too, and takes up the call's number."""
@@ -87,19 +89,20 @@ class Calls:
             )
             return
 
-        def encode(_: None) -> pb.ClearCacheResponse:
+        def answer(response: pb.ClearCacheResponse) -> None:
             self._order.reset()
-            return pb.ClearCacheResponse()
+            reply.answer(response)
 
-        self._run(None, self._executor.clear, encode, reply)
+        then = Reply(answer, reply.refuse)
+        self._run(None, self._executor.clear, lambda _: pb.ClearCacheResponse(), then)
 
     def filter_batch(self, request: pb.FilterBatchRequest, reply: Reply[pb.FilterBatchResponse]) -> None:
         """Keep some rows of a cached batch."""
         step_seq = _step_seq(request)
         self._run(
             step_seq,
-            lambda: self._executor.filter(request.batch_id, request.request_ids, is_ahead=step_seq is not None),
-            lambda kept: pb.FilterBatchResponse(batch=wire.encode_cached(kept)),
+            lambda: self._executor.begin_filter(request.batch_id, request.request_ids, is_ahead=step_seq is not None),
+            lambda kept: pb.FilterBatchResponse(batch=wire.encode_cached(kept())),
             reply,
         )
 
@@ -135,7 +138,7 @@ class Calls:
         )
 
     def _run(self, step_seq: int | None, call: Callable[[], T], encode: Callable[[T], R], reply: Reply[R]) -> None:
-        """Run `call` on the compute thread in its turn, then `encode` what it returns, here."""
+        """Run `call` on the compute thread in its turn, then `encode` what it returns where the lane does that."""
 
         def compute() -> T:
             self._begun = time.monotonic_ns()
@@ -144,18 +147,20 @@ class Calls:
             finally:
                 self._begun = None
 
-        def take(computed: T) -> None:
+        def finish(computed: T) -> R:
+            self._answering = time.monotonic_ns()
             try:
-                encoded = encode(computed)
-            except Exception as error:
-                fail(error)
-            else:
-                reply.answer(encoded)
+                return encode(computed)
+            finally:
+                self._answering = None
+
+        def take(encoded: R) -> None:
+            reply.answer(encoded)
 
         def fail(error: Exception) -> None:
             reply.refuse(self._failure(error))
 
-        self._order.begin(step_seq, lambda: self._lane.run(compute, take, fail), fail)
+        self._order.begin(step_seq, lambda: self._lane.run(compute, finish, take, fail), fail)
 
     def _failure(self, error: Exception) -> FunitelError:
         """What a caller is told of an exception; a fatal one is told of here."""
@@ -178,6 +183,6 @@ def _step_seq(request: Request) -> int | None:
     return request.step_seq
 
 
-def _encoded(step: ComputedStep, response: Response, in_columns: bool) -> Response:
+def _encoded(step: Step, response: Response, in_columns: bool) -> Response:
     wire.encode_result(step.describe(), response, in_columns=in_columns)
     return response

@@ -3,7 +3,7 @@
 import ctypes
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -52,7 +52,8 @@ class Loaded:
     """A decoder, and what the rest of the shard must know of it.
 
     `precision` is that of the weights, `parallel` the ranks as the decoder reduces over them, `step_bytes` the memory
-    of a step of so many tokens, where it is known before.
+    of a step of so many tokens, where it is known before. `takes_held_tokens`: all it reads of a batch's tokens is the
+    tensor, so that some may be known to the device only.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Loaded:
     parallel: TensorParallel
     footprint: Footprint
     step_bytes: Callable[[int], int] | None = None
+    takes_held_tokens: bool = False
 
 
 def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> Loaded:
@@ -76,7 +78,7 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
     attention = choose_attention(spec, heads, settings.block_size, weights.device, weights.dtype, settings.attention)
     decoder = Decoder(spec, weights, parallel, attention)
     _log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, weights.dtype)
-    return in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel)
+    return replace(in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel), takes_held_tokens=True)
 
 
 def in_torch(decoder: Forward, weights: Weights, parallel: TensorParallel) -> Loaded:

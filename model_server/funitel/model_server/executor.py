@@ -10,9 +10,9 @@ import logging
 import math
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from funitel.model_server.scores import ScoreMath, TorchScores
 from funitel.model_server.sequences import Row, SequenceTable
 from funitel.model_server.settling import Settled, Settler
 from funitel.model_server.spec import ModelFacts
+from funitel.model_server.step_checks import StepBounds, check_addresses, check_step, check_supported
 from funitel.model_server.text import Detokenizer, StopMatcher, TextCodec
 from funitel.model_server.watermark import Watermark
 from funitel.proto import logs
@@ -75,16 +76,23 @@ class ExecutorOptions:
     wipes_blocks: bool = True  # the last block of a row is read whole: what others left in it must not be catching
 
 
+class Step(Protocol):
+    """A step after which the next may be computed."""
+
+    def describe(self) -> StepResult:
+        """The whole result. Once for each step, in their order; from any thread, also while the next is computed."""
+
+
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """A step after which the next may be computed; its result is still to be put into words."""
+    """A step whose result is still to be put into words."""
 
     settler: Settler
     settled: Sequence[Settled]
     result: StepResult  # without generations
 
     def describe(self) -> StepResult:
-        """The whole result. Once for each step, in their order; from any thread, also while the next is computed."""
+        """See `Step`."""
         begin = time.perf_counter_ns()
         generations = tuple(map(self.settler.describe, self.settled))
         spent = time.perf_counter_ns() - begin
@@ -96,6 +104,8 @@ class ComputedStep:
 
 class Executor:
     """Runs steps over a paged KV pool. Created loaded; `warmup` sizes the pool and must come first."""
+
+    describing_waits = False  # whether `Step.describe` may take as long as the step: not for an event loop
 
     def __init__(
         self,
@@ -150,7 +160,7 @@ class Executor:
         updates: Sequence[RowUpdate] = (),
         *,
         is_ahead: bool = False,
-    ) -> ComputedStep:
+    ) -> Step:
         """Take new sequences in and run one step, together with `cached` in the same forward if given.
 
         The resulting batch has the id of `cached`, else `batch_id`. `is_ahead`: the caller plans without having seen
@@ -171,7 +181,7 @@ class Executor:
             for start in starts:
                 new.append(self._admit(start))
             counts = self._counts(running, new, updates, is_ahead)
-            self._check_step(running, new, counts, updates)
+            check_step(running, new, counts, updates, self._bounds)
         except Exception:
             self._table.release(new)
             raise
@@ -184,7 +194,7 @@ class Executor:
 
     def compute_decode(
         self, cached: Sequence[CachedBatch], updates: Sequence[RowUpdate] = (), *, is_ahead: bool = False
-    ) -> ComputedStep:
+    ) -> Step:
         """Run one step of one or more cached batches, concatenated under the id of the first.
 
         `is_ahead` and what is raised: as for `compute_prefill`.
@@ -198,7 +208,7 @@ class Executor:
         rows = [row for part in parts for row in part]
         updates = self._of_rows_left(updates, is_ahead)
         counts = self._counts(rows, [], updates, is_ahead)
-        self._check_step(rows, [], counts, updates)
+        check_step(rows, [], counts, updates, self._bounds)
         self._grant(rows, updates)
         self._wipe([], updates)
         for batch in cached[1:]:
@@ -224,6 +234,11 @@ class Executor:
         self._table.release(row for row in rows if row.request_id not in keep)
         self._batches[batch_id] = [row for row in rows if row.request_id in keep]
         return self._cached_batch(batch_id)
+
+    def begin_filter(self, batch_id: int, request_ids: Sequence[int], *, is_ahead: bool) -> Callable[[], CachedBatch]:
+        """`filter`; what is returned gives its result, once it may be waited for, as `Step.describe` does."""
+        kept = self.filter(batch_id, request_ids, is_ahead=is_ahead)
+        return lambda: kept
 
     def clear(self, batch_id: int | None = None) -> None:
         """Drop one cached batch, or all; an unknown one is no error."""
@@ -263,14 +278,14 @@ class Executor:
     def _cached_batch(self, batch_id: int) -> CachedBatch:
         rows = self._batches[batch_id]
         held = sum(row.num_blocks for row in rows) * self.options.block_size
-        following = self._counts(rows, [], (), is_ahead=False)
-        return CachedBatch(batch_id, tuple(row.request_id for row in rows), held, sum(following))
+        following = self._following([row.num_pending for row in rows])
+        return CachedBatch(batch_id, tuple(row.request_id for row in rows), held, following)
 
     # Admission ------------------------------------------------------------------------------------------------------
 
     def _admit(self, start: SequenceStart) -> Row:
         """Make the row of a new sequence."""
-        self._check_supported(start)
+        check_supported(start, self.spec.vocab_size, takes_first_token=self.takes_first_token)
         prompt = list(start.input_ids) or self._encode(start)
         tokens = prompt + list(start.output_ids)
         if not prompt or max(tokens) >= self.spec.vocab_size:
@@ -280,7 +295,7 @@ class Executor:
             )
         if start.cache_len >= len(tokens):
             raise InvalidRequest(f"cache_len {start.cache_len} must be < the {len(tokens)} tokens known")
-        self._check_addresses(start)
+        check_addresses(start, self._bounds)
         row = self._row(start, prompt, tokens)
         try:
             self._table.grant(row, start.blocks)
@@ -324,43 +339,6 @@ class Executor:
         ids = self.codec.encode(start.inputs, add_special_tokens=start.add_special_tokens)
         return ids[-start.truncate :] if start.truncate else ids
 
-    def _check_supported(self, start: SequenceStart) -> None:
-        asked = {
-            "adapter_id": start.adapter_id is not None,
-            "first_token": start.sampling.first_token is not None and not self.takes_first_token,
-        }
-        for name, is_asked in asked.items():
-            if is_asked:
-                raise InvalidRequest(f"{name} is not supported by this shard")
-        first_token = start.sampling.first_token
-        if first_token is not None and first_token >= self.spec.vocab_size:
-            raise InvalidRequest(f"first_token must be within 0..{self.spec.vocab_size - 1}, given {first_token}")
-        temperature = start.sampling.temperature
-        if not 0.0 < temperature < math.inf:
-            raise InvalidRequest(f"temperature must be > 0 and finite, given {temperature}", "temperature")
-        unknown = [token_id for token_id, _ in start.sampling.logit_bias if token_id >= self.spec.vocab_size]
-        if unknown:
-            raise InvalidRequest(
-                f"logit_bias needs token ids within 0..{self.spec.vocab_size - 1}, given {unknown[0]}", "logit_bias"
-            )
-        if start.stopping.max_new_tokens <= len(start.output_ids):
-            raise InvalidRequest(
-                f"max_new_tokens must be > the {len(start.output_ids)} tokens already produced, "
-                f"given {start.stopping.max_new_tokens}"
-            )
-
-    def _check_addresses(self, start: SequenceStart) -> None:
-        """Blocks must lie in the pool, and slots, which TGI routers send too, must say the same as blocks."""
-        num_blocks, size = self._pool.num_blocks, self.options.block_size
-        if any(block >= num_blocks for block in start.blocks):
-            raise InvalidRequest(f"block {max(start.blocks)} is outside the pool of {num_blocks} blocks")
-        if len(set(start.blocks)) < len(start.blocks):
-            raise InvalidRequest(f"request {start.request_id} has a block twice")
-        for position, slot in enumerate(start.slots):
-            index, offset = divmod(position, size)
-            if index >= len(start.blocks) or slot != start.blocks[index] * size + offset:
-                raise InvalidRequest(f"slot {slot} of token {position} does not lie in its block")
-
     def _grant(self, rows: Sequence[Row], updates: Sequence[RowUpdate]) -> None:
         by_id = {row.request_id: row for row in rows}
         for update in updates:
@@ -375,41 +353,6 @@ class Executor:
         granted += [block for update in updates for block in update.blocks]
         if granted:
             self._pool.wipe(granted)
-
-    def _check_step(
-        self, running: Sequence[Row], new: Sequence[Row], counts: Sequence[int], updates: Sequence[RowUpdate]
-    ) -> None:
-        """Every update has its row, every granted block lies in the pool, every token of the step in a block."""
-        by_id = {row.request_id: row for row in running}
-        if updates and len(by_id) < len(running):
-            raise InvalidRequest("row updates need distinct request ids")
-        granted: Counter[int] = Counter()
-        for update in updates:
-            if update.request_id not in by_id:
-                raise InvalidRequest(f"row update for request {update.request_id}, which is not in the step")
-            if any(block >= self._pool.num_blocks for block in update.blocks):
-                raise InvalidRequest(
-                    f"block {max(update.blocks)} is outside the pool of {self._pool.num_blocks} blocks"
-                )
-            granted[update.request_id] += len(update.blocks)
-        _check_owners(new, updates, self.options.block_size)
-        for row, count in zip([*running, *new], counts, strict=True):
-            self._check_blocks(row, count, granted[row.request_id])
-
-    def _check_blocks(self, row: Row, count: int, num_granted: int) -> None:
-        held = row.num_blocks + num_granted
-        if held > self._table.max_blocks:
-            raise InvalidRequest(
-                f"request {row.request_id} has {held} blocks, at most {self._table.max_blocks} are allowed"
-            )
-        context = self.spec.max_position_embeddings
-        if row.num_cached + count > context:  # a table of learned positions has no more
-            raise InvalidRequest(
-                f"request {row.request_id} would have {row.num_cached + count} tokens, the model's context is {context}"
-            )
-        needed = -(-(row.num_cached + count) // self.options.block_size)
-        if count and needed > held:
-            raise InvalidRequest(f"request {row.request_id} needs {needed} blocks for this step, it has {held}")
 
     def _counts(
         self, running: Sequence[Row], new: Sequence[Row], updates: Sequence[RowUpdate], is_ahead: bool
@@ -433,6 +376,17 @@ class Executor:
             counts.append(_within(row.num_pending, count))
         return counts + first
 
+    def _following(self, pending: Sequence[int]) -> int:
+        """Tokens of a step of which nothing else is said, over rows that have so many to compute."""
+        least = sum(count > 0 for count in pending)
+        room = max(0, self.max_prefill_tokens - len(pending))  # beyond one token each
+        return least + min(sum(pending) - least, room)
+
+    @property
+    def _bounds(self) -> StepBounds:
+        context = self.spec.max_position_embeddings
+        return StepBounds(self._pool.num_blocks, self._table.max_blocks, self.options.block_size, context)
+
     @property
     def _pool(self) -> KVCache:
         if self._cache is None:
@@ -441,9 +395,7 @@ class Executor:
 
     # One step -------------------------------------------------------------------------------------------------------
 
-    def _step(
-        self, batch_id: int, rows: list[Row], counts: Sequence[int], begin: int, concat_ns: int | None
-    ) -> ComputedStep:
+    def _step(self, batch_id: int, rows: list[Row], counts: Sequence[int], begin: int, concat_ns: int | None) -> Step:
         """Forward, sample, settle; keep the batch unless every row has finished."""
         self._batches[batch_id] = rows
         self._ended = {}
@@ -452,13 +404,12 @@ class Executor:
         try:
             due, spans = self._forward(active)
         except Exception as error:
-            self.clear(batch_id)
-            if not is_out_of_memory(error):
-                raise
-            raise self._without_memory(error, active) from None
+            raise self._given_up(error, batch_id, active) from None
         settle_begin = time.perf_counter_ns()
         settled = [self._settler.settle(row, span) for row, span in zip(due, spans, strict=True)]
-        if all(row.finish_reason is not None for row in rows):
+        for row in due:
+            row.is_over = row.finish_reason is not None
+        if all(row.is_over for row in rows):
             self._ended[batch_id] = frozenset(row.request_id for row in rows)
             self.clear(batch_id)
         end = time.perf_counter_ns()
@@ -474,6 +425,11 @@ class Executor:
             num_forward_tokens=sum(count for _, count in active),
         )
         return ComputedStep(self._settler, [one for one in settled if one is not None], result)
+
+    def _given_up(self, error: Exception, batch_id: int, active: Sequence[tuple[Row, int]]) -> Exception:
+        """Drop the batch of a step that failed; returns the error to raise."""
+        self.clear(batch_id)
+        return self._without_memory(error, active) if is_out_of_memory(error) else error
 
     def _without_memory(self, error: Exception, active: Sequence[tuple[Row, int]]) -> FunitelError:
         """Give back what a step took that found no more memory; returns the error to raise."""
@@ -536,14 +492,18 @@ class Executor:
         wanted = "last" if count == row.num_pending else "none"
         if row.owes_prompt_logprobs:
             wanted = "all"
-        tokens, table = row.tokens[row.num_cached : end], self._table.block_table(row)
+        tokens, table = self._tokens(row, end), self._table.block_table(row)
         return RowSpan(tokens, row.num_cached, table, wanted, row.prompt_len)
+
+    def _tokens(self, row: Row, end: int) -> list[int]:
+        """The tokens of a row to be computed up to `end`."""
+        return row.tokens[row.num_cached : end]
 
     def _agree(self, due: Sequence[Row], following: list[list[SampledToken]]) -> list[list[SampledToken]]:
         """Give every rank what rank 0 chose, and the log-probabilities of prompts that are complete."""
         if self.parallel.size == 1 or not due:
             return following
-        if any(row.sampling.top_n or row.owes_prompt_logprobs or row.start.sampling.grammar for row in due):
+        if wants_words(due):
             notes = [
                 (list(map(astuple, tokens)), row.prompt_logprobs) for row, tokens in zip(due, following, strict=False)
             ]
@@ -669,14 +629,9 @@ class Executor:
         return num_blocks * size
 
 
-def _check_owners(new: Sequence[Row], updates: Sequence[RowUpdate], block_size: int) -> None:
-    """Every block that a call grants to be written has one owner; those that are found computed may have several."""
-    owners: dict[int, int] = {}
-    granted = [(row.request_id, row.start.blocks[-(-row.start.cache_len // block_size) :]) for row in new]
-    for request_id, blocks in (*granted, *((update.request_id, update.blocks) for update in updates)):
-        for block in blocks:
-            if owners.setdefault(block, request_id) != request_id:
-                raise InvalidRequest(f"block {block} is granted to requests {owners[block]} and {request_id}")
+def wants_words(due: Sequence[Row]) -> bool:
+    """Whether a step says more of some row due than one token and its log-probability."""
+    return any(row.sampling.top_n or row.owes_prompt_logprobs or row.start.sampling.grammar for row in due)
 
 
 def _within(pending: int, asked: int | None) -> int:

@@ -4,7 +4,7 @@ Compiling may happen on any thread, all else on the compute thread. The engine i
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -96,6 +96,16 @@ class TokenMasks:
             assert state is not None
             state.fill(bits[place])
         return cls(rows, bits)
+
+    @classmethod
+    def naming(cls, ids: Mapping[int, np.ndarray], vocab_size: int) -> "TokenMasks | None":
+        """Masks of the tokens that are named for some rows; None for no rows."""
+        if not ids:
+            return None
+        is_named = np.zeros((len(ids), -(-vocab_size // 32) * 32), dtype=np.uint8)
+        for line, named in zip(is_named, ids.values(), strict=True):
+            line[named] = 1
+        return cls(list(ids), np.packbits(is_named, axis=1, bitorder="little").view(np.int32))
 
 
 class GrammarCompiler:

@@ -9,6 +9,7 @@ import torch
 
 from funitel.model_server.parallel import HeadSplit
 from funitel.model_server.spec import ModelSpec
+from funitel.model_server.uploads import upload
 
 Slots = tuple[torch.Tensor, torch.Tensor]  # where tokens lie: block and offset in it, each [num_tokens] int64
 
@@ -61,7 +62,8 @@ class KVCache:
 
     def wipe(self, blocks: Sequence[int]) -> None:
         """Make blocks zeros again: of scores that are no numbers, some may lie there."""
-        self.pool[list(blocks)] = 0
+        places = upload(np.array(blocks, dtype=np.int64), self.pool.device)
+        self.pool.view(torch.uint8).index_fill_(0, places, 0)  # zeros of every kind of numbers
 
 
 def _num_parts(spec: ModelSpec) -> int:

@@ -3,7 +3,7 @@
 On a CPU the model wants every core it is given. A second thread that reads, describes and sends beside it takes one
 away, and on a crowded core an answer waits until the kernel lets that thread run. So there a loop of its own turns on
 the compute thread (`ComputeLoop`): a call is read, computed and answered without a hand-over. The compute thread of a
-GPU waits for its device, and describing beside it costs nothing.
+GPU launches the next step while its device computes the last, and a third thread waits for what comes of that.
 """
 
 import asyncio
@@ -16,39 +16,67 @@ from typing import Any, Protocol, TypeVar
 import uvloop
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Lane(Protocol):
     """Runs jobs one by one in the order they come; used on one event loop, on which it tells what came of them."""
 
-    def run(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
-        """Run `job` after all before it; then call `done` with what it returned, or `failed` with what it raised."""
+    def run(
+        self,
+        job: Callable[[], T],
+        finish: Callable[[T], R],
+        done: Callable[[R], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Run `job` after all before it, then `finish` what it returned, after all that were finished before it.
+
+        Then call `done` with what came of it, or `failed` with what either of them raised.
+        """
 
 
 async def emptied(lane: Lane) -> None:
     """Wait until every job that `lane` has been given is done, and what came of it was told."""
     is_last = asyncio.Event()
-    lane.run(lambda: None, lambda _: is_last.set(), lambda _: is_last.set())
+    lane.run(lambda: None, lambda _: None, lambda _: is_last.set(), lambda _: is_last.set())
     await is_last.wait()
 
 
 class BesideLane:
-    """Jobs run on the one thread of `compute`; the next is at hand there before the last has ended."""
+    """Jobs run on the one thread of `compute`, and are finished on that of `answers`, which may wait for a device.
 
-    def __init__(self, compute: ThreadExecutor) -> None:
+    The next job is at hand before the last has ended, and runs while the last is finished.
+    """
+
+    def __init__(self, compute: ThreadExecutor, answers: ThreadExecutor) -> None:
         self._compute = compute
+        self._answers = answers
 
-    def run(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
+    def run(
+        self,
+        job: Callable[[], T],
+        finish: Callable[[T], R],
+        done: Callable[[R], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
         """See `Lane`."""
         loop = asyncio.get_running_loop()
 
-        def compute() -> None:
+        def tell(make: Callable[[], R]) -> None:
             try:
-                result = job()
+                result = make()
             except Exception as error:
                 loop.call_soon_threadsafe(failed, error)
             else:
                 loop.call_soon_threadsafe(done, result)
+
+        def compute() -> None:
+            try:
+                computed = job()
+            except Exception as error:
+                self._answers.submit(loop.call_soon_threadsafe, failed, error)
+            else:
+                self._answers.submit(tell, lambda: finish(computed))
 
         self._compute.submit(compute)
 
@@ -59,12 +87,18 @@ class OwnLane:
     def __init__(self) -> None:
         self._jobs: deque[Callable[[], None]] = deque()
 
-    def run(self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]) -> None:
+    def run(
+        self,
+        job: Callable[[], T],
+        finish: Callable[[T], R],
+        done: Callable[[R], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
         """See `Lane`."""
 
         def compute() -> None:
             try:
-                result = job()
+                result = finish(job())
             except Exception as error:
                 failed(error)
             else:

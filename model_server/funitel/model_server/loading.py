@@ -13,6 +13,7 @@ from funitel.model_server.checkpoint import read_json
 from funitel.model_server.cpu.tiers import MADE, Tier, choose_tier
 from funitel.model_server.decoders import Loaded, load_fused, load_torch
 from funitel.model_server.executor import Executor, ExecutorOptions
+from funitel.model_server.gpu.feeding import FeedingExecutor
 from funitel.model_server.gpu.product_choice import MADE as MADE_ON_GPU
 from funitel.model_server.hub import is_outdated
 from funitel.model_server.kv_cache import Pools, SpecPools
@@ -96,7 +97,10 @@ def _finish(
     options: ExecutorOptions,
 ) -> tuple[Executor, ShardInfo]:
     log_loaded(settings, folder, spec, options.device, loaded)
-    executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, loaded.scores)
+    if options.device.type == "cuda" and loaded.takes_held_tokens:
+        executor: Executor = FeedingExecutor(spec, loaded.decoder, pools, codec, loaded.parallel, options)
+    else:
+        executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, loaded.scores)
     return executor, info_of(settings, options, loaded, spec.vocab_size)
 
 

@@ -7,6 +7,7 @@ distribution would let it move every token in the tail.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 MASK_32 = (1 << 32) - 1
@@ -18,15 +19,30 @@ def noise_key(seed: int, position: int) -> int:
     return _mix(_mix(seed) + position)
 
 
+def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`noise_key` of many sequences: their seeds as `mixed_seeds` gives them and their positions; [rows] uint64."""
+    return _mix_many(seeds + positions.astype(np.uint64))
+
+
+def mixed_seeds(seeds: Sequence[int]) -> np.ndarray:
+    """What `noise_keys` takes of seeds: [len(seeds)] uint64."""
+    return _mix_many(np.array(seeds, dtype=np.uint64))
+
+
 def gumbel(keys: Sequence[int], num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Standard Gumbel noise [len(keys), num_tokens] float32; row i is a function of keys[i].
+    """Standard Gumbel noise [len(keys), num_tokens] float32; row i is a function of keys[i]."""
+    first = torch.tensor([[_as_int32(key >> 32)] for key in keys], dtype=torch.int32, device=device)
+    second = torch.tensor([[_as_int32(key)] for key in keys], dtype=torch.int32, device=device)
+    return gumbel_of(first, second, num_tokens)
+
+
+def gumbel_of(first: torch.Tensor, second: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """`gumbel` of keys whose upper and lower halves are on a device, each [rows, 1] int32.
 
     The two halves of a key are mixed with each token id by xor-shift-multiply rounds, multipliers of "triple32"
     (github.com/skeeto/hash-prospector).
     """
-    first = torch.tensor([[_as_int32(key >> 32)] for key in keys], dtype=torch.int32, device=device)
-    second = torch.tensor([[_as_int32(key)] for key in keys], dtype=torch.int32, device=device)
-    x = torch.arange(num_tokens, dtype=torch.int32, device=device) * _as_int32(0x9E3779B1) ^ first
+    x = torch.arange(num_tokens, dtype=torch.int32, device=first.device) * _as_int32(0x9E3779B1) ^ first
     x ^= _shifted(x, 17)
     x *= _as_int32(0xED5AD4BB)
     x += second
@@ -56,3 +72,12 @@ def _mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK_64
     return x ^ (x >> 31)
+
+
+def _mix_many(x: np.ndarray) -> np.ndarray:
+    """`_mix` of numbers [rows] uint64, whose arithmetic wraps as it should."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed

@@ -60,6 +60,15 @@ class SamplingState:
             self._seen[token_id] += 1
             self._produced[token_id] += 1
 
+    def held(self) -> tuple[tuple[list[int], list[int]], ...]:
+        """Where penalties need it, the tokens held and how often: those of the whole sequence, of the completion."""
+        return tuple((list(counter), list(counter.values())) for counter in (self._seen, self._produced))
+
+    def favoured(self, vocab_size: int) -> np.ndarray:
+        """The tokens that the watermark favours next: ids, int64."""
+        ids: np.ndarray = self.watermark.green_ids(self._last, vocab_size).numpy()
+        return ids
+
     def process(self, scores: torch.Tensor) -> None:
         """Apply watermark, bias and penalties to one row [vocab_size], in place."""
         params = self.params
@@ -149,7 +158,7 @@ def sample(
     logprobs = logits.gather(1, chosen[:, None])[:, 0] - normaliser
     logprobs.masked_fill_(is_broken, torch.nan)
     tops = [
-        _top(logits[row], float(normaliser[row]), state.top_n) if state.top_n else ((), ())
+        top_of(logits[row], float(normaliser[row]), state.top_n) if state.top_n else ((), ())
         for row, state in enumerate(states)
     ]
     return [
@@ -169,7 +178,7 @@ def _needs_raw(params: SamplingParams) -> bool:
     return params.raw_logprobs and params.changes_scores
 
 
-def _top(scores: torch.Tensor, normaliser: float, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+def top_of(scores: torch.Tensor, normaliser: float, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """The most likely tokens of a row, best first; ties with the last are all returned, masked tokens never."""
     count = min(count, scores.shape[0])
     threshold = scores.topk(count).values[-1]

@@ -57,54 +57,68 @@ class TorchScores:
 
 def _warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Temperature, top-k, top-p, min-p, typical-p, each only on the rows that ask for it. Masked tokens become -inf."""
-    temperatures = torch.tensor([p.temperature for p in params], device=scores.device)
-    best = scores.max(dim=-1, keepdim=True).values
-    scores = (scores - best) / temperatures[:, None]  # at most 0: the tiniest temperature cannot overflow
-    for rows, warp in (
-        ([i for i, p in enumerate(params) if p.top_k], _top_k),
-        ([i for i, p in enumerate(params) if p.top_p < 1.0], _top_p),
-        ([i for i, p in enumerate(params) if p.min_p > 0.0], _min_p),
-        ([i for i, p in enumerate(params) if p.typical_p < 1.0], _typical_p),
+    scores = heated(scores, _column([p.temperature for p in params], scores))
+    for rows, keep, values in (
+        ([i for i, p in enumerate(params) if p.top_k], keep_top_k, [p.top_k for p in params]),
+        ([i for i, p in enumerate(params) if p.top_p < 1.0], keep_top_p, [p.top_p for p in params]),
+        ([i for i, p in enumerate(params) if p.min_p > 0.0], keep_min_p, [log_of(p.min_p) for p in params]),
+        ([i for i, p in enumerate(params) if p.typical_p < 1.0], keep_typical_p, [p.typical_p for p in params]),
     ):
         if rows:
-            scores[rows] = warp(scores[rows], [params[i] for i in rows])
+            asked = [values[i] for i in rows]
+            scores[rows] = keep(scores[rows], _column(asked, scores), max(asked))
     return scores
 
 
-def _top_k(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, device=like.device)[:, None]
+
+
+def log_of(probability: float) -> float:
+    """The logarithm of a probability, which may be 0."""
+    return math.log(probability) if probability else -math.inf
+
+
+def heated(scores: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Scores [rows, vocab_size] at temperatures [rows, 1]: at most 0, so that the tiniest cannot overflow."""
+    return (scores - scores.max(dim=-1, keepdim=True).values) / temperatures
+
+
+# Each of these takes scores [rows, vocab_size], what their rows ask for [rows, 1] and the most of that, and gives
+# scores that are -inf where a token is left out. None of them makes the host wait for a device.
+
+
+def keep_top_k(scores: torch.Tensor, ks: torch.Tensor, most: float) -> torch.Tensor:
     """Keep the k best; ties with the k-th stay."""
-    ks = torch.tensor([min(p.top_k, scores.shape[1]) for p in params], device=scores.device)
-    best = scores.topk(int(ks.max()), dim=-1).values
-    return scores.masked_fill(scores < best.gather(1, ks[:, None] - 1), -torch.inf)
+    size = scores.shape[1]
+    best = scores.topk(min(int(most), size), dim=-1).values
+    return scores.masked_fill(scores < best.gather(1, ks.clamp(max=size) - 1), -torch.inf)
 
 
-def _top_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def keep_top_p(scores: torch.Tensor, ps: torch.Tensor, _: float) -> torch.Tensor:
     """Keep the smallest set of tokens whose mass reaches p, at least one."""
-    ps = torch.tensor([p.top_p for p in params], device=scores.device)
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
     mass = ordered.softmax(dim=-1)
     before = mass.cumsum(dim=-1) - mass  # mass of the tokens ranked above
-    is_out = before >= ps[:, None]
+    is_out = before >= ps
     is_out[:, 0] = False
     return scores.masked_fill(torch.zeros_like(is_out).scatter(1, ids, is_out), -torch.inf)
 
 
-def _min_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Drop tokens less likely than p times the likeliest. Source: Nguyen et al., arXiv 2407.01082."""
-    floors = torch.tensor([math.log(p.min_p) for p in params], device=scores.device)
+def keep_min_p(scores: torch.Tensor, floors: torch.Tensor, _: float) -> torch.Tensor:
+    """Drop tokens less likely than p times the likeliest, p as its logarithm. Source: arXiv 2407.01082."""
     best = scores.max(dim=-1, keepdim=True).values
-    return scores.masked_fill(scores - best < floors[:, None], -torch.inf)
+    return scores.masked_fill(scores - best < floors, -torch.inf)
 
 
-def _typical_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def keep_typical_p(scores: torch.Tensor, ps: torch.Tensor, _: float) -> torch.Tensor:
     """Keep the tokens whose surprise is nearest the entropy until their mass reaches p. Source: arXiv 2202.00666."""
-    ps = torch.tensor([p.typical_p for p in params], device=scores.device)
     logprobs = scores.log_softmax(dim=-1)
     probs = logprobs.exp()
     entropy = -(probs * logprobs).nan_to_num().sum(dim=-1, keepdim=True)
     distance = (-logprobs - entropy).abs()
     ids = distance.argsort(dim=-1, stable=True)
     mass = probs.gather(1, ids)
-    is_out = mass.cumsum(dim=-1) - mass >= ps[:, None]
+    is_out = mass.cumsum(dim=-1) - mass >= ps
     is_out[:, 0] = False
     return scores.masked_fill(torch.zeros_like(is_out).scatter(1, ids, is_out), -torch.inf)

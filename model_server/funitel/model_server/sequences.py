@@ -36,6 +36,10 @@ class Row:
     prompt_logprobs: list[float] = field(default_factory=list)
     grammar: GrammarState | None = None  # on the rank that samples
     source_len: int = 0
+    is_over: bool = False  # it takes part in no further step
+    has_left: bool = False  # its batch has ended
+    num_promised: int = 0  # tokens that a device has chosen, or will have, and the host does not know yet
+    counts_place: int | None = None  # where the device counts its tokens, see `gpu/row_states`
 
     @property
     def request_id(self) -> int:
@@ -53,12 +57,12 @@ class Row:
 
         More in a prompt, and after tokens that were forced.
         """
-        return 0 if self.finish_reason is not None else len(self.tokens) - self.num_cached
+        return 0 if self.is_over else len(self.tokens) + self.num_promised - self.num_cached
 
     @property
     def owes_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt were asked for and its first token is still to come."""
-        return self.wants_prompt_logprobs and self.num_generated == 0
+        return self.wants_prompt_logprobs and self.num_generated + self.num_promised == 0
 
     @property
     def num_generated(self) -> int:

@@ -96,13 +96,14 @@ class _Inputs:
         used = own.shape[1]
         staged = torch.zeros(num_rows * (3 + used), dtype=torch.int32, pin_memory=self.tables.is_cuda)
         numbers = staged.numpy()
-        tokens, positions, contexts = numbers[: 3 * num_rows].reshape(3, num_rows)
+        _, positions, contexts = numbers[: 3 * num_rows].reshape(3, num_rows)
         numbers[3 * num_rows :].reshape(num_rows, used)[: len(own)] = own
         contexts[:] = 1
         for i, row in enumerate(batch.rows):
-            tokens[i], positions[i], contexts[i] = row.tokens[0], row.start, row.end
+            positions[i], contexts[i] = row.start, row.end
         there = staged.to(self.tables.device, non_blocking=True)
         self._rows.copy_(there[: 3 * num_rows].view(3, num_rows))
+        self.tokens[: len(own)].copy_(batch.input_ids)  # which the step before may just have chosen
         self.tables[:, :used].copy_(there[3 * num_rows :].view(num_rows, used))
 
 
