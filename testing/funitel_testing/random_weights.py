@@ -12,7 +12,7 @@ from funitel.model_server.weights import Weights
 class RandomWeights(Weights):
     """Tensors of whatever name and shape is asked for, the same for every rank, made on `device`.
 
-    `deviation` is theirs; None: such that a product of them keeps its inputs' size.
+    `deviation` is theirs; None: such that a layer keeps the size of its inputs, with norms near one.
     """
 
     def __init__(
@@ -39,7 +39,12 @@ class RandomWeights(Weights):
         """See Weights."""
         generator = torch.Generator(self.device).manual_seed(crc32(name.encode()))
         values = torch.randn(*shape, generator=generator, device=self.device, dtype=dtype or self.dtype)
-        values *= shape[-1] ** -0.5 if self._deviation is None else self._deviation
+        if self._deviation is not None:
+            values *= self._deviation
+        elif len(shape) == 1:
+            values = 1 + 0.1 * values
+        else:
+            values *= shape[-1] ** -0.5
         values = values if rows is None else values[slice(*rows)]
         values = (values if columns is None else values[:, slice(*columns)]).contiguous()
         self.held_bytes += values.numel() * values.element_size()

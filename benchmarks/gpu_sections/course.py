@@ -1,0 +1,139 @@
+"""The sections of a run, each in a process of its own and within its own time: none that fails takes others along."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+
+from funitel_testing.servers import alive, descendants
+from gpu_sections.figures import Facts, Line
+from gpu_sections.plan import Plan
+
+GRACE_SECONDS = 15.0  # for a section that was told to end, before it is killed
+LOG_CHARS = 400  # of a section's last words
+
+
+@dataclass(frozen=True)
+class Section:
+    """A module of this package; `seconds` is the most it may take."""
+
+    name: str
+    seconds: float
+
+
+STAGES: tuple[tuple[Section, ...], ...] = (
+    (Section("kernels", 150),),
+    (Section("decode", 120),),
+)
+"""In their order; those of one stage run side by side."""
+
+NAMES = tuple(section.name for stage in STAGES for section in stage)
+
+
+@dataclass
+class Course:
+    """One run of some sections.
+
+    Args:
+        command: starts the process of a section, whose name is added.
+        folder: where each section's log is kept.
+        seconds: the most that all may take together; None: each its own time alone.
+        tell: called with each line as it comes.
+    """
+
+    command: Sequence[str]
+    folder: Path
+    seconds: float | None
+    tell: Callable[[Line], None]
+    lines: list[Line] = field(default_factory=list)
+    errors: dict[str, str] = field(default_factory=dict)
+    taken: dict[str, float] = field(default_factory=dict)
+
+    def run(self, names: Sequence[str]) -> None:
+        """Run sections by name; what went wrong is in `errors`."""
+        end = None if self.seconds is None else time.monotonic() + self.seconds
+        for stage in STAGES:
+            chosen = [section for section in stage if section.name in names]
+            told: Queue[Line | None] = Queue()
+            threads = [Thread(target=self._run_one, args=(section, end, told.put)) for section in chosen]
+            for thread in threads:
+                thread.start()
+            running = len(threads)
+            while running:
+                line = told.get()
+                if line is None:
+                    running -= 1
+                    continue
+                self.lines.append(line)
+                self.tell(line)
+
+    def _run_one(self, section: Section, end: float | None, put: Callable[[Line | None], None]) -> None:
+        begin = time.monotonic()
+        try:
+            seconds = section.seconds if end is None else min(section.seconds, end - begin)
+            error = self._watch(section, seconds, put) if seconds > 0 else "no time was left for it"
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        self.taken[section.name] = round(time.monotonic() - begin, 1)
+        if error is not None:
+            self.errors[section.name] = error
+        put(None)
+
+    def _watch(self, section: Section, seconds: float, put: Callable[[Line | None], None]) -> str | None:
+        """Run one section; returns what went wrong."""
+        log = self.folder / f"{section.name}.log"
+        facts = {line.key: line.measured for line in self.lines if line.measured is not None}
+        command = [*self.command, "--section", section.name, "--facts", json.dumps(facts)]
+        with (
+            log.open("wb") as file,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True) as process,
+        ):
+            assert process.stdout is not None
+            reader = Thread(target=_read, args=(process.stdout, put))
+            reader.start()
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                _end(process)
+                return f"not done after {seconds:.0f} s"
+            finally:
+                reader.join(GRACE_SECONDS)
+        if code == 0:
+            return None
+        said = log.read_text(errors="replace").strip().splitlines() or ["nothing"]
+        return f"ended with {code}: {said[-1][-LOG_CHARS:]}"
+
+
+def _read(lines: Iterator[str], put: Callable[[Line | None], None]) -> None:
+    for line in lines:
+        put(Line(**json.loads(line)))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a section that takes too long, and whatever it has started."""
+    started = descendants(process.pid)
+    process.terminate()
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pid in alive(started):
+        os.kill(pid, signal.SIGKILL)
+
+
+def run_section(name: str, plan: Plan, facts: Facts) -> None:
+    """Be the process of a section: its lines go to stdout, and all that others print there to stderr."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        for line in import_module(f"gpu_sections.{name}").measure(plan, facts):
+            print(json.dumps(asdict(line)), file=out, flush=True)

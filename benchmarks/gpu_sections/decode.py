@@ -1,0 +1,77 @@
+"""Decoding steps and a long prompt against what the card does at most, and where the time of a step goes."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from funitel.model_server.attention import TorchAttention
+from funitel.model_server.batch import ForwardBatch, RowSpan
+from funitel.model_server.decoder import Decoder, Forward
+from funitel.model_server.kv_cache import KVCache
+from gpu_sections import profile, roofs, timing
+from gpu_sections.figures import Facts, Line
+from gpu_sections.model import decoding_step, graphed, make_decoder, make_pool
+from gpu_sections.plan import BLOCK_SIZE, Plan
+
+SAME_TOKENS = 0.98  # share of rows; near ties of random weights fall either way
+
+
+def measure(plan: Plan, facts: Facts) -> Iterator[Line]:
+    """The ceilings, then every figure that is held against them."""
+    copy, matmul = timing.copy_rate(plan), timing.matmul_rate(plan)
+    yield Line("copy", "copy within memory", copy / 1e9, "GB/s")
+    yield Line("matmul", "product of matrices", matmul / 1e12, "TFLOP/s")
+    decoder = make_decoder(plan)
+    with torch.inference_mode():
+        for num_rows in plan.batches:
+            yield from _decoding(plan, decoder, num_rows, copy)
+        yield _prompt(plan, decoder, matmul)
+        for num_rows in plan.profiled:
+            cache, tables = make_pool(plan, num_rows, plan.context)
+            batch, forward = decoding_step(plan, tables, plan.context), graphed(plan, decoder, num_rows)
+            yield from profile.measure(plan, num_rows, lambda: forward(batch, cache))  # noqa: B023 - called at once
+
+
+def _decoding(plan: Plan, decoder: Decoder, num_rows: int, copy_rate: float) -> Iterator[Line]:
+    cache, tables = make_pool(plan, num_rows, plan.context)
+    batch, forward = decoding_step(plan, tables, plan.context), graphed(plan, decoder, num_rows)
+    seconds = timing.seconds_of(plan, lambda: forward(batch, cache))
+    launched = timing.seconds_of(plan, lambda: decoder(batch, cache))
+    same = _agreement(plan, decoder, forward, batch, cache)
+    name = f"decoding, {num_rows} rows of {plan.context} tokens"
+    yield Line(f"launched_{num_rows}", f"{name}, without graphs", launched * 1e3, "ms")
+    yield Line(f"same_{num_rows}", f"{name}, tokens as in torch's attention", same * 100, "%", same, SAME_TOKENS)
+    read = roofs.weight_bytes(plan.spec, plan.dtype.itemsize)
+    key = f"decode_{num_rows}"
+    if num_rows == 1:
+        times = 1 / roofs.share_of_roof(read, seconds, copy_rate)
+        yield Line(key, name, seconds * 1e3, "ms, times its weights' reading", times, 1.33, is_most=True)
+    else:
+        read += num_rows * roofs.kv_bytes(plan.spec, plan.context, plan.dtype.itemsize)
+        share = roofs.share_of_roof(read, seconds, copy_rate)
+        yield Line(key, name, seconds * 1e3, "ms, share of its roof", share, 0.65)
+
+
+def _agreement(plan: Plan, decoder: Decoder, forward: Forward, batch: ForwardBatch, cache: KVCache) -> float:
+    """Share of rows whose likeliest token is that of the reference attention."""
+    found = forward(batch, cache)
+    reference = TorchAttention(BLOCK_SIZE, plan.device)
+    for layer in decoder.layers:
+        layer.attention.backend = reference
+    expected = decoder.run(batch, cache, reference.plan(batch))
+    for layer in decoder.layers:
+        layer.attention.backend = decoder.attention
+    assert found is not None
+    assert expected is not None
+    return float((found.argmax(-1) == expected.argmax(-1)).float().mean())
+
+
+def _prompt(plan: Plan, decoder: Decoder, matmul_rate: float) -> Line:
+    cache, tables = make_pool(plan, 1, plan.prompt)
+    tokens = np.random.default_rng(1).integers(5, 250, plan.prompt).tolist()
+    batch = ForwardBatch.build([RowSpan(tokens, 0, tables[0])], BLOCK_SIZE, plan.device)
+    seconds = timing.seconds_of(plan, lambda: decoder(batch, cache))
+    share = roofs.prompt_operations(plan.spec, plan.prompt) / seconds / matmul_rate
+    name = f"prompt of {plan.prompt} tokens"
+    return Line("prompt", name, plan.prompt / seconds, "tokens/s, share of the product's rate", share, 0.5)

@@ -1,0 +1,59 @@
+"""The model of a plan with random weights, made on the device; pools and steps for it."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from funitel.model_server.batch import ForwardBatch, RowSpan
+from funitel.model_server.decoder import Decoder, Forward
+from funitel.model_server.gpu.attention import TritonAttention
+from funitel.model_server.gpu.choice import recorded
+from funitel.model_server.gpu.graphs import GraphedDecoder
+from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel_testing.random_weights import RandomWeights
+from gpu_sections.plan import BLOCK_SIZE, Plan
+
+PROCESSORS = 132  # where there are none to count
+
+
+def make_decoder(plan: Plan) -> Decoder:
+    """The decoder, over the Triton kernels."""
+    weights = RandomWeights(plan.dtype, plan.device, deviation=None)
+    return Decoder(plan.spec, weights, TensorParallel(), make_attention(plan))
+
+
+def make_attention(plan: Plan) -> TritonAttention:
+    """The kernels for the heads of the plan's model."""
+    spec, num_processors = plan.spec, PROCESSORS
+    if plan.is_gpu:
+        num_processors = torch.cuda.get_device_properties(plan.device).multi_processor_count
+    heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+    return TritonAttention(BLOCK_SIZE, plan.device, **heads, num_processors=num_processors)
+
+
+def graphed(plan: Plan, decoder: Decoder, num_rows: int) -> Forward:
+    """The decoder with steps of so many rows recorded; without a GPU a replay does the recorded work again."""
+    if plan.is_gpu:
+        return recorded(decoder, None)
+    attention = decoder.attention
+    assert isinstance(attention, TritonAttention)
+    return GraphedDecoder(decoder, attention, [num_rows + 1], plan.context, lambda body: body)
+
+
+def make_pool(plan: Plan, num_rows: int, context: int) -> tuple[KVCache, list[np.ndarray]]:
+    """A pool of random numbers for so many rows, and their blocks, in no order."""
+    spec = plan.spec
+    width = -(-context // BLOCK_SIZE)
+    heads = HeadSplit(0, spec.num_heads, 0, spec.num_kv_heads)
+    cache = KVCache(spec, heads, num_rows * width + 1, BLOCK_SIZE, plan.dtype, plan.device)
+    cache.pool.normal_(generator=torch.Generator(plan.device).manual_seed(0))
+    blocks = np.random.default_rng(0).permutation(np.arange(1, num_rows * width + 1)).astype(np.int32)
+    return cache, np.split(blocks, num_rows)
+
+
+def decoding_step(plan: Plan, tables: Sequence[np.ndarray], context: int) -> ForwardBatch:
+    """A step of rows that all have that context after it."""
+    rows = [RowSpan([i + 5], context - 1, table) for i, table in enumerate(tables)]
+    return ForwardBatch.build(rows, BLOCK_SIZE, plan.device)

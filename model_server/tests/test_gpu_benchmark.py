@@ -1,0 +1,163 @@
+"""`benchmarks/gpu.py`: the arithmetic of its roofs, how its sections are run, and each of them on a tiny shape."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.append(str(BENCHMARKS))  # last: scripts there have names that packages have too
+
+course = import_module("gpu_sections.course")
+figures = import_module("gpu_sections.figures")
+plans = import_module("gpu_sections.plan")
+profile = import_module("gpu_sections.profile")
+roofs = import_module("gpu_sections.roofs")
+
+SPEC = plans.FULL.spec
+Line = figures.Line
+
+
+def test_what_a_step_of_llama_reads() -> None:
+    """8.03 billion parameters, of which a step does not read the embeddings; 128 KiB of keys and values a token."""
+    embeddings, norms = 128_256 * 4096, 65 * 4096
+    assert roofs.weight_bytes(SPEC, 2) == 2 * (8_030_261_248 - embeddings - norms)
+    assert roofs.kv_bytes(SPEC, 1, 2) == 128 * 1024
+    assert roofs.kv_bytes(SPEC, 1000, 1) == 500 * 128 * 1024
+
+
+def test_what_a_prompt_of_llama_computes() -> None:
+    """Two operations a weight of the layers, and as many for each element of scores and values of those before it."""
+    weights = 8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096
+    assert roofs.prompt_operations(SPEC, 1) - 2 * weights == 32 * 4 * 4096 / 2
+    assert roofs.prompt_operations(SPEC, 8192) == 8192 * (2 * weights + 32 * 4 * 4096 * 4096)
+
+
+def test_the_share_of_a_roof() -> None:
+    assert roofs.share_of_roof(1e9, seconds=0.5, bytes_a_second=4e9) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("ratio", "aim", "is_most", "is_met"),
+    [(0.7, 0.65, False, True), (0.6, 0.65, False, False), (1.3, 1.33, True, True), (1.4, 1.33, True, False)],
+)
+def test_an_aim_is_met_from_its_side(ratio: float, aim: float, is_most: bool, is_met: bool) -> None:
+    assert Line("k", "name", 1.0, "ms", ratio, aim, is_most=is_most).is_met is is_met
+
+
+def test_what_was_not_measured_misses_its_aim_and_none_other() -> None:
+    assert not Line("k", "name", None, "skipped", aim=0.9).is_met
+    assert Line("k", "name", None, "skipped").is_met
+
+
+def test_a_summary_is_short_and_names_what_was_missed() -> None:
+    lines = [Line("a", "A", 1.23456789, "ms"), Line("b", "B", 2.0, "x", 0.5, 0.9), Line("c", "C", None, "none")]
+    summary = figures.summary(figures.report(lines, {"serve": "broke"}, {"serve": 1.0}, is_rehearsal=True))
+    assert summary["lines"] == {"a": [1.2346], "b": [2.0, 0.5], "c": []}
+    assert summary["missed"] == ["b"]
+    assert summary["errors"] == {"serve": "broke"}
+
+
+def test_a_profile_tells_waits_and_the_longest_kernels() -> None:
+    """Of 100 microseconds one kernel takes 30, another 20 of which 10 beside the first: 60 are waited."""
+    spans = {"gemm": [(0.0, 15.0), (85.0, 100.0)], "norm": [(5.0, 25.0)]}
+    waits, first, second = profile.lines_of(1, spans)
+    assert waits.measured == pytest.approx(60.0)
+    assert "gemm" in first.name
+    assert first.measured == pytest.approx(30.0 / profile.NUM_STEPS / 1e3)
+    assert "75.0 %" in first.unit
+    assert "norm" in second.name
+
+
+def test_a_profile_of_nothing_says_so() -> None:
+    (line,) = profile.lines_of(1, {})
+    assert line.measured is None
+
+
+# Running sections
+
+
+def run_course(folder: Path, program: str, names: Sequence[str], seconds: float | None = None) -> Any:
+    """A course whose sections all run a program of a line or two, which finds the section's name in `name`."""
+    start = "import json, sys, time; name = sys.argv[sys.argv.index('--section') + 1]\n"
+    start += "say = lambda **f: print(json.dumps({'name': '', 'unit': '', **f}), flush=True)\n"
+    run = course.Course([sys.executable, "-c", start + program], folder, seconds, lambda line: None)
+    run.run(names)
+    return run
+
+
+def test_a_section_that_fails_costs_no_other(tmp_path: Path) -> None:
+    program = "say(key=name, measured=1.0)\nif name == 'kernels': sys.exit('error: no card')"
+    run = run_course(tmp_path, program, ["kernels", "decode"])
+    assert [line.key for line in run.lines] == ["kernels", "decode"]
+    assert run.errors == {"kernels": "ended with 1: error: no card"}
+    assert set(run.taken) == {"kernels", "decode"}
+
+
+def test_a_section_knows_what_was_measured_before(tmp_path: Path) -> None:
+    program = (
+        "facts = json.loads(sys.argv[sys.argv.index('--facts') + 1])\n"
+        "say(key=name, measured=facts.get('kernels', 0) + 1)"
+    )
+    run = run_course(tmp_path, program, ["kernels", "decode"])
+    assert [line.measured for line in run.lines] == [1, 2]
+
+
+def test_a_section_that_takes_too_long_is_ended_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(course, "GRACE_SECONDS", 0.3)
+    program = (
+        "import subprocess, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+        "say(key=name, measured=child.pid); time.sleep(60)"
+    )
+    stages = ((course.Section("decode", 1.5),), (course.Section("serve", 0.0),))
+    monkeypatch.setattr(course, "STAGES", stages)
+    run = run_course(tmp_path, program, ["decode", "serve"])
+    assert run.errors == {"decode": "not done after 2 s", "serve": "no time was left for it"}
+    (line,) = run.lines
+    assert not course.alive({int(line.measured)})
+
+
+def test_what_a_section_prints_is_not_taken_for_a_figure() -> None:
+    """Its lines alone reach stdout; what libraries print there goes where errors go."""
+    program = (
+        "import sys, types; from gpu_sections import course, figures, plan\n"
+        "def measure(plan, facts):\n"
+        "    print('noise'); yield figures.Line('k', 'n', facts['a'], 'u')\n"
+        "sys.modules['gpu_sections.decode'] = types.SimpleNamespace(measure=measure)\n"
+        "course.run_section('decode', plan.REHEARSAL, {'a': 2.0})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=BENCHMARKS, timeout=60)
+    assert json.loads(done.stdout) | {"measured": 2.0} == json.loads(done.stdout)
+    assert "noise" in done.stderr
+    assert done.returncode == 0
+
+
+# Sections on a tiny shape
+
+
+def measured(section: str, facts: dict[str, float] | None = None, **changes: Any) -> dict[str, Any]:
+    """The lines of a section by key."""
+    plan = replace(plans.REHEARSAL, **changes)
+    return {line.key: line for line in import_module(f"gpu_sections.{section}").measure(plan, facts or {})}
+
+
+def test_kernels() -> None:
+    found = measured("kernels", num_cases=3)
+    assert set(found) == {"attention_float32", "attention_float16", "attention_bfloat16"}
+    assert all(line.is_met for line in found.values())
+
+
+def test_decoding_and_a_prompt() -> None:
+    found = measured("decode", batches=(1, 2), profiled=(1,), repeats=1, context=4, prompt=4)
+    assert {"copy", "matmul", "decode_1", "decode_2", "prompt", "profile_1"} <= set(found)
+    assert found["same_2"].is_met
+    assert all(line.measured > 0 for line in found.values())
