@@ -4,14 +4,20 @@ Ceilings are what this card does: a copy within its memory, a product of large b
 shape of Llama-3.1-8B and random weights, so nothing is fetched. Sections, in their order:
 
     kernels     attention kernels against the reference, over random shapes
+    equality    greedy tokens of the demo model here and in float32 on the CPU (a random one where it is not there)
+    checkpoint  the random weights as a folder that a server loads
     decode      decoding steps and a long prompt against the ceilings, and a profile of steps
+    serve       the launcher, the router and a shard: many streams over HTTP
+    peer        transformers' continuous batching on the same weights
+    pool        the executor in process, then with every block of the pool in use
+    precision   fp8 weights and KV: what they gain and what they cost
 
 Each runs in a process of its own and within a time of its own; one that fails leaves the others as they are. Figures
 are printed as they come, then what failed, and as the last line a short JSON object; the whole report grows in
 FOLDER/report.json beside the sections' logs. The exit status is 1 where an aim is missed or a section failed.
 
     python benchmarks/gpu.py                              # all of it, on cuda:0
-    python benchmarks/gpu.py --sections decode            # some of it
+    python benchmarks/gpu.py --sections decode serve      # some of it
     python benchmarks/gpu.py --rehearse                   # the same code without a GPU, on a tiny shape
 
 Needs this project's sources on PYTHONPATH (proto, router, model_server, launcher, testing) and what they import.
@@ -22,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,17 +36,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(sys.path.pop(0))  # last: scripts beside this one have names that packages have too
+HERE = str(Path(__file__).parent)
+sys.path[:] = [*(path for path in sys.path if path != HERE), HERE]  # last: scripts here have names of packages too
 if "--rehearse" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 import torch
 from gpu_sections import figures
 from gpu_sections.course import NAMES, Course, run_section
-from gpu_sections.figures import Line
 from gpu_sections.plan import FULL, REHEARSAL, Plan
 
 MOST_MINUTES = 7.9
+REHEARSAL_PATIENCE = 5.0  # times a section's own seconds: a CPU is slow, and not alone
+IN_MEMORY, LARGE = Path("/dev/shm"), 40 << 30  # bytes: a checkpoint, and what else is kept there
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -49,48 +58,52 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", choices=NAMES, default=list(NAMES), metavar="SECTION")
     parser.add_argument("--minutes", type=float, help=f"most that all may take; {MOST_MINUTES:g} when not given")
     parser.add_argument("--demo", help="the demo model: a folder, a GGUF file or a name of the catalogue")
-    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="where random checkpoints are kept")
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="where to keep random checkpoints")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where report and logs go; a new folder otherwise")
     parser.add_argument("--section", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--facts", type=json.loads, default={}, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
-def plan_of(arguments: argparse.Namespace) -> Plan:
-    """What is measured."""
-    plan = REHEARSAL if arguments.rehearse else FULL
-    if arguments.demo is not None:
-        plan = replace(plan, demo=arguments.demo)
-    return plan if arguments.checkpoints is None else replace(plan, folder=arguments.checkpoints)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
-    plan = plan_of(arguments)
+    plan = REHEARSAL if arguments.rehearse else FULL
+    plan = plan if arguments.demo is None else replace(plan, demo=arguments.demo)
     if plan.is_gpu and not torch.cuda.is_available():
         raise SystemExit("error: there is no CUDA device; --rehearse runs without one")
     if arguments.section is not None:
-        run_section(arguments.section, plan, arguments.facts)
+        run_section(arguments.section, replace(plan, folder=arguments.checkpoints), arguments.facts)
         return 0
-    folder = arguments.out or Path(tempfile.mkdtemp(prefix="funitel-gpu-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = replace(plan, folder=arguments.checkpoints or (plan.folder if plan.is_gpu else folder / "checkpoints"))
+    out = arguments.out or Path(tempfile.mkdtemp(prefix="funitel-gpu-"))
+    out.mkdir(parents=True, exist_ok=True)
+    if arguments.checkpoints is not None:
+        return run(arguments, replace(plan, folder=arguments.checkpoints), out)
+    with tempfile.TemporaryDirectory(prefix="funitel-gpu-", dir=_place()) as folder:
+        return run(arguments, replace(plan, folder=Path(folder)), out)
+
+
+def _place() -> Path | None:
+    """Memory, where it has room for a large checkpoint, else wherever temporary files go."""
+    has_room = IN_MEMORY.is_dir() and shutil.disk_usage(IN_MEMORY).free > LARGE
+    return IN_MEMORY if has_room else None
+
+
+def run(arguments: argparse.Namespace, plan: Plan, out: Path) -> int:
+    """Run the sections asked for; returns the exit status."""
+    own = ["--rehearse"] * arguments.rehearse + ["--demo", plan.demo, "--checkpoints", str(plan.folder)]
+    command = [sys.executable, __file__, *own]
     minutes = arguments.minutes or (MOST_MINUTES if plan.is_gpu else None)
+    course = Course(command, out, minutes and minutes * 60, 1.0 if plan.is_gpu else REHEARSAL_PATIENCE)
 
     def report() -> dict[str, Any]:
         full = figures.report(course.lines, course.errors, course.taken, is_rehearsal=not plan.is_gpu)
-        (folder / "report.json").write_text(json.dumps(full))
+        (out / "report.json").write_text(json.dumps(full))
         return full
 
-    def tell(line: Line) -> None:
-        verdict = "" if line.is_met or not plan.is_gpu else "  MISSED"
-        print(f"{line}{verdict}", flush=True)
-        report()
-
-    own = ["--rehearse"] * arguments.rehearse + ["--demo", plan.demo, "--checkpoints", str(plan.folder)]
-    course = Course([sys.executable, __file__, *own], folder, minutes and minutes * 60, tell)
     print(figures.HEADER, flush=True)
-    course.run(arguments.sections)
+    for line in course.run(arguments.sections):
+        print(f"{line}{'' if line.is_met or not plan.is_gpu else '  MISSED'}", flush=True)
+        report()
     for section, error in course.errors.items():
         print(f"{section} FAILED: {error}")
     print(json.dumps(figures.summary(report())))

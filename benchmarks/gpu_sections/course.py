@@ -30,8 +30,12 @@ class Section:
 
 
 STAGES: tuple[tuple[Section, ...], ...] = (
-    (Section("kernels", 150),),
+    (Section("kernels", 150), Section("equality", 150), Section("checkpoint", 90)),  # nothing there is timed
     (Section("decode", 120),),
+    (Section("serve", 150),),
+    (Section("peer", 120),),
+    (Section("pool", 220),),
+    (Section("precision", 120),),
 )
 """In their order; those of one stage run side by side."""
 
@@ -46,19 +50,19 @@ class Course:
         command: starts the process of a section, whose name is added.
         folder: where each section's log is kept.
         seconds: the most that all may take together; None: each its own time alone.
-        tell: called with each line as it comes.
+        patience: times its own seconds that a section may take.
     """
 
     command: Sequence[str]
     folder: Path
     seconds: float | None
-    tell: Callable[[Line], None]
+    patience: float
     lines: list[Line] = field(default_factory=list)
     errors: dict[str, str] = field(default_factory=dict)
     taken: dict[str, float] = field(default_factory=dict)
 
-    def run(self, names: Sequence[str]) -> None:
-        """Run sections by name; what went wrong is in `errors`."""
+    def run(self, names: Sequence[str]) -> Iterator[Line]:
+        """Run sections by name; their lines as they come. What went wrong is in `errors` then."""
         end = None if self.seconds is None else time.monotonic() + self.seconds
         for stage in STAGES:
             chosen = [section for section in stage if section.name in names]
@@ -73,12 +77,13 @@ class Course:
                     running -= 1
                     continue
                 self.lines.append(line)
-                self.tell(line)
+                yield line
 
     def _run_one(self, section: Section, end: float | None, put: Callable[[Line | None], None]) -> None:
         begin = time.monotonic()
         try:
-            seconds = section.seconds if end is None else min(section.seconds, end - begin)
+            seconds = section.seconds * self.patience
+            seconds = seconds if end is None else min(seconds, end - begin)
             error = self._watch(section, seconds, put) if seconds > 0 else "no time was left for it"
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"

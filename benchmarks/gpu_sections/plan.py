@@ -65,7 +65,7 @@ class Plan:
     dtype: torch.dtype
     small: dict[str, Any] = field(default_factory=lambda: SMALL)  # what the equality of tokens is shown with, at worst
     demo: str = "smollm2-135m-instruct"
-    folder: Path = Path("/dev/shm/funitel-gpu")  # of random checkpoints
+    folder: Path = Path()  # of random checkpoints
 
     matrix: int = 8192  # width of the product that is a ceiling
     copied: int = 1 << 32  # bytes of the copy that is a ceiling
@@ -119,7 +119,7 @@ REHEARSAL = Plan(
     copied=1 << 16,
     repeats=2,
     num_cases=3,
-    num_workers=1,
+    num_workers=2,
     batches=(1, 3),
     context=20,
     prompt=24,

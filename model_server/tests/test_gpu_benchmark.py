@@ -11,14 +11,20 @@ from typing import Any
 
 import pytest
 
+from funitel.launcher.bench.figures import Failure, Timeline
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # last: scripts there have names that packages have too
 
 course = import_module("gpu_sections.course")
 figures = import_module("gpu_sections.figures")
+checkpoint = import_module("gpu_sections.checkpoint")
+equality = import_module("gpu_sections.equality")
 plans = import_module("gpu_sections.plan")
+pool = import_module("gpu_sections.pool")
 profile = import_module("gpu_sections.profile")
 roofs = import_module("gpu_sections.roofs")
+serve = import_module("gpu_sections.serve")
 
 SPEC = plans.FULL.spec
 Line = figures.Line
@@ -80,6 +86,58 @@ def test_a_profile_of_nothing_says_so() -> None:
     assert line.measured is None
 
 
+def timeline(*arrivals: float, started: float = 0.0) -> Timeline:
+    """A request whose tokens came at these seconds."""
+    return Timeline(started, arrivals[-1], arrivals, len(arrivals))
+
+
+def test_the_pace_of_streams_is_that_while_all_run() -> None:
+    """From the last first token (2) to the first last one (4), with 10 tokens of prompt before each."""
+    slow, fast = timeline(2.0, 3.0, 4.0, 5.0), timeline(0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0)
+    pace = serve.Pace.of([slow, fast], prompt_tokens=10)
+    assert pace.tokens_a_second == (2 + 4) / 2  # after 2 up to 4: those of the slow one at 3 and 4, and four others
+    assert pace.context == 10 + ((1 + 4) + (3 + 8)) / 2 / 2
+    assert serve.whole_pace([slow, fast]) == 12 / 5
+
+
+def test_streams_that_never_ran_together_have_no_pace() -> None:
+    with pytest.raises(ValueError, match="too short"):
+        serve.Pace.of([timeline(0.0, 1.0), timeline(2.0, 3.0)], prompt_tokens=1)
+
+
+def test_a_failed_stream_is_no_pace() -> None:
+    failed = replace(timeline(0.0, 1.0), failure=Failure("cut", "the connection was closed"))
+    with pytest.raises(ValueError, match="1 of 2 requests failed: the connection was closed"):
+        serve.Pace.of([timeline(0.0, 1.0), failed], prompt_tokens=1)
+
+
+@pytest.mark.parametrize(("num_blocks", "context"), [(25, 100), (9, 100), (64, 80), (1000, 4096), (1003, 4096)])
+def test_a_filled_pool_has_no_block_left(num_blocks: int, context: int) -> None:
+    """Every block has one owner, and each row ends in the last slot of its last block."""
+    rows = pool.rows_that_fill(num_blocks, context)
+    assert sorted(block for row in rows for block in row.blocks) == list(range(1, num_blocks + 1))
+    for row in rows:
+        assert len(row.input_ids) + row.stopping.max_new_tokens == len(row.blocks) * plans.BLOCK_SIZE
+    assert {len(row.input_ids) - row.cache_len for row in rows[1:]} <= {1}
+    assert 1 < len(rows[0].input_ids) - rows[0].cache_len <= pool.PREFILL_TOKENS
+
+
+def test_the_first_difference_of_answers() -> None:
+    found = list(equality.differences([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 7, 8]]))
+    assert found == [(1, (1, 5))]
+
+
+def test_a_prompt_of_words_has_as_many_tokens() -> None:
+    tokenizer = checkpoint.tokenizer_of(2000)
+    assert tokenizer.get_vocab_size() == 2000
+    assert tokenizer.token_to_id(checkpoint.EOS) == 1999
+    text = checkpoint.prompt_of(7, 50, 2000)
+    ids = tokenizer.encode(text).ids
+    assert len(ids) == 50
+    assert tokenizer.decode(ids) == text
+    assert text != checkpoint.prompt_of(8, 50, 2000)
+
+
 # Running sections
 
 
@@ -87,8 +145,8 @@ def run_course(folder: Path, program: str, names: Sequence[str], seconds: float 
     """A course whose sections all run a program of a line or two, which finds the section's name in `name`."""
     start = "import json, sys, time; name = sys.argv[sys.argv.index('--section') + 1]\n"
     start += "say = lambda **f: print(json.dumps({'name': '', 'unit': '', **f}), flush=True)\n"
-    run = course.Course([sys.executable, "-c", start + program], folder, seconds, lambda line: None)
-    run.run(names)
+    run = course.Course([sys.executable, "-c", start + program], folder, seconds, 1.0)
+    assert [*run.run(names)] == run.lines
     return run
 
 
@@ -129,11 +187,11 @@ def test_a_section_that_takes_too_long_is_ended_with_what_it_started(
 def test_what_a_section_prints_is_not_taken_for_a_figure() -> None:
     """Its lines alone reach stdout; what libraries print there goes where errors go."""
     program = (
-        "import sys, types; from gpu_sections import course, figures, plan\n"
+        "import sys, types; from gpu_sections import course, figures\n"
         "def measure(plan, facts):\n"
         "    print('noise'); yield figures.Line('k', 'n', facts['a'], 'u')\n"
         "sys.modules['gpu_sections.decode'] = types.SimpleNamespace(measure=measure)\n"
-        "course.run_section('decode', plan.REHEARSAL, {'a': 2.0})"
+        "course.run_section('decode', None, {'a': 2.0})"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=BENCHMARKS, timeout=60)
     assert json.loads(done.stdout) | {"measured": 2.0} == json.loads(done.stdout)
@@ -151,7 +209,7 @@ def measured(section: str, facts: dict[str, float] | None = None, **changes: Any
 
 
 def test_kernels() -> None:
-    found = measured("kernels", num_cases=3)
+    found = measured("kernels", num_workers=1)
     assert set(found) == {"attention_float32", "attention_float16", "attention_bfloat16"}
     assert all(line.is_met for line in found.values())
 
@@ -161,3 +219,17 @@ def test_decoding_and_a_prompt() -> None:
     assert {"copy", "matmul", "decode_1", "decode_2", "prompt", "profile_1"} <= set(found)
     assert found["same_2"].is_met
     assert all(line.measured > 0 for line in found.values())
+
+
+def test_the_random_checkpoint_is_loaded_and_gives_the_same_in_every_precision_asked_for(tmp_path: Path) -> None:
+    """The executor and plain torch read the same tensors."""
+    found = measured("equality", folder=tmp_path, num_prompts=2, num_tokens=3)
+    assert set(found) == {"equal_float32", "equal_float32_no_graphs", "equal_bfloat16"}
+    assert found["equal_float32"].measured == 100.0
+
+
+def test_a_pool_is_filled(tmp_path: Path) -> None:
+    found = measured("pool", {"http": 1.0, "http_context": 30.0}, folder=tmp_path, pool_seconds=0.1)
+    assert found["executor"].ratio == 1.0 / found["executor"].measured
+    assert "30 tokens" in found["forward"].name
+    assert found["pool"].ratio > 0

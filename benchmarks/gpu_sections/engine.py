@@ -1,0 +1,88 @@
+"""A shard's executor in this process: loaded as a shard loads it, and given rows as a router gives them.
+
+A row's prompt may count as computed before, so that rows of any context are there at once; what their keys and values
+are is no matter for time.
+"""
+
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from funitel.model_server.batch import ForwardBatch
+from funitel.model_server.executor import Executor
+from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.loading import load
+from funitel.model_server.memory import give_back
+from funitel.model_server.settings import ModelServerSettings
+from funitel.proto.step import SamplingParams, SequenceStart, StepResult, StoppingParams, WarmupLimits
+from gpu_sections import checkpoint
+from gpu_sections.plan import BLOCK_SIZE, Plan
+
+PREFILL_TOKENS = 4096  # of a step, as a router's default has it
+SETTLING_STEPS = 3  # that do not count: graphs are recorded, kernels compiled
+
+
+def load_executor(plan: Plan, folder: Path, **settings: Any) -> Executor:
+    """The model in `folder`, without a pool yet. Raises: `FunitelError` where the settings cannot be had."""
+    chosen: dict[str, Any] = {"device": plan.device.type, "dtype": plan.dtype_name, "block_size": BLOCK_SIZE}
+    give_back(plan.device)  # of one loaded before
+    executor, _ = load(ModelServerSettings(model_id=str(folder), **(chosen | settings)), folder)
+    return executor
+
+
+def warm_up(plan: Plan, executor: Executor, pool_tokens: int | None) -> int:
+    """Size the pool as a shard does; returns its tokens."""
+    longest = min(PREFILL_TOKENS, executor.spec.max_position_embeddings - 1)
+    limits = WarmupLimits(max_prefill_tokens=PREFILL_TOKENS, max_batch_total_tokens=pool_tokens)
+    result = executor.warmup([start(0, longest, 1, ())], limits)
+    assert result.pool_tokens is not None
+    return result.pool_tokens
+
+
+def start(number: int, context: int, answer: int, blocks: Iterable[int], num_computed: int = 0) -> SequenceStart:
+    """A row with a prompt of `context` tokens, the first of which count as computed."""
+    return SequenceStart(
+        request_id=number,
+        sampling=SamplingParams(),
+        stopping=StoppingParams(max_new_tokens=answer, ignore_eos=True),
+        input_ids=(checkpoint.NUM_BYTES + number % 16,) * context,
+        blocks=tuple(blocks),
+        cache_len=num_computed,
+    )
+
+
+def rows_of(num_rows: int, context: int, answer: int) -> list[SequenceStart]:
+    """Rows that decode from their first step on."""
+    width = -(-(context + answer) // BLOCK_SIZE)
+    first = [1 + number * width for number in range(num_rows)]
+    return [start(i, context, answer, range(at, at + width), context - 1) for i, at in enumerate(first)]
+
+
+def steps_of(executor: Executor, rows: list[SequenceStart], batch_id: int = 0) -> Iterator[float]:
+    """Seconds of each step until all rows have ended; the first takes them in."""
+    begin = time.perf_counter()
+    result: StepResult = executor.prefill(batch_id, rows)
+    while True:
+        yield time.perf_counter() - begin
+        if result.batch is None:
+            return
+        begin = time.perf_counter()
+        result = executor.decode([result.batch])
+
+
+def decoding_seconds(plan: Plan, executor: Executor, num_rows: int, context: int) -> float:
+    """Median time of a step with rows of about that context."""
+    taken = list(steps_of(executor, rows_of(num_rows, context, plan.repeats + SETTLING_STEPS)))
+    return statistics.median(taken[SETTLING_STEPS:])
+
+
+@torch.inference_mode()
+def logits_of(executor: Executor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
+    """What the model says of a step, in float32 on the CPU."""
+    logits = executor.decoder(batch, cache)
+    assert logits is not None
+    return logits.float().cpu()
