@@ -36,8 +36,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-HERE = str(Path(__file__).parent)
-sys.path[:] = [*(path for path in sys.path if path != HERE), HERE]  # last: scripts here have names of packages too
+sys.path.append(sys.path.pop(0))  # last: scripts beside this one have names that packages have too
 if "--rehearse" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 

@@ -29,8 +29,15 @@ def make_attention(plan: Plan) -> TritonAttention:
     spec, num_processors = plan.spec, PROCESSORS
     if plan.is_gpu:
         num_processors = torch.cuda.get_device_properties(plan.device).multi_processor_count
-    heads = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
-    return TritonAttention(BLOCK_SIZE, plan.device, **heads, num_processors=num_processors)
+    return TritonAttention(
+        BLOCK_SIZE,
+        plan.device,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=plan.dtype,
+        num_processors=num_processors,
+    )
 
 
 def graphed(plan: Plan, decoder: Decoder, num_rows: int) -> Forward:

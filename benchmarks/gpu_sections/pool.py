@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from funitel.model_server.decoder import RecordingForward
 from funitel.model_server.executor import Executor
 from funitel.proto.step import SequenceStart
 from gpu_sections import checkpoint, engine, timing
@@ -40,7 +41,8 @@ def _forward(plan: Plan, executor: Executor, context: int, over_http: float | No
     batch = decoding_step(plan, tables, context)
     with torch.inference_mode():
         seconds = timing.seconds_of(plan, lambda: executor.decoder(batch, cache))
-        executor.decoder(decoding_step(plan, [np.ones(1, np.int32)], 1), executor.pools.make(2))  # lets the pool go
+    if isinstance(executor.decoder, RecordingForward):
+        executor.decoder.forget_recordings()  # which hold the pool
     name = f"the decoder alone, {plan.streams} rows of {context} tokens"
     return _against("forward", name, plan.streams / seconds, over_http)
 
