@@ -122,8 +122,9 @@ async def test_what_somebody_else_kills_is_asked_again_a_few_times(pools: Pools)
 
 @pytest.mark.parametrize(("num_deaths", "is_ready"), [(2, True), (3, False)])
 async def test_what_somebody_else_kills_as_it_starts_is_started_again(
-    num_deaths: int, is_ready: bool, tmp_path: Path, pools: Pools
+    num_deaths: int, is_ready: bool, tmp_path: Path, pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("funitel.router.killable.MOST_START_DEATHS", 3)
     deaths = tmp_path / "deaths"
     deaths.mkdir()
     for number in range(num_deaths):

@@ -12,6 +12,8 @@ from typing import Any
 from funitel.router.killable_process import Process, Question
 
 START_LIMIT_SECONDS = 60.0
+MOST_START_DEATHS = 8  # in a row, of processes that somebody else killed before they were ready
+START_PAUSE_SECONDS = 0.05  # after the first of these, and twice as long after each further one
 MOST_DEATHS = 3  # of processes in a row that somebody else killed, until the question is thought to be the reason
 SLOW_SECONDS = 0.1  # for one question, after which those behind it are asked elsewhere; most take less than 0.001
 
@@ -109,12 +111,13 @@ class KillablePool:
 
     async def _prepare(self, process: Process) -> CannotWork | None:
         """Make a process ready, or say why it cannot be: that is for all who wait, unless there is another one."""
-        for num_deaths in range(1, MOST_DEATHS + 1):
+        for num_deaths in range(1, MOST_START_DEATHS + 1):
             try:
                 problem = await self._introduce(process)
             except (TimeoutError, OSError, Killed) as error:
-                if isinstance(error, Killed) and process.was_killed and num_deaths < MOST_DEATHS:
+                if isinstance(error, Killed) and process.was_killed and num_deaths < MOST_START_DEATHS:
                     process = self._new()
+                    await asyncio.sleep(START_PAUSE_SECONDS * 2 ** (num_deaths - 1))
                     continue
                 failure = CannotWork(f"the process {self._module} does not start", is_final=False)
             else:
