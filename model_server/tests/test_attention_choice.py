@@ -210,7 +210,5 @@ def test_a_trial_times_every_backend_on_the_same_step() -> None:
     assert set(probe.decode) == {(4095, 1)}
 
 
-def test_on_a_cpu_it_is_the_reference(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+def test_on_a_cpu_it_is_the_reference() -> None:
     assert type(choose_attention(spec(), HEADS, 16, CPU, torch.float32, "triton")) is TorchAttention
-    assert "--attention triton changes nothing" in caplog.text

@@ -87,6 +87,11 @@ class LauncherSettings:
         "rope_factor", "How far rotary positions, and with them the model's context, are stretched; 1 when not given."
     )
     block_size: int = _shard("block_size", "Tokens per KV block.")
+    cpu_offload_gb: float = _shard(
+        "cpu_offload_gb",
+        "GiB of a shard's weights that stay in the host's memory and come to the GPU in every step, a layer at a time, "
+        "while the one before it computes.",
+    )
     attention: str | None = _shard(
         "attention",
         "Kernels of attention on a GPU: triton, flash (flash-attn, if installed) or torch; when not given, or given as "

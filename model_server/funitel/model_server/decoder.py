@@ -10,6 +10,7 @@ from funitel.model_server.batch import ForwardBatch
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.layers import Matmul, NormLayer, VocabEmbedding, VocabHead
 from funitel.model_server.mlp_layers import Experts, Mlp
+from funitel.model_server.offload import Offload, OffloadedLayer
 from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.positions import Rotary, sinusoids
 from funitel.model_server.spec import ModelSpec, NormPlacement, Position
@@ -42,13 +43,24 @@ class Decoder:
     """This rank's share of the model in torch. Loading takes every tensor of `weights` and refuses leftovers."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        parallel: TensorParallel,
+        attention: AttentionBackend,
+        offload: Offload | None = None,
     ) -> None:
         names = spec.names
         self.spec = spec
         self.attention = attention
         self.entrance = Entrance(spec, weights, parallel)
-        self.layers = [Layer(spec, weights, parallel, attention, i) for i in range(spec.num_layers)]
+        self.offload = offload
+        self.layers: list[Layer | OffloadedLayer[Layer]] = []
+        for i in range(spec.num_layers):
+            layer = Layer(spec, weights, parallel, attention, i)
+            self.layers.append(layer if offload is None else offload.keep(layer, i, (spec, parallel, attention)))
+        if offload is not None:
+            offload.settle()
         self.final_norm: NormLayer | None = None
         if names.final_norm:
             self.final_norm = NormLayer(spec, weights, weights.prefix + names.final_norm, spec.hidden_size)
@@ -66,6 +78,8 @@ class Decoder:
 
     def run(self, batch: ForwardBatch, cache: KVCache, plan: object) -> torch.Tensor | None:
         """Run one forward whose attention was planned; with tensors alone where the plan is."""
+        if self.offload is not None:
+            self.offload.begin()
         x = self.entrance(batch)  # [num_tokens, hidden_size]
         turns = self.entrance.turns(batch, x.dtype)
         for layer in self.layers:

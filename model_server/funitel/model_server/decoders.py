@@ -25,6 +25,7 @@ from funitel.model_server.gpu.product_choice import choose_products
 from funitel.model_server.hub import DEFAULT_CACHE_DIR
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.memory import bytes_in_use
+from funitel.model_server.offload import offload_of
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.scores import ScoreMath, TorchScores
 from funitel.model_server.settings import ModelServerSettings
@@ -76,7 +77,8 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
     before = bytes_in_use(weights.device)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
     attention = choose_attention(spec, heads, settings.block_size, weights.device, weights.dtype, settings.attention)
-    decoder = Decoder(spec, weights, parallel, attention)
+    offload = offload_of(settings.cpu_offload_gb, spec.num_layers, weights.device)
+    decoder = Decoder(spec, weights, parallel, attention, offload)
     _log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, weights.dtype)
     return replace(in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel), takes_held_tokens=True)
 

@@ -39,8 +39,8 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     """
     device = choose_device(settings.device, settings.rank)
     set_threads(settings.num_threads or settings.most_threads)
-    if device.type == "cpu" and settings.cuda_graphs is not None:
-        logger.info("--cuda-graphs %s changes nothing: the model runs on a CPU", settings.cuda_graphs)
+    if device.type == "cpu":
+        _tell_of_gpu_settings(settings)
     try:
         spec = _stretched(choose_spec(settings.model_spec, folder), settings)
     except NoRow as no_row:
@@ -64,6 +64,18 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     pools = SpecPools(spec, heads, settings.block_size, loaded.kv_dtype, device)
     options = options_of(settings, device, loaded, eos_token_ids)
     return _finish(settings, folder, spec, loaded, pools, codec, options)
+
+
+def _tell_of_gpu_settings(settings: ModelServerSettings) -> None:
+    """Say of settings that are for GPUs that they change nothing on a CPU."""
+    given = {
+        "--cuda-graphs": settings.cuda_graphs,
+        "--attention": settings.attention,
+        "--cpu-offload-gb": settings.cpu_offload_gb or None,
+    }
+    for flag, value in given.items():
+        if value is not None:
+            logger.info("%s %s changes nothing: the model runs on a CPU", flag, value)
 
 
 def _load_fallback(

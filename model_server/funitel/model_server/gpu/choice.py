@@ -39,8 +39,6 @@ def choose_attention(
     """
     reference = TorchAttention(block_size, device)
     if device.type != "cuda":
-        if wanted is not None:
-            logger.info("--attention %s changes nothing: the model runs on a CPU", wanted)
         return reference
     makers: Makers = {
         "flash-attn 3": lambda: flash_3(spec, block_size, device, dtype),
@@ -151,6 +149,9 @@ def recorded(decoder: Decoder, cuda_graphs: BatchSizes | None) -> Forward:
     """
     spec, attention = decoder.spec, decoder.attention
     if not isinstance(attention, RecordableAttention) or cuda_graphs == frozenset():
+        return decoder
+    if decoder.offload is not None:
+        logger.info("decoding is not recorded as CUDA graphs: weights come from the host in every step")
         return decoder
     is_fixed = not any(spec.experts_of(i) for i in range(spec.num_layers))  # tokens are sorted by expert on the host
     if not is_fixed or any(rotary.needs_reaches for rotary in decoder.entrance.rotaries):
