@@ -51,7 +51,9 @@ class CudaRecorder:
                 body()
         torch.cuda.current_stream().wait_stream(stream)
         graph, newest = torch.cuda.CUDAGraph(), self._newest()
-        with torch.cuda.graph(graph, pool=None if newest is None else newest.pool()):
+        pool = None if newest is None else newest.pool()
+        # Other threads may call CUDA meanwhile: one waits for the copies of steps before, NCCL's for collectives.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             result = body()
         self._newest = weakref.ref(graph)
 
