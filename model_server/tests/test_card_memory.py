@@ -13,11 +13,12 @@ from funitel.model_server.batch import ForwardBatch
 from funitel.model_server.executor import Executor
 from funitel.model_server.gpu.card import CardState
 from funitel.model_server.gpu.card_memory import MOST_DRIVER_BYTES, USABLE, CardMemory, graph_bytes, pool_budget
+from funitel.model_server.gpu.feeding import FeedingExecutor
 from funitel.model_server.kv_cache import KVCache
 from funitel.proto.errors import NotEnoughMemory
 from funitel.proto.step import WarmupLimits
 from funitel_testing.cards import FakeCard
-from funitel_testing.executors import load_executor, start
+from funitel_testing.executors import ids_of, load_executor, run_alone, start
 from funitel_testing.tiny import save_tiny
 
 GIB = 1 << 30
@@ -155,6 +156,19 @@ def test_the_pool_is_what_the_largest_step_leaves(folder: Path, has_logprobs: bo
     assert watched.steps == [(57, 7, 57 if has_logprobs else 9)]
     left = int(4_000_000 * USABLE) - 57_000
     assert result.pool_tokens == (left // executor.pools.bytes_per_block - 1) * 4
+
+
+def test_sampling_on_the_device_is_rehearsed_where_steps_do_it(folder: Path) -> None:
+    card = FakeCard(4_000_000)
+    plain, _ = on_card(folder, card)
+    parts = plain.spec, plain.decoder, plain.pools, plain.codec, plain.parallel, plain.options
+    executor = FeedingExecutor(*parts)
+    executor.memory = plain.memory
+    executor.warmup([start(0, range(20))], WarmupLimits(max_batch_size=9, max_batch_total_tokens=2000))
+    assert len(executor._states.counts) >= 9  # they need not grow when sequences come
+    plain.warmup([start(0, range(20))], WarmupLimits(max_batch_size=9, max_batch_total_tokens=2000))
+    asked = start(1, list(range(40, 60)), 12, do_sample=True, repetition_penalty=1.2)
+    assert ids_of(run_alone(executor, asked)) == ids_of(run_alone(plain, asked))
 
 
 def test_a_pool_that_would_be_too_small_is_one_line(folder: Path) -> None:

@@ -600,7 +600,11 @@ class Executor:
     def _compute_rehearsal(self, spans: Sequence[RowSpan], num_rows: int) -> None:
         logits = self.decoder(ForwardBatch.build(spans, self.options.block_size, self.options.device), self._pool)
         if logits is not None and self.memory.is_measured:
-            rehearsal.sample_heavily(logits, num_rows, self.scores)
+            rehearsal.describe_prompts(logits[: len(logits) - num_rows])
+            self._rehearse_sampling(rehearsal.rows_of(num_rows, self.codec), logits[len(logits) - num_rows :])
+
+    def _rehearse_sampling(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
+        self._sample(rows, logits)
 
     def _warmup_tokens(self, start: SequenceStart) -> list[int]:
         return (list(start.input_ids) or self._encode(start))[: self.spec.max_position_embeddings]

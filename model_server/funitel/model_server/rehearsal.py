@@ -5,12 +5,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from funitel.model_server.sampler import SamplingState, sample, token_logprobs
-from funitel.model_server.scores import ScoreMath
-from funitel.proto.step import SamplingParams
+from funitel.model_server.sampler import SamplingState, token_logprobs
+from funitel.model_server.sequences import Row
+from funitel.model_server.text import Detokenizer, StopMatcher, TextCodec
+from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams
 
 USUAL_BATCH_SIZE = 128  # sequences, where nobody says how many
 MOST_REHEARSED = 1024  # sequences: beyond that each takes more than it can pay back
+TOP_N = 5
 # Every filter there is, and the model's own scores kept beside those that it changes.
 HEAVIEST = SamplingParams(
     do_sample=True,
@@ -29,15 +31,28 @@ def num_rows(max_batch_size: int | None) -> int:
     return min(max_batch_size or USUAL_BATCH_SIZE, MOST_REHEARSED)
 
 
-def sample_heavily(logits: torch.Tensor, num_rows: int, maths: ScoreMath) -> None:
-    """Take the log-probabilities of prompts, and sample `num_rows` sequences with everything that takes memory.
+def rows_of(count: int, codec: TextCodec) -> list[Row]:
+    """So many sequences that ask for everything sampling can do, in places of the sequence table from 0 on."""
+    stopping = StoppingParams(max_new_tokens=2, ignore_eos=True)
+    begun = SequenceStart(request_id=0, sampling=HEAVIEST, stopping=stopping, top_n_tokens=TOP_N)
+    return [
+        Row(
+            index=i,
+            start=begun,
+            tokens=[0],
+            prompt_len=1,
+            num_cached=0,
+            sampling=SamplingState.over(HEAVIEST, TOP_N, [0], []),
+            detokenizer=Detokenizer(codec, [0]),
+            stops=StopMatcher(()),
+        )
+        for i in range(count)
+    ]
 
-    `logits` [num_logits, vocab_size] are those of the prompts, then those of the sequences.
-    """
-    prompts = logits[: len(logits) - num_rows]
-    token_logprobs(prompts, torch.zeros(len(prompts), dtype=torch.int64, device=logits.device))
-    states = [SamplingState.over(HEAVIEST, 1, [0], []) for _ in range(num_rows)]
-    sample(logits[len(prompts) :], states, [1] * num_rows, None, maths)
+
+def describe_prompts(logits: torch.Tensor) -> None:
+    """Take log-probabilities of prompts, of whose tokens these are the logits [num_logits, vocab_size]."""
+    token_logprobs(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def within(prompts: Iterable[list[int]], budget: int) -> list[list[int]]:

@@ -232,6 +232,11 @@ class FeedingExecutor(Executor):
         marks = TokenMasks.naming(marked, vocab_size)
         return self._sampler.sample(logits, self._plan, positions, masks, marks, self.options.watermark.delta)
 
+    def _rehearse_sampling(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
+        """As steps do it; the counts that penalties need stay where they are, and need not grow later."""
+        self._states.reserve(len(rows))
+        self._choose(_Due(list(rows), list(range(len(rows))), []), logits)
+
     def _shared(self, due: Sequence[Row], choice: Choice | None, in_words: bool) -> torch.Tensor:
         """What was chosen, as numbers on the device; on every rank, unless they share it in words."""
         num_numbers = 0 if in_words else 2 * len(due)
