@@ -18,6 +18,7 @@ from funitel.launcher.resolve import (
     visible_gpus,
 )
 from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.shard_count import AUTO, ShardCount
 from funitel.proto.errors import SettingsError
 
 
@@ -33,10 +34,32 @@ from funitel.proto.errors import SettingsError
         (None, None, 0, 1),
         (None, None, None, 1),
         (None, 3, 8, 3),
+        (None, AUTO, 8, 8),
+        (True, AUTO, 8, 8),
+        (None, AUTO, None, 1),
     ],
 )
 def test_num_shard(sharded: bool | None, num_shard: int | None, num_devices: int | None, decided: int) -> None:
     assert decide_num_shard(LauncherSettings(sharded=sharded, num_shard=num_shard), num_devices) == decided
+
+
+@pytest.mark.parametrize(
+    ("environ", "device", "num_shard"),
+    [({}, "auto", 8), ({"CUDA_VISIBLE_DEVICES": "0,2"}, "auto", 2), ({}, "cpu", 1)],
+)
+def test_auto_asks_for_the_gpus_there_are(
+    environ: dict[str, str], device: str, num_shard: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "listed_gpus", lambda: tuple("01234567"))
+    assert module.shards_and_gpus(LauncherSettings(num_shard=AUTO, device=device), environ) == (num_shard, ())
+    assert module.shards_and_gpus(LauncherSettings(device=device), {}) == (1, ())  # as with TGI
+
+
+def test_shard_counts_are_written_as_they_are_read() -> None:
+    assert [str(ShardCount(text)) for text in ("auto", "4")] == ["auto", "4"]
+    for text in ("", "many", "1.5"):
+        with pytest.raises(ValueError, match="neither a number of shards nor auto"):
+            ShardCount(text)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any
 
 from funitel.launcher.places import Place, places
 from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.shard_count import is_auto
 from funitel.launcher.sockets import free_port, free_ports
 from funitel.launcher.topology import usable_nodes
 from funitel.model_server.settings import ModelServerSettings
@@ -186,8 +187,8 @@ def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int
         settings: `sharded`, `num_shard` and `numa` as given.
         num_devices: visible devices, None when nothing tells; replicas share them out.
     """
-    if settings.num_shard is not None:
-        return settings.num_shard
+    if settings.num_shard is not None and not is_auto(settings.num_shard):
+        return int(settings.num_shard)
     if not num_devices and settings.numa:
         num_devices = len(usable_nodes())
     if num_devices is not None:
@@ -206,8 +207,9 @@ def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int
 def shards_and_gpus(settings: LauncherSettings, environ: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
     """The shards of each replica, and the GPUs that several replicas share out between them."""
     gpus = visible_gpus(settings.device, environ)
-    if gpus is None and settings.num_replicas > 1 and settings.device != "cpu":
-        gpus = listed_gpus()  # each replica must be told its own
+    is_asked = settings.num_replicas > 1 or is_auto(settings.num_shard)  # each replica must be told its own
+    if gpus is None and is_asked and settings.device != "cpu":
+        gpus = listed_gpus()
     num_shard = decide_num_shard(settings, None if gpus is None else len(gpus))
     return num_shard, (gpus or ()) if settings.num_replicas > 1 else ()
 

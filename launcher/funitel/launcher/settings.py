@@ -3,6 +3,7 @@
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from funitel.launcher.shard_count import ShardCount, is_auto
 from funitel.model_server.settings import ATTENTIONS, DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
 from funitel.proto.batch_sizes import BatchSizes
 from funitel.proto.bounds import AT_LEAST_ONE, NOT_NEGATIVE
@@ -47,9 +48,10 @@ class LauncherSettings:
     huggingface_hub_cache: str | None = setting(None, "Folder of the Hugging Face hub cache.")
     validation_workers: int = _router("validation_workers", "Threads that tokenize prompts.")
     sharded: bool | None = setting(None, "Whether to split the model over several shards.", takes_value=True)
-    num_shard: int | None = setting(
+    num_shard: ShardCount | int | None = setting(
         None,
-        "Number of shards; the number of visible GPUs, or 1, when not given.",
+        "Number of shards; when not given, the number of GPUs that CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES "
+        "names, or 1; auto: of those that nvidia-smi lists where neither does.",
         bounds=AT_LEAST_ONE,
     )
     num_replicas: int = setting(
@@ -344,7 +346,7 @@ class LauncherSettings:
             self.max_batch_total_tokens,
         )
         require(
-            not (self.sharded and self.num_shard == 1),
+            not (self.sharded and self.num_shard == 1 and not is_auto(self.num_shard)),
             "--sharded true needs --num-shard > 1, given 1",
         )
         check_api_key(self.api_key)
