@@ -9,6 +9,7 @@ from funitel.model_server.batch import ForwardBatch, RowSpan
 from funitel.model_server.decoder import Decoder, Forward
 from funitel.model_server.gpu.attention import TritonAttention
 from funitel.model_server.gpu.choice import recorded
+from funitel.model_server.gpu.glue_choice import fuse_glue
 from funitel.model_server.gpu.graphs import GraphedDecoder
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.parallel import HeadSplit, TensorParallel
@@ -21,7 +22,10 @@ PROCESSORS = 132  # where there are none to count
 def make_decoder(plan: Plan) -> Decoder:
     """The decoder, over the Triton kernels."""
     weights = RandomWeights(plan.dtype, plan.device, deviation=None)
-    return Decoder(plan.spec, weights, TensorParallel(), make_attention(plan))
+    spec = plan.spec
+    decoder = Decoder(spec, weights, TensorParallel(), make_attention(plan))
+    fuse_glue(decoder, HeadSplit(0, spec.num_heads, 0, spec.num_kv_heads), plan.device, plan.dtype)
+    return decoder
 
 
 def make_attention(plan: Plan) -> TritonAttention:

@@ -34,7 +34,7 @@ def check(names: list[str], archs: tuple[int, ...]) -> None:
         assert not kernel.error, kernel
         assert kernel.shared_bytes <= SHARED_BYTES[kernel.arch], kernel
         assert kernel.spilled_bytes <= LAUNCHES[kernel.launch].spilled_bytes, kernel
-        assert 1 <= kernel.num_warps <= 8, kernel  # registers of more warps would be few
+        assert kernel.num_registers * 32 * kernel.num_warps <= 65_536, kernel  # of a multiprocessor
     for name in names:
         for arch in archs:
             made = [kernel.kernel for kernel in found if (kernel.launch, kernel.arch) == (name, arch)]

@@ -15,7 +15,9 @@ from funitel.model_server.checkpoint import read_json
 from funitel.model_server.decoder import Decoder
 from funitel.model_server.families import spec_of
 from funitel.model_server.generators import load_generator
+from funitel.model_server.glue import TorchGlue
 from funitel.model_server.gpu.choice import recorded
+from funitel.model_server.gpu.glue_choice import check_glue
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.offload import Arrival, Offload, OffloadedLayer, offload_of
 from funitel.model_server.parallel import HeadSplit, TensorParallel
@@ -92,6 +94,14 @@ def test_logits_do_not_change(family: str, tmp_path: Path) -> None:
         found = logits_of(decoder)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert courier.most_pending == min(2, len(decoder.layers))
+
+
+def test_kernels_are_tried_with_weights_that_are_there(tmp_path: Path) -> None:
+    ZOO["llama"].save(tmp_path)
+    offload, _ = offload_layers(tmp_path, 100)
+    decoder = decoder_of(tmp_path, offload)
+    heads = HeadSplit(0, decoder.spec.num_heads, 0, decoder.spec.num_kv_heads)
+    check_glue(TorchGlue(), decoder, heads, CPU, torch.bfloat16)  # what is spoilt in a slot would equal nothing
 
 
 def test_layers_are_spread_and_each_is_sent_for_while_the_one_before_computes(tmp_path: Path) -> None:

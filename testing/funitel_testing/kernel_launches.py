@@ -11,8 +11,16 @@ from typing import Any
 
 import torch
 
+from funitel.model_server.glue import HeadRule
 from funitel.model_server.gpu.attention import most_queries
+from funitel.model_server.gpu.glue import TritonGlue
 from funitel.model_server.gpu.paged_attention import Tiles, attend
+from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.layers import HeadNorm, NormLayer
+from funitel.model_server.parallel import HeadSplit, TensorParallel
+from funitel.model_server.positions import Turn
+from funitel.model_server.spec import Activation, ModelSpec, Norm, QkNorm
+from funitel_testing.random_weights import RandomWeights
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 FLOAT8 = torch.float8_e4m3fn
@@ -95,4 +103,61 @@ def _attention_launches() -> dict[str, Launch]:
     return launches
 
 
-LAUNCHES: dict[str, Launch] = _attention_launches()
+def _spec(**fields: Any) -> ModelSpec:
+    sizes = {"vocab_size": 1, "num_layers": 1, "intermediate_size": 1, "max_position_embeddings": 1}
+    return ModelSpec(**{"architecture": "", "hidden_size": 1, "num_heads": 8, "num_kv_heads": 2, **sizes, **fields})
+
+
+def _join(size: int, dtype: torch.dtype, kind: Norm, *, has_after: bool) -> None:
+    spec = _spec(head_dim=1, norm=kind, has_norm_bias=kind is Norm.LAYER)
+    norm, x = NormLayer(spec, RandomWeights(dtype), "norm", size), torch.zeros(2, size, dtype=dtype)
+    TritonGlue().norm(norm, x)
+    TritonGlue().join(x, x, norm if has_after else None, 1.0, norm)
+
+
+def _gate(dtype: torch.dtype, activation: Activation) -> None:
+    TritonGlue().gate(torch.zeros(2, 2048, dtype=dtype), activation)
+
+
+def _place(head_dim: int, dtype: torch.dtype, qk_norm: QkNorm, *, num_turned: int, is_interleaved: bool) -> None:
+    spec = _spec(head_dim=head_dim, qk_norm=qk_norm)
+    cache = KVCache(spec, HeadSplit(0, 8, 0, 2), 2, 16, dtype, torch.device("cpu"))
+    norms = None
+    if qk_norm is not QkNorm.NONE:
+        q, k = (HeadNorm(spec, RandomWeights(dtype), "", n, (0, n), TensorParallel(), 1) for n in (8, 2))
+        norms = q, k
+    table = torch.zeros(2, 1, num_turned // 2, dtype=dtype)
+    slots = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    turn = Turn(table, table, is_interleaved) if num_turned else None
+    rule = HeadRule(8, 2, None if num_turned else 8.0, norms)
+    TritonGlue().place(torch.zeros(2, 12, head_dim, dtype=dtype), rule, turn, cache, 0, slots)
+
+
+def _glue_launches() -> dict[str, Launch]:
+    """Rows from small to the longest, every activation, every way in which heads are placed."""
+    launches = {}
+    for size in (576, 4096, 16_384):
+        for dtype in (BFLOAT16, FLOAT32):
+            for kind in (Norm.RMS, Norm.LAYER):
+                for has_after in (False, True):
+                    name = f"join-{size}-{str(dtype).removeprefix('torch.')}-{kind}{'-after' * has_after}"
+                    launches[name] = Launch(
+                        call=partial(_join, size, dtype, kind, has_after=has_after),
+                        kernels=("join_residual",) * 2,
+                        is_quick=size == 4096 and dtype is BFLOAT16 and kind is Norm.RMS and not has_after,
+                    )
+    for activation in Activation:
+        launches[f"gate-{activation}"] = Launch(
+            call=partial(_gate, BFLOAT16, activation), kernels=("gate_units",), is_quick=activation is Activation.SILU
+        )
+    for dim in (64, 80, 96, 128, 256):
+        for qk_norm in (QkNorm.NONE, QkNorm.HEAD, QkNorm.EACH):
+            for turned, is_interleaved in ((dim, False), (dim // 2, False), (dim, True), (0, False)):
+                name = f"place-{dim}-{qk_norm}-{turned}{'-interleaved' * is_interleaved}"
+                call = partial(_place, dim, BFLOAT16, qk_norm, num_turned=turned, is_interleaved=is_interleaved)
+                is_quick = dim == 128 and qk_norm is QkNorm.HEAD and turned == dim and not is_interleaved
+                launches[name] = Launch(call=call, kernels=("place_heads",), is_quick=is_quick)
+    return launches
+
+
+LAUNCHES: dict[str, Launch] = _attention_launches() | _glue_launches()

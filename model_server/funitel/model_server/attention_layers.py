@@ -6,6 +6,7 @@ import torch
 
 from funitel.model_server.attention import AttentionBackend, AttentionRule
 from funitel.model_server.batch import ForwardBatch
+from funitel.model_server.glue import Glue, HeadRule, TorchGlue
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.layers import ColumnLinear, HeadNorm, Matmul, NormLayer, RowLinear, qkv_parts
 from funitel.model_server.parallel import HeadSplit, TensorParallel
@@ -36,8 +37,8 @@ class Attention:
         self.backend = backend
         self.rule = _rule(spec, heads, index, weights.device)
         self.rotary = spec.rotary_of(index)
-        self.clip = spec.qkv_clip
-        self.num_heads, self.num_kv_heads, self.head_dim = heads.num_heads, heads.num_kv_heads, dim
+        self.glue: Glue = TorchGlue()
+        self.head_dim = dim
         self.qkv = ColumnLinear(
             weights,
             qkv_parts(spec, heads, name),
@@ -45,14 +46,15 @@ class Attention:
             has_bias=spec.has_qkv_bias,
             is_transposed=names.is_transposed,
         )
-        self.norms: tuple[HeadNorm, HeadNorm] | None = None
+        norms: tuple[HeadNorm, HeadNorm] | None = None
         if spec.qk_norm is not QkNorm.NONE:
             holders = HeadSplit.num_holders(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
             q, kv = (heads.q_start, heads.q_end), (heads.kv_start, heads.kv_end)
-            self.norms = (
+            norms = (
                 HeadNorm(spec, weights, name(names.q_norm), spec.num_heads, q, parallel, 1),
                 HeadNorm(spec, weights, name(names.k_norm), spec.num_kv_heads, kv, parallel, holders),
             )
+        self.heads = HeadRule(heads.num_heads, heads.num_kv_heads, spec.qkv_clip, norms)
         self.out = RowLinear(
             weights,
             name(names.out),
@@ -68,18 +70,9 @@ class Attention:
         self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, turns: Turns
     ) -> torch.Tensor:
         """Attend tokens [num_tokens, hidden_size] to the cache, their own keys and values included."""
-        num_qk = self.num_heads + self.num_kv_heads
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, head_dim]
-        if self.clip is not None:
-            qkv = qkv.clamp(-self.clip, self.clip)
-        qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
-        if self.norms is not None:
-            q_norm, k_norm = self.norms
-            qk = torch.cat((q_norm(qk[:, : self.num_heads]), k_norm(qk[:, self.num_heads :])), dim=1)
-        if self.rotary is not None:
-            qk = turns[self.rotary](qk)
-        cache.write(self.index, batch.slots, qk[:, self.num_heads :], v)
-        q = qk[:, : self.num_heads].contiguous()
+        turn = None if self.rotary is None else turns[self.rotary]
+        q = self.glue.place(qkv, self.heads, turn, cache, self.index, batch.slots)
         attended = self.backend.attend(q, cache, self.index, plan, self.rule)
         return self.out(attended.view(x.shape[0], -1))
 

@@ -7,6 +7,7 @@ import torch
 from funitel.model_server.attention import AttentionBackend
 from funitel.model_server.attention_layers import Attention, LatentAttention, Turns
 from funitel.model_server.batch import ForwardBatch
+from funitel.model_server.glue import Glue, TorchGlue
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.layers import Matmul, NormLayer, VocabEmbedding, VocabHead
 from funitel.model_server.mlp_layers import Experts, Mlp
@@ -53,6 +54,7 @@ class Decoder:
         names = spec.names
         self.spec = spec
         self.attention = attention
+        self.glue: Glue = TorchGlue()
         self.entrance = Entrance(spec, weights, parallel)
         self.offload = offload
         self.layers: list[Layer | OffloadedLayer[Layer]] = []
@@ -72,6 +74,12 @@ class Decoder:
         tied = (rf"^{names.head}\.weight$",) if spec.is_tied else ()
         weights.finish(names.ignored + tied)
 
+    def adopt(self, glue: Glue) -> None:
+        """Compute from now on with this glue."""
+        self.glue = glue
+        for layer in self.layers:
+            (layer if isinstance(layer, Layer) else layer.layer).adopt(glue)
+
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
         return self.run(batch, cache, self.attention.plan(batch))
@@ -82,12 +90,15 @@ class Decoder:
             self.offload.begin()
         x = self.entrance(batch)  # [num_tokens, hidden_size]
         turns = self.entrance.turns(batch, x.dtype)
-        for layer in self.layers:
-            x = layer(x, batch, cache, plan, turns)
+        entering: torch.Tensor | None = None
+        for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
+            # The norm of a layer whose weights come from the host is not there before its turn.
+            frame = following.attention_frame if isinstance(following, Layer) else None
+            x, entering = layer(x, entering, frame, batch, cache, plan, turns)
         if batch.logit_indices.numel() == 0:
             return None
         x = x[batch.logit_indices]
-        x = x if self.final_norm is None else self.final_norm(x)
+        x = x if self.final_norm is None else self.glue.norm(self.final_norm, x)
         return self.head(x if self.narrow is None else self.narrow(x))
 
 
@@ -160,17 +171,44 @@ class Layer:
         self.attention_frame = Frame(spec, weights, names.attention_norm, names.attention_post_norm, index)
         self.mlp_frame = Frame(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
 
+    def adopt(self, glue: Glue) -> None:
+        """Compute from now on with this glue."""
+        self.attention_frame.glue = self.mlp_frame.glue = glue
+        for mlp in self.mlp.mlps():
+            mlp.glue = glue
+        if isinstance(self.attention, Attention):
+            self.attention.glue = glue
+
     def __call__(
-        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, turns: Turns
-    ) -> torch.Tensor:
-        """One layer over hidden states [num_tokens, hidden_size]."""
-        normed = self.attention_frame.enter(x)
-        attended = self.attention(normed, batch, cache, plan, turns)
+        self,
+        x: torch.Tensor,
+        entering: torch.Tensor | None,
+        following: "Frame | None",
+        batch: ForwardBatch,
+        cache: KVCache,
+        plan: object,
+        turns: Turns,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """From the residual [num_tokens, hidden_size] and what of it enters this layer to those behind it.
+
+        Args:
+            x: the residual.
+            entering: what the layer before made of it for this one, if it has.
+            following: the frame of the next layer, where that shall not do so itself.
+            batch, cache, plan, turns: of the step.
+        """
+        if entering is None:
+            entering = self.attention_frame.enter(x)
+        attended = self.attention(entering, batch, cache, plan, turns)
         if self.is_parallel:
-            shared = normed if self.mlp_frame.before is None else self.mlp_frame.enter(x)
-            return self.mlp_frame.leave(x, attended + self.mlp(shared))
-        x = self.attention_frame.leave(x, attended)
-        return self.mlp_frame.leave(x, self.mlp(self.mlp_frame.enter(x)))
+            shared = entering if self.mlp_frame.before is None else self.mlp_frame.enter(x)
+            result = attended + self.mlp(shared)
+        else:
+            x, shared = self.attention_frame.pass_on(x, attended, self.mlp_frame)
+            result = self.mlp(shared)
+        if following is None:
+            return self.mlp_frame.leave(x, result), None
+        return self.mlp_frame.pass_on(x, result, following)
 
 
 class Frame:
@@ -192,6 +230,7 @@ class Frame:
             name = weights.prefix + template.format(i=index)
             return NormLayer(spec, weights, name, spec.hidden_size, dtype=sum_dtype)
 
+        self.glue: Glue = TorchGlue()
         placement = spec.norm_placement
         has_before = placement in (NormPlacement.PRE, NormPlacement.BOTH) and before
         self.before = norm(before) if has_before else None
@@ -201,13 +240,16 @@ class Frame:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """What the block reads."""
-        return x if self.before is None else self.before(x)
+        return x if self.before is None else self.glue.norm(self.before, x)
 
     def leave(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """The residual `x` with the block's `result`."""
-        if self.after is not None and not self.is_last:
-            result = self.after(result)
-        if self.scale != 1.0:
-            result = result * self.scale
-        x = x + result
-        return self.after(x) if self.after is not None and self.is_last else x
+        after, last = (None, self.after) if self.is_last else (self.after, None)
+        return self.glue.join(x, result, after, self.scale, last)[1]
+
+    def pass_on(self, x: torch.Tensor, result: torch.Tensor, following: "Frame") -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual `x` with the block's `result`, and what of it enters the `following` block."""
+        if self.is_last:
+            x = self.leave(x, result)
+            return x, following.enter(x)
+        return self.glue.join(x, result, self.after, self.scale, following.before)

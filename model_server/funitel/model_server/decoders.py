@@ -21,6 +21,7 @@ from funitel.model_server.cpu.scores import FusedScores
 from funitel.model_server.cpu.tiers import MADE, Tier
 from funitel.model_server.decoder import Decoder, Forward
 from funitel.model_server.gpu.choice import choose_attention, recorded
+from funitel.model_server.gpu.glue_choice import fuse_glue
 from funitel.model_server.gpu.product_choice import choose_products
 from funitel.model_server.hub import DEFAULT_CACHE_DIR
 from funitel.model_server.kv_cache import KVCache
@@ -79,6 +80,7 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
     attention = choose_attention(spec, heads, settings.block_size, weights.device, weights.dtype, settings.attention)
     offload = offload_of(settings.cpu_offload_gb, spec.num_layers, weights.device)
     decoder = Decoder(spec, weights, parallel, attention, offload)
+    fuse_glue(decoder, heads, weights.device, weights.dtype)
     _log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, weights.dtype)
     return replace(in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel), takes_held_tokens=True)
 

@@ -1,10 +1,10 @@
 """The second block of a decoder layer: one MLP, or a mixture of experts."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from funitel.model_server.glue import Glue, TorchGlue
 from funitel.model_server.layers import ACTIVATIONS, ColumnLinear, Matmul, RowLinear, mlp_parts
 from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.spec import ExpertScore, ExpertsSpec, ModelSpec
@@ -32,8 +32,10 @@ class Mlp:
 
         names, units = spec.names, spec.intermediate_size
         mine = parallel.split(units)
+        self.num_units = mine[1] - mine[0]  # hidden units of this rank
         self.is_gated = spec.is_gated
-        self.activation: Callable[[torch.Tensor], torch.Tensor] = ACTIVATIONS[spec.activation]
+        self.activation = spec.activation
+        self.glue: Glue = TorchGlue()
         self.parallel = parallel
         self.up = ColumnLinear(
             weights,
@@ -58,13 +60,16 @@ class Mlp:
         """Hidden states [num_tokens, hidden_size] in and out."""
         return self.parallel.all_reduce(self.partial(x))
 
+    def mlps(self) -> list["Mlp"]:
+        """This one: see Experts."""
+        return [self]
+
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank's hidden units add to the result."""
         x = self.up(x)
         if not self.is_gated:
-            return self.down.partial(self.activation(x))
-        gate, up = x.chunk(2, dim=-1)
-        return self.down.partial(self.activation(gate) * up)
+            return self.down.partial(ACTIVATIONS[self.activation](x))
+        return self.down.partial(self.glue.gate(x, self.activation))
 
 
 class Router:
@@ -137,6 +142,10 @@ class Experts:
                 result = expert.partial(x[tokens]) * shares[places, None].to(x.dtype)
                 total.index_add_(0, tokens, result)
         return self.parallel.all_reduce(total)
+
+    def mlps(self) -> list[Mlp]:
+        """The MLPs of the mixture."""
+        return self.experts if self.shared is None else [*self.experts, self.shared]
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
         """What this rank's hidden units of the shared MLP add."""

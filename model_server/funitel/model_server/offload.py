@@ -26,7 +26,7 @@ Arrival = Callable[[], None]  # has what is enqueued from then on wait for a cop
 class Layer(Protocol):
     """What computes one layer."""
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
+    def __call__(self, *arguments: Any) -> Any:
         """Hidden states in and out."""
 
 
@@ -76,7 +76,7 @@ class OffloadedLayer(Generic[L]):
         self._place = place
         self._offload = offload
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
+    def __call__(self, *arguments: Any) -> Any:
         """See the layer."""
         self._offload.arrive(self._place)
         result = self.layer(*arguments)

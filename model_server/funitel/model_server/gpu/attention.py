@@ -18,7 +18,7 @@ _ALIGNMENT = 4  # int32 of 16 bytes, so that kernels are compiled once for point
 def most_queries(head_dim: int, dtype: torch.dtype) -> int:
     """Queries of a tile, heads of its group counted: their sums, and a turn's scores, stay in registers."""
     if dtype is torch.float32:
-        return 32
+        return 32 if head_dim <= 128 else 16
     return 128 if head_dim <= 128 else 64
 
 

@@ -144,4 +144,4 @@ class Walk:
 
     def _run(self, layer: Layer, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         turns = self._entrance.turns(batch, hidden.dtype)
-        return layer(hidden, batch, self._cache, self._attention.plan(batch), turns)
+        return layer(hidden, None, None, batch, self._cache, self._attention.plan(batch), turns)[0]
