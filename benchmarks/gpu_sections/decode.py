@@ -9,7 +9,7 @@ from funitel.model_server.attention import TorchAttention
 from funitel.model_server.batch import ForwardBatch, RowSpan
 from funitel.model_server.decoder import Decoder, Forward
 from funitel.model_server.kv_cache import KVCache
-from gpu_sections import profile, roofs, timing
+from gpu_sections import layouts, profile, roofs, timing
 from gpu_sections.figures import Facts, Line
 from gpu_sections.model import decoding_step, graphed, make_decoder, make_pool
 from gpu_sections.plan import BLOCK_SIZE, Plan
@@ -27,6 +27,8 @@ def measure(plan: Plan, facts: Facts) -> Iterator[Line]:
         for num_rows in plan.batches:
             yield from _decoding(plan, decoder, num_rows, copy)
         yield _prompt(plan, decoder, matmul)
+        for num_rows in plan.batches[1:]:
+            yield from layouts.measure(plan, num_rows, copy)
         for num_rows in plan.profiled:
             cache, tables = make_pool(plan, num_rows, plan.context)
             batch, forward = decoding_step(plan, tables, plan.context), graphed(plan, decoder, num_rows)

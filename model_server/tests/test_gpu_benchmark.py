@@ -218,6 +218,7 @@ def test_decoding_and_a_prompt() -> None:
     found = measured("decode", batches=(1, 2), profiled=(1,), repeats=1, context=4, prompt=4)
     assert {"copy", "matmul", "decode_1", "decode_2", "prompt", "profile_1"} <= set(found)
     assert found["same_2"].is_met
+    assert {"blocks_of_all_layers_2", "a_pool_a_layer_2"} <= set(found)
     assert all(line.measured > 0 for line in found.values())
 
 

@@ -140,7 +140,7 @@ def _keys_at_once(head_dim: int, dtype: torch.dtype, *, has_softcap: bool) -> in
     return 64 if head_dim <= 128 and not has_softcap else 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # else a longer row may wait for the compiler
 def _attend_tile(
     query,
     keys,
