@@ -56,7 +56,6 @@ PURE = (
         for name in (
             "scheduler",
             "blocks",
-            "host_tier",
             "chunking",
             "step_time",
             "least_squares",

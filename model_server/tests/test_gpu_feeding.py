@@ -4,6 +4,7 @@ The device is the CPU here. A copy to the host is revealed when a test says so: 
 """
 
 import re
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from funitel.model_server.attention import TorchAttention
 from funitel.model_server.checkpoint import read_json
@@ -19,11 +21,13 @@ from funitel.model_server.decoder import Decoder
 from funitel.model_server.executor import Executor, ExecutorOptions
 from funitel.model_server.families import spec_of
 from funitel.model_server.gpu.feeding import FeedingExecutor
+from funitel.model_server.gpu.score_maths import TorchMaths
 from funitel.model_server.kv_cache import SpecPools
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.text import TextCodec
 from funitel.model_server.weights import Weights
-from funitel.proto.step import CachedBatch, GrammarType, SequenceStart, StepResult, WarmupLimits
+from funitel.proto.errors import ResourceExhausted, UnknownBatch
+from funitel.proto.step import CachedBatch, GrammarType, RowUpdate, SequenceStart, StepResult, WarmupLimits
 from funitel_testing.executors import BLOCK_SIZE, chunk, start
 from funitel_testing.tiny import save_tiny
 
@@ -111,7 +115,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Both:
         parallel,
         options,
     )
-    both = Both(Executor(*parts), FeedingExecutor(*parts, copy=Watched))
+    both = Both(Executor(*parts), FeedingExecutor(*parts, TorchMaths(), copy=Watched))
     for executor in (both.known, both.ahead):
         executor.warmup([start(0, PROMPT)], WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=2000))
     return both
@@ -284,3 +288,108 @@ def test_every_answer_is_the_same_where_the_host_follows_some_rows(both: Both, s
 @pytest.mark.parametrize("seed", range(10, 60))
 def test_every_answer_is_the_same_over_many_schedules(both: Both, seed: int) -> None:
     drive(both, seed, PLAIN if seed % 2 else (*PLAIN, *FOLLOWED), num_turns=120)
+
+
+# What the device must never be waited for, and what must not change anything
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what makes a host wait for a device: values of tensors, and results whose size depends on them."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        assert not any(each in name for each in self.WAITING), f"{name} waits for the device"
+        if name == "index":
+            assert all(at is None or at.dtype is not torch.bool for at in args[1]), "a mask's size is the device's"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("hidden_copies")
+def test_two_steps_are_queued_without_a_word_from_the_device(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = [start(i, PROMPT[i:], 8, seed=i, **kind) for i, kind in enumerate(PLAIN)]
+    batch = CachedBatch(1, tuple(each.request_id for each in starts))
+    steps = [both.ahead.compute_prefill(1, starts, is_ahead=True)]
+    Watched.reveal_oldest()
+    steps[0].describe()
+    for method in ("tolist", "item", "cpu", "__bool__", "__int__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, method, pytest.fail)
+    with NoWaiting():
+        steps += [both.ahead.compute_decode([batch], is_ahead=True) for _ in range(2)]
+    monkeypatch.undo()
+    assert len(Watched.hidden) == 2
+    both.known.prefill(1, starts)
+    for step in steps[1:]:
+        Watched.reveal_oldest()
+        assert_same(said(step.describe()), said(both.known.compute_decode([batch], is_ahead=True).describe()))
+
+
+def test_a_caller_who_has_seen_every_answer_finds_all_as_it_is_without_a_device(both: Both) -> None:
+    """Calls that are not numbered, one after the other: nothing is computed of a row that has ended."""
+    for executor in (both.known, both.ahead):
+        starts = [start(1, PROMPT, 3), start(2, OTHER, 9, ignore_eos=False, seed=3, do_sample=True, temperature=3.0)]
+        result, rows = executor.prefill(1, starts), []
+        while result.batch is not None:
+            rows.append((result.num_forward_rows, result.batch))
+            result = executor.decode([result.batch])
+        if executor is both.known:
+            expected = rows
+    assert rows == expected
+
+
+def test_a_batch_that_ended_in_the_step_before_is_empty_to_who_plans_ahead(both: Both) -> None:
+    """Whether or not the host has heard of its end."""
+    for executor in (both.known, both.ahead):
+        executor.compute_prefill(1, [start(1, PROMPT, 1)]).describe()
+        ended = CachedBatch(1, (1,))
+        assert executor.begin_filter(1, [1], is_ahead=True)() == CachedBatch(1, ())
+        step = executor.compute_decode([ended], [RowUpdate(1, (30,), 1)], is_ahead=True).describe()
+        assert (step.generations, step.batch, step.num_forwards) == ((), None, 0)
+        with pytest.raises(UnknownBatch, match="Batch ID 7 not found"):
+            executor.compute_decode([CachedBatch(7, (7,))], is_ahead=True)
+
+
+def test_a_row_that_has_ended_may_lack_the_blocks_of_a_step_that_was_planned_before(both: Both) -> None:
+    """The step is launched once the end is known: then the row computes nothing, and needs no block."""
+    known = both.known.prefill(1, [start(1, PROMPT, 9)])
+    token = known.generations[0].tokens.ids[0]
+    both.known.clear()
+    ends_at_once = frozenset([token])
+    for executor in (both.known, both.ahead):
+        former, executor._settler.eos_token_ids = executor._settler.eos_token_ids, ends_at_once
+        try:
+            blocks = tuple(range(1, 6))  # of 20 tokens, which the prompt has
+            starts = [start(1, PROMPT, 9, ignore_eos=False, blocks=blocks), start(2, OTHER, 9)]
+            executor.compute_prefill(1, starts, is_ahead=True).describe()
+            step = executor.compute_decode([CachedBatch(1, (1, 2))], is_ahead=True).describe()
+        finally:
+            executor._settler.eos_token_ids = former
+        assert [generation.request_id for generation in step.generations] == [2]
+        assert step.num_forward_rows == 1
+
+
+def test_a_step_that_fails_leaves_the_one_under_way_its_answer(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [both.known.prefill(1, [start(1, PROMPT, 9)])]
+    step = both.ahead.compute_prefill(1, [start(1, PROMPT, 9)], is_ahead=True)
+
+    def fails(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(both.ahead, "decoder", fails)
+        with pytest.raises(ResourceExhausted, match="no memory for a step of 1 tokens in 1 sequences"):
+            both.ahead.compute_decode([CachedBatch(1, (1,))], is_ahead=True)
+    assert both.ahead.num_sequences == 0
+    assert said(step.describe()) == said(expected[0])
+    both.known.clear()
+    assert said(both.ahead.prefill(2, [start(1, PROMPT, 9)])) == said(both.known.prefill(2, [start(1, PROMPT, 9)]))
+
+
+def test_the_times_of_steps_do_not_count_each_other(both: Both) -> None:
+    first = both.ahead.compute_prefill(1, [start(1, PROMPT, 9)], is_ahead=True)
+    second = both.ahead.compute_decode([CachedBatch(1, (1,))], is_ahead=True)
+    begin = time.perf_counter_ns()
+    results = [first.describe(), second.describe()]
+    assert all(0 <= result.forward_ns <= result.total_ns for result in results)
+    assert results[1].forward_ns <= time.perf_counter_ns() - begin

@@ -10,6 +10,7 @@ from funitel.model_server.gpu.packets import HostCopy
 from funitel.model_server.gpu.row_states import RowStates
 from funitel.model_server.gpu.sampling import DeviceSampler
 from funitel.model_server.gpu.sampling_plan import SamplingPlan
+from funitel.model_server.gpu.score_maths import TorchMaths
 from funitel.model_server.noise import mixed_seeds, noise_key, noise_keys
 from funitel.model_server.sampler import sample
 from funitel.model_server.sequences import Row
@@ -25,7 +26,7 @@ class Pair:
     def __init__(self, rows: list[Row], seed: int) -> None:
         self.rows = rows
         self.states = RowStates(VOCAB, CPU)
-        self.sampler = DeviceSampler(self.states)
+        self.sampler = DeviceSampler(self.states, TorchMaths())
         self.generator = torch.Generator().manual_seed(seed)
         self.numpy = np.random.default_rng(seed)
 
@@ -36,7 +37,7 @@ class Pair:
         positions = [len(row.tokens) for row in rows]
         masks = make_masks([i for i, row in enumerate(rows) if row.start.sampling.grammar], VOCAB, self.numpy)
         expected = sample(logits.clone(), [row.sampling for row in rows], positions, masks)
-        plan = SamplingPlan.of(rows, self.states)
+        plan = SamplingPlan.of(rows, self.states, self.sampler.maths)
         choice = self.sampler.sample(logits.clone(), plan, np.array(positions), masks)
         found = choice.read(HostCopy(choice.numbers()).wait())
         assert list(map(repr, found)) == list(map(repr, expected))  # NaN is not equal to itself

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from funitel.proto import encoder_wire, wire
 from funitel.proto import generate_pb2 as pb
 from funitel.proto.step import (
-    BlockCopy,
     CachedBatch,
     Capability,
     EncoderFacts,
@@ -160,7 +159,6 @@ INFOS = st.builds(
     total_sharded_weight_bytes=U64,
     num_opening_tokens=U32,
 )
-COPIES = st.builds(BlockCopy, U32, U32, st.booleans())
 LIMITS = st.builds(
     WarmupLimits,
     max_input_tokens=st.none() | U32,
@@ -176,7 +174,6 @@ WARMUPS = st.builds(
     max_total_tokens=U32,
     kv_bytes=U64,
     total_kv_bytes=U64,
-    host_blocks=U32,
 )
 
 
@@ -223,17 +220,12 @@ def test_cached_batch(cached: CachedBatch) -> None:
 
 
 @quickly
-@given(st.lists(STARTS, max_size=1), st.none() | CACHED, ROWS, st.none() | U64, some(COPIES))
+@given(st.lists(STARTS, max_size=1), st.none() | CACHED, ROWS, st.none() | U64)
 def test_prefill_call(
-    starts: list[SequenceStart],
-    cached: CachedBatch | None,
-    rows: tuple[RowUpdate, ...],
-    step_seq: int | None,
-    copies: tuple[BlockCopy, ...],
+    starts: list[SequenceStart], cached: CachedBatch | None, rows: tuple[RowUpdate, ...], step_seq: int | None
 ) -> None:
     batch = wire.encode_batch(7, starts, 16)
-    call = over_the_wire(wire.encode_prefill(batch, cached, rows, step_seq, copies))
-    assert wire.decode_copies(call.copies) == copies
+    call = over_the_wire(wire.encode_prefill(batch, cached, rows, step_seq))
     assert call.batch == batch
     assert (wire.decode_cached(call.cached_batch) if call.HasField("cached_batch") else None) == cached
     assert wire.decode_rows(call.rows) == rows
@@ -241,15 +233,9 @@ def test_prefill_call(
 
 
 @quickly
-@given(some(CACHED), ROWS, st.none() | U64, some(COPIES))
-def test_decode_call(
-    batches: tuple[CachedBatch, ...],
-    rows: tuple[RowUpdate, ...],
-    step_seq: int | None,
-    copies: tuple[BlockCopy, ...],
-) -> None:
-    call = over_the_wire(wire.encode_decode(batches, rows, step_seq, copies))
-    assert wire.decode_copies(call.copies) == copies
+@given(some(CACHED), ROWS, st.none() | U64)
+def test_decode_call(batches: tuple[CachedBatch, ...], rows: tuple[RowUpdate, ...], step_seq: int | None) -> None:
+    call = over_the_wire(wire.encode_decode(batches, rows, step_seq))
     assert tuple(map(wire.decode_cached, call.batches)) == batches
     assert wire.decode_rows(call.rows) == rows
     assert (call.step_seq if call.HasField("step_seq") else None) == step_seq

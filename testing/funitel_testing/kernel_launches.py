@@ -15,6 +15,7 @@ from funitel.model_server.glue import HeadRule
 from funitel.model_server.gpu.attention import most_queries
 from funitel.model_server.gpu.glue import TritonGlue
 from funitel.model_server.gpu.paged_attention import Tiles, attend
+from funitel.model_server.gpu.score_kernels import choose, penalise, warp
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.layers import HeadNorm, NormLayer
 from funitel.model_server.parallel import HeadSplit, TensorParallel
@@ -160,4 +161,42 @@ def _glue_launches() -> dict[str, Launch]:
     return launches
 
 
-LAUNCHES: dict[str, Launch] = _attention_launches() | _glue_launches()
+def _penalise(vocab_size: int) -> None:
+    line = torch.zeros(1)
+    rows, counts = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, vocab_size, dtype=torch.int32)
+    penalise(torch.zeros(1, vocab_size), rows, counts, rows, line, (line, line, line, line))
+
+
+def _warp(vocab_size: int, *, has_top_k: bool, has_top_p: bool) -> None:
+    line = torch.zeros(1)
+    top_ks = torch.zeros(1, dtype=torch.int32) if has_top_k else None
+    rows = torch.zeros(1, dtype=torch.int64)
+    warp(torch.zeros(1, vocab_size), rows, line, top_ks, line if has_top_p else None, line)
+
+
+def _choose(vocab_size: int, num_rows: int, *, is_drawn: bool) -> None:
+    keys = torch.zeros(3, num_rows, dtype=torch.int32) if is_drawn else None
+    choose(torch.zeros(num_rows, vocab_size), keys, 132)
+
+
+def _sampling_launches() -> dict[str, Launch]:
+    """Penalties, filters and choices over vocabularies of every width, in one part and in several."""
+    launches = {}
+    for vocab_size in (300, 50_257, 128_256, 262_144):
+        name, whole, is_quick = str(vocab_size), ("choose_parts", "merge_choices"), vocab_size == 128_256
+        launches[f"penalise-{name}"] = Launch(
+            call=partial(_penalise, vocab_size), kernels=("penalise_rows",), is_quick=is_quick
+        )
+        for has_top_k, has_top_p in ((False, False), (True, False), (False, True), (True, True)):
+            call = partial(_warp, vocab_size, has_top_k=has_top_k, has_top_p=has_top_p)
+            launch = Launch(call=call, kernels=("warp_rows",), is_quick=is_quick and has_top_k and has_top_p)
+            launches[f"warp-{name}-{has_top_k:d}{has_top_p:d}"] = launch
+        for num_rows in (1, 256):
+            for is_drawn in (False, True):
+                call = partial(_choose, vocab_size, num_rows, is_drawn=is_drawn)
+                launch = Launch(call=call, kernels=whole, is_quick=is_quick and is_drawn and num_rows == 1)
+                launches[f"choose-{name}-{num_rows}-{is_drawn:d}"] = launch
+    return launches
+
+
+LAUNCHES: dict[str, Launch] = _attention_launches() | _glue_launches() | _sampling_launches()

@@ -63,7 +63,10 @@ class KVCache:
     def wipe(self, blocks: Sequence[int]) -> None:
         """Make blocks zeros again: of scores that are no numbers, some may lie there."""
         places = upload(np.array(blocks, dtype=np.int64), self.pool.device)
-        self.pool.view(torch.uint8).index_fill_(0, places, 0)  # zeros of every kind of numbers
+        words = self.pool.view(self.num_blocks, -1).view(torch.uint8)  # in every kind of numbers zeros are zero bytes
+        if words.shape[1] % 8 == 0:
+            words = words.view(torch.int64)
+        words.index_fill_(0, places, 0)
 
 
 def _num_parts(spec: ModelSpec) -> int:

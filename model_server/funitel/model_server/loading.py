@@ -14,6 +14,7 @@ from funitel.model_server.cpu.tiers import MADE, Tier, choose_tier
 from funitel.model_server.decoders import Loaded, load_fused, load_torch
 from funitel.model_server.executor import Executor, ExecutorOptions
 from funitel.model_server.gpu.feeding import FeedingExecutor
+from funitel.model_server.gpu.maths_choice import choose_maths
 from funitel.model_server.gpu.product_choice import MADE as MADE_ON_GPU
 from funitel.model_server.hub import is_outdated
 from funitel.model_server.kv_cache import Pools, SpecPools
@@ -72,7 +73,6 @@ def _tell_of_gpu_settings(settings: ModelServerSettings) -> None:
         "--cuda-graphs": settings.cuda_graphs,
         "--attention": settings.attention,
         "--cpu-offload-gb": settings.cpu_offload_gb or None,
-        "--kv-host-gb": settings.kv_host_gb or None,
     }
     for flag, value in given.items():
         if value is not None:
@@ -111,7 +111,8 @@ def _finish(
 ) -> tuple[Executor, ShardInfo]:
     log_loaded(settings, folder, spec, options.device, loaded)
     if options.device.type == "cuda" and loaded.takes_held_tokens:
-        executor: Executor = FeedingExecutor(spec, loaded.decoder, pools, codec, loaded.parallel, options)
+        maths = choose_maths(options.device)
+        executor: Executor = FeedingExecutor(spec, loaded.decoder, pools, codec, loaded.parallel, options, maths)
     else:
         executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, loaded.scores)
     return executor, info_of(settings, options, loaded, spec.vocab_size)
@@ -165,21 +166,10 @@ def options_of(
         allow_prefill_logprobs=settings.enable_prefill_logprobs,
         eos_token_ids=eos_token_ids,
         watermark=Watermark(settings.watermark_gamma, settings.watermark_delta),
-        host_bytes=host_bytes(settings, device),
         step_bytes=loaded.step_bytes,
         forces_spans=not settings.disable_forced_spans,
         wipes_blocks=loaded.name != "fused",
     )
-
-
-def host_bytes(settings: ModelServerSettings, device: torch.device) -> int:
-    """Bytes of the host's memory for evicted blocks; beside a pool on the host, or without a cache, there are none."""
-    if device.type != "cuda":
-        return 0
-    if settings.kv_host_gb and not settings.prefix_caching:
-        logger.info("--kv-host-gb %g changes nothing without --prefix-caching", settings.kv_host_gb)
-        return 0
-    return int(settings.kv_host_gb * 2**30)
 
 
 def join_ranks(settings: ModelServerSettings, device: torch.device) -> TensorParallel:

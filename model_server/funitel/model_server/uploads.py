@@ -11,4 +11,6 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     are done, whoever has let go of it.
     """
     here = torch.from_numpy(values)
-    return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
+    if device.type == "cuda" and values.size:
+        here = here.pin_memory()
+    return here.to(device, non_blocking=True)

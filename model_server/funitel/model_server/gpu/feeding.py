@@ -29,6 +29,7 @@ from funitel.model_server.gpu.packets import Choice, Copy, HostCopy
 from funitel.model_server.gpu.row_states import RowStates, held_token
 from funitel.model_server.gpu.sampling import DeviceSampler, follows_tokens
 from funitel.model_server.gpu.sampling_plan import SamplingPlan
+from funitel.model_server.gpu.score_maths import ScoreMaths
 from funitel.model_server.grammar import TokenMasks
 from funitel.model_server.kv_cache import Pools
 from funitel.model_server.parallel import TensorParallel
@@ -38,7 +39,7 @@ from funitel.model_server.spec import ModelFacts
 from funitel.model_server.text import TextCodec
 from funitel.model_server.uploads import upload
 from funitel.proto.errors import InvalidRequest, UnknownBatch
-from funitel.proto.step import BlockCopy, CachedBatch, RowUpdate, SequenceStart, StepResult
+from funitel.proto.step import CachedBatch, RowUpdate, SequenceStart, StepResult
 
 T = TypeVar("T")
 
@@ -65,13 +66,14 @@ class FeedingExecutor(Executor):
         codec: TextCodec,
         parallel: TensorParallel,
         options: ExecutorOptions,
+        maths: ScoreMaths,
         copy: Callable[[torch.Tensor], Copy] = HostCopy,
     ) -> None:
         super().__init__(spec, decoder, pools, codec, parallel, options)
         self._copy = copy
         self._states = RowStates(spec.vocab_size, options.device)
-        self._sampler = DeviceSampler(self._states)
-        self._plan = SamplingPlan.of((), self._states)
+        self._sampler = DeviceSampler(self._states, maths)
+        self._plan: SamplingPlan | None = None  # of the rows that were sampled last
         self._lock = RLock()
         self._under_way: deque[LaunchedStep] = deque()  # oldest first: those whose ends do not count yet
         self._last_ready = 0
@@ -84,25 +86,19 @@ class FeedingExecutor(Executor):
         starts: Sequence[SequenceStart],
         cached: CachedBatch | None = None,
         updates: Sequence[RowUpdate] = (),
-        copies: Sequence[BlockCopy] = (),
         *,
         is_ahead: bool = False,
     ) -> Step:
         """See the base."""
         step = super().compute_prefill
-        return self._carried_out(is_ahead, lambda: step(batch_id, starts, cached, updates, copies, is_ahead=is_ahead))
+        return self._carried_out(is_ahead, lambda: step(batch_id, starts, cached, updates, is_ahead=is_ahead))
 
     def compute_decode(
-        self,
-        cached: Sequence[CachedBatch],
-        updates: Sequence[RowUpdate] = (),
-        copies: Sequence[BlockCopy] = (),
-        *,
-        is_ahead: bool = False,
+        self, cached: Sequence[CachedBatch], updates: Sequence[RowUpdate] = (), *, is_ahead: bool = False
     ) -> Step:
         """See the base."""
         step = super().compute_decode
-        return self._carried_out(is_ahead, lambda: step(cached, updates, copies, is_ahead=is_ahead))
+        return self._carried_out(is_ahead, lambda: step(cached, updates, is_ahead=is_ahead))
 
     def _carried_out(self, is_ahead: bool, call: Callable[[], T]) -> T:
         """What a call gives that launches a step."""
@@ -229,8 +225,8 @@ class FeedingExecutor(Executor):
         rows = due.rows
         if len(due.places) < len(logits):
             logits = logits.index_select(0, upload(np.array(due.places, dtype=np.int64), logits.device))
-        if not self._plan.is_of(rows):
-            self._plan = SamplingPlan.of(rows, self._states)
+        if self._plan is None or not self._plan.is_of(rows):
+            self._plan = SamplingPlan.of(rows, self._states, self._sampler.maths)
         positions = np.array([len(row.tokens) + row.num_promised for row in rows], dtype=np.int64)
         vocab_size = logits.shape[1]
         masks = TokenMasks.of([row.grammar for row in rows], vocab_size)

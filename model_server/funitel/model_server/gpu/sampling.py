@@ -9,10 +9,10 @@ import torch
 
 from funitel.model_server.gpu.packets import Choice
 from funitel.model_server.gpu.row_states import RowStates
-from funitel.model_server.gpu.sampling_plan import Draws, Penalties, SamplingPlan
+from funitel.model_server.gpu.sampling_plan import SamplingPlan
+from funitel.model_server.gpu.score_maths import Draws, ScoreMaths
 from funitel.model_server.grammar import TokenMasks
-from funitel.model_server.noise import gumbel_of, noise_keys
-from funitel.model_server.scores import heated
+from funitel.model_server.noise import noise_keys
 from funitel.model_server.uploads import upload
 from funitel.proto.step import SamplingParams
 
@@ -27,7 +27,8 @@ def follows_tokens(params: SamplingParams) -> bool:
 class DeviceSampler:
     """Chooses tokens on the device of `states` and keeps these up to date."""
 
-    def __init__(self, states: RowStates) -> None:
+    def __init__(self, states: RowStates, maths: ScoreMaths) -> None:
+        self.maths = maths
         self._states = states
 
     def sample(
@@ -51,24 +52,26 @@ class DeviceSampler:
         is_broken = ~(logits.amax(dim=1) < torch.inf)
         raw = None if plan.raw is None else plan.raw.of_matrix(logits).clone()
         self._edit(logits, plan, positions, marks, delta)
-        logits.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
         if masks is not None:
             allowed, rows = self._bits(masks, logits.shape[1]), self._rows(masks)
             logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill(~allowed, -torch.inf))
-        tokens = self._choose(logits, plan, positions)
+        keys = None if plan.draws is None else self._keys(plan.draws, positions)
+        chosen = self.maths.choose(logits, plan.draws, keys)
+        tokens, scores, normalisers = chosen.tokens, chosen.scores, chosen.normalisers
         if plan.raw is not None and raw is not None:
-            plan.raw.put(logits, raw.nan_to_num_(nan=-torch.inf, neginf=-torch.inf))
-        normalisers = logits.logsumexp(dim=-1)
-        logprobs = logits.gather(1, tokens[:, None])[:, 0] - normalisers
-        logprobs.masked_fill_(is_broken, torch.nan)
+            raw.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+            plan.raw.put(logits, raw)
+            plan.raw.put(scores, raw.gather(1, plan.raw.of_matrix(tokens)[:, None])[:, 0])
+            plan.raw.put(normalisers, raw.logsumexp(dim=-1))
+        logprobs = (scores - normalisers).masked_fill_(is_broken, torch.nan)
         self._states.push(plan.slots, tokens)
         if plan.penalties is not None:
             self._states.count(plan.penalties.places, plan.penalties.some.of_matrix(tokens))
         if plan.tops is None:
             return Choice(plan, tokens, logprobs)
-        scores = plan.tops.of_matrix(logits)
-        best = scores.topk(plan.num_tops, dim=-1)
-        return Choice(plan, tokens, logprobs, plan.tops.of_matrix(normalisers), best.indices, best.values, scores)
+        tops = plan.tops.of_matrix(logits).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        best = tops.topk(plan.num_tops, dim=-1)
+        return Choice(plan, tokens, logprobs, plan.tops.of_matrix(normalisers), best.indices, best.values, tops)
 
     def _edit(
         self, scores: torch.Tensor, plan: SamplingPlan, positions: np.ndarray, marks: TokenMasks | None, delta: float
@@ -83,37 +86,15 @@ class DeviceSampler:
             scores.index_put_(places, scores[places] + biases.values)
         if (penalties := plan.penalties) is not None:
             lengths = upload(positions[penalties.some.rows].astype(np.float32)[:, None], scores.device)
-            values = penalties.some.of_matrix(scores)
-            penalties.some.put(scores, self._penalised(values, penalties, lengths))
+            self.maths.penalise(scores, penalties, self._states.counts, lengths)
 
-    def _penalised(self, scores: torch.Tensor, penalties: Penalties, lengths: torch.Tensor) -> torch.Tensor:
-        seen, produced = self._states.counts.index_select(0, penalties.places).float().unbind(1)
-        repeated = torch.where(scores < 0, scores * penalties.repetition, scores / penalties.repetition)
-        repeated = repeated - penalties.frequency * seen / lengths
-        scores = torch.where(seen > 0, repeated, scores)
-        return torch.where(produced > 0, scores - (penalties.presence + penalties.count * produced), scores)
-
-    def _choose(self, scores: torch.Tensor, plan: SamplingPlan, positions: np.ndarray) -> torch.Tensor:
-        """Warp the rows that are drawn, in place; the token of every row [rows] int64."""
-        draws = plan.draws
-        if draws is None:
-            return scores.argmax(dim=-1)
-        warped = _warped(draws.some.of_matrix(scores), draws)
-        draws.some.put(scores, warped)
-        first, second = self._keys(draws, positions)
-        drawn = (warped + gumbel_of(first, second, scores.shape[1])).argmax(dim=-1)
-        if draws.some.index is None:
-            return drawn
-        tokens = scores.argmax(dim=-1)
-        draws.some.put(tokens, drawn)
-        return tokens
-
-    def _keys(self, draws: Draws, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """The upper and lower halves of the keys of the noise, each [rows, 1] int32."""
-        keys = noise_keys(draws.seeds, positions[draws.some.rows])
-        halves = np.stack([keys >> np.uint64(32), keys & np.uint64(0xFFFFFFFF)]).astype(np.uint32).view(np.int32)
-        first, second = upload(halves[:, :, None], self._states.device)
-        return first, second
+    def _keys(self, draws: Draws, positions: np.ndarray) -> torch.Tensor:
+        """Which rows are drawn, and the upper and lower halves of the keys of their noise: [3, rows] int32."""
+        rows = draws.some.rows
+        keys = noise_keys(draws.seeds, positions[rows])
+        lines = np.zeros((3, len(positions)), dtype=np.uint32)
+        lines[:, rows] = np.ones_like(keys), keys >> np.uint64(32), keys & np.uint64(0xFFFFFFFF)
+        return upload(lines.view(np.int32), self._states.device)
 
     def _rows(self, masks: TokenMasks) -> torch.Tensor:
         return upload(np.array(masks.rows, dtype=np.int64), self._states.device)
@@ -123,11 +104,3 @@ class DeviceSampler:
         words = upload(masks.bits, self._states.device)
         places = torch.arange(_BITS, dtype=torch.int32, device=words.device)
         return ((words[:, :, None] >> places) & 1).flatten(1)[:, :vocab_size].bool()
-
-
-def _warped(scores: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Temperature, top-k, top-p, min-p, typical-p of rows that are drawn, in that order."""
-    scores = heated(scores, draws.temperatures)
-    for kept in draws.kept:
-        kept.some.put(scores, kept.keep(kept.some.of_matrix(scores), kept.values, kept.most))
-    return scores
