@@ -58,6 +58,7 @@ class Measures:
 
     num_requests: int = 0
     num_refused: int = 0  # could never fit into the pool
+    num_turned_away: int = 0  # found no place, or not in time
     num_finished: int = 0
     num_steps: int = 0
     num_preempted: int = 0
@@ -87,6 +88,7 @@ class Measures:
         return {
             "requests": self.num_requests,
             "refused": self.num_refused,
+            "turned_away": self.num_turned_away,
             "finished": self.num_finished,
             "seconds": self.ended,
             "requests_per_second": self.num_finished / seconds,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from funitel.proto.errors import Overloaded
 from funitel.proto.step import (
     FinishReason,
     GeneratedText,
@@ -17,6 +18,7 @@ from funitel.proto.step import (
     StoppingParams,
     Tokens,
 )
+from funitel.router.admission import Admission, InFlight
 from funitel.router.lead import plan_after
 from funitel.router.placement import Standing, place
 from funitel.router.plan import StepPlan
@@ -58,8 +60,17 @@ def sequence_of(number: int, arrival: Arrival) -> Sequence:
 class SimulatedReplica:
     """One scheduler with its pool, and the steps that are planned: one is computed, others have been sent behind it."""
 
-    def __init__(self, scheduler: Scheduler, costs: StepCosts, measures: Measures, pipeline_steps: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        costs: StepCosts,
+        measures: Measures,
+        pipeline_steps: int,
+        admission: Admission | None = None,
+    ) -> None:
+        """Begin with nothing under way; without an `admission` whoever fits into the pool is let in."""
         self.scheduler = scheduler
+        self._admission = admission
         self.is_asleep = True  # nothing is under way, and no event will wake it
         self.load_tokens = 0  # known tokens of all that wait or run
         self._costs = costs
@@ -81,6 +92,9 @@ class SimulatedReplica:
         if arrival.prompt_tokens + arrival.max_new_tokens > blocks.num_blocks * blocks.block_size:
             measures.num_refused += 1
             return
+        if not self._admits(sequence):
+            measures.num_turned_away += 1
+            return
         goes_on = arrival.prefix_tokens == arrival.prompt_tokens  # a turn of a chat: its answer is in the next prompt
         token = GROUP_TOKENS + arrival.prefix_group if goes_on else sequence.id % GROUP_TOKENS
         generation = Generation(sequence.id, Tokens((token,), (0.0,), ("",)))
@@ -90,6 +104,28 @@ class SimulatedReplica:
         self._newest = arrival.at
         if self._plans:
             self._send_steps(arrival.at)
+
+    def _admits(self, sequence: Sequence) -> bool:
+        if self._admission is None:
+            return True
+        scheduler, own = self.scheduler, self.scheduler.shares.sequences_of(sequence.request.key)
+        in_flight = InFlight(len(self._rows), own)
+        try:
+            leaving = self._admission.check(
+                sequence,
+                in_flight,
+                scheduler.waiting,
+                scheduler.shares,
+                scheduler.running.values(),
+                scheduler.forecaster,
+            )
+        except Overloaded:
+            return False
+        if leaving is not None:
+            scheduler.remove(leaving)
+            self.load_tokens -= self._rows.pop(leaving.id).length
+            self._measures.num_turned_away += 1
+        return True
 
     def _send_steps(self, now: float) -> None:
         """Plan as far ahead as may be."""
@@ -179,7 +215,16 @@ class SimulatedReplica:
         """Settle the step that was computed, if any."""
         if not self._plans:
             return
-        self.scheduler.commit(self._plans.popleft(), self._result, self._seconds)
+        plan = self._plans.popleft()
+        delivered = self.scheduler.commit(plan, self._result, self._seconds)
+        if self._admission is not None:
+            throughput = self._admission.throughput
+            throughput.observe_step(plan.num_tokens, self._seconds, self._ends[-1])
+            for sequence, generation in delivered:
+                if sequence.foreseen_seconds:
+                    throughput.observe_first_token(sequence, self._ends[-1])
+                if generation.finished is not None:
+                    throughput.observe_end(sequence)
         self._note_tokens()
 
     def _note_tokens(self) -> None:

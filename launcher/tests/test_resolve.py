@@ -227,6 +227,11 @@ def test_what_was_open_is_decided() -> None:
             {"target_itl_ms": 50.0, "prefill_chunking": False},
             "--target-itl-ms 50.0 needs --prefill-chunking true, given false",
         ),
+        ({"target_ttft_ms": 0.0}, "--target-ttft-ms must be > 0 and <= 86400000, given 0.0"),
+        (
+            {"target_ttft_ms": 500.0, "prefill_chunking": False},
+            "--target-ttft-ms 500.0 needs --prefill-chunking true, given false",
+        ),
     ],
 )
 def test_what_a_child_would_refuse_is_refused_before_anything_loads(given: dict[str, Any], why: str) -> None:

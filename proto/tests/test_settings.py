@@ -273,6 +273,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "max_waiting_tokens": st.integers(0, 10**9),
     "step_timeout_s": st.floats(0.001, 86_400),
     "target_itl_ms": st.none() | st.floats(0.001, 600_000),
+    "target_ttft_ms": st.none() | st.floats(0.001, 86_400_000),
     "max_client_batch_size": COUNT,
     "max_client_texts": COUNT,
     "disable_grammar_support": st.booleans(),

@@ -294,10 +294,12 @@ async def test_no_request_is_longer_than_what_the_blocks_of_a_plain_peer_hold(tm
             pass
 
 
-async def test_a_target_gap_needs_chunks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["target_itl_ms", "target_ttft_ms"])
+async def test_a_target_needs_chunks(tmp_path: Path, name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
     for shard in ({"is_chunked": False}, {"is_plain": True}):
-        with pytest.raises(SettingsError, match="--target-itl-ms 50.0 needs shards that compute prompts in chunks"):
-            async with running(tmp_path, 1, shard, target_itl_ms=50.0):
+        with pytest.raises(SettingsError, match=f"{flag} 50.0 needs shards that compute prompts in chunks"):
+            async with running(tmp_path, 1, shard, **{name: 50.0}):
                 pass
 
 

@@ -187,6 +187,11 @@ class LauncherSettings:
         "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "
         "2.5 times a step without them when not given.",
     )
+    target_ttft_ms: float | None = _router(
+        "target_ttft_ms",
+        "Most milliseconds until the first token of a request: one for which more is foreseen is refused with 429. "
+        "No bound when not given.",
+    )
     hostname: str | None = _router(
         "hostname",
         "Address to listen on; when not given, 0.0.0.0 where clients need a key or certificate, else 127.0.0.1.",
@@ -373,6 +378,10 @@ class LauncherSettings:
         require(
             self.target_itl_ms is None or self.prefill_chunking,
             f"--target-itl-ms {self.target_itl_ms} needs --prefill-chunking true, given false",
+        )
+        require(
+            self.target_ttft_ms is None or self.prefill_chunking,
+            f"--target-ttft-ms {self.target_ttft_ms} needs --prefill-chunking true, given false",
         )
 
     @property

@@ -1,6 +1,7 @@
 """How a waiting sequence enters: behind which blocks, with which more, and whether there is room. Pure."""
 
 from collections import Counter
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from math import ceil
 
@@ -47,17 +48,18 @@ class Entrance:
 
     def prefix(self, sequence: Sequence) -> tuple[int, ...]:
         """Published blocks a sequence can begin behind; its last known token is always computed."""
-        if not self._may_share(sequence):
+        if not self.may_share(sequence):
             return ()
         size = self.block_size
         return self._blocks.match(sequence.block_key(i, size) for i in range((sequence.num_known - 1) // size))
 
-    def _may_share(self, sequence: Sequence) -> bool:
+    def may_share(self, sequence: Sequence) -> bool:
+        """Whether a sequence may begin behind what others have computed."""
         return self._policy.has_prefix_cache and not sequence.request.prefill_logprobs
 
     def _is_being_computed(self, sequence: Sequence, index: int) -> bool:
         size = self.block_size
-        if not self._may_share(sequence) or (index + 1) * size >= sequence.num_known:
+        if not self.may_share(sequence) or (index + 1) * size >= sequence.num_known:
             return False
         key = sequence.block_key(index, size)
         return any(
@@ -75,13 +77,21 @@ class Entrance:
 
     def has_slot(self) -> bool:
         """Whether one more sequence may run."""
+        return self._has_slots(1)
+
+    def _has_slots(self, count: int) -> bool:
         bounds = (self._policy.max_batch_size, self._suspects.most_sequences)
-        return all(most is None or len(self._running.by_id) < most for most in bounds)
+        return all(most is None or len(self._running.by_id) + count <= most for most in bounds)
 
     def has_blocks(self, needed: int, prefix: Seq[int]) -> bool:
         """Whether so many blocks can be had beside `prefix`, and some are left for those that run."""
         reserved = min(len(self._running.by_id), ceil(self._blocks.num_blocks * MOST_RESERVED))
         return needed + reserved <= self._blocks.num_free - self._blocks.num_idle(prefix)
+
+    def has_room_for(self, newcomers: Collection[Sequence]) -> bool:
+        """Whether so many waiting sequences, and one more, may all run beside those that do."""
+        needed = sum(self.missing_blocks(newcomer, ()) for newcomer in newcomers)
+        return self._has_slots(len(newcomers) + 1) and self.has_blocks(needed + 1, ())
 
     def missing_blocks(self, sequence: Sequence, prefix: Seq[int]) -> int:
         """Blocks a sequence must be granted on entry beside its prefix."""

@@ -25,6 +25,7 @@ class Lobby:
         self.shares = Shares()
         self.waiting = WaitingQueue(self.shares)
         self.running: Mapping[int, Sequence] = MappingProxyType({})
+        self.forecaster = None  # when a replica comes back is not known
         self._metrics = metrics
         self._reception = Reception(self, metrics, admission, wake=self._report)
         self._requests = self._reception.requests

@@ -30,7 +30,7 @@ class Reception:
         The bounds on requests hold for `in_flight`, when others than those here count too.
 
         Raises:
-            Overloaded: there is no place for it, or it would wait longer than its deadline.
+            Overloaded: there is no place for it, or it would wait longer than it may.
             DeadlineExceeded: its deadline has passed.
         """
         self._admit(sequence, in_flight or self.requests.in_flight(sequence.request.key))
@@ -50,7 +50,9 @@ class Reception:
             raise DeadlineExceeded("the deadline passed before the request was queued")
         holder = self._holder
         try:
-            return self._admission.check(sequence, in_flight, holder.waiting, holder.shares, holder.running.values())
+            return self._admission.check(
+                sequence, in_flight, holder.waiting, holder.shares, holder.running.values(), holder.forecaster
+            )
         except Overloaded as refused:
             self._metrics.count_refused(refused.reason)
             raise

@@ -8,6 +8,7 @@ from typing import Protocol
 from funitel.proto.errors import FunitelError
 from funitel.router.admission import InFlight
 from funitel.router.deadlines import Deadlines
+from funitel.router.forecast import Forecaster
 from funitel.router.sequence import Sequence
 from funitel.router.stream import TokenStream
 from funitel.router.waiting import Shares, WaitingQueue
@@ -18,6 +19,11 @@ class Holder(Protocol):
 
     waiting: WaitingQueue
     shares: Shares
+
+    @property
+    def forecaster(self) -> Forecaster | None:
+        """What foresees first tokens, where that can be done."""
+        ...
 
     @property
     def running(self) -> Mapping[int, Sequence]:

@@ -23,6 +23,7 @@ from funitel.proto.step import Generation, RowUpdate, SequenceStart, StepResult
 from funitel.router.blocks import BlockAllocator
 from funitel.router.chunking import Allowance, ChunkBudget, StepLoad
 from funitel.router.entrance import Entrance
+from funitel.router.forecast import Forecaster
 from funitel.router.giving_way import GivingWay
 from funitel.router.plan import Policy, StepPlan
 from funitel.router.running import Running
@@ -49,6 +50,7 @@ class Scheduler:
         self._entrance = Entrance(policy, blocks, self.waiting, self._running, self.suspects)
         self._giving_way = GivingWay(self.shares, self._entrance, self.running)
         self._sharing_out = SharingOut(self.shares, self._entrance, self._running)
+        self.forecaster = Forecaster(self.step_time, self._entrance, self.running)
         self._in_flight: deque[StepPlan] = deque()  # oldest first
         self._steps_since_join = 0
 

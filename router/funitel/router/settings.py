@@ -14,6 +14,7 @@ REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
 MOST_GB_S = 1_000_000  # a petabyte a second: no memory gives it
 MOST_TIMEOUT_SECONDS = 86_400  # a day
 MOST_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
+MOST_TARGET_TTFT_MS = 86_400_000  # a day, as for deadlines
 TIMEOUT = Bounds(above=0, most=MOST_TIMEOUT_SECONDS)
 TOKEN_COUNT = Bounds(above=0, most=2**32 - 1)  # the wire counts tokens in 32 bits
 _REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
@@ -112,6 +113,12 @@ class RouterSettings:
         "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "
         "2.5 times a step without them when not given.",
         bounds=Bounds(above=0, most=MOST_TARGET_ITL_MS),
+    )
+    target_ttft_ms: float | None = setting(
+        None,
+        "Most milliseconds until the first token of a request: one for which more is foreseen is refused with 429. "
+        "No bound when not given.",
+        bounds=Bounds(above=0, most=MOST_TARGET_TTFT_MS),
     )
     pipeline_steps: int = setting(
         2,

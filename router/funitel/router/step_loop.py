@@ -264,6 +264,8 @@ class StepLoop:
             self._requests.fail(sequence, BrokenScores("the model's scores are not numbers, or infinite"))
             return
         stream = self._requests.streams[sequence.id]
+        if sequence.foreseen_seconds:
+            self._throughput.observe_first_token(sequence, time.monotonic())
         if generation.finished is not None:
             self._requests.forget(sequence)
             self._throughput.observe_end(sequence)

@@ -5,6 +5,8 @@ ones of a long prompt more, for they attend to all before them. From both follow
 streams run, what keeps the gap between their tokens within the target; else what keeps the server responsive.
 """
 
+from math import ceil, log2
+
 from funitel.router.chunking import MIN_CHUNK_TOKENS, Allowance, ChunkBudget, PromptCosts, StepLoad
 from funitel.router.least_squares import LeastSquares
 
@@ -107,6 +109,27 @@ class StepTimeModel:
         if self.target_gap_seconds is None:
             most_urgent = self._allowance(most_tokens, load, URGENT_FACTOR, URGENT_GROWTH)
         return ChunkBudget(within, self._shared.costs, load, most_urgent)
+
+    def prompt_costs(self, *, has_streams: bool) -> PromptCosts | None:
+        """What prompts cost, beside streams or by themselves as far as either was measured; None before any was."""
+        either = (self._shared, self._alone) if has_streams else (self._alone, self._shared)
+        return next((steps.costs for steps in either if steps.num_observed), None)
+
+    def prompts_seconds(self, load: StepLoad, seconds: float) -> float:
+        """Predict when prompts are computed that cost so many seconds, beside the decoding sequences of `load`.
+
+        They take as many steps as that fills, each with what it takes without them, and wait for the one under way.
+        """
+        if not load.num_decodes:
+            return seconds + self._alone.fixed_seconds * ceil(seconds / IDLE_STEP_SECONDS)
+        plain, shared = self.plain_seconds(load), self._shared
+        per_token, most_tokens = shared.costs.per_token, shared.most_tokens(SHARED_GROWTH)
+        most = GAP_FACTOR * plain if self.target_gap_seconds is None else self.target_gap_seconds
+        for_prompts = max(most - plain - shared.fixed_seconds, MIN_CHUNK_TOKENS * per_token)
+        num_steps = max(1, ceil(seconds / for_prompts)) if for_prompts > 0.0 else 1
+        if num_steps > 1 and for_prompts > most_tokens * per_token > 0.0:  # chunks have yet to grow as large
+            num_steps += ceil(log2(for_prompts / (most_tokens * per_token)))
+        return seconds + num_steps * shared.fixed_seconds + (num_steps + 1) * plain
 
     def _must_probe(self, num_decodes: int) -> bool:
         few, many = sorted((num_decodes, self._last_plain_decodes))

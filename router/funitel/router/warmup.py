@@ -32,7 +32,12 @@ WARMUP_WORD = "test "  # one token or more, whatever the tokenizer
 def admission_of(settings: RouterSettings) -> Admission:
     """The bounds on what may wait."""
     has_several_keys = len(keys_of(settings.api_key, settings.api_key_file)) > 1
-    return Admission(settings.max_concurrent_requests, settings.max_queued_tokens, has_several_keys=has_several_keys)
+    return Admission(
+        settings.max_concurrent_requests,
+        settings.max_queued_tokens,
+        has_several_keys=has_several_keys,
+        target_seconds=None if settings.target_ttft_ms is None else settings.target_ttft_ms / 1000,
+    )
 
 
 async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admission: Admission | None = None) -> Engine:
@@ -54,6 +59,10 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     require(
         is_chunked or settings.target_itl_ms is None,
         f"--target-itl-ms {settings.target_itl_ms} needs shards that compute prompts in chunks",
+    )
+    require(
+        is_chunked or settings.target_ttft_ms is None,
+        f"--target-ttft-ms {settings.target_ttft_ms} needs shards that compute prompts in chunks",
     )
     results = await _warm_up(replica, settings)
     smallest = min(results, key=_triple)
