@@ -63,6 +63,7 @@ PURE = (
             "waiting",
             "plan",
             "entrance",
+            "forecast",
             "giving_way",
             "running",
             "sharing_out",
