@@ -24,7 +24,7 @@ def make_decoder(plan: Plan) -> Decoder:
     weights = RandomWeights(plan.dtype, plan.device, deviation=None)
     spec = plan.spec
     decoder = Decoder(spec, weights, TensorParallel(), make_attention(plan))
-    fuse_glue(decoder, HeadSplit(0, spec.num_heads, 0, spec.num_kv_heads), plan.device, plan.dtype)
+    fuse_glue(decoder, HeadSplit(0, spec.num_heads, 0, spec.num_kv_heads), plan.device, plan.dtype, plan.dtype)
     return decoder
 
 

@@ -4,6 +4,8 @@ Without a GPU they run in Triton's interpreter, so this proves what they compute
 """
 
 import logging
+from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from funitel.model_server.attention import TorchAttention
 from funitel.model_server.checkpoint import read_json
 from funitel.model_server.decoder import Decoder, Layer
 from funitel.model_server.families import spec_of
-from funitel.model_server.glue import TorchGlue
+from funitel.model_server.glue import HeadRule, TorchGlue
 from funitel.model_server.gpu.glue import TritonGlue
 from funitel.model_server.gpu.glue_choice import check_glue, fuse_glue
 from funitel.model_server.kv_cache import KVCache
@@ -24,7 +26,7 @@ from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.spec import Activation
 from funitel.model_server.weights import Weights
 from funitel_testing.forward_worker import step_through
-from funitel_testing.glue_cases import BOUNDS, draw_join, draw_placing, error_of
+from funitel_testing.glue_cases import BOUNDS, Placing, draw_join, draw_placing, error_of
 from funitel_testing.zoo import ZOO
 
 CPU = torch.device("cpu")
@@ -43,8 +45,8 @@ class NoGlue(TorchGlue):
     join = place = norm  # type: ignore[assignment]
 
 
-def no_fall_back() -> TritonGlue:
-    glue = TritonGlue()
+def no_fall_back(kv_dtype: torch.dtype) -> TritonGlue:
+    glue = TritonGlue(kv_dtype)
     glue._reference = NoGlue()
     return glue
 
@@ -52,23 +54,40 @@ def no_fall_back() -> TritonGlue:
 @pytest.mark.parametrize("seed", range(16))
 def test_residual_and_norms(seed: int) -> None:
     case = draw_join(seed, DEVICE)
-    found = case.through(TritonGlue())
+    found = case.through(TritonGlue(case.x.dtype))
     assert error_of(found, case.exact().through(TorchGlue())) <= BOUNDS[case.x.dtype]
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_heads_in_their_places(seed: int) -> None:
     case = draw_placing(seed, DEVICE)
-    found = case.through(no_fall_back())
+    found = case.through(no_fall_back(case.kv_dtype))
     assert error_of(found, case.exact().through(TorchGlue())) <= BOUNDS[case.qkv.dtype]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_pool_of_float8_takes_what_is_beyond_its_range_as_its_largest(kv_dtype: torch.dtype) -> None:
+    """With numbers that it holds exactly: Triton's interpreter rounds others to half of what they are."""
+    case = next(case for case in map(draw_placing, range(100), repeat(DEVICE)) if len(case.qkv) > 2)
+    rule = HeadRule(case.rule.num_heads, case.rule.num_kv_heads, None, None, key_scale=0.5, value_scale=2.0)
+    numbers = torch.tensor([0.25, -1.5, 7.0, 30000.0, -60000.0], device=DEVICE)
+    qkv = numbers[torch.arange(case.qkv.numel(), device=DEVICE).view_as(case.qkv) % len(numbers)]
+    placing = Placing(qkv, rule, None, case.spec, kv_dtype)
+    queries, pool = placing.through(no_fall_back(kv_dtype))
+    exact_queries, exact_pool = replace(placing, kv_dtype=torch.float32).through(TorchGlue())
+    most = torch.finfo(kv_dtype).max
+    assert torch.equal(queries, exact_queries)
+    assert exact_pool.abs().max() > most
+    assert torch.equal(pool.float(), exact_pool.clamp(-most, most).to(kv_dtype).float())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 400))
 def test_over_many_shapes(seed: int) -> None:
     join, placing = draw_join(seed, DEVICE), draw_placing(seed, DEVICE)
-    assert error_of(join.through(TritonGlue()), join.exact().through(TorchGlue())) <= BOUNDS[join.x.dtype]
-    assert error_of(placing.through(no_fall_back()), placing.exact().through(TorchGlue())) <= BOUNDS[placing.qkv.dtype]
+    assert error_of(join.through(TritonGlue(join.x.dtype)), join.exact().through(TorchGlue())) <= BOUNDS[join.x.dtype]
+    found = placing.through(no_fall_back(placing.kv_dtype))
+    assert error_of(found, placing.exact().through(TorchGlue())) <= BOUNDS[placing.qkv.dtype]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of what a sigmoid rightly makes 0
@@ -76,7 +95,7 @@ def test_over_many_shapes(seed: int) -> None:
 def test_gates(activation: Activation) -> None:
     for i, (dtype, bound) in enumerate(BOUNDS.items()):
         x = (3 * torch.randn(3, 2 * (100 + 1000 * i), generator=torch.Generator().manual_seed(i))).to(DEVICE, dtype)
-        found, expected = TritonGlue().gate(x, activation), TorchGlue().gate(x.float(), activation)
+        found, expected = TritonGlue(dtype).gate(x, activation), TorchGlue().gate(x.float(), activation)
         assert error_of([found], [expected]) <= bound
 
 
@@ -96,7 +115,7 @@ def heads_of(decoder: Decoder) -> HeadSplit:
 def test_logits_of_the_reference(family: str, tmp_path: Path) -> None:
     ZOO[family].save(tmp_path)
     decoder = decoder_of(tmp_path)
-    glue = no_fall_back() if family in QUICK else TritonGlue()
+    glue = no_fall_back(torch.float32) if family in QUICK else TritonGlue(torch.float32)
     prompts = [torch.randint(0, 200, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (13, 5)]
     logits = []
     for _ in range(2):
@@ -104,7 +123,7 @@ def test_logits_of_the_reference(family: str, tmp_path: Path) -> None:
         logits.append(step_through(decoder, cache, prompts, 2))
         decoder.adopt(glue)
     assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(*logits, strict=True))
-    check_glue(glue, decoder, heads_of(decoder), CPU, torch.float32)
+    check_glue(glue, decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
 
 
 class WrongNorm(TritonGlue):
@@ -127,7 +146,7 @@ def test_a_wrong_kernel_does_not_pass_the_probe(wrong: type[TritonGlue], tmp_pat
     ZOO["llama"].save(tmp_path)
     decoder = decoder_of(tmp_path)
     with pytest.raises(ValueError, match="a probe is off by"):
-        check_glue(wrong(), decoder, heads_of(decoder), CPU, torch.float32)
+        check_glue(wrong(torch.float32), decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
 
 
 def test_what_fails_the_probe_is_not_used(
@@ -135,7 +154,7 @@ def test_what_fails_the_probe_is_not_used(
 ) -> None:
     ZOO["llama"].save(tmp_path)
     decoder = decoder_of(tmp_path)
-    fuse_glue(decoder, heads_of(decoder), CPU, torch.float32)
+    fuse_glue(decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
     assert decoder.glue.name == "torch"
 
     def refuse(*_: object) -> None:
@@ -143,11 +162,11 @@ def test_what_fails_the_probe_is_not_used(
 
     monkeypatch.setattr("funitel.model_server.gpu.glue_choice.check_glue", refuse)
     with caplog.at_level(logging.WARNING):
-        fuse_glue(decoder, heads_of(decoder), torch.device("cuda"), torch.float32)
+        fuse_glue(decoder, heads_of(decoder), torch.device("cuda"), torch.float32, torch.float32)
     assert decoder.glue.name == "torch"
     assert "RuntimeError: no compiler" in caplog.text
     monkeypatch.setattr("funitel.model_server.gpu.glue_choice.check_glue", lambda *_: None)
-    fuse_glue(decoder, heads_of(decoder), torch.device("cuda"), torch.float32)
+    fuse_glue(decoder, heads_of(decoder), torch.device("cuda"), torch.float32, torch.float32)
     layer = decoder.layers[-1]
     assert isinstance(layer, Layer)
     adopted = [decoder, layer.attention_frame, layer.mlp_frame, layer.attention, *layer.mlp.mlps()]

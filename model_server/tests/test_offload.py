@@ -101,7 +101,9 @@ def test_kernels_are_tried_with_weights_that_are_there(tmp_path: Path) -> None:
     offload, _ = offload_layers(tmp_path, 100)
     decoder = decoder_of(tmp_path, offload)
     heads = HeadSplit(0, decoder.spec.num_heads, 0, decoder.spec.num_kv_heads)
-    check_glue(TorchGlue(), decoder, heads, CPU, torch.bfloat16)  # what is spoilt in a slot would equal nothing
+    check_glue(
+        TorchGlue(), decoder, heads, CPU, torch.bfloat16, torch.bfloat16
+    )  # what is spoilt in a slot would equal nothing
 
 
 def test_layers_are_spread_and_each_is_sent_for_while_the_one_before_computes(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
     attention = choose_attention(spec, heads, settings.block_size, weights.device, weights.dtype, settings.attention)
     offload = offload_of(settings.cpu_offload_gb, spec.num_layers, weights.device)
     decoder = Decoder(spec, weights, parallel, attention, offload)
-    fuse_glue(decoder, heads, weights.device, weights.dtype)
+    fuse_glue(decoder, heads, weights.device, weights.dtype, kv_dtype=weights.dtype)
     _log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, weights.dtype)
     return replace(in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel), takes_held_tokens=True)
 

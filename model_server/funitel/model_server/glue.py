@@ -22,6 +22,13 @@ class HeadRule:
     num_kv_heads: int
     clip: float | None  # all are kept within +- this
     norms: tuple[HeadNorm, HeadNorm] | None  # of queries and of keys
+    key_scale: float = 1.0  # keys are divided by it on their way to the pool
+    value_scale: float = 1.0
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether either scale does anything."""
+        return (self.key_scale, self.value_scale) != (1.0, 1.0)
 
 
 class Glue(Protocol):
@@ -107,5 +114,8 @@ class TorchGlue:
             qk = torch.cat((q_norm(qk[:, : rule.num_heads]), k_norm(qk[:, rule.num_heads :])), dim=1)
         if turn is not None:
             qk = turn(qk)
-        cache.write(layer, slots, qk[:, rule.num_heads :], v)
+        k = qk[:, rule.num_heads :]
+        if rule.is_scaled:
+            k, v = k / rule.key_scale, v / rule.value_scale
+        cache.write(layer, slots, k, v)
         return qk[:, : rule.num_heads].contiguous()

@@ -17,11 +17,15 @@ _HEAD_ELEMENTS = 1024  # of a program's heads
 
 
 class TritonGlue:
-    """Sums in float32 whatever the inputs are. What a kernel does not have is computed by the reference."""
+    """Sums in float32 whatever the inputs are. What a kernel does not have is computed by the reference.
+
+    `kv_dtype` is the precision of the pool, the inputs' or a float8.
+    """
 
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, kv_dtype: torch.dtype) -> None:
+        self._kv_dtype = kv_dtype
         self._reference = TorchGlue()
 
     def norm(self, norm: NormLayer, x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +62,7 @@ class TritonGlue:
     ) -> torch.Tensor:
         """See Glue."""
         keys, values = cache.keys[layer], cache.values[layer]
-        if not _places(qkv, rule, keys):
+        if keys.dtype is not self._kv_dtype or not _places(qkv, rule):
             return self._reference.place(qkv, rule, turn, cache, layer, slots)
         assert qkv.is_contiguous()
         num_tokens, num_heads, dim = qkv.shape
@@ -80,6 +84,8 @@ class TritonGlue:
             qkv if k_norm is None or k_norm.bias is None else k_norm.bias,
             0.0 if rule.clip is None else rule.clip,
             0.0 if q_norm is None else q_norm.eps,
+            rule.key_scale,
+            rule.value_scale,
             *keys.stride()[:3],
             *values.stride()[:3],
             NUM_HEADS=rule.num_heads,
@@ -90,6 +96,8 @@ class TritonGlue:
             HEADS_AT_ONCE=at_once,
             IS_INTERLEAVED=turn is not None and turn.is_interleaved,
             HAS_CLIP=rule.clip is not None,
+            HAS_SCALES=rule.is_scaled,
+            MOST=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
             NORM=_kind_of(q_norm),
             IS_NORM_OF_EACH=q_norm is not None and q_norm.weight.dim() == 2,
             HAS_NORM_BIAS=q_norm is not None and q_norm.bias is not None,
@@ -102,10 +110,10 @@ def _has(x: torch.Tensor, *norms: NormLayer | None) -> bool:
     return x.shape[-1] <= _MOST_HIDDEN and all(norm is None or norm.dtype is None for norm in norms)
 
 
-def _places(qkv: torch.Tensor, rule: HeadRule, keys: torch.Tensor) -> bool:
-    """Whether `place_heads` has these heads: a norm over all of them takes other ranks, other numbers a scale."""
+def _places(qkv: torch.Tensor, rule: HeadRule) -> bool:
+    """Whether `place_heads` has these heads: a norm over all of them is one over other ranks too."""
     is_by_head = rule.norms is None or rule.norms[0].kind is not QkNorm.WHOLE
-    return is_by_head and qkv.shape[-1] <= _MOST_HEAD_DIM and keys.dtype is qkv.dtype
+    return is_by_head and qkv.shape[-1] <= _MOST_HEAD_DIM
 
 
 def _kind_of(norm: NormLayer | HeadNorm | None) -> str:

@@ -18,19 +18,22 @@ _POSITIONS = (0, 1, 6, 100, 0)  # of the probe's tokens, the last of which is pa
 _BLOCKS, _OFFSETS = (1, 1, 2, 3, 0), (0, 1, 3, 2, 0)
 _BLOCK_SIZE = 4
 _BOUND = 2e-2  # relative error: what is wrong is off by far more, and bfloat16 by half of it
+_FLOAT8_BOUND = 6e-2  # over a pool of float8, where a last bit more or less is 1 part in 8
 
 
-def fuse_glue(decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype) -> None:
-    """Have the decoder compute with our kernels, or say why not."""
+def fuse_glue(
+    decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Have a decoder of this precision compute with our kernels over a pool of `kv_dtype`, or say why not."""
     if device.type != "cuda":
         return
     try:
         # Triton: seconds to import, and there with torch's builds for GPUs only
         from funitel.model_server.gpu.glue import TritonGlue
 
-        glue = TritonGlue()
+        glue = TritonGlue(kv_dtype)
         with torch.inference_mode():
-            check_glue(glue, decoder, heads, device, dtype)
+            check_glue(glue, decoder, heads, device, dtype, kv_dtype)
     except Exception as error:  # a compiler, a driver, a card: a shard that is slow is better than none
         message = "norms, positions and gates are computed in torch, without the Triton kernels: %s: %s"
         logger.warning(message, type(error).__name__, error)
@@ -39,7 +42,9 @@ def fuse_glue(decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: t
     logger.info("norms, positions and gates are computed in Triton kernels")
 
 
-def check_glue(glue: Glue, decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype) -> None:
+def check_glue(
+    glue: Glue, decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
     """Raise ValueError unless it gives what the reference gives with the first layer's weights.
 
     Its kernels are compiled on the way, so that no request waits for them.
@@ -61,11 +66,12 @@ def check_glue(glue: Glue, decoder: Decoder, heads: HeadSplit, device: torch.dev
     if isinstance(layer.attention, Attention) and decoder.spec.qk_norm is not QkNorm.WHOLE:  # which asks other ranks
         qkv = drawn(len(_POSITIONS), heads.num_heads + 2 * heads.num_kv_heads, decoder.spec.head_dim)
         for each, found in zip((TorchGlue(), glue), results, strict=True):
-            found += _placed(each, decoder, layer.attention, heads, qkv)
+            found += _placed(each, decoder, layer.attention, heads, qkv, kv_dtype)
+    bound = _FLOAT8_BOUND if kv_dtype.itemsize == 1 else _BOUND
     for expected, got in zip(*results, strict=True):
         error = float((got.float() - expected.float()).norm() / expected.float().norm())
-        if not error <= _BOUND:
-            raise ValueError(f"a probe is off by {error:.2g} of what torch computes, at most {_BOUND:g} is right")
+        if not error <= bound:
+            raise ValueError(f"a probe is off by {error:.2g} of what torch computes, at most {bound:g} is right")
 
 
 def _first_layer(decoder: Decoder) -> Layer:
@@ -80,11 +86,11 @@ def _first_layer(decoder: Decoder) -> Layer:
 
 
 def _placed(
-    glue: Glue, decoder: Decoder, attention: Attention, heads: HeadSplit, qkv: torch.Tensor
+    glue: Glue, decoder: Decoder, attention: Attention, heads: HeadSplit, qkv: torch.Tensor, kv_dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Queries and the pool after heads were placed in it."""
     device = qkv.device
-    cache = KVCache(replace(decoder.spec, num_layers=1), heads, max(_BLOCKS) + 1, _BLOCK_SIZE, qkv.dtype, device)
+    cache = KVCache(replace(decoder.spec, num_layers=1), heads, max(_BLOCKS) + 1, _BLOCK_SIZE, kv_dtype, device)
     positions = torch.tensor(_POSITIONS, device=device)
     turns = {
         rotary.spec: rotary.turn(positions, positions + 1 if rotary.needs_reaches else None, qkv.dtype)

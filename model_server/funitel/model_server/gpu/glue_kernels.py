@@ -126,6 +126,8 @@ def place_heads(
     k_bias,
     clip,
     eps,
+    key_scale,
+    value_scale,
     key_block_stride,
     key_slot_stride,
     key_head_stride,
@@ -140,13 +142,16 @@ def place_heads(
     HEADS_AT_ONCE: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     HAS_CLIP: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    MOST: tl.constexpr,
     NORM: tl.constexpr,
     IS_NORM_OF_EACH: tl.constexpr,
     HAS_NORM_BIAS: tl.constexpr,
 ):
     """Some heads of one token: queries and keys normalised and turned, keys and values written to the token's slot.
 
-    The first 2 * HALF elements of a head turn, each with its partner, which is loaded beside it.
+    The first 2 * HALF elements of a head turn, each with its partner, which is loaded beside it. What goes to the pool
+    is kept within +- MOST, if that is not 0.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_AT_ONCE + tl.arange(0, HEADS_AT_ONCE)
@@ -203,6 +208,10 @@ def place_heads(
     block, offset = tl.load(blocks + token), tl.load(offsets + token)
     own = queries + (token * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(own, x.to(queries.dtype.element_ty), mask=is_in & is_query)
+    if HAS_SCALES:
+        x = x / tl.where(is_turning, key_scale, value_scale)
+    if MOST > 0:
+        x = tl.minimum(tl.maximum(x, -MOST), MOST)
     key = keys + block * key_block_stride + offset * key_slot_stride + kv_head[:, None] * key_head_stride
     tl.store(key + dims[None, :], x.to(keys.dtype.element_ty), mask=is_in & is_turning & (head >= NUM_HEADS)[:, None])
     value = values + block * value_block_stride + offset * value_slot_stride + kv_head[:, None] * value_head_stride
