@@ -27,6 +27,7 @@ class Case:
     group: int
     block_size: int
     dtype: torch.dtype
+    cached: torch.dtype  # of keys and values
     num_decode: int
     num_chunks: int
     longest: int  # context before the step, in tokens
@@ -38,6 +39,7 @@ class Case:
         rule = self.rule
         marks = [f"window{rule.window}"] * (rule.window is not None) + ["softcap"] * (rule.softcap is not None)
         marks += ["slopes"] * (rule.slopes is not None) + ["sinks"] * (rule.sinks is not None)
+        marks += [str(self.cached).removeprefix("torch.")] * (self.cached is not self.dtype)
         shape = f"{self.seed}-d{self.head_dim}-h{self.num_kv_heads}x{self.group}-b{self.block_size}"
         return "-".join([shape, str(self.dtype).removeprefix("torch."), *marks])
 
@@ -58,6 +60,7 @@ def draw(seed: int, *, is_short: bool = False) -> Case:
         group=group,
         block_size=int(random.choice([1, 4, 16, 32])),
         dtype=list(BOUNDS)[seed % 3],
+        cached={4: torch.float8_e4m3fn, 7: torch.float8_e5m2}.get(seed % 8, list(BOUNDS)[seed % 3]),
         num_decode=num_decode,
         num_chunks=int(random.integers(num_decode == 0, 3)),
         longest=60 if is_short else int(random.choice([20, 300, 700])),
@@ -95,7 +98,7 @@ def run(case: Case, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         max_position_embeddings=10_000,
     )
     split = HeadSplit(0, num_heads, 0, case.num_kv_heads)
-    cache = KVCache(spec, split, len(blocks) + 1, case.block_size, case.dtype, device)
+    cache = KVCache(spec, split, len(blocks) + 1, case.block_size, case.cached, device)
     generator = torch.Generator().manual_seed(case.seed)
     cache.pool.copy_(torch.randn(cache.pool.shape, generator=generator))
     batch = ForwardBatch.build(spans, case.block_size, device)

@@ -14,10 +14,13 @@ import torch
 from funitel.model_server.glue import HeadRule
 from funitel.model_server.gpu.attention import most_queries
 from funitel.model_server.gpu.glue import TritonGlue
+from funitel.model_server.gpu.packed_matmul import multiply, unpack
+from funitel.model_server.gpu.packed_matrix import Kind, PackedMatrix
 from funitel.model_server.gpu.paged_attention import Tiles, attend
 from funitel.model_server.gpu.score_kernels import choose, penalise, warp
 from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.layers import HeadNorm, NormLayer
+from funitel.model_server.packing import Codes
 from funitel.model_server.parallel import HeadSplit, TensorParallel
 from funitel.model_server.positions import Turn
 from funitel.model_server.spec import Activation, ModelSpec, Norm, QkNorm
@@ -214,4 +217,46 @@ def _sampling_launches() -> dict[str, Launch]:
     return launches
 
 
-LAUNCHES: dict[str, Launch] = _attention_launches() | _glue_launches() | _sampling_launches()
+def _codes(kind: Kind, num_inputs: int, *, is_reordered: bool, has_zeros: bool) -> Codes:
+    num_outputs, num_groups = 128, num_inputs // 128
+    groups = torch.arange(num_inputs) // 128
+    return Codes(
+        codes=torch.zeros(num_outputs, num_inputs, dtype=FLOAT8 if kind is Kind.FLOAT8 else torch.uint8),
+        scales=torch.ones(num_outputs, num_groups, dtype=FLOAT32 if kind is Kind.FLOAT8 else FLOAT16),
+        zeros=torch.full((num_outputs, num_groups), 1 if has_zeros else kind.middle, dtype=torch.uint8),
+        groups=groups.flip(0) if is_reordered else groups,
+    )
+
+
+def _product(kind: Kind, dtype: torch.dtype, num_rows: int, **changes: bool) -> None:
+    """Whose inputs are cut into parts where a tile has few rows."""
+    matrix = PackedMatrix.of(_codes(kind, 2048, **changes), kind)
+    multiply(torch.zeros(num_rows, 2048, dtype=dtype), matrix, torch.zeros(128, dtype=dtype), 16 if num_rows > 1 else 1)
+
+
+def _product_launches() -> dict[str, Launch]:
+    """Few and many rows, whole and cut inputs, for every kind of code; then groups in an order, and zero points."""
+    launches = {}
+    plain = {"is_reordered": False, "has_zeros": False}
+    for kind in Kind:
+        for dtype in (BFLOAT16, FLOAT16):
+            name = f"{kind.name.lower()}-{str(dtype).removeprefix('torch.')}"
+            for num_rows in (1, 16, 32, 64):
+                is_cut = num_rows > 1
+                launches[f"product-{num_rows}-{name}"] = Launch(
+                    call=partial(_product, kind, dtype, num_rows, **plain),
+                    kernels=("_multiply_tile", *(["_merge"] * is_cut)),
+                    is_quick=kind is Kind.INT4 and dtype is BFLOAT16 and num_rows == 16,
+                )
+        for num_rows in (1, 64):
+            call = partial(_product, kind, BFLOAT16, num_rows, is_reordered=True, has_zeros=kind is not Kind.FLOAT8)
+            kernels = ("_multiply_tile", *(["_merge"] * (num_rows > 1)))
+            launches[f"product-{num_rows}-{kind.name.lower()}-reordered"] = Launch(call=call, kernels=kernels)
+        matrix = PackedMatrix.of(_codes(kind, 256, **plain), kind)
+        launches[f"unpack-{kind.name.lower()}"] = Launch(
+            call=partial(unpack, matrix, BFLOAT16), kernels=("_unpack_tile",), is_quick=kind is Kind.INT4
+        )
+    return launches
+
+
+LAUNCHES: dict[str, Launch] = _attention_launches() | _glue_launches() | _sampling_launches() | _product_launches()

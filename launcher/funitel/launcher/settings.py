@@ -4,7 +4,14 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from funitel.launcher.shard_count import ShardCount, is_auto
-from funitel.model_server.settings import ATTENTIONS, DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
+from funitel.model_server.settings import (
+    ATTENTIONS,
+    DEVICES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    QUANTIZATIONS,
+    ModelServerSettings,
+)
 from funitel.proto.batch_sizes import BatchSizes
 from funitel.proto.bounds import AT_LEAST_ONE, NOT_NEGATIVE
 from funitel.proto.foreign import REFUSED_VALUES
@@ -73,6 +80,12 @@ class LauncherSettings:
         "a GGUF.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
+    )
+    kv_cache_dtype: str | None = _shard(
+        "kv_cache_dtype",
+        "Precision of the KV pool on a GPU, where it is not that of --dtype; with the checkpoint's scales of keys and "
+        "values, if it has some.",
+        choices=KV_CACHE_DTYPES,
     )
     model_spec: str | None = _shard(
         "model_spec",

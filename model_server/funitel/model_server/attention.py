@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from funitel.model_server.batch import ForwardBatch, RowSpan, block_tables
-from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.kv_cache import KVCache, gather_blocks
 
 
 class AttentionBackend(Protocol):
@@ -142,10 +142,11 @@ class TorchAttention:
         out: torch.Tensor,
     ) -> None:
         num_rows, num_kv, dim = group.end - group.start, keys.shape[2], keys.shape[3]
-        k = keys.index_select(0, group.blocks).view(num_rows, -1, num_kv, dim).transpose(1, 2)
+        k = gather_blocks(keys, group.blocks, query.dtype).view(num_rows, -1, num_kv, dim).transpose(1, 2)
         v = k
         if values is not keys:
-            v = values.index_select(0, group.blocks).view(num_rows, -1, num_kv, values.shape[3]).transpose(1, 2)
+            v = gather_blocks(values, group.blocks, query.dtype).view(num_rows, -1, num_kv, values.shape[3])
+            v = v.transpose(1, 2)
         # The query heads that share a KV head stand in as queries of one head: no copy of K and V per query head.
         q = query[group.start : group.end].view(num_rows, num_kv, -1, dim)  # [rows, kv_heads, heads_per_kv, dim]
         slots = torch.arange(k.shape[2], device=self.device)
@@ -170,8 +171,10 @@ class TorchAttention:
         out: torch.Tensor,
     ) -> None:
         num_kv = keys.shape[2]
-        k = keys.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.context].transpose(0, 1)[None]
-        v = values.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.context].transpose(0, 1)[None]
+        k, v = (
+            gather_blocks(cached, chunk.blocks, query.dtype).flatten(0, 1)[: chunk.context].transpose(0, 1)[None]
+            for cached in (keys, values)
+        )
         q = query[chunk.start : chunk.end].transpose(0, 1)[None]  # [1, num_heads, chunk, dim]
         is_plain = rule.window is None and rule.softcap is None and rule.slopes is None and rule.sinks is None
         if chunk.first_position == 0 and is_plain:

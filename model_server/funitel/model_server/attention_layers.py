@@ -1,6 +1,7 @@
 """The first block of a decoder layer: attention over the paged cache, with keys and values by head or from latents."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -35,7 +36,10 @@ class Attention:
         heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         self.index = index
         self.backend = backend
-        self.rule = _rule(spec, heads, index, weights.device)
+        # A pool of float8 holds keys and values divided by their scales.
+        scales = weights.read_kv_scales(name(names.qkv or names.q))
+        rule = _rule(spec, heads, index, weights.device)
+        self.rule = replace(rule, scale=rule.scale * scales[0])
         self.rotary = spec.rotary_of(index)
         self.glue: Glue = TorchGlue()
         self.head_dim = dim
@@ -54,7 +58,7 @@ class Attention:
                 HeadNorm(spec, weights, name(names.q_norm), spec.num_heads, q, parallel, 1),
                 HeadNorm(spec, weights, name(names.k_norm), spec.num_kv_heads, kv, parallel, holders),
             )
-        self.heads = HeadRule(heads.num_heads, heads.num_kv_heads, spec.qkv_clip, norms)
+        self.heads = HeadRule(heads.num_heads, heads.num_kv_heads, spec.qkv_clip, norms, *scales)
         self.out = RowLinear(
             weights,
             name(names.out),
@@ -74,6 +78,8 @@ class Attention:
         turn = None if self.rotary is None else turns[self.rotary]
         q = self.glue.place(qkv, self.heads, turn, cache, self.index, batch.slots)
         attended = self.backend.attend(q, cache, self.index, plan, self.rule)
+        if self.heads.value_scale != 1.0:
+            attended = attended * self.heads.value_scale
         return self.out(attended.view(x.shape[0], -1))
 
 

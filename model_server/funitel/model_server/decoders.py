@@ -24,7 +24,7 @@ from funitel.model_server.gpu.choice import choose_attention, recorded
 from funitel.model_server.gpu.glue_choice import fuse_glue
 from funitel.model_server.gpu.product_choice import choose_products
 from funitel.model_server.hub import DEFAULT_CACHE_DIR
-from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.kv_cache import KVCache, is_float8
 from funitel.model_server.memory import bytes_in_use
 from funitel.model_server.offload import offload_of
 from funitel.model_server.parallel import HeadSplit, TensorParallel
@@ -38,6 +38,7 @@ from funitel.proto.errors import SettingsError
 logger = logging.getLogger(__name__)
 
 _MOST_LOGITS = 128  # in a step: requests that the router lets in at once where it is not told otherwise
+FLOAT8_KV = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 _EXACT = "--dtype float32 keeps them exact"
 
 
@@ -77,22 +78,29 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
     predicted = torch_weight_bytes(spec, parallel.rank, parallel.size, weights.dtype, weights.device, checkpoint=kept)
     before = bytes_in_use(weights.device)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-    attention = choose_attention(spec, heads, settings.block_size, weights.device, weights.dtype, settings.attention)
+    kv_dtype = FLOAT8_KV.get(settings.kv_cache_dtype or "", weights.dtype)
+    attention = choose_attention(
+        spec, heads, settings.block_size, weights.device, weights.dtype, kv_dtype, settings.attention
+    )
+    weights.scales_kv = is_float8(kv_dtype)
     offload = offload_of(settings.cpu_offload_gb, spec.num_layers, weights.device)
     decoder = Decoder(spec, weights, parallel, attention, offload)
-    fuse_glue(decoder, heads, weights.device, weights.dtype, kv_dtype=weights.dtype)
-    _log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, weights.dtype)
-    return replace(in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel), takes_held_tokens=True)
+    fuse_glue(decoder, heads, weights.device, weights.dtype, kv_dtype=kv_dtype)
+    _log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, kv_dtype)
+    loaded = in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel, kv_dtype)
+    return replace(loaded, takes_held_tokens=True)
 
 
-def in_torch(decoder: Forward, weights: Weights, parallel: TensorParallel) -> Loaded:
-    """What the rest of the shard must know of a model that torch computes."""
+def in_torch(
+    decoder: Forward, weights: Weights, parallel: TensorParallel, kv_dtype: torch.dtype | None = None
+) -> Loaded:
+    """What the rest of the shard must know of a model that torch computes; the pool is in its precision or another."""
     return Loaded(
         name="torch",
         decoder=decoder,
         scores=TorchScores(),
         precision=str(weights.dtype),
-        kv_dtype=weights.dtype,
+        kv_dtype=kv_dtype or weights.dtype,
         num_threads=torch.get_num_threads(),
         parallel=parallel,
         footprint=weights,

@@ -20,7 +20,7 @@ class KVCache:
     A block keeps all its layers together, so a step touches new memory for the blocks it is granted and no more: the
     first touch of a page costs 2.5 ms a MiB on some hosts. Block 0 is never a sequence's. The pool is zeroed: padding
     reads blocks that were never written, and 0 x NaN would poison the attention sum. With latent attention one vector
-    of a token is both its key and its value.
+    of a token is both its key and its value. A pool of float8 takes numbers beyond its range as the largest it has.
 
     The fused CPU step uses the pool of the same size in its own way: the keys of a head lie [head_dim, block_size] and
     its values [block_size, head_dim], heads one after the other.
@@ -37,11 +37,12 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        parts = _num_parts(spec)
-        shape = (num_blocks, spec.num_layers, parts, block_size, heads.num_kv_heads, spec.cached_dim)
+        shape = (num_blocks, spec.num_layers, _num_parts(spec), block_size, heads.num_kv_heads, spec.cached_dim)
         self.pool = _zeros(shape, dtype, device)
-        self.keys = self.pool[:, :, 0].unbind(1)
-        self.values = self.keys if parts == 1 else self.pool[:, :, 1].unbind(1)
+        self.keys, self.values = _by_layer(self.pool)
+        # Torch reads and writes float8 at places of their own as the bytes they are.
+        self._stored = self.pool.view(torch.uint8) if is_float8(dtype) else self.pool
+        self._stored_keys, self._stored_values = _by_layer(self._stored)
 
     @property
     def num_bytes(self) -> int:
@@ -56,9 +57,16 @@ class KVCache:
 
     def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Store keys and values [num_tokens, num_kv_heads, cached_dim] at their slots; None: keys are values too."""
-        self.keys[layer].index_put_(slots, keys)
+        self._stored_keys[layer].index_put_(slots, self._as_stored(keys))
         if values is not None:
-            self.values[layer].index_put_(slots, values)
+            self._stored_values[layer].index_put_(slots, self._as_stored(values))
+
+    def _as_stored(self, numbers: torch.Tensor) -> torch.Tensor:
+        dtype = self.pool.dtype
+        if not is_float8(dtype):
+            return numbers
+        most = torch.finfo(dtype).max
+        return numbers.clamp(-most, most).to(dtype).view(torch.uint8)
 
     def wipe(self, blocks: Sequence[int]) -> None:
         """Make blocks zeros again: of scores that are no numbers, some may lie there."""
@@ -67,6 +75,24 @@ class KVCache:
         if words.shape[1] % 8 == 0:
             words = words.view(torch.int64)
         words.index_fill_(0, places, 0)
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """Whether numbers of this type are floats of a byte."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def gather_blocks(cached: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Some blocks of a layer's keys or values, one after the other; float8 in the precision of what attends to it."""
+    if not is_float8(cached.dtype):
+        return cached.index_select(0, blocks)
+    return cached.view(torch.uint8).index_select(0, blocks).view(cached.dtype).to(dtype)
+
+
+def _by_layer(pool: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Keys and values of every layer."""
+    keys = pool[:, :, 0].unbind(1)
+    return keys, keys if pool.shape[2] == 1 else pool[:, :, 1].unbind(1)
 
 
 def _num_parts(spec: ModelSpec) -> int:

@@ -40,6 +40,11 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     """
     device = choose_device(settings.device, settings.rank)
     set_threads(settings.num_threads or settings.most_threads)
+    if settings.kv_cache_dtype is not None and device.type == "cpu":
+        raise SettingsError(
+            f"--kv-cache-dtype {settings.kv_cache_dtype} is for GPUs, this is a CPU: keys and values have the "
+            f"precision of the step; leave it out"
+        )
     if device.type == "cpu":
         _tell_of_gpu_settings(settings)
     try:

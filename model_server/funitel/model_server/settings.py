@@ -22,6 +22,8 @@ QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "q4", "gguf
 """What `--quantize` may ask of a checkpoint: the first four as its config.json names them, int8 and q4 the two kinds of
 compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
 
+KV_CACHE_DTYPES = ("fp8_e4m3fn", "fp8_e5m2")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DownloadSettings:
@@ -231,6 +233,12 @@ class ModelServerSettings:
         "a GGUF.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
+    )
+    kv_cache_dtype: str | None = setting(
+        None,
+        "Precision of the KV pool on a GPU, where it is not that of --dtype; with the checkpoint's scales of keys and "
+        "values, if it has some.",
+        choices=KV_CACHE_DTYPES,
     )
     rope_scaling: str | None = setting(
         None,

@@ -109,6 +109,10 @@ class _Sizes(Weights):
         """As in the checkpoint."""
         return None if self._checkpoint is None else self._checkpoint.kept(stem)
 
+    def read_kv_scales(self, stem: str) -> tuple[float, float]:
+        """They take no memory."""
+        return 1.0, 1.0
+
     def read_codes(
         self,
         stem: str,

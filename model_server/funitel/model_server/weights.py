@@ -5,6 +5,7 @@ tensor is on its way at a time. Quantised layers come out in floating point. `de
 and then calls `finish`, which refuses what nobody asked for.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from funitel.model_server.quantized_storage import TGI_TENSORS, QuantizedStorage
 from funitel.model_server.storage import Range, StackedStorage, Storage, TensorFile, open_file, part_shape
 from funitel.proto.errors import WeightsError
 
+_KV_SCALE = re.compile(r"\.(q|k|v|kv|prob)_scale$")
 _PLACE = re.compile(r"(.+)\[(\d{1,9})\]\.weight")  # of a matrix in a stack
 
 
@@ -32,9 +34,9 @@ class Weights:
 
     `held_bytes` counts what this rank holds, `sharded_bytes` the part of it that is split between ranks, and
     `total_sharded_bytes` the same tensors unsplit. Who takes blocks where there are some says so in `takes_blocks`,
-    before anything is read; who multiplies by quantised matrices as they are is named in `products`. `quantization` is
-    None for a checkpoint that is not quantised.
-    Progress goes to stderr where `is_shown`.
+    before anything is read; who multiplies by quantised matrices as they are is named in `products`; `scales_kv` says
+    that the KV pool is float8, so that the scales of keys and values count. `quantization` is None for a checkpoint
+    that is not quantised. Progress goes to stderr where `is_shown`.
 
     Raises:
         StartupError: no weights, a file that is not whole, or quantised in a way that cannot be read.
@@ -46,6 +48,7 @@ class Weights:
         self.dtype = dtype
         self.takes_blocks = False
         self.products: Products | None = None
+        self.scales_kv = False
         self.device = device
         self.held_bytes = 0
         self.sharded_bytes = 0
@@ -181,6 +184,24 @@ class Weights:
             return None
         return self.quantization if self.is_quantised(stem) else self.products.made
 
+    def read_kv_scales(self, stem: str) -> tuple[float, float]:
+        """What the keys and values of an attention of this name are divided by in the pool; 1 where nothing is said.
+
+        `stem` is the name of one of its projections, with prefix.
+        """
+        names = stem.rpartition(".")[0]
+        return self._kv_scale(names, "k"), self._kv_scale(names, "v")
+
+    def _kv_scale(self, stem: str, part: str) -> float:
+        named = (f"{stem}.{part}_scale", f"{stem}.{part}_proj.{part}_scale", f"{stem}.kv_scale")
+        name = next((each for each in named if each in self._files), None)
+        if not self.scales_kv or name is None:
+            return 1.0
+        found = self._files[name].get_tensor(name).float()
+        if found.numel() != 1 or not 0 < float(found) < math.inf:
+            raise WeightsError(f"tensor {name} must be one number > 0, found {found.flatten()[:3].tolist()}")
+        return float(found)
+
     @property
     def has_blocks(self) -> bool:
         """Whether the model comes from a GGUF with blocks that can be read as they are."""
@@ -265,6 +286,7 @@ class Weights:
     def finish(self, ignored: Sequence[str]) -> None:
         """Refuse tensors nobody asked for, except those matching a pattern of `ignored`, and close the files."""
         patterns = [re.compile(pattern) for pattern in ignored]
+        patterns.append(_KV_SCALE)
         extra = [n for n in self._files if n not in self._used and not any(p.search(n) for p in patterns)]
         self.unexpected = sorted(n for n in extra if n not in TGI_TENSORS and not self._is_empty_bias(n))
         if self._progress is not None:

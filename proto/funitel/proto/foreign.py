@@ -149,12 +149,6 @@ REFUSED: tuple[Refused, ...] = (
         why="there is no speculative decoding; leave it out or give 0",
     ),
     Refused(
-        name="kv_cache_dtype",
-        flag=_ON_SHARDS,
-        choices=("fp8_e4m3fn", "fp8_e5m2"),
-        why="the KV cache has the precision of --dtype; leave it out",
-    ),
-    Refused(
         name="lora_adapters",
         flag=("launcher",),
         variable=("shard",),

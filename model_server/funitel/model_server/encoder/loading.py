@@ -95,7 +95,12 @@ def _check(settings: ModelServerSettings) -> None:
             f"--num-shard {settings.world_size}: an encoder is not split over shards; --num-replicas "
             f"{settings.world_size} runs as many copies of it, which share the texts"
         )
-    for flag, value in (("--quantize", settings.quantize), ("--rope-scaling", settings.rope_scaling)):
+    given = {
+        "--quantize": settings.quantize,
+        "--kv-cache-dtype": settings.kv_cache_dtype,
+        "--rope-scaling": settings.rope_scaling,
+    }
+    for flag, value in given.items():
         if value is not None:
             raise SettingsError(f"{flag} {value} is not for encoders")
     if settings.rope_factor is not None:

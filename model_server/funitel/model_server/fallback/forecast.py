@@ -37,7 +37,7 @@ def forecast(settings: ModelsSettings, folder: Path, no_row: NoRow) -> Forecast:
         StartupError: it cannot be served, or not with these settings.
     """
     config = read_config(folder, no_row, trusts_code=settings.trust_remote_code)
-    check_honoured(settings.quantize, None, None, no_row.why)
+    check_honoured({"--quantize": settings.quantize}, no_row.why)
     model = hollow(config, trusts_code=settings.trust_remote_code)
     split = Split.of(model, settings.num_shard) if settings.num_shard > 1 else None
     kept = _kept(model, settings.block_size)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,13 @@ def load_fallback(
     """
     config = read_config(folder, no_row, trusts_code=settings.trust_remote_code)
     refuse_offload(settings.cpu_offload_gb, f"models that run through transformers ({no_row.why})")
-    check_honoured(settings.quantize, settings.rope_scaling, settings.rope_factor, no_row.why)
+    given = {
+        "--quantize": settings.quantize,
+        "--kv-cache-dtype": settings.kv_cache_dtype,
+        "--rope-scaling": settings.rope_scaling,
+        "--rope-factor": settings.rope_factor,
+    }
+    check_honoured(given, no_row.why)
     split = None
     if settings.world_size > 1:
         check_device(device, settings.world_size)
@@ -124,9 +130,9 @@ _HOW = {
 }
 
 
-def check_honoured(quantize: str | None, rope_scaling: str | None, rope_factor: float | None, reason: str) -> None:
-    """Raise SettingsError for what would change the answers and cannot be honoured here."""
-    for flag, value in (("--quantize", quantize), ("--rope-scaling", rope_scaling), ("--rope-factor", rope_factor)):
+def check_honoured(given: Mapping[str, object], reason: str) -> None:
+    """Raise SettingsError for flags that would change the answers and cannot be honoured here."""
+    for flag, value in given.items():
         if value is not None:
             raise SettingsError(f"{flag} {value} is not for models that run through transformers ({reason})")
 

@@ -28,11 +28,12 @@ def choose_attention(
     block_size: int,
     device: torch.device,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     wanted: str | None = None,
 ) -> AttentionBackend:
     """The backend for this rank's heads; what was tried, and how fast it was, is logged.
 
-    `wanted` is what --attention says.
+    `dtype` is the precision of queries, `kv_dtype` that of the pool; `wanted` is what --attention says.
 
     Raises:
         SettingsError: what is wanted cannot be had.
@@ -41,12 +42,12 @@ def choose_attention(
     if device.type != "cuda":
         return reference
     makers: Makers = {
-        "flash-attn 3": lambda: flash_3(spec, block_size, device, dtype),
-        "flash-attn 2": lambda: flash_2(spec, block_size, device, dtype),
+        "flash-attn 3": lambda: flash_3(spec, block_size, device, kv_dtype),
+        "flash-attn 2": lambda: flash_2(spec, block_size, device, kv_dtype),
         "triton": lambda: _triton(spec, heads, block_size, device, dtype),
     }
     with torch.inference_mode():
-        trial = Trial(spec, heads, block_size, device, dtype)
+        trial = Trial(spec, heads, block_size, device, dtype, kv_dtype)
         return choose(makers, reference, trial, on_device, wanted, is_plain=_is_plain(spec))
 
 

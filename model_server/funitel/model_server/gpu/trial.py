@@ -28,19 +28,26 @@ class Trial:
     """Steps of random rows over one layer of a model."""
 
     def __init__(
-        self, spec: ModelSpec, heads: HeadSplit, block_size: int, device: torch.device, dtype: torch.dtype
+        self,
+        spec: ModelSpec,
+        heads: HeadSplit,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self._spec = replace(spec, num_layers=1)
         self._heads = heads
         self._block_size = block_size
         self._device = device
         self._dtype = dtype
+        self._kv_dtype = kv_dtype or dtype
         self._rule = AttentionRule(spec.score_scale, spec.window(0), spec.attention_softcap)
 
     @property
     def decode(self) -> Rows:
         """Rows that decode behind long contexts, as many as fill what may be timed."""
-        bytes_each = KVCache.bytes_per_block(self._spec, self._heads.num_kv_heads, _DECODE_CONTEXT, self._dtype)
+        bytes_each = KVCache.bytes_per_block(self._spec, self._heads.num_kv_heads, _DECODE_CONTEXT, self._kv_dtype)
         return [(_DECODE_CONTEXT - 1, 1)] * max(1, min(64, _MOST_TIMED_BYTES // bytes_each))
 
     def check(self, backend: AttentionBackend, reference: AttentionBackend, rows: Rows = PROBE) -> None:
@@ -64,9 +71,9 @@ class Trial:
         tables = np.split(np.arange(1, sum(needed) + 1, dtype=np.int32), np.cumsum(needed)[:-1])
         spans = [RowSpan([0] * n, start, table) for (start, n), table in zip(rows, tables, strict=True)]
         batch = ForwardBatch.build(spans, self._block_size, self._device)
-        cache = KVCache(self._spec, self._heads, sum(needed) + 1, self._block_size, self._dtype, self._device)
+        cache = KVCache(self._spec, self._heads, sum(needed) + 1, self._block_size, self._kv_dtype, self._device)
         generator = torch.Generator(self._device).manual_seed(0)
-        cache.pool.normal_(generator=generator)
+        cache.pool.copy_(torch.empty_like(cache.pool, dtype=self._dtype).normal_(generator=generator))
         shape = (batch.num_tokens, self._heads.num_heads, self._spec.cached_dim)
         query = torch.randn(shape, device=self._device, generator=generator).to(self._dtype)
         return lambda backend: backend.attend(query, cache, 0, backend.plan(batch), self._rule)

@@ -80,6 +80,8 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor,
 def _check(settings: ModelServerSettings) -> None:
     """Raise SettingsError for what is for decoders only: the fused step, weights on the host, rotary positions."""
     refuse_offload(settings.cpu_offload_gb, "encoder-decoders")
+    if settings.kv_cache_dtype is not None:
+        raise SettingsError(f"--kv-cache-dtype {settings.kv_cache_dtype} is not for encoder-decoders")
     if settings.quantize in MADE:
         raise SettingsError(f"--quantize {settings.quantize} is not for encoder-decoders: the fused CPU step makes it")
     for flag, value in (("--rope-scaling", settings.rope_scaling), ("--rope-factor", settings.rope_factor)):
