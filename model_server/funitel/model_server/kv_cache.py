@@ -37,12 +37,11 @@ class KVCache:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (num_blocks, spec.num_layers, _num_parts(spec), block_size, heads.num_kv_heads, spec.cached_dim)
+        parts = _num_parts(spec)
+        shape = (num_blocks, spec.num_layers, parts, block_size, heads.num_kv_heads, spec.cached_dim)
         self.pool = _zeros(shape, dtype, device)
-        self.keys, self.values = _by_layer(self.pool)
-        # Torch reads and writes float8 at places of their own as the bytes they are.
-        self._stored = self.pool.view(torch.uint8) if is_float8(dtype) else self.pool
-        self._stored_keys, self._stored_values = _by_layer(self._stored)
+        self.keys = self.pool[:, :, 0].unbind(1)
+        self.values = self.keys if parts == 1 else self.pool[:, :, 1].unbind(1)
 
     @property
     def num_bytes(self) -> int:
@@ -57,16 +56,9 @@ class KVCache:
 
     def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Store keys and values [num_tokens, num_kv_heads, cached_dim] at their slots; None: keys are values too."""
-        self._stored_keys[layer].index_put_(slots, self._as_stored(keys))
+        _put(self.keys[layer], slots, keys)
         if values is not None:
-            self._stored_values[layer].index_put_(slots, self._as_stored(values))
-
-    def _as_stored(self, numbers: torch.Tensor) -> torch.Tensor:
-        dtype = self.pool.dtype
-        if not is_float8(dtype):
-            return numbers
-        most = torch.finfo(dtype).max
-        return numbers.clamp(-most, most).to(dtype).view(torch.uint8)
+            _put(self.values[layer], slots, values)
 
     def wipe(self, blocks: Sequence[int]) -> None:
         """Make blocks zeros again: of scores that are no numbers, some may lie there."""
@@ -89,10 +81,13 @@ def gather_blocks(cached: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype
     return cached.view(torch.uint8).index_select(0, blocks).view(cached.dtype).to(dtype)
 
 
-def _by_layer(pool: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Keys and values of every layer."""
-    keys = pool[:, :, 0].unbind(1)
-    return keys, keys if pool.shape[2] == 1 else pool[:, :, 1].unbind(1)
+def _put(cached: torch.Tensor, slots: Slots, numbers: torch.Tensor) -> None:
+    """Store some tokens of a layer; torch puts float8 at places of their own as the bytes that they are."""
+    if is_float8(cached.dtype):
+        most = torch.finfo(cached.dtype).max
+        numbers = numbers.clamp(-most, most).to(cached.dtype).view(torch.uint8)
+        cached = cached.view(torch.uint8)
+    cached.index_put_(slots, numbers)
 
 
 def _num_parts(spec: ModelSpec) -> int:
