@@ -14,6 +14,7 @@ from funitel.model_server.executor import Executor
 from funitel.model_server.gpu.card import CardState
 from funitel.model_server.gpu.card_memory import MOST_DRIVER_BYTES, USABLE, CardMemory, graph_bytes, pool_budget
 from funitel.model_server.gpu.feeding import FeedingExecutor
+from funitel.model_server.gpu.score_maths import TorchMaths
 from funitel.model_server.kv_cache import KVCache
 from funitel.proto.errors import NotEnoughMemory
 from funitel.proto.step import WarmupLimits
@@ -162,7 +163,7 @@ def test_sampling_on_the_device_is_rehearsed_where_steps_do_it(folder: Path) -> 
     card = FakeCard(4_000_000)
     plain, _ = on_card(folder, card)
     parts = plain.spec, plain.decoder, plain.pools, plain.codec, plain.parallel, plain.options
-    executor = FeedingExecutor(*parts)
+    executor = FeedingExecutor(*parts, TorchMaths())
     executor.memory = plain.memory
     executor.warmup([start(0, range(20))], WarmupLimits(max_batch_size=9, max_batch_total_tokens=2000))
     assert len(executor._states.counts) >= 9  # they need not grow when sequences come

@@ -1,0 +1,46 @@
+"""The offline API over steps that are launched ahead, as on a GPU: the tokens of steps that wait for one another."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from funitel.llm import LLM, Grammar, SamplingParams, loaded
+from funitel.model_server import loading
+from funitel.model_server.gpu.feeding import FeedingExecutor
+from funitel.model_server.gpu.score_maths import TorchMaths
+from funitel.proto.step import ShardInfo
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0},
+    {"seed": 1, "temperature": 1.5, "top_k": 30},
+    {"seed": 2, "n": 3, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+    {"temperature": 0, "stop": ["a", "e", "i"], "ignore_eos": True},
+    {"seed": 3, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 0, "grammar": Grammar.regex("(yes|no), (certainly|never) [0-9]{3}")},
+)
+
+
+def generated(model: Path) -> list[Any]:
+    """Completions of many prompts at once, each asked for in another way, in a pool that holds only some of them."""
+    prompts = [f"{'long ' * i}prompt" for i in range(3 * len(WAYS))]
+    params = [SamplingParams(max_tokens=5 + 3 * i, **WAYS[i % len(WAYS)]) for i in range(len(prompts))]
+    with LLM(model, num_threads=1, block_size=4, max_batch_total_tokens=600, max_total_tokens=160) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [[(each.token_ids, each.text, each.finish_reason) for each in output.outputs] for output in outputs]
+
+
+def test_steps_launched_ahead_give_the_same_tokens(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "load_fused", lambda *_: None)  # torch computes: rounding does not hang on company
+    expected = generated(model)
+    load, made = loaded.load_generator, []
+
+    def load_fed(*arguments: Any) -> tuple[FeedingExecutor, ShardInfo]:
+        executor, info = load(*arguments)
+        parts = executor.spec, executor.decoder, executor.pools, executor.codec, executor.parallel, executor.options
+        made.append(FeedingExecutor(*parts, TorchMaths()))
+        return made[-1], info
+
+    monkeypatch.setattr(loaded, "load_generator", load_fed)
+    assert generated(model) == expected
+    assert len(made) == 1
