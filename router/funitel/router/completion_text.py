@@ -65,10 +65,10 @@ class CompletionText:
                 _add_prompt(logprobs, generation.prefill_tokens)
         if not self._is_prompt_only:
             shown = self._transcript.feed(generation)
-            self._length += len(shown)
             text += shown
-            for placed in self._transcript.placed_before(self._length):
-                if logprobs is not None:
+            if logprobs is not None:
+                self._length += len(shown)
+                for placed in self._transcript.placed_before(self._length):
                     _add(logprobs, placed, self._offset)
         return Addition(text, logprobs, generation.finished)
 

@@ -44,6 +44,7 @@ class Template:
         if is_named:
             rendered = _name(record) + rendered
         self._num_holes = rendered.count(to_json(HOLE))
+        self._before, _, self._after = rendered.partition(to_json(HOLE))
         self._format = rendered.replace(b"%", b"%%").replace(to_json(HOLE), b"%b")
 
     def fill(self, *values: Any) -> bytes:
@@ -56,4 +57,6 @@ class Template:
 
     def fill_all(self, value: Any) -> bytes:
         """The frame with the same value in every hole."""
+        if self._num_holes == 1:  # a third faster
+            return self._before + to_json(value) + self._after
         return self._format % ((to_json(value),) * self._num_holes)

@@ -207,7 +207,7 @@ async def _stream(batch: _Batch, put: Put) -> None:
             num_running -= 1
         elif addition.logprobs is None:
             if addition.text:
-                put(more[index].fill(addition.text))
+                put(more[index].fill_all(addition.text))
             return
         elif not addition.text and not addition.logprobs.tokens:
             return

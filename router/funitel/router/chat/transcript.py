@@ -48,10 +48,15 @@ class Transcript:
         self._num_plain = 0  # characters of the tokens fed so far, without markers
         self._num_marked = 0  # characters of the markers among them
         self._pending: deque[PlacedToken] = deque()  # not yet taken
+        # Text is shown as it comes: most answers, and cheaper by far.
+        self._is_plain = not (keeps_tokens or stop_sequences or markers)
 
     def feed(self, generation: Generation) -> str:
         """Take what one step generated; return the text that can be shown now."""
-        text, finished = self._take(generation), generation.finished
+        tokens, finished = generation.tokens, generation.finished
+        if self._is_plain and finished is None and not any(tokens.is_special):
+            return self._holdback.feed("".join(tokens.texts))
+        text = self._take(generation)
         before = self._holdback.num_shown
         shown = self._holdback.feed(text) if finished is None else self._holdback.finish(finished)
         return self._with_markers(shown, before)
