@@ -7,6 +7,7 @@ import logging
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,9 +100,9 @@ def test_gates(activation: Activation) -> None:
         assert error_of([found], [expected]) <= bound
 
 
-def decoder_of(folder: Path) -> Decoder:
+def decoder_of(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     spec = spec_of(read_json(folder / "config.json"))
-    weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
+    weights = Weights(folder, dtype, CPU, spec.names.prefix)
     return Decoder(spec, weights, TensorParallel(), TorchAttention(BLOCK, CPU))
 
 
@@ -124,6 +125,27 @@ def test_logits_of_the_reference(family: str, tmp_path: Path) -> None:
         decoder.adopt(glue)
     assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(*logits, strict=True))
     check_glue(glue, decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi3"])
+def test_a_layer_multiplies_four_times(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys and values by one matrix, gates and values by one, however the checkpoint has them."""
+    ZOO[family].save(tmp_path)
+    decoder = decoder_of(tmp_path, torch.bfloat16)
+    widths = []
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        widths.append(len(weight))
+        return torch.nn.functional.linear(x, weight, bias)
+
+    monkeypatch.setattr(
+        "funitel.model_server.layers.F", SimpleNamespace(**vars(torch.nn.functional) | {"linear": linear})
+    )
+    step_through(decoder, KVCache(decoder.spec, heads_of(decoder), 60, BLOCK, torch.bfloat16, CPU), [[3]], 1)
+    spec = decoder.spec
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer = [heads, spec.hidden_size, spec.intermediate_size * (1 + spec.is_gated), spec.hidden_size]
+    assert widths == layer * spec.num_layers + [spec.vocab_size]
 
 
 class WrongNorm(TritonGlue):
