@@ -56,6 +56,7 @@ PURE = (
         for name in (
             "scheduler",
             "blocks",
+            "host_tier",
             "chunking",
             "step_time",
             "least_squares",

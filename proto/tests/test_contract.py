@@ -150,7 +150,7 @@ TGI_ENUMS = {
 
 TGI_METHODS = ("Info", "ServiceDiscovery", "ClearCache", "FilterBatch", "Warmup", "Prefill", "Decode", "Health")
 
-OUR_MESSAGES = {"CompileGrammarRequest", "CompileGrammarResponse", "LogitBias", "RowUpdate", "Columns"}
+OUR_MESSAGES = {"CompileGrammarRequest", "CompileGrammarResponse", "LogitBias", "RowUpdate", "Columns", "BlockCopy"}
 OUR_MESSAGES |= {"DismissRequest", "DismissResponse"}
 OUR_MESSAGES |= {"EncoderFacts", "EncoderInput", "EncodeRequest", "EncodeResponse"}
 OUR_ENUMS = {"EncoderTask": {"ENCODER_TASK_EMBED": 0, "ENCODER_TASK_CLASSIFY": 1, "ENCODER_TASK_FILL": 2}}

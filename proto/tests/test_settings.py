@@ -339,6 +339,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "rope_factor": st.none() | st.floats(0.01, 1024),
     "block_size": COUNT,
     "cpu_offload_gb": st.floats(0, 1000),
+    "kv_host_gb": st.floats(0, 1000),
     "attention": st.none() | st.sampled_from(ATTENTIONS),
     "cuda_graphs": st.none() | st.frozensets(st.integers(1, MOST_ROWS)).map(BatchSizes),
     "cuda_memory_fraction": st.floats(0, 1, exclude_min=True),

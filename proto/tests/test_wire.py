@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from funitel.proto import encoder_wire, wire
 from funitel.proto import generate_pb2 as pb
 from funitel.proto.step import (
+    BlockCopy,
     CachedBatch,
     Capability,
     EncoderFacts,
@@ -159,6 +160,7 @@ INFOS = st.builds(
     total_sharded_weight_bytes=U64,
     num_opening_tokens=U32,
 )
+COPIES = st.builds(BlockCopy, U32, U32, st.booleans())
 LIMITS = st.builds(
     WarmupLimits,
     max_input_tokens=st.none() | U32,
@@ -174,6 +176,7 @@ WARMUPS = st.builds(
     max_total_tokens=U32,
     kv_bytes=U64,
     total_kv_bytes=U64,
+    host_blocks=U32,
 )
 
 
@@ -220,12 +223,17 @@ def test_cached_batch(cached: CachedBatch) -> None:
 
 
 @quickly
-@given(st.lists(STARTS, max_size=1), st.none() | CACHED, ROWS, st.none() | U64)
+@given(st.lists(STARTS, max_size=1), st.none() | CACHED, ROWS, st.none() | U64, some(COPIES))
 def test_prefill_call(
-    starts: list[SequenceStart], cached: CachedBatch | None, rows: tuple[RowUpdate, ...], step_seq: int | None
+    starts: list[SequenceStart],
+    cached: CachedBatch | None,
+    rows: tuple[RowUpdate, ...],
+    step_seq: int | None,
+    copies: tuple[BlockCopy, ...],
 ) -> None:
     batch = wire.encode_batch(7, starts, 16)
-    call = over_the_wire(wire.encode_prefill(batch, cached, rows, step_seq))
+    call = over_the_wire(wire.encode_prefill(batch, cached, rows, step_seq, copies))
+    assert wire.decode_copies(call.copies) == copies
     assert call.batch == batch
     assert (wire.decode_cached(call.cached_batch) if call.HasField("cached_batch") else None) == cached
     assert wire.decode_rows(call.rows) == rows
@@ -233,9 +241,15 @@ def test_prefill_call(
 
 
 @quickly
-@given(some(CACHED), ROWS, st.none() | U64)
-def test_decode_call(batches: tuple[CachedBatch, ...], rows: tuple[RowUpdate, ...], step_seq: int | None) -> None:
-    call = over_the_wire(wire.encode_decode(batches, rows, step_seq))
+@given(some(CACHED), ROWS, st.none() | U64, some(COPIES))
+def test_decode_call(
+    batches: tuple[CachedBatch, ...],
+    rows: tuple[RowUpdate, ...],
+    step_seq: int | None,
+    copies: tuple[BlockCopy, ...],
+) -> None:
+    call = over_the_wire(wire.encode_decode(batches, rows, step_seq, copies))
+    assert wire.decode_copies(call.copies) == copies
     assert tuple(map(wire.decode_cached, call.batches)) == batches
     assert wire.decode_rows(call.rows) == rows
     assert (call.step_seq if call.HasField("step_seq") else None) == step_seq

@@ -107,6 +107,11 @@ class LauncherSettings:
         "GiB of a shard's weights that stay in the host's memory and come to the GPU in every step, a layer at a time, "
         "while the one before it computes.",
     )
+    kv_host_gb: float = _shard(
+        "kv_host_gb",
+        "GiB of the host's memory of each shard for prefix blocks that the KV pool has no room for; they are copied "
+        "back when a prompt begins with them, instead of being computed again.",
+    )
     attention: str | None = _shard(
         "attention",
         "Kernels of attention on a GPU: triton, flash (flash-attn, if installed) or torch; when not given, or given as "

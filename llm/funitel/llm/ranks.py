@@ -9,6 +9,7 @@ from funitel.llm.threads import ComputeThread
 from funitel.model_server.executor import Executor, Step
 from funitel.proto.errors import FunitelError, StepFailed
 from funitel.proto.step import (
+    BlockCopy,
     CachedBatch,
     GrammarType,
     RowUpdate,
@@ -49,18 +50,27 @@ class LocalRanks:
         starts: Sequence[SequenceStart],
         cached: CachedBatch | None,
         rows: Sequence[RowUpdate],
+        copies: Sequence[BlockCopy],
         step_seq: int | None,
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Take new sequences in and run one step."""
         return self._described(
-            lambda: self._executor.compute_prefill(batch_id, starts, cached, rows, is_ahead=step_seq is not None)
+            lambda: self._executor.compute_prefill(
+                batch_id, starts, cached, rows, copies, is_ahead=step_seq is not None
+            )
         )
 
     def decode(
-        self, batches: Sequence[CachedBatch], rows: Sequence[RowUpdate], step_seq: int | None
+        self,
+        batches: Sequence[CachedBatch],
+        rows: Sequence[RowUpdate],
+        copies: Sequence[BlockCopy],
+        step_seq: int | None,
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Run one step of cached batches."""
-        return self._described(lambda: self._executor.compute_decode(batches, rows, is_ahead=step_seq is not None))
+        return self._described(
+            lambda: self._executor.compute_decode(batches, rows, copies, is_ahead=step_seq is not None)
+        )
 
     def filter(self, batch_id: int, request_ids: Sequence[int], step_seq: int | None) -> Awaitable[CachedBatch]:
         """Keep some rows of a cached batch."""

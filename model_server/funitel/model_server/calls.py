@@ -116,11 +116,13 @@ class Calls:
         """Take a batch in and run one step."""
         starts = [wire.decode_sequence(message) for message in request.batch.requests]
         cached = wire.decode_cached(request.cached_batch) if request.HasField("cached_batch") else None
-        rows = wire.decode_rows(request.rows)
+        rows, copies = wire.decode_rows(request.rows), wire.decode_copies(request.copies)
         step_seq, batch_id = _step_seq(request), request.batch.id
         self._run(
             step_seq,
-            lambda: self._executor.compute_prefill(batch_id, starts, cached, rows, is_ahead=step_seq is not None),
+            lambda: self._executor.compute_prefill(
+                batch_id, starts, cached, rows, copies, is_ahead=step_seq is not None
+            ),
             lambda step: _encoded(step, pb.PrefillResponse(), request.takes_columns),
             reply,
         )
@@ -128,11 +130,11 @@ class Calls:
     def decode(self, request: pb.DecodeRequest, reply: Reply[pb.DecodeResponse]) -> None:
         """Run one step of cached batches."""
         cached = [wire.decode_cached(message) for message in request.batches]
-        rows = wire.decode_rows(request.rows)
+        rows, copies = wire.decode_rows(request.rows), wire.decode_copies(request.copies)
         step_seq = _step_seq(request)
         self._run(
             step_seq,
-            lambda: self._executor.compute_decode(cached, rows, is_ahead=step_seq is not None),
+            lambda: self._executor.compute_decode(cached, rows, copies, is_ahead=step_seq is not None),
             lambda step: _encoded(step, pb.DecodeResponse(), request.takes_columns),
             reply,
         )

@@ -23,8 +23,10 @@ from funitel.model_server.decoder import Forward, RecordingForward
 from funitel.model_server.gpu.card import Card
 from funitel.model_server.gpu.card_memory import CardMemory
 from funitel.model_server.grammar import GrammarCompiler, GrammarState, TokenMasks
+from funitel.model_server.host_blocks import HostBlocks
 from funitel.model_server.kv_cache import KVCache, Pools
 from funitel.model_server.memory import HostMemory, PoolMemory, give_back, is_out_of_memory, num_pool_blocks
+from funitel.model_server.page_locked import page_locked
 from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.sampler import SampledToken, SamplingState, sample, token_logprobs
 from funitel.model_server.scores import ScoreMath, TorchScores
@@ -45,6 +47,7 @@ from funitel.proto.errors import (
     UnknownBatch,
 )
 from funitel.proto.step import (
+    BlockCopy,
     CachedBatch,
     GrammarType,
     RowUpdate,
@@ -71,6 +74,7 @@ class ExecutorOptions:
     allow_prefill_logprobs: bool
     eos_token_ids: frozenset[int]
     watermark: Watermark = Watermark()
+    host_bytes: int = 0  # of the host's memory for evicted blocks
     step_bytes: Callable[[int], int] | None = None  # memory of a step of so many tokens, where that is known before
     forces_spans: bool = True  # tokens that alone can follow in a grammar are taken without a forward each
     wipes_blocks: bool = True  # the last block of a row is read whole: what others left in it must not be catching
@@ -130,6 +134,8 @@ class Executor:
         self.max_prefill_tokens = spec.max_position_embeddings
         self.takes_first_token = False  # of a request; see `Capability.FIRST_TOKEN`
         self._cache: KVCache | None = None
+        self._host: HostBlocks | None = None
+        self._host_memory: torch.Tensor | None = None
         self._batches: dict[int, list[Row]] = {}
         self._ended: dict[int, frozenset[int]] = {}  # batches that ended in the step before, with their requests
         self._table = SequenceTable(max_blocks=1)
@@ -158,12 +164,14 @@ class Executor:
         starts: Sequence[SequenceStart],
         cached: CachedBatch | None = None,
         updates: Sequence[RowUpdate] = (),
+        copies: Sequence[BlockCopy] = (),
         *,
         is_ahead: bool = False,
     ) -> Step:
         """Take new sequences in and run one step, together with `cached` in the same forward if given.
 
-        The resulting batch has the id of `cached`, else `batch_id`. `is_ahead`: the caller plans without having seen
+        `copies` between blocks and the host's memory come first. The resulting batch has the id of `cached`, else
+        `batch_id`. `is_ahead`: the caller plans without having seen
         the step before, so a batch that ended in that step is an empty one, and a row of which `updates` say nothing
         computes one token, however many that step has brought.
 
@@ -182,9 +190,11 @@ class Executor:
                 new.append(self._admit(start))
             counts = self._counts(running, new, updates, is_ahead)
             check_step(running, new, counts, updates, self._bounds)
+            self._check_copies(copies)
         except Exception:
             self._table.release(new)
             raise
+        self._carry_out(copies)
         self._grant(running, updates)
         self._wipe(new, updates)
         if cached is None:
@@ -193,11 +203,16 @@ class Executor:
         return self._step(batch_id if cached is None else cached.id, running + new, counts, begin, concat_ns)
 
     def compute_decode(
-        self, cached: Sequence[CachedBatch], updates: Sequence[RowUpdate] = (), *, is_ahead: bool = False
+        self,
+        cached: Sequence[CachedBatch],
+        updates: Sequence[RowUpdate] = (),
+        copies: Sequence[BlockCopy] = (),
+        *,
+        is_ahead: bool = False,
     ) -> Step:
         """Run one step of one or more cached batches, concatenated under the id of the first.
 
-        `is_ahead` and what is raised: as for `compute_prefill`.
+        `copies`, `is_ahead` and what is raised: as for `compute_prefill`.
         """
         begin = time.perf_counter_ns()
         if not cached:
@@ -209,12 +224,24 @@ class Executor:
         updates = self._of_rows_left(updates, is_ahead)
         counts = self._counts(rows, [], updates, is_ahead)
         check_step(rows, [], counts, updates, self._bounds)
+        self._check_copies(copies)
+        self._carry_out(copies)
         self._grant(rows, updates)
         self._wipe([], updates)
         for batch in cached[1:]:
             self._batches.pop(batch.id, None)
         concat_ns = time.perf_counter_ns() - begin if len(cached) > 1 else None
         return self._step(cached[0].id, rows, counts, begin, concat_ns)
+
+    def _check_copies(self, copies: Sequence[BlockCopy]) -> None:
+        if copies and self._host is None:
+            raise InvalidRequest(f"{len(copies)} copies of blocks: this shard keeps none in the host's memory")
+        if self._host is not None:
+            self._host.check(copies)
+
+    def _carry_out(self, copies: Sequence[BlockCopy]) -> None:
+        if self._host is not None:
+            self._host.carry_out(copies)
 
     def filter(self, batch_id: int, request_ids: Sequence[int], *, is_ahead: bool = False) -> CachedBatch:
         """Keep only `request_ids` of a cached batch; of one that ended in the step before, if `is_ahead`, nothing.
@@ -571,9 +598,21 @@ class Executor:
             pool_tokens=pool_tokens,
             max_input_tokens=max_input,
             max_total_tokens=max_total,
+            host_blocks=self._make_host_blocks(),
             kv_bytes=self._pool.num_bytes,
             total_kv_bytes=self._pool.num_blocks * self.pools.total_bytes_per_block,
         )
+
+    def _make_host_blocks(self) -> int:
+        """Have room for evicted blocks in the host's memory, as much on every rank; returns for how many."""
+        most = self.parallel.smallest(self.options.host_bytes // self.pools.bytes_per_block)
+        if not most:
+            return 0
+        if self._host_memory is None:
+            self._host_memory = page_locked(self.options.host_bytes, self.options.device, "--kv-host-gb")
+        self._host = HostBlocks(self._host_memory, most, self._pool)
+        logger.info("KV host tier blocks=%d bytes=%d", most, most * self.pools.bytes_per_block)
+        return most
 
     def _rehearse(self, starts: Sequence[SequenceStart], num_rows: int) -> None:
         """Compute the warm-up prompts once in a pool made for them; where memory is measured, with all that may join.

@@ -78,6 +78,7 @@ def _tell_of_gpu_settings(settings: ModelServerSettings) -> None:
         "--cuda-graphs": settings.cuda_graphs,
         "--attention": settings.attention,
         "--cpu-offload-gb": settings.cpu_offload_gb or None,
+        "--kv-host-gb": settings.kv_host_gb or None,
     }
     for flag, value in given.items():
         if value is not None:
@@ -171,10 +172,21 @@ def options_of(
         allow_prefill_logprobs=settings.enable_prefill_logprobs,
         eos_token_ids=eos_token_ids,
         watermark=Watermark(settings.watermark_gamma, settings.watermark_delta),
+        host_bytes=host_bytes(settings, device),
         step_bytes=loaded.step_bytes,
         forces_spans=not settings.disable_forced_spans,
         wipes_blocks=loaded.name != "fused",
     )
+
+
+def host_bytes(settings: ModelServerSettings, device: torch.device) -> int:
+    """Bytes of the host's memory for evicted blocks; beside a pool on the host, or without a cache, there are none."""
+    if device.type != "cuda":
+        return 0
+    if settings.kv_host_gb and not settings.prefix_caching:
+        logger.info("--kv-host-gb %g changes nothing without --prefix-caching", settings.kv_host_gb)
+        return 0
+    return int(settings.kv_host_gb * 2**30)
 
 
 def join_ranks(settings: ModelServerSettings, device: torch.device) -> TensorParallel:

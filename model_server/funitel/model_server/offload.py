@@ -13,7 +13,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from funitel.proto.errors import NotEnoughMemory, SettingsError
+from funitel.model_server.page_locked import page_locked
+from funitel.model_server.settings import ModelServerSettings
+from funitel.proto.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -212,21 +214,12 @@ class CudaCourier:
     """Copies on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def hold(self, num_bytes: int) -> torch.Tensor:
-        """Page-locked where it lies: torch's own allocator would round up to the next power of two.
-
-        Raises:
-            NotEnoughMemory: the host does not have it, or does not lock it.
-        """
-        try:
-            piece = torch.empty(num_bytes, dtype=torch.uint8)
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(runtime.cudaHostRegister(piece.data_ptr(), num_bytes, 0))
-        except RuntimeError as error:
-            raise NotEnoughMemory(f"--cpu-offload-gb: no {num_bytes} bytes of page-locked memory: {error}") from error
-        return piece
+        """See Courier."""
+        return page_locked(num_bytes, self._device, "--cpu-offload-gb")
 
     def send(self, source: torch.Tensor, into: torch.Tensor) -> Arrival:
         """See Courier."""
@@ -244,7 +237,8 @@ def offload_of(gigabytes: float, num_layers: int, device: torch.device) -> Offlo
     return Offload(int(gigabytes * 2**30), num_layers, device, CudaCourier(device))
 
 
-def refuse_offload(gigabytes: float, models: str) -> None:
-    """Raise SettingsError where it is asked for and `models` are those it is not for."""
-    if gigabytes:
-        raise SettingsError(f"--cpu-offload-gb {gigabytes:g} is not for {models}")
+def refuse_host_memory(settings: ModelServerSettings, models: str) -> None:
+    """Raise SettingsError where memory of the host is asked for and `models` are those it is not for."""
+    for flag, gigabytes in (("--cpu-offload-gb", settings.cpu_offload_gb), ("--kv-host-gb", settings.kv_host_gb)):
+        if gigabytes:
+            raise SettingsError(f"{flag} {gigabytes:g} is not for {models}")

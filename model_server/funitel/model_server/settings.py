@@ -13,7 +13,7 @@ from funitel.proto.tls import MutualTls
 
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-MOST_OFFLOAD_GB = 1 << 20  # a typing error beyond it
+MOST_HOST_GB = 1 << 20  # a typing error beyond it
 ATTENTIONS = ("triton", "flash", "torch", "paged", "flashdecoding", "flashinfer", "flashdecoding-ipex")  # ours, TGI's
 MOST_STRETCH = 1024  # of rotary positions; no model makes sense far beyond its trained context
 MOST_NODES = 1024  # NUMA nodes, of a Linux kernel
@@ -261,7 +261,13 @@ class ModelServerSettings:
         0.0,
         "GiB of a shard's weights that stay in the host's memory and come to the GPU in every step, a layer at a time, "
         "while the one before it computes.",
-        bounds=Bounds(least=0, most=MOST_OFFLOAD_GB),
+        bounds=Bounds(least=0, most=MOST_HOST_GB),
+    )
+    kv_host_gb: float = setting(
+        0.0,
+        "GiB of the host's memory of each shard for prefix blocks that the KV pool has no room for; they are copied "
+        "back when a prompt begins with them, instead of being computed again.",
+        bounds=Bounds(least=0, most=MOST_HOST_GB),
     )
     attention: str | None = setting(
         None,

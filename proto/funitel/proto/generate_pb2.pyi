@@ -406,6 +406,16 @@ class RowUpdate(_message.Message):
     chunk_len: int
     def __init__(self, request_id: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., chunk_len: _Optional[int] = ...) -> None: ...
 
+class BlockCopy(_message.Message):
+    __slots__ = ("block", "slot", "is_load")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    IS_LOAD_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    slot: int
+    is_load: bool
+    def __init__(self, block: _Optional[int] = ..., slot: _Optional[int] = ..., is_load: _Optional[bool] = ...) -> None: ...
+
 class Columns(_message.Message):
     __slots__ = ("request_ids", "ids", "logprobs", "texts", "is_special")
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -421,18 +431,20 @@ class Columns(_message.Message):
     def __init__(self, request_ids: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., texts: _Optional[_Iterable[str]] = ..., is_special: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("batch", "cached_batch", "step_seq", "rows", "takes_columns")
+    __slots__ = ("batch", "cached_batch", "step_seq", "rows", "takes_columns", "copies")
     BATCH_FIELD_NUMBER: _ClassVar[int]
     CACHED_BATCH_FIELD_NUMBER: _ClassVar[int]
     STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TAKES_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     batch: Batch
     cached_batch: CachedBatch
     step_seq: int
     rows: _containers.RepeatedCompositeFieldContainer[RowUpdate]
     takes_columns: bool
-    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: _Optional[bool] = ...) -> None: ...
+    copies: _containers.RepeatedCompositeFieldContainer[BlockCopy]
+    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: _Optional[bool] = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns")
@@ -459,16 +471,18 @@ class PrefillResponse(_message.Message):
     def __init__(self, generations: _Optional[_Iterable[_Union[Generation, _Mapping]]] = ..., batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., forward_ns: _Optional[int] = ..., decode_ns: _Optional[int] = ..., total_ns: _Optional[int] = ..., concat_ns: _Optional[int] = ..., num_forwards: _Optional[int] = ..., num_forward_rows: _Optional[int] = ..., num_forward_tokens: _Optional[int] = ..., columns: _Optional[_Union[Columns, _Mapping]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("batches", "step_seq", "rows", "takes_columns")
+    __slots__ = ("batches", "step_seq", "rows", "takes_columns", "copies")
     BATCHES_FIELD_NUMBER: _ClassVar[int]
     STEP_SEQ_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TAKES_COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
     batches: _containers.RepeatedCompositeFieldContainer[CachedBatch]
     step_seq: int
     rows: _containers.RepeatedCompositeFieldContainer[RowUpdate]
     takes_columns: bool
-    def __init__(self, batches: _Optional[_Iterable[_Union[CachedBatch, _Mapping]]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: _Optional[bool] = ...) -> None: ...
+    copies: _containers.RepeatedCompositeFieldContainer[BlockCopy]
+    def __init__(self, batches: _Optional[_Iterable[_Union[CachedBatch, _Mapping]]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: _Optional[bool] = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns")
@@ -511,15 +525,17 @@ class WarmupRequest(_message.Message):
     def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., max_input_tokens: _Optional[int] = ..., max_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., max_batch_size: _Optional[int] = ...) -> None: ...
 
 class WarmupResponse(_message.Message):
-    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "kv_bytes", "total_kv_bytes")
+    __slots__ = ("max_supported_total_tokens", "max_input_tokens", "max_total_tokens", "kv_bytes", "total_kv_bytes", "host_blocks")
     MAX_SUPPORTED_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     max_supported_total_tokens: int
     max_input_tokens: int
     max_total_tokens: int
     kv_bytes: int
     total_kv_bytes: int
-    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., total_kv_bytes: _Optional[int] = ...) -> None: ...
+    host_blocks: int
+    def __init__(self, max_supported_total_tokens: _Optional[int] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., total_kv_bytes: _Optional[int] = ..., host_blocks: _Optional[int] = ...) -> None: ...

@@ -156,6 +156,15 @@ class RowUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block of the pool and a slot of the host's memory: one is copied to the other before a step computes."""
+
+    block: int
+    slot: int
+    is_load: bool  # from the slot into the block
+
+
+@dataclass(frozen=True, slots=True)
 class CachedBatch:
     """A batch the shard keeps between steps."""
 
@@ -314,10 +323,14 @@ class WarmupLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupResult:
-    """What Warmup measured: the pool and the limits in tokens, this rank's KV and all ranks' KV in bytes."""
+    """What Warmup measured: the pool and the limits in tokens, this rank's KV and all ranks' KV in bytes.
+
+    `host_blocks` are slots for blocks in the host's memory.
+    """
 
     pool_tokens: int | None
     max_input_tokens: int
     max_total_tokens: int
     kv_bytes: int = 0
     total_kv_bytes: int = 0
+    host_blocks: int = 0

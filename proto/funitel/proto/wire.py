@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from funitel.proto import encoder_wire
 from funitel.proto import generate_pb2 as pb
 from funitel.proto.step import (
+    BlockCopy,
     CachedBatch,
     FinishReason,
     GeneratedText,
@@ -150,10 +151,16 @@ def encode_batch(batch_id: int, sequences: Sequence[SequenceStart], block_size: 
 
 
 def encode_prefill(
-    batch: pb.Batch, cached: CachedBatch | None, rows: Iterable[RowUpdate], step_seq: int | None
+    batch: pb.Batch,
+    cached: CachedBatch | None,
+    rows: Iterable[RowUpdate],
+    step_seq: int | None,
+    copies: Iterable[BlockCopy] = (),
 ) -> pb.PrefillRequest:
     """Build a Prefill call; `cached` rows are stepped in the same forward."""
-    request = pb.PrefillRequest(batch=batch, rows=map(_encode_row, rows), takes_columns=True)
+    request = pb.PrefillRequest(
+        batch=batch, rows=map(_encode_row, rows), copies=map(_encode_copy, copies), takes_columns=True
+    )
     if cached is not None:
         request.cached_batch.CopyFrom(encode_cached(cached))
     if step_seq is not None:
@@ -161,12 +168,31 @@ def encode_prefill(
     return request
 
 
-def encode_decode(batches: Iterable[CachedBatch], rows: Iterable[RowUpdate], step_seq: int | None) -> pb.DecodeRequest:
+def encode_decode(
+    batches: Iterable[CachedBatch],
+    rows: Iterable[RowUpdate],
+    step_seq: int | None,
+    copies: Iterable[BlockCopy] = (),
+) -> pb.DecodeRequest:
     """Build a Decode call of one or more cached batches, concatenated in this order."""
-    request = pb.DecodeRequest(batches=map(encode_cached, batches), rows=map(_encode_row, rows), takes_columns=True)
+    request = pb.DecodeRequest(
+        batches=map(encode_cached, batches),
+        rows=map(_encode_row, rows),
+        copies=map(_encode_copy, copies),
+        takes_columns=True,
+    )
     if step_seq is not None:
         request.step_seq = step_seq
     return request
+
+
+def _encode_copy(copy: BlockCopy) -> pb.BlockCopy:
+    return pb.BlockCopy(block=copy.block, slot=copy.slot, is_load=copy.is_load)
+
+
+def decode_copies(messages: Iterable[pb.BlockCopy]) -> tuple[BlockCopy, ...]:
+    """Read the copies of a call, in order."""
+    return tuple(BlockCopy(message.block, message.slot, message.is_load) for message in messages)
 
 
 def encode_cached(batch: CachedBatch) -> pb.CachedBatch:
@@ -424,6 +450,7 @@ def encode_warmup_result(result: WarmupResult) -> pb.WarmupResponse:
         max_total_tokens=result.max_total_tokens,
         kv_bytes=result.kv_bytes,
         total_kv_bytes=result.total_kv_bytes,
+        host_blocks=result.host_blocks,
     )
     if result.pool_tokens is not None:
         message.max_supported_total_tokens = result.pool_tokens
@@ -438,4 +465,5 @@ def decode_warmup_result(message: pb.WarmupResponse) -> WarmupResult:
         max_total_tokens=message.max_total_tokens,
         kv_bytes=message.kv_bytes,
         total_kv_bytes=message.total_kv_bytes,
+        host_blocks=message.host_blocks,
     )

@@ -2,17 +2,22 @@
 
 A full block whose keys and values are computed is *published* under a key that stands for every token up to its end.
 Sequences that begin with the same tokens share it. When nobody uses it any more it stays until its memory is needed,
-least recently used first.
+least recently used first. With a host tier its content goes there then, and comes back into another block.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+from funitel.proto.step import BlockCopy
+from funitel.router.host_tier import HostTier
 
 
 class BlockAllocator:
     """Blocks 1..num_blocks, each free, in use by one or more sequences, or cached: unused, but with known content."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, host_blocks: int = 0) -> None:
+        self.host = HostTier(host_blocks)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_evicted = 0
@@ -52,7 +57,9 @@ class BlockAllocator:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        del self._published[self._keys.pop(block)]
+        key = self._keys.pop(block)
+        del self._published[key]
+        self.host.save(key, block)
         self.num_evicted += 1
         return block
 
@@ -94,6 +101,31 @@ class BlockAllocator:
                 break
             found.append(block)
         return tuple(found)
+
+    def match_host(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
+        """The longest beginning of `keys` that the host tier holds."""
+        return tuple(takewhile(self.host.__contains__, keys))
+
+    def load(self, keys: Sequence[bytes]) -> tuple[int, ...]:
+        """Take blocks of the content that the host tier holds under `keys`; the caller has checked `num_free`."""
+        self.host.pin(keys)
+        blocks = self.allocate(len(keys))
+        self.host.pin(())
+        for block, key in zip(blocks, keys, strict=True):
+            self.host.load(key, block)
+            self.publish(block, key)
+        return blocks
+
+    def forget_copies(self, copies: Iterable[BlockCopy]) -> None:
+        """Nobody knows whether these were carried out: neither what they saved nor what they loaded is found again."""
+        copies = (*copies, *self.host.take_copies())
+        loaded = [copy.block for copy in copies if copy.is_load]
+        self.withdraw(loaded)
+        for block in loaded:
+            if block in self._cached:  # whoever it was loaded for has left
+                del self._cached[block]
+                self._free.append(block)
+        self.host.forget(copies)
 
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` nobody uses: sharing them takes so many from `num_free`."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection
-from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from math import ceil
 
 from funitel.proto.step import SequenceStart
@@ -12,6 +12,19 @@ from funitel.router.running import Running
 from funitel.router.sequence import Sequence
 from funitel.router.suspects import Suspects
 from funitel.router.waiting import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What a sequence begins behind: published blocks, then content that the host tier holds, by its keys."""
+
+    blocks: tuple[int, ...] = ()
+    keys: tuple[bytes, ...] = ()
+
+    def __len__(self) -> int:
+        """How many blocks need not be computed."""
+        return len(self.blocks) + len(self.keys)
+
 
 # A newcomer leaves a block free for each running sequence, else it would soon be preempted again; but at most this
 # share of the pool, for what is free for growth is not used. On simulated loads of 64 requests for 4 times the pool 84
@@ -32,8 +45,8 @@ class Entrance:
         self._running = running
         self._suspects = suspects
 
-    def next_ready(self, passed_over: Counter[bytes]) -> tuple[Sequence, tuple[int, ...]] | None:
-        """Who is next of those that wait, and the published blocks it begins behind.
+    def next_ready(self, passed_over: Counter[bytes]) -> tuple[Sequence, Prefix] | None:
+        """Who is next of those that wait, and what it begins behind.
 
         One whose next block a running sequence is computing right now is passed over until that block is published, and
         while whoever failed a step is looked for all others.
@@ -46,12 +59,15 @@ class Entrance:
             passed_over[sequence.request.key] += 1
         return None
 
-    def prefix(self, sequence: Sequence) -> tuple[int, ...]:
-        """Published blocks a sequence can begin behind; its last known token is always computed."""
+    def prefix(self, sequence: Sequence) -> Prefix:
+        """What a sequence can begin behind; its last known token is always computed."""
         if not self.may_share(sequence):
-            return ()
+            return Prefix()
         size = self.block_size
-        return self._blocks.match(sequence.block_key(i, size) for i in range((sequence.num_known - 1) // size))
+        most = (sequence.num_known - 1) // size
+        blocks = self._blocks.match(sequence.block_key(i, size) for i in range(most))
+        keys = self._blocks.match_host(sequence.block_key(i, size) for i in range(len(blocks), most))
+        return Prefix(blocks, keys)
 
     def may_share(self, sequence: Sequence) -> bool:
         """Whether a sequence may begin behind what others have computed."""
@@ -67,7 +83,7 @@ class Entrance:
             for other in self._running.unsettled.values()
         )
 
-    def has_room(self, sequence: Sequence, prefix: Seq[int], count: int) -> bool:
+    def has_room(self, sequence: Sequence, prefix: Prefix, count: int) -> bool:
         """Whether a waiting sequence may enter, behind `prefix`, to compute `count` tokens first."""
         # A resumed sequence may have outgrown the budget: it enters first, and takes the rest in its next step.
         whole = min(sequence.num_known - len(prefix) * self.block_size, self._policy.max_batch_prefill_tokens)
@@ -83,19 +99,19 @@ class Entrance:
         bounds = (self._policy.max_batch_size, self._suspects.most_sequences)
         return all(most is None or len(self._running.by_id) + count <= most for most in bounds)
 
-    def has_blocks(self, needed: int, prefix: Seq[int]) -> bool:
+    def has_blocks(self, needed: int, prefix: Prefix) -> bool:
         """Whether so many blocks can be had beside `prefix`, and some are left for those that run."""
         reserved = min(len(self._running.by_id), ceil(self._blocks.num_blocks * MOST_RESERVED))
-        return needed + reserved <= self._blocks.num_free - self._blocks.num_idle(prefix)
+        return needed + reserved <= self._blocks.num_free - self._blocks.num_idle(prefix.blocks)
 
     def has_room_for(self, newcomers: Collection[Sequence]) -> bool:
         """Whether so many waiting sequences, and one more, may all run beside those that do."""
-        needed = sum(self.missing_blocks(newcomer, ()) for newcomer in newcomers)
-        return self._has_slots(len(newcomers) + 1) and self.has_blocks(needed + 1, ())
+        needed = sum(self.missing_blocks(newcomer, Prefix()) for newcomer in newcomers)
+        return self._has_slots(len(newcomers) + 1) and self.has_blocks(needed + 1, Prefix())
 
-    def missing_blocks(self, sequence: Sequence, prefix: Seq[int]) -> int:
-        """Blocks a sequence must be granted on entry beside its prefix."""
-        return self._blocks.blocks_for(self._admission_tokens(sequence)) - len(prefix)
+    def missing_blocks(self, sequence: Sequence, prefix: Prefix) -> int:
+        """Blocks a sequence must be granted on entry beside those of its prefix; what the host holds needs some too."""
+        return self._blocks.blocks_for(self._admission_tokens(sequence)) - len(prefix.blocks)
 
     def _admission_tokens(self, sequence: Sequence) -> int:
         """Tokens a sequence gets blocks for on entry: what is known, or all it may ever need."""
@@ -103,12 +119,14 @@ class Entrance:
             return sequence.num_prompt + sequence.request.stopping.max_new_tokens - 1
         return sequence.num_known
 
-    def take(self, sequence: Sequence, prefix: Seq[int]) -> None:
+    def take(self, sequence: Sequence, prefix: Prefix) -> None:
         """Let a sequence wait no more: it gets its blocks, behind `prefix`."""
         self._waiting.remove(sequence)
-        self._blocks.share(prefix)
-        sequence.blocks.extend(prefix)
-        sequence.blocks.extend(self._blocks.allocate(self.missing_blocks(sequence, prefix)))
+        self._blocks.share(prefix.blocks)
+        sequence.blocks.extend(prefix.blocks)
+        sequence.blocks.extend(self._blocks.load(prefix.keys))
+        missing = self.missing_blocks(sequence, prefix) - len(prefix.keys)
+        sequence.blocks.extend(self._blocks.allocate(missing))
         sequence.num_computed = sequence.num_cached = len(prefix) * self.block_size
         sequence.num_repeated = max(0, sequence.num_repeated - sequence.num_computed)
         sequence.was_started = True

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from funitel.proto.step import RowUpdate, SequenceStart
+from funitel.proto.step import BlockCopy, RowUpdate, SequenceStart
 from funitel.router.chunking import StepLoad
 
 
@@ -32,6 +32,7 @@ class StepPlan:
     computed: dict[int, int]
     load: StepLoad  # prompt tokens are all but one for each sequence that was already decoding
     is_alone: bool = False
+    copies: tuple[BlockCopy, ...] = ()  # between the pool and the host tier, before anything is computed
     predicted_seconds: float = 0.0  # that the shards will take; 0 where nothing was learnt yet
 
     @property

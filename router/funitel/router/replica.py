@@ -11,6 +11,7 @@ from typing import Protocol
 
 from funitel.proto.errors import ShardUnsound
 from funitel.proto.step import (
+    BlockCopy,
     CachedBatch,
     Capability,
     GrammarType,
@@ -50,13 +51,14 @@ class Ranks(Protocol):
         starts: Seq[SequenceStart],
         cached: CachedBatch | None,
         rows: Seq[RowUpdate],
+        copies: Seq[BlockCopy],
         step_seq: int | None,
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Take new sequences in and run one step, together with `cached` if given."""
         ...
 
     def decode(
-        self, batches: Seq[CachedBatch], rows: Seq[RowUpdate], step_seq: int | None
+        self, batches: Seq[CachedBatch], rows: Seq[RowUpdate], copies: Seq[BlockCopy], step_seq: int | None
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Run one step of cached batches."""
         ...
@@ -164,7 +166,7 @@ class Replica:
         cached = list(self._batches)
         if not plan.starts:
             batch_id = cached[0].id
-            results = self.ranks.decode(cached, plan.rows, self._number())
+            results = self.ranks.decode(cached, plan.rows, plan.copies, self._number())
         else:
             if plan.is_alone:
                 cached = []
@@ -173,7 +175,7 @@ class Replica:
             self._next_batch_id += 1
             batch_id = cached[0].id if cached else own_id
             joined = cached[0] if cached else None
-            results = self.ranks.prefill(own_id, plan.starts, joined, plan.rows, self._number())
+            results = self.ranks.prefill(own_id, plan.starts, joined, plan.rows, plan.copies, self._number())
         request_ids = [request_id for batch in cached for request_id in batch.request_ids]
         request_ids += [start.request_id for start in plan.starts]
         self._batches = [batch for batch in self._batches if batch not in cached]

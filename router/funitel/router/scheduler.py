@@ -177,7 +177,8 @@ class Scheduler:
         if not computed:
             return None
         predicted = self.step_time.seconds(load)
-        plan = StepPlan(tuple(starts), tuple(rows), computed, load, is_alone, predicted)
+        copies = self.blocks.host.take_copies()
+        plan = StepPlan(tuple(starts), tuple(rows), computed, load, is_alone, copies, predicted)
         self._in_flight.append(plan)
         running = self.running
         for sequence_id, count in computed.items():
@@ -264,5 +265,6 @@ class Scheduler:
 
     def abandon(self) -> None:
         """Forget the steps in flight: one has failed, and what the others did is not taken into account."""
+        self.blocks.forget_copies(copy for plan in self._in_flight for copy in plan.copies)
         self._in_flight.clear()
         self._running.forget_steps()

@@ -24,6 +24,7 @@ from funitel.proto.errors import (
     StepFailed,
 )
 from funitel.proto.step import (
+    BlockCopy,
     CachedBatch,
     EncoderInput,
     EncoderResult,
@@ -285,18 +286,23 @@ class Shards:
         starts: Sequence[SequenceStart],
         cached: CachedBatch | None,
         rows: Sequence[RowUpdate],
+        copies: Sequence[BlockCopy],
         step_seq: int | None,
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Send a step that takes new sequences in."""
         batch = wire.encode_batch(batch_id, starts, self._block_size)
-        request = wire.encode_prefill(batch, cached, rows, step_seq)
+        request = wire.encode_prefill(batch, cached, rows, step_seq, copies)
         return self._results(self._send(Method.PREFILL, request, self._prefilled))
 
     def decode(
-        self, batches: Sequence[CachedBatch], rows: Sequence[RowUpdate], step_seq: int | None
+        self,
+        batches: Sequence[CachedBatch],
+        rows: Sequence[RowUpdate],
+        copies: Sequence[BlockCopy],
+        step_seq: int | None,
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Send a step of cached batches."""
-        request = wire.encode_decode(batches, rows, step_seq)
+        request = wire.encode_decode(batches, rows, step_seq, copies)
         return self._results(self._send(Method.DECODE, request, self._decoded))
 
     def _prefilled(self, payload: bytes) -> Results:

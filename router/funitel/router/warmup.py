@@ -86,7 +86,8 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     metrics.set_limits(limits)
     metrics.set_pool_tokens(limits.pool_tokens)
     logger.info("connected shards=%d %s %s", len(replica.infos), limits, policy)
-    scheduler = Scheduler(policy, BlockAllocator(num_blocks, block_size))
+    host_blocks = min(result.host_blocks for result in results)
+    scheduler = Scheduler(policy, BlockAllocator(num_blocks, block_size, host_blocks))
     # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
     can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
     pipeline_steps = settings.pipeline_steps if can_overlap else 1

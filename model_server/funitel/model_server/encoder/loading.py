@@ -16,7 +16,7 @@ from funitel.model_server.encoder.sentence_transformers import read_embedding_he
 from funitel.model_server.encoder.spec import EncoderSpec
 from funitel.model_server.hub import DEFAULT_CACHE_DIR
 from funitel.model_server.loading import choose_device, choose_dtype, set_threads, warn_of_spin
-from funitel.model_server.offload import refuse_offload
+from funitel.model_server.offload import refuse_host_memory
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.weights import Weights
 from funitel.proto.errors import SettingsError
@@ -105,4 +105,4 @@ def _check(settings: ModelServerSettings) -> None:
             raise SettingsError(f"{flag} {value} is not for encoders")
     if settings.rope_factor is not None:
         raise SettingsError(f"--rope-factor {settings.rope_factor} is not for encoders")
-    refuse_offload(settings.cpu_offload_gb, "encoders")
+    refuse_host_memory(settings, "encoders")

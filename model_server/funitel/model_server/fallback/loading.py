@@ -22,7 +22,7 @@ from funitel.model_server.fallback.stacked import StackedModel
 from funitel.model_server.fallback.trial import check_steps, expected_logits
 from funitel.model_server.fallback.turns import Turns
 from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.offload import refuse_offload
+from funitel.model_server.offload import refuse_host_memory
 from funitel.model_server.parallel import TensorParallel
 from funitel.model_server.scores import TorchScores
 from funitel.model_server.settings import ModelServerSettings
@@ -64,7 +64,7 @@ def load_fallback(
         StartupError: it cannot be served, or not with these settings.
     """
     config = read_config(folder, no_row, trusts_code=settings.trust_remote_code)
-    refuse_offload(settings.cpu_offload_gb, f"models that run through transformers ({no_row.why})")
+    refuse_host_memory(settings, f"models that run through transformers ({no_row.why})")
     given = {
         "--quantize": settings.quantize,
         "--kv-cache-dtype": settings.kv_cache_dtype,

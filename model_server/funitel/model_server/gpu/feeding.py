@@ -39,7 +39,7 @@ from funitel.model_server.spec import ModelFacts
 from funitel.model_server.text import TextCodec
 from funitel.model_server.uploads import upload
 from funitel.proto.errors import InvalidRequest, UnknownBatch
-from funitel.proto.step import CachedBatch, RowUpdate, SequenceStart, StepResult
+from funitel.proto.step import BlockCopy, CachedBatch, RowUpdate, SequenceStart, StepResult
 
 T = TypeVar("T")
 
@@ -86,19 +86,25 @@ class FeedingExecutor(Executor):
         starts: Sequence[SequenceStart],
         cached: CachedBatch | None = None,
         updates: Sequence[RowUpdate] = (),
+        copies: Sequence[BlockCopy] = (),
         *,
         is_ahead: bool = False,
     ) -> Step:
         """See the base."""
         step = super().compute_prefill
-        return self._carried_out(is_ahead, lambda: step(batch_id, starts, cached, updates, is_ahead=is_ahead))
+        return self._carried_out(is_ahead, lambda: step(batch_id, starts, cached, updates, copies, is_ahead=is_ahead))
 
     def compute_decode(
-        self, cached: Sequence[CachedBatch], updates: Sequence[RowUpdate] = (), *, is_ahead: bool = False
+        self,
+        cached: Sequence[CachedBatch],
+        updates: Sequence[RowUpdate] = (),
+        copies: Sequence[BlockCopy] = (),
+        *,
+        is_ahead: bool = False,
     ) -> Step:
         """See the base."""
         step = super().compute_decode
-        return self._carried_out(is_ahead, lambda: step(cached, updates, is_ahead=is_ahead))
+        return self._carried_out(is_ahead, lambda: step(cached, updates, copies, is_ahead=is_ahead))
 
     def _carried_out(self, is_ahead: bool, call: Callable[[], T]) -> T:
         """What a call gives that launches a step."""

@@ -19,7 +19,7 @@ from funitel.model_server.loading import (
     options_of,
     set_threads,
 )
-from funitel.model_server.offload import refuse_offload
+from funitel.model_server.offload import refuse_host_memory
 from funitel.model_server.parallel import HeadSplit
 from funitel.model_server.quantization import check_flag
 from funitel.model_server.seq2seq.executor import NUM_OPENING_TOKENS, Seq2SeqExecutor
@@ -79,7 +79,7 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor,
 
 def _check(settings: ModelServerSettings) -> None:
     """Raise SettingsError for what is for decoders only: the fused step, weights on the host, rotary positions."""
-    refuse_offload(settings.cpu_offload_gb, "encoder-decoders")
+    refuse_host_memory(settings, "encoder-decoders")
     if settings.kv_cache_dtype is not None:
         raise SettingsError(f"--kv-cache-dtype {settings.kv_cache_dtype} is not for encoder-decoders")
     if settings.quantize in MADE:
