@@ -193,6 +193,7 @@ def test_a_malformed_variable_exits_with_2(tiny_model: Path, cache: Path) -> Non
     [
         (("--port", "70000"), ("--port", "70000")),
         (("--num-shard", "0"), ("--num-shard",)),
+        (("--num-shard", "many"), ("--num-shard", "'many'", "auto")),
         (("--num-shard", "7"), ("--num-shard 7", "6 query heads")),
         (("--sharded", "true", "--num-shard", "1"), ("--sharded true", "--num-shard")),
         (("--max-input-tokens", "10", "--max-total-tokens", "10"), ("--max-input-tokens 10", "--max-total-tokens 10")),
@@ -210,6 +211,8 @@ def test_a_malformed_variable_exits_with_2(tiny_model: Path, cache: Path) -> Non
         (("--master-port", "70000"), ("--master-port", "70000")),
         (("--hostname", "192.0.2.1"), ("--hostname 192.0.2.1",)),
         (("--cuda-memory-fraction", "1.5"), ("--cuda-memory-fraction",)),
+        (("--kv-host-gb", "-1"), ("--kv-host-gb", "0..1048576")),
+        (("--cpu-offload-gb", "nan"), ("--cpu-offload-gb", "nan")),
         (("--validation-workers", "0"), ("--validation-workers",)),
         (("--max-connections", "0"), ("--max-connections", "0")),
         (("--otlp-endpoint", "ftp://x"), ("--otlp-endpoint", "'ftp://x'")),
