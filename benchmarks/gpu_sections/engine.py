@@ -18,7 +18,7 @@ from funitel.model_server.kv_cache import KVCache
 from funitel.model_server.loading import load
 from funitel.model_server.memory import give_back
 from funitel.model_server.settings import ModelServerSettings
-from funitel.proto.step import SamplingParams, SequenceStart, StepResult, StoppingParams, WarmupLimits
+from funitel.proto.step import CachedBatch, SamplingParams, SequenceStart, StoppingParams, WarmupLimits
 from gpu_sections import checkpoint
 from gpu_sections.plan import BLOCK_SIZE, Plan
 
@@ -63,15 +63,18 @@ def rows_of(num_rows: int, context: int, answer: int) -> list[SequenceStart]:
 
 
 def steps_of(executor: Executor, rows: list[SequenceStart], batch_id: int = 0) -> Iterator[float]:
-    """Seconds of each step until all rows have ended; the first takes them in."""
+    """Seconds of each step until all rows have ended; the first takes them in. As a router does, two are under way."""
+    batch = CachedBatch(batch_id, tuple(row.request_id for row in rows))
     begin = time.perf_counter()
-    result: StepResult = executor.prefill(batch_id, rows)
+    step = executor.compute_prefill(batch_id, rows, is_ahead=True)
     while True:
+        following = executor.compute_decode([batch], is_ahead=True)
+        result = step.describe()
         yield time.perf_counter() - begin
+        begin, step = time.perf_counter(), following
         if result.batch is None:
+            step.describe()
             return
-        begin = time.perf_counter()
-        result = executor.decode([result.batch])
 
 
 def decoding_seconds(plan: Plan, executor: Executor, num_rows: int, context: int) -> float:

@@ -14,43 +14,29 @@ that was planned with knowledge of all steps before it, waits for them, and then
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from threading import RLock
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from funitel.model_server.batch import ForwardBatch
 from funitel.model_server.decoder import Forward
 from funitel.model_server.executor import ComputedStep, Executor, ExecutorOptions, Step, wants_words
+from funitel.model_server.gpu.choosing import Chooser, Due, due_of
 from funitel.model_server.gpu.launched import Launch, LaunchedStep
-from funitel.model_server.gpu.packets import Choice, Copy, HostCopy
+from funitel.model_server.gpu.packets import Copy, HostCopy
 from funitel.model_server.gpu.row_states import RowStates, held_token
-from funitel.model_server.gpu.sampling import DeviceSampler, follows_tokens
-from funitel.model_server.gpu.sampling_plan import SamplingPlan
+from funitel.model_server.gpu.sampling import follows_tokens
 from funitel.model_server.gpu.score_maths import ScoreMaths
-from funitel.model_server.grammar import TokenMasks
 from funitel.model_server.kv_cache import Pools
 from funitel.model_server.parallel import TensorParallel
-from funitel.model_server.sampler import token_logprobs
 from funitel.model_server.sequences import Row
 from funitel.model_server.spec import ModelFacts
 from funitel.model_server.text import TextCodec
-from funitel.model_server.uploads import upload
 from funitel.proto.errors import InvalidRequest, UnknownBatch
 from funitel.proto.step import BlockCopy, CachedBatch, RowUpdate, SequenceStart, StepResult
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Due:
-    """Of a step's logits: the rows due a token with the places of theirs, and log-probabilities of prompts."""
-
-    rows: list[Row]
-    places: list[int]
-    prompts: list[tuple[Row, torch.Tensor]]
 
 
 class FeedingExecutor(Executor):
@@ -72,8 +58,7 @@ class FeedingExecutor(Executor):
         super().__init__(spec, decoder, pools, codec, parallel, options)
         self._copy = copy
         self._states = RowStates(spec.vocab_size, options.device)
-        self._sampler = DeviceSampler(self._states, maths)
-        self._plan: SamplingPlan | None = None  # of the rows that were sampled last
+        self._chooser = Chooser(self._states, maths, parallel, options.watermark)
         self._lock = RLock()
         self._under_way: deque[LaunchedStep] = deque()  # oldest first: those whose ends do not count yet
         self._last_ready = 0
@@ -180,7 +165,7 @@ class FeedingExecutor(Executor):
     @torch.inference_mode()
     def _launch(self, active: list[tuple[Row, int]]) -> Launch:
         """Launch the forward of all active rows, sample for those whose known tokens are done, begin to copy that."""
-        due, logits = _Due([], [], []), None
+        due, logits = Due(), None
         if active:
             self._states.reserve(1 + max(row.index for row, _ in active))
             spans = [self._span(row, count) for row, count in active]
@@ -188,12 +173,12 @@ class FeedingExecutor(Executor):
             logits = self.decoder(batch, self._pool)
             if any(row.num_promised and follows_tokens(row.start.sampling) for row, _ in active):
                 self._settle(self._under_way[-1])
-            due = self._due(active, [span.logits for span in spans], logits)
+            due = due_of(active, [span.logits for span in spans], logits)
         choice = None
         if due.rows and logits is not None:
-            choice = self._choose(due, logits)
+            choice = self._chooser.choose(due.rows, due.places, logits)
         in_words = self.parallel.size > 1 and wants_words(due.rows)
-        numbers = self._shared(due.rows, choice, in_words)
+        numbers = self._chooser.shared(due.rows, choice, in_words=in_words)
         if due.prompts:
             numbers = torch.cat([numbers, *(logprobs.double() for _, logprobs in due.prompts)])
         for row, count in active:
@@ -208,55 +193,10 @@ class FeedingExecutor(Executor):
         tokens = super()._tokens(row, end)
         return tokens if row.num_cached + len(tokens) == end else [*tokens, held_token(row)]
 
-    def _due(self, active: Sequence[tuple[Row, int]], wanted: Sequence[str], logits: torch.Tensor | None) -> _Due:
-        """Who is due a token. Of a row that the host follows it is known by now whether it has ended."""
-        due, at = _Due([], [], []), 0
-        for (row, count), which in zip(active, wanted, strict=True):
-            num_logits = {"none": 0, "last": 1, "all": count}[which]
-            at += num_logits
-            if which == "all" and logits is not None:
-                first = row.num_cached + 1
-                following = row.tokens[first : first + count]  # the token after each computed one, if known
-                ids = upload(np.array(following, dtype=np.int64), logits.device)
-                own = logits[at - count : at - count + len(following)]
-                due.prompts.append((row, token_logprobs(own, ids)))
-            has_ended = row.finish_reason is not None and follows_tokens(row.start.sampling)
-            if num_logits and row.num_pending == count and not has_ended:
-                due.rows.append(row)
-                due.places.append(at - 1)
-        return due
-
-    def _choose(self, due: _Due, logits: torch.Tensor) -> Choice:
-        """Sample for the rows due."""
-        rows = due.rows
-        if len(due.places) < len(logits):
-            logits = logits.index_select(0, upload(np.array(due.places, dtype=np.int64), logits.device))
-        if self._plan is None or not self._plan.is_of(rows):
-            self._plan = SamplingPlan.of(rows, self._states, self._sampler.maths)
-        positions = np.array([len(row.tokens) + row.num_promised for row in rows], dtype=np.int64)
-        vocab_size = logits.shape[1]
-        masks = TokenMasks.of([row.grammar for row in rows], vocab_size)
-        marked = {i: row.sampling.favoured(vocab_size) for i, row in enumerate(rows) if row.start.sampling.watermark}
-        marks = TokenMasks.naming(marked, vocab_size)
-        return self._sampler.sample(logits, self._plan, positions, masks, marks, self.options.watermark.delta)
-
     def _rehearse_sampling(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
         """As steps do it; the counts that penalties need stay where they are, and need not grow later."""
         self._states.reserve(len(rows))
-        self._choose(_Due(list(rows), list(range(len(rows))), []), logits)
-
-    def _shared(self, due: Sequence[Row], choice: Choice | None, in_words: bool) -> torch.Tensor:
-        """What was chosen, as numbers on the device; on every rank, unless they share it in words."""
-        num_numbers = 0 if in_words else 2 * len(due)
-        device = self.options.device
-        numbers = torch.zeros(num_numbers, dtype=torch.float64, device=device) if choice is None else choice.numbers()
-        if self.parallel.size == 1 or in_words or not due:
-            return numbers
-        self.parallel.broadcast(numbers)
-        if choice is None:
-            slots = upload(np.array([row.index for row in due], dtype=np.int64), device)
-            self._states.push(slots, numbers[: len(due)].long())
-        return numbers
+        self._chooser.choose(rows, list(range(len(rows))), logits)
 
     # Settling -------------------------------------------------------------------------------------------------------
 
