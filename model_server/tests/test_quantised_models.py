@@ -111,8 +111,8 @@ def logits(folder: Path, size: int, work: Path) -> list[torch.Tensor]:
         ("qwen2", "gptq", False, 3),
         ("gpt2", "gptq", True, 1),
         ("llama", "compressed-tensors", False, 1),
-        ("llama", "awq", False, 2),
-        ("qwen2", "fp8", False, 3),
+        ("llama", "awq", False, 1),
+        ("qwen2", "fp8", False, 1),
         ("qwen3", "compressed-tensors", True, 1),
     ],
 )
@@ -141,7 +141,7 @@ def test_quantised_experts_and_latents_are_those_of_the_same_weights_in_float(tm
         assert (ours - theirs).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize(("kind", "is_reordered", "size"), [("gptq", True, 2), ("awq", False, 1), ("fp8", False, 1)])
+@pytest.mark.parametrize(("kind", "is_reordered", "size"), [("gptq", True, 2), ("awq", False, 1), ("fp8", False, 2)])
 def test_kernels_that_keep_weights_packed_give_the_same_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_reordered: bool, size: int
 ) -> None:
