@@ -9,6 +9,7 @@ from funitel.model_server.batch import ForwardBatch, RowSpan
 from funitel.model_server.decoder import Decoder, Forward
 from funitel.model_server.gpu.attention import TritonAttention
 from funitel.model_server.gpu.choice import recorded
+from funitel.model_server.gpu.glue import TritonGlue
 from funitel.model_server.gpu.glue_choice import fuse_glue
 from funitel.model_server.gpu.graphs import GraphedDecoder
 from funitel.model_server.kv_cache import KVCache
@@ -20,11 +21,15 @@ PROCESSORS = 132  # where there are none to count
 
 
 def make_decoder(plan: Plan) -> Decoder:
-    """The decoder, over the Triton kernels."""
+    """The decoder, with the Triton kernels that a shard on a GPU computes with."""
     weights = RandomWeights(plan.dtype, plan.device, deviation=None)
     spec = plan.spec
     decoder = Decoder(spec, weights, TensorParallel(), make_attention(plan))
-    fuse_glue(decoder, HeadSplit(0, spec.num_heads, 0, spec.num_kv_heads), plan.device, plan.dtype, plan.dtype)
+    if plan.is_gpu:
+        heads = HeadSplit(0, spec.num_heads, 0, spec.num_kv_heads)
+        fuse_glue(decoder, heads, plan.device, plan.dtype, plan.dtype)
+    else:
+        decoder.adopt(TritonGlue())
     return decoder
 
 
