@@ -29,7 +29,7 @@ def make_decoder(plan: Plan) -> Decoder:
         heads = HeadSplit(0, spec.num_heads, 0, spec.num_kv_heads)
         fuse_glue(decoder, heads, plan.device, plan.dtype, plan.dtype)
     else:
-        decoder.adopt(TritonGlue())
+        decoder.adopt(TritonGlue(plan.dtype))
     return decoder
 
 
