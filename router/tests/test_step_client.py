@@ -37,7 +37,7 @@ class Served:
             blocks=(step_seq,),
             chunk_len=3,
         )
-        results = await self.shards.prefill(step_seq, [start], None, (), step_seq)
+        results = await self.shards.prefill(step_seq, [start], None, (), (), step_seq)
         return [generation.request_id for result in results for generation in result.generations]
 
 
@@ -52,7 +52,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 async def test_steps_go_over_the_socket_to_every_rank(served: Served) -> None:
     ahead = [asyncio.ensure_future(served.prefill(number)) for number in (1, 2)]
     assert await asyncio.gather(*ahead) == [[1], [2]]
-    results = await served.shards.decode([CachedBatch(1, (1,)), CachedBatch(2, (2,))], (), 3)
+    results = await served.shards.decode([CachedBatch(1, (1,)), CachedBatch(2, (2,))], (), (), 3)
     assert sorted(generation.request_id for result in results for generation in result.generations) == [1, 2]
     assert [len(end.contexts) for end in served.ends] == [3, 3]
 
