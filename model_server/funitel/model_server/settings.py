@@ -66,33 +66,37 @@ class QuantizeSettings:
         128, "gptq: inputs that share a scale, a multiple of 8; -1 for all inputs of an output.", env=None
     )
     act_order: bool = setting(False, "gptq: begin with the inputs that matter most.", env=None)
-    percdamp: float = setting(0.01, "gptq: dampening of the Hessian, as a share of its mean diagonal.", env=None)
+    percdamp: float = setting(
+        0.01,
+        "gptq: dampening of the Hessian, as a share of its mean diagonal.",
+        env=None,
+        bounds=Bounds(least=0, most=1),
+    )
     calibration_file: str | None = setting(
         None,
         "gptq: texts to calibrate on: a text file, a .jsonl file, or a folder of them; built-in texts when not given.",
         env=None,
     )
-    num_samples: int = setting(128, "gptq: most sequences to calibrate on.", env=None)
+    num_samples: int = setting(128, "gptq: most sequences to calibrate on.", env=None, bounds=POSITIVE)
     sequence_length: int | None = setting(
-        None, "gptq: most tokens of a sequence; 2048 or the model's context when not given.", env=None
+        None,
+        "gptq: most tokens of a sequence; 2048 or the model's context when not given.",
+        env=None,
+        bounds=Bounds(above=1),
     )
     upload_to_model_id: str | None = setting(None, "Hub repository to upload the finished folder to.", env=None)
     device: str = setting("auto", "Where to compute.", choices=DEVICES)
-    num_threads: int | None = setting(None, "Compute threads; the cores this process may use when not given.")
+    num_threads: int | None = setting(
+        None, "Compute threads; the cores this process may use when not given.", bounds=POSITIVE
+    )
     json_output: bool = setting(False, "Log JSON lines.")
     logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
 
     def __post_init__(self) -> None:
+        check_bounds(self)
         require(
             self.groupsize == -1 or (self.groupsize > 0 and self.groupsize % GROUP_MULTIPLE == 0),
             f"--groupsize must be -1 or a positive multiple of {GROUP_MULTIPLE}, given {self.groupsize}",
-        )
-        require(0 <= self.percdamp <= 1, f"--percdamp must be within 0..1, given {self.percdamp}")
-        require(self.num_samples > 0, f"--num-samples must be > 0, given {self.num_samples}")
-        length = self.sequence_length
-        require(length is None or length > 1, f"--sequence-length must be > 1, given {length}")
-        require(
-            self.num_threads is None or self.num_threads > 0, f"--num-threads must be > 0, given {self.num_threads}"
         )
         if self.method != "gptq":
             for name in ("groupsize", "act_order", "percdamp", "calibration_file", "num_samples", "sequence_length"):

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from funitel.launcher.client.https import check_client_tls
-from funitel.proto.settings import require, setting
+from funitel.proto.bounds import AT_LEAST_ONE, Bounds
+from funitel.proto.settings import check_bounds, require, setting
 
 LEAST_INTERVAL, MOST_INTERVAL = 0.1, 3600.0
 
@@ -28,20 +29,17 @@ class ClientSettings:
     )
     tls_cert: str | None = _given("PEM file of a certificate to show to the server.")
     tls_key: str | None = _given("PEM file of the key of --tls-cert.")
-    max_tokens: int = setting(1024, "Most tokens of an answer.", env=None)
-    temperature: float | None = _given("How freely tokens are drawn; 0 takes the likeliest.")
+    max_tokens: int = setting(1024, "Most tokens of an answer.", env=None, bounds=AT_LEAST_ONE)
+    temperature: float | None = _given(
+        "How freely tokens are drawn; 0 takes the likeliest.", bounds=Bounds(least=0, most=100)
+    )
     top_p: float | None = _given("Draw among the likeliest tokens that have this probability together.")
-    seed: int | None = _given("The same seed gives the same answer.")
+    seed: int | None = _given("The same seed gives the same answer.", bounds=Bounds(least=0, most=2**64 - 1))
 
     def __post_init__(self) -> None:
         check_client_tls(self, self.url)
-        require(self.max_tokens >= 1, f"--max-tokens must be >= 1, given {self.max_tokens}")
-        require(
-            self.temperature is None or 0 <= self.temperature <= 100,
-            f"--temperature must be within 0..100, given {self.temperature}",
-        )
+        check_bounds(self)
         require(self.top_p is None or 0 < self.top_p <= 1, f"--top-p must be within (0, 1], given {self.top_p}")
-        require(self.seed is None or 0 <= self.seed < 2**64, f"--seed must be within 0..{2**64 - 1}, given {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +54,13 @@ class GenerateSettings(ClientSettings):
     """Write one completion of a prompt to stdout, as it comes."""
 
     prompt: str
-    max_tokens: int = setting(256, "Most tokens of the completion.", env=None)
-    top_k: int | None = _given("Draw among so many of the likeliest tokens.")
+    max_tokens: int = setting(256, "Most tokens of the completion.", env=None, bounds=AT_LEAST_ONE)
+    top_k: int | None = _given("Draw among so many of the likeliest tokens.", bounds=AT_LEAST_ONE)
     stop: tuple[str, ...] = setting((), "Text that ends the completion, repeatable.", env=None)
     json: bool = setting(False, "Write one JSON object at the end instead of text as it comes.", env=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.top_k is None or self.top_k >= 1, f"--top-k must be >= 1, given {self.top_k}")
         require(all(self.stop), "--stop must not be empty")
 
 
