@@ -27,14 +27,14 @@ import tokenizers
 import torch
 from sentence_transformers import SentenceTransformer
 
-from funitel.model_server.encoder.loading import load_encoder
-from funitel.model_server.hub import resolve
+from funitel.model_server.hub.resolve import resolve
+from funitel.model_server.loading.encoder import load_encoder
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.step import EncoderInput, EncoderTask
 from funitel_testing.servers import serving
 
 ROOT = Path(__file__).parent.parent
-CORPUS = ROOT / "model_server" / "funitel" / "model_server" / "quantizer" / "calibration.txt"
+CORPUS = ROOT / "model_server" / "funitel" / "model_server" / "tools/quantize/calibration.txt"
 LENGTHS = (4, 8, 12, 20, 30, 45, 60)  # words
 BATCH_TOKENS = 512
 

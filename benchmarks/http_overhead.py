@@ -58,8 +58,8 @@ def precision_of(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def work(arguments: argparse.Namespace) -> None:
     """Load the model, then run one batch for each line read: `streams tokens`; answer with tokens and seconds."""
-    from funitel.model_server.hub import resolve
-    from funitel.model_server.loading import load
+    from funitel.model_server.hub.resolve import resolve
+    from funitel.model_server.loading.decoder import load
     from funitel.model_server.settings import ModelServerSettings
     from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams, WarmupLimits
 

@@ -18,8 +18,8 @@ import torch
 
 from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.native import load_library
-from funitel.model_server.cpu.tiers import Kind
-from funitel.model_server.hub import DEFAULT_CACHE_DIR
+from funitel.model_server.cpu.precision import Kind
+from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
 from funitel_testing.products import kept, product
 
 NUM_OUTPUTS, NUM_ROWS = 512, 64

@@ -19,19 +19,19 @@ from statistics import mean
 import numpy as np
 import torch
 
-from funitel.model_server import hub
-from funitel.model_server.attention import TorchAttention
-from funitel.model_server.batch import ForwardBatch, RowSpan
-from funitel.model_server.checkpoint import read_json
-from funitel.model_server.decoder import Decoder
-from funitel.model_server.families import spec_of
-from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.progress import Progress
-from funitel.model_server.quantizer.gptq import output_error
-from funitel.model_server.quantizer.walk import Inputs, Walk, inputs_of
-from funitel.model_server.text import TextCodec
-from funitel.model_server.weights import Weights
+from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.files.integrity import read_json
+from funitel.model_server.files.progress import Progress
+from funitel.model_server.forward.batch import ForwardBatch, RowSpan
+from funitel.model_server.hub import resolve
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.models.decoder import Decoder
+from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.sequence.detokenizer import TextCodec
+from funitel.model_server.tools.quantize.gptq import output_error
+from funitel.model_server.tools.quantize.layer_walk import Inputs, Walk, inputs_of
 
 TEXT = Path(__file__).with_name("heldout.txt")
 CPU = torch.device("cpu")
@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("folders", nargs="+", type=Path, help="folders that funitel-server quantize wrote from it")
     parser.add_argument("--text", type=Path, default=TEXT, help="a text that calibrated nothing")
     arguments = parser.parse_args()
-    source = hub.resolve(arguments.model).folder
+    source = resolve.resolve(arguments.model).folder
     ids = TextCodec(source).encode(arguments.text.read_text(encoding="utf-8"), add_special_tokens=True)
     oracle = log_probabilities(source, ids)
     errors = layer_errors(source, arguments.folders, ids)

@@ -28,7 +28,7 @@ from contextlib import suppress
 from http.client import HTTPException
 from statistics import median
 
-from funitel.launcher.sockets import free_port
+from funitel.launcher.config.sockets import free_port
 
 PHASES = {
     "model is present": "settings: ",

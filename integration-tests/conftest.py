@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from funitel.model_server import hub
+from funitel.model_server.hub import resolve
 from funitel_testing.servers import Server, serving
 from funitel_testing.tiny import save_tiny
 
@@ -63,7 +63,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def demo_model() -> Path:
     """Folder of the demo model, in the cache that FUNITEL_CACHE names or the default one."""
     cache_dir = os.environ.get("FUNITEL_CACHE")
-    return hub.resolve("smollm2-135m-instruct", cache_dir=Path(cache_dir) if cache_dir else None).folder
+    return resolve.resolve("smollm2-135m-instruct", cache_dir=Path(cache_dir) if cache_dir else None).folder
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from funitel.model_server.catalogue import CATALOGUE, IndexPackage
+from funitel.model_server.hub.catalogue import CATALOGUE, IndexPackage
 from funitel_testing.servers import Ended, Server, run_launcher, serving
 
 DEMO = "smollm2-135m-instruct"

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from funitel.model_server import hub
+from funitel.model_server.hub import resolve
 from funitel_testing.servers import Server, run_launcher
 from funitel_testing.tiny_encoders import save_tiny_encoder
 
@@ -35,7 +35,7 @@ def expected() -> list[list[float]]:
     """What sentence-transformers makes of the texts."""
     from sentence_transformers import SentenceTransformer  # seconds to import
 
-    model = SentenceTransformer(str(hub.resolve(MODEL).folder), device="cpu")
+    model = SentenceTransformer(str(resolve.resolve(MODEL).folder), device="cpu")
     found: list[list[float]] = model.encode(list(TEXTS)).tolist()
     return found
 

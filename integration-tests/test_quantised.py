@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from funitel.model_server.quantizer.command import quantize
 from funitel.model_server.settings import QuantizeSettings
+from funitel.model_server.tools.quantize.command import quantize
 from funitel_testing.clients import client_of, generate
 from funitel_testing.tiny import save_tiny
 

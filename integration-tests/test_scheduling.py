@@ -249,7 +249,7 @@ async def beside_streams(server: Server, num_tokens: int) -> dict[str, float]:
 async def test_a_long_prompt_among_eight_streams(launch: Any, is_full: bool, figures: dict[str, object]) -> None:
     """The default keeps both promises; a tighter and a looser target move the balance to either side."""
     if not is_full:
-        pytest.skip("measures; the mechanism is tested above and in router/tests/test_step_time.py")
+        pytest.skip("measures; the mechanism is tested above and in router/tests/scheduler/cost/test_step_cost.py")
     table: dict[str, dict[str, float]] = {}
     server: Server = launch("--max-batch-total-tokens", "48000")
     table["default"] = await beside_streams(server, 7000)

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from funitel.proto.keys import digest_of
+from funitel.proto.security.keys import digest_of
 from funitel_testing.servers import Server, flag_value, serving
 
 KEY = "a-key-nobody-guesses"

@@ -68,7 +68,7 @@ def test_it_holds_the_five_portions_and_says_that_they_are_typed(names: list[str
     for portion in PORTIONS:
         assert {f"funitel/{portion}/__init__.py", f"funitel/{portion}/py.typed"} <= set(names)
     assert "funitel/__main__.py" in names
-    assert "funitel/model_server/quantizer/calibration.txt" in names
+    assert "funitel/model_server/tools/quantize/calibration.txt" in names
 
 
 def test_it_holds_every_source_file_and_no_test(names: list[str]) -> None:

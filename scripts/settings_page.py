@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from funitel.launcher.bench.settings import BenchSettings
-from funitel.launcher.client.settings import ChatSettings, GenerateSettings, TopSettings
-from funitel.launcher.keys import ListKeysSettings, NewKeySettings, RevokeKeySettings
+from funitel.launcher.cli.keys import ListKeysSettings, NewKeySettings, RevokeKeySettings
+from funitel.launcher.cli.settings import ChatSettings, GenerateSettings, TopSettings
 from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import DownloadSettings, KernelSettings, ModelServerSettings, QuantizeSettings
-from funitel.proto.foreign import INERT, REFUSED, REFUSED_VALUES, Foreign, Program, Refused
-from funitel.proto.options import flag_of, variable_of
+from funitel.proto.settings.options import flag_of, variable_of
+from funitel.proto.settings.tgi_flags import INERT, REFUSED, REFUSED_VALUES, Foreign, Program, Refused
 from funitel.router.settings import RouterSettings
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"

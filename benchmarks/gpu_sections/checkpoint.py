@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from funitel.model_server.attention import TorchAttention
-from funitel.model_server.conversion import Planned, write_json, write_safetensors
-from funitel.model_server.decoder import Decoder
-from funitel.model_server.families import spec_of
-from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.convert.hf_folder import Planned, write_json, write_safetensors
+from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.models.decoder import Decoder
+from funitel.model_server.registry.lookup import spec_of
 from funitel_testing.random_weights import RandomWeights
 from gpu_sections.figures import Facts, Line
 from gpu_sections.plan import BLOCK_SIZE, Plan

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from funitel.model_server.batch import ForwardBatch
-from funitel.model_server.executor import Executor
-from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.loading import load
-from funitel.model_server.memory import give_back
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.executor.pool_sizing import give_back
+from funitel.model_server.forward.batch import ForwardBatch
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.loading.decoder import load
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.step import CachedBatch, SamplingParams, SequenceStart, StoppingParams, WarmupLimits
 from gpu_sections import checkpoint

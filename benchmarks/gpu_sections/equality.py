@@ -7,19 +7,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from funitel.model_server import hub
-from funitel.model_server.attention import TorchAttention
-from funitel.model_server.batch import ForwardBatch, RowSpan
-from funitel.model_server.checkpoint import read_json
-from funitel.model_server.decoder import Decoder
-from funitel.model_server.executor import Executor
-from funitel.model_server.families import spec_of
-from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.text import TextCodec
-from funitel.model_server.weights import Weights
-from funitel.proto.batch_sizes import BatchSizes
+from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.files.integrity import read_json
+from funitel.model_server.forward.batch import ForwardBatch, RowSpan
+from funitel.model_server.hub import resolve
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.models.decoder import Decoder
+from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.proto.errors import FunitelError
+from funitel.proto.settings.batch_sizes import BatchSizes
 from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams
 from gpu_sections import checkpoint, engine
 from gpu_sections.figures import Facts, Line
@@ -56,7 +56,7 @@ def demo_folder(plan: Plan) -> tuple[Path, str]:
     """The demo model and what to call it; a random one where it cannot be had."""
     try:
         if plan.demo:
-            return hub.resolve(plan.demo).folder, "demo model"
+            return resolve.resolve(plan.demo).folder, "demo model"
     except FunitelError:
         pass  # no network, and not in the cache
     return checkpoint.ensure_small(plan), "random model"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from funitel.model_server.attention import AttentionRule
-from funitel.model_server.gpu.graphs import CudaRecorder
-from funitel.model_server.kv_cache import KVCache
+from funitel.model_server.attention.backend import AttentionRule
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.models.cuda_graphs import CudaRecorder
 from gpu_sections import roofs, timing
 from gpu_sections.figures import Line
 from gpu_sections.model import decoding_step, make_attention, make_pool

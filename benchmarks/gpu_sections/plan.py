@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from funitel.model_server.families import spec_of
-from funitel.model_server.spec import ModelSpec
+from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.spec.model_spec import ModelSpec
 
 BLOCK_SIZE = 16
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from funitel.model_server.batch import ForwardBatch, RowSpan
-from funitel.model_server.text import TextCodec
+from funitel.model_server.forward.batch import ForwardBatch, RowSpan
+from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.proto.errors import FunitelError
 from gpu_sections import checkpoint, engine
 from gpu_sections.equality import TEXT, demo_folder

@@ -1,6 +1,6 @@
 """What a step must read and compute at least, by the shape of its model. Pure arithmetic; units are in the names."""
 
-from funitel.model_server.spec import ModelSpec
+from funitel.model_server.spec.model_spec import ModelSpec
 
 
 def layer_elements(spec: ModelSpec) -> int:

@@ -9,9 +9,9 @@ from statistics import median
 import numpy as np
 from tqdm import tqdm
 
-from funitel.model_server.executor import Executor
-from funitel.model_server.hub import resolve
-from funitel.model_server.loading import load
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.hub.resolve import resolve
+from funitel.model_server.loading.decoder import load
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.step import RowUpdate, SamplingParams, SequenceStart, StoppingParams, WarmupLimits
 from replaying.costs import StepCosts

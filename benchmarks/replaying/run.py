@@ -11,9 +11,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from funitel.router.blocks import BlockAllocator
-from funitel.router.plan import Policy
-from funitel.router.scheduler import Scheduler
+from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.scheduler.plan import Policy
+from funitel.router.scheduler.scheduler import Scheduler
 from replaying.costs import StepCosts
 from replaying.measures import Measures
 from replaying.simulation import SimulatedReplica, simulate

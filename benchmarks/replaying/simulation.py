@@ -18,12 +18,12 @@ from funitel.proto.step import (
     StoppingParams,
     Tokens,
 )
-from funitel.router.admission import Admission, InFlight
-from funitel.router.lead import plan_after
-from funitel.router.placement import Standing, place
-from funitel.router.plan import StepPlan
-from funitel.router.scheduler import Scheduler
-from funitel.router.sequence import Request, Sequence
+from funitel.router.core.request import Request, Sequence
+from funitel.router.engine.step_pipeline import plan_after
+from funitel.router.replica_set.load_balancer import Standing, place
+from funitel.router.scheduler.admission import Admission, InFlight
+from funitel.router.scheduler.plan import StepPlan
+from funitel.router.scheduler.scheduler import Scheduler
 from replaying.costs import StepCosts
 from replaying.measures import Measures
 from replaying.trace import Arrival

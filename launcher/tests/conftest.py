@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from funitel.launcher.sockets import free_port
+from funitel.launcher.config.sockets import free_port
 
 FAKE_LAUNCHER = Path(__file__).with_name("fake_launcher.py")
 PATIENCE_SECONDS = 30.0

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 from funitel.launcher.__main__ import configure_logs, serve
-from funitel.launcher.command_line import launcher_app
-from funitel.launcher.commands import Commands
-from funitel.proto.settings import run_app
+from funitel.launcher.config.child_commands import Commands
+from funitel.launcher.config.command_line import launcher_app
+from funitel.proto.settings.fields import run_app
 
 FAKE_CHILDREN = (sys.executable, str(Path(__file__).with_name("fake_children.py")))
 COMMANDS = Commands(model_server=(*FAKE_CHILDREN, "model_server"), router=(*FAKE_CHILDREN, "router"))

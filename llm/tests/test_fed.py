@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from funitel.llm import LLM, Grammar, SamplingParams, loaded
-from funitel.model_server import loading
-from funitel.model_server.gpu.feeding import FeedingExecutor
-from funitel.model_server.gpu.score_maths import TorchMaths
+from funitel.model_server.executor.async_executor import FeedingExecutor
+from funitel.model_server.gpu_sampling.ops import TorchMaths
+from funitel.model_server.loading import decoder
 from funitel.proto.step import ShardInfo
 
 WAYS: tuple[dict[str, Any], ...] = (
@@ -31,7 +31,7 @@ def generated(model: Path) -> list[Any]:
 
 
 def test_steps_launched_ahead_give_the_same_tokens(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "load_fused", lambda *_: None)  # torch computes: rounding does not hang on company
+    monkeypatch.setattr(decoder, "load_fused", lambda *_: None)  # torch computes: rounding does not hang on company
     expected = generated(model)
     load, made = loaded.load_generator, []
 

@@ -436,7 +436,7 @@ def test_models_are_kept_where_the_environment_says(tmp_path: Path, monkeypatch:
         asked.append(cache_dir)
         raise StartupError("that is all")
 
-    monkeypatch.setattr("funitel.model_server.hub.resolve", resolve)
+    monkeypatch.setattr("funitel.model_server.hub.resolve.resolve", resolve)
     monkeypatch.setenv("FUNITEL_CACHE", str(tmp_path))
     for given in ({}, {"cache_dir": "/elsewhere"}):
         with pytest.raises(StartupError, match="that is all"):

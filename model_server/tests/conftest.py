@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from funitel.model_server import hub
+from funitel.model_server.hub import resolve
 
 NUM_HEADS, NUM_KV_HEADS, HIDDEN_SIZE, VOCAB_SIZE, CONTEXT_LENGTH = 4, 2, 32, 384, 64
 
@@ -31,7 +31,7 @@ MakeGguf = Callable[..., PreTrainedModel]
 def demo_model() -> Path:
     """The demo model's folder, in the cache named by FUNITEL_CACHE or the default one."""
     cache_dir = os.environ.get("FUNITEL_CACHE")
-    return hub.resolve("smollm2-135m-instruct", cache_dir=Path(cache_dir) if cache_dir else None).folder
+    return resolve.resolve("smollm2-135m-instruct", cache_dir=Path(cache_dir) if cache_dir else None).folder
 
 
 @pytest.fixture

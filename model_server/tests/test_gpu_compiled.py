@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from funitel.model_server import gpu
+from funitel import model_server
 from funitel_testing.compiled_kernels import SHARED_BYTES, compile_launches
 from funitel_testing.kernel_launches import LAUNCHES
 
@@ -43,7 +43,7 @@ def check(names: list[str], archs: tuple[int, ...]) -> None:
 
 def test_every_kernel_is_launched_by_a_test() -> None:
     launched = {kernel for launch in LAUNCHES.values() for kernel in launch.kernels}
-    assert launched == set(kernels_in(Path(gpu.__file__).parent))
+    assert launched == set(kernels_in(Path(model_server.__file__).parent))
 
 
 def kernels_in(folder: Path) -> Iterator[str]:

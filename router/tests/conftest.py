@@ -12,10 +12,10 @@ import pytest
 import uvicorn
 from fakes import FakeEngine, RendersHere, Serve, eventually, write_model
 
-from funitel.router import template_renderer
 from funitel.router.app import build_app
-from funitel.router.service import Connect
+from funitel.router.serving.service import Connect
 from funitel.router.settings import RouterSettings
+from funitel.router.text import template_renderer
 
 PATIENCE_SECONDS = 10.0
 

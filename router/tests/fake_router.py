@@ -7,8 +7,8 @@ from fakes import FakeEngine
 
 from funitel.proto.errors import StartupError
 from funitel.router import __main__ as router
-from funitel.router.metrics import Metrics
 from funitel.router.settings import RouterSettings
+from funitel.router.telemetry.metrics import Metrics
 
 
 async def connect(settings: RouterSettings, metrics: Metrics) -> FakeEngine:

@@ -19,11 +19,11 @@ from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.step import Capability, ShardInfo
 from funitel.proto.step_socket import OK, Frame, FrameProtocol, Method, decode_context
-from funitel.router.engine import Engine
-from funitel.router.metrics import Metrics
+from funitel.router.engine.engine import Engine
+from funitel.router.engine.warmup import start
 from funitel.router.settings import RouterSettings
-from funitel.router.shards import Shards
-from funitel.router.warmup import start
+from funitel.router.shard_client.shards import Shards
+from funitel.router.telemetry.metrics import Metrics
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 97

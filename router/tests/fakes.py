@@ -14,15 +14,15 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from funitel.proto.errors import FunitelError, Overloaded, TemplateError
 from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
-from funitel.router import template_worker
-from funitel.router.admission import InFlight
-from funitel.router.killable import CannotWork
-from funitel.router.killable_worker import Answer
-from funitel.router.metrics import Metrics
-from funitel.router.scheduler_state import EngineView
-from funitel.router.sequence import Limits, Request
+from funitel.router.core.request import Limits, Request
+from funitel.router.core.stream import TokenStream
+from funitel.router.engine.snapshot import EngineView
+from funitel.router.sandbox.pool import CannotWork
+from funitel.router.sandbox.worker import Answer
+from funitel.router.scheduler.admission import InFlight
 from funitel.router.settings import RouterSettings
-from funitel.router.stream import TokenStream
+from funitel.router.telemetry.metrics import Metrics
+from funitel.router.text import template_worker
 
 Serve = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 

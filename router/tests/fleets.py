@@ -11,10 +11,10 @@ from fake_shards import FakeShard, fake_shards, next_token
 from fakes import eventually
 
 from funitel.proto.step import SamplingParams, StoppingParams
-from funitel.router.fleet import Fleet, connect
-from funitel.router.metrics import Metrics
-from funitel.router.sequence import Request
+from funitel.router.core.request import Request
+from funitel.router.replica_set.replica_set import Fleet, connect
 from funitel.router.settings import RouterSettings
+from funitel.router.telemetry.metrics import Metrics
 
 
 @dataclass

@@ -12,11 +12,11 @@ import uvicorn
 from fakes import eventually
 from starlette.types import ASGIApp
 
-from funitel.router.connections import Connections
-from funitel.router.http_protocol import HttpConnection
-from funitel.router.metrics import Metrics
 from funitel.router.settings import MOST_TIMEOUT_SECONDS, RouterSettings
-from funitel.router.sse import DirectSend
+from funitel.router.telemetry.metrics import Metrics
+from funitel.router.transport.connection import HttpConnection
+from funitel.router.transport.connection_limits import Connections
+from funitel.router.transport.sse import DirectSend
 
 PATIENCE_SECONDS = 10.0
 SMALL = 4096  # bytes of a kernel's buffer, that one can be filled

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from funitel.model_server.attention import AttentionRule, TorchAttention
-from funitel.model_server.batch import ForwardBatch, RowSpan
-from funitel.model_server.gpu.attention import TritonAttention
-from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.parallel import HeadSplit
-from funitel.model_server.spec import ModelSpec
+from funitel.model_server.attention.backend import AttentionRule, TorchAttention
+from funitel.model_server.attention.triton import TritonAttention
+from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.forward.batch import ForwardBatch, RowSpan
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.spec.model_spec import ModelSpec
 
 CPU = torch.device("cpu")
 # Relative errors that the kernels are held to; float32 sums whatever the inputs.

@@ -1,6 +1,6 @@
 """A GPU's memory as tests want it: counted, and nowhere."""
 
-from funitel.model_server.gpu.card import CardState
+from funitel.model_server.device.gpu import CardState
 
 
 class FakeCard:

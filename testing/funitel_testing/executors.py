@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from funitel.model_server.executor import Executor
-from funitel.model_server.generators import load_generator
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.step import (
     Generation,

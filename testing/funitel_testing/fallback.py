@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import transformers
 
-from funitel.model_server.fallback.loading import FallbackModel, load_fallback
-from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.loading.transformers import FallbackModel, load_fallback
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import NoRow
 from funitel_testing.forward_worker import BLOCK_SIZE, step_through

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel_testing.fallback import load
 from funitel_testing.forward_worker import step_through
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from funitel.model_server.parallel import TensorParallel
+from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel_testing import forward_worker
 from funitel_testing.threads import on_ranks
 from funitel_testing.zoo import VOCAB_SIZE, ZOO, at_once, by_steps

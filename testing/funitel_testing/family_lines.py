@@ -9,15 +9,15 @@ import ast
 import json
 from pathlib import Path
 
-from funitel.model_server import class_defaults, family_table
+from funitel.model_server.registry import class_defaults, decoders
 
-_TABLES = ("family_table.py", "class_defaults.py")
-_PACKAGE = Path(family_table.__file__).parent
+_TABLES = ("decoders.py", "class_defaults.py")
+_PACKAGE = Path(decoders.__file__).parents[1]
 
 
 def count_lines() -> dict[str, tuple[int, int]]:
     """Architecture -> (lines of its row, lines of code of its own elsewhere)."""
-    tree = ast.parse(Path(family_table.__file__).read_text())
+    tree = ast.parse(Path(decoders.__file__).read_text())
     rows, helpers = _rows(tree, "FAMILIES"), _helpers(tree)
     defaults = _rows(ast.parse(Path(class_defaults.__file__).read_text()), "CLASS_DEFAULTS")
     sizes = {name: _length(node) + (_length(defaults[name]) if name in defaults else 0) for name, node in rows.items()}

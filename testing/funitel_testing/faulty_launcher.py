@@ -7,9 +7,9 @@ import os
 import sys
 
 from funitel.launcher.__main__ import configure_logs, serve
-from funitel.launcher.command_line import launcher_app
-from funitel.launcher.commands import Commands
-from funitel.proto.settings import run_app
+from funitel.launcher.config.child_commands import Commands
+from funitel.launcher.config.command_line import launcher_app
+from funitel.proto.settings.fields import run_app
 
 COMMANDS = Commands(model_server=(sys.executable, "-m", "funitel_testing.faulty_shard"))
 

@@ -193,9 +193,10 @@ def lie(response: Any, kind: str) -> Any:
 
 def infect(faults: Faults) -> None:
     """Have every executor that is loaded in this process go wrong by `faults`."""
-    from funitel.model_server import calls, generators  # torch: seconds to import, not wanted for the download
+    from funitel.model_server.loading import generator  # torch: seconds to import, not wanted for the download
+    from funitel.model_server.rpc import dispatcher
 
-    load, encode = generators.load_generator, calls._encoded
+    load, encode = generator.load_generator, dispatcher._encoded
     forwards: list[FaultyForward] = []
 
     def load_faulty(settings: Any, folder: Path) -> Any:
@@ -208,8 +209,8 @@ def infect(faults: Faults) -> None:
         fault = forwards[-1].due(IN_ANSWER) if encoded.generations else None
         return encoded if fault is None else lie(encoded, fault.kind)
 
-    generators.load_generator = load_faulty
-    calls._encoded = encode_faulty
+    generator.load_generator = load_faulty
+    dispatcher._encoded = encode_faulty
 
 
 if __name__ == "__main__":

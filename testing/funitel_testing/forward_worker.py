@@ -13,21 +13,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from funitel.model_server.attention import TorchAttention
-from funitel.model_server.batch import ForwardBatch, RowSpan
-from funitel.model_server.checkpoint import read_json
+from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.native import load_library
-from funitel.model_server.cpu.ranks import SharedMemoryRanks
-from funitel.model_server.cpu.tiers import Tier
-from funitel.model_server.decoder import Decoder, Forward
-from funitel.model_server.families import spec_of
-from funitel.model_server.hub import DEFAULT_CACHE_DIR
-from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.spec_command import choose_spec
-from funitel.model_server.weights import Weights
+from funitel.model_server.cpu.precision import Tier
+from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
+from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.files.integrity import read_json
+from funitel.model_server.forward.batch import ForwardBatch, RowSpan
+from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.models.decoder import Decoder, Forward
+from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.tools.spec import choose_spec
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from funitel.model_server.grammar import GrammarCompiler, GrammarState
+from funitel.model_server.sampling.grammar import GrammarCompiler, GrammarState
 from funitel.proto.errors import InvalidRequest, TemplateError
 from funitel.proto.step import SamplingParams
-from funitel.router import killable
-from funitel.router.chat_template import ChatTemplate
-from funitel.router.grammar import Grammar, GrammarChecker
-from funitel.router.template_renderer import TemplateRenderer, TemplateTexts
+from funitel.router.sandbox import pool
+from funitel.router.text.chat_template import ChatTemplate
+from funitel.router.text.grammar import Grammar, GrammarChecker
+from funitel.router.text.template_renderer import TemplateRenderer, TemplateTexts
 from funitel_testing import fuzz_inputs
 from funitel_testing.fuzz_inputs import Try
 from funitel_testing.fuzz_values import HOSTILE, mangled
@@ -243,5 +243,5 @@ async def prepare(work: Path) -> AsyncIterator[Mapping[str, Try]]:
 
 if __name__ == "__main__":
     logging.disable()
-    killable.START_LIMIT_SECONDS = START_SECONDS
+    pool.START_LIMIT_SECONDS = START_SECONDS
     fuzz_inputs.run(prepare)

@@ -13,8 +13,8 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["funitel.model_server"]):
-    from funitel.model_server.gguf_convert import convert_gguf
-    from funitel.model_server.spec_file import read_spec
+    from funitel.model_server.convert.gguf import convert_gguf
+    from funitel.model_server.spec.json_file import read_spec
 from funitel.proto.errors import StartupError
 from funitel_testing.fuzz_mutants import mutant
 

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from funitel.model_server.attention import TorchAttention
-from funitel.model_server.batch import ForwardBatch, RowSpan
-from funitel.model_server.checkpoint import check_folder, read_json
-from funitel.model_server.decoder import Decoder
-from funitel.model_server.families import spec_of
-from funitel.model_server.gguf_convert import convert_gguf
-from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.spec_command import check
-from funitel.model_server.weights import Weights
+from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.convert.gguf import convert_gguf
+from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.files.integrity import check_folder, read_json
+from funitel.model_server.forward.batch import ForwardBatch, RowSpan
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.models.decoder import Decoder
+from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.tools.spec import check
 from funitel.proto.errors import MOST_CHARACTERS, StartupError
 from funitel_testing.fuzz_mutants import CONFIG, SHAPES, mutant
 

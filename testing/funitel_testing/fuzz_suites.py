@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MOST_SECONDS = 3600
-STREAMS = ("test_stream_properties.py", "test_tool_parsers.py", "test_stops.py")
+STREAMS = ("core/test_stream_properties.py", "chat/test_tool_parsers.py", "text/test_stop_holdback.py")
 COVERAGE_RUNS = 20_000
 
 

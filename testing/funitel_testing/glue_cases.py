@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from funitel.model_server.glue import Glue, HeadRule
-from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.layers import HeadNorm, NormLayer
-from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.positions import Rotary, Turn
-from funitel.model_server.spec import ModelSpec, Norm, QkNorm, RotarySpec
+from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.layers.elementwise import Glue, HeadRule
+from funitel.model_server.layers.linear import HeadNorm, NormLayer
+from funitel.model_server.layers.rotary import Rotary, Turn
+from funitel.model_server.spec.model_spec import ModelSpec, Norm, QkNorm, RotarySpec
 from funitel_testing.random_weights import RandomWeights
 
 CPU = torch.device("cpu")

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from funitel.model_server.glue import HeadRule
-from funitel.model_server.gpu.attention import most_queries
-from funitel.model_server.gpu.glue import TritonGlue
-from funitel.model_server.gpu.packed_matmul import multiply, unpack
-from funitel.model_server.gpu.packed_matrix import Kind, PackedMatrix
-from funitel.model_server.gpu.paged_attention import Tiles, attend
-from funitel.model_server.gpu.score_kernels import choose, penalise, warp
-from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.layers import HeadNorm, NormLayer
-from funitel.model_server.packing import Codes
-from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.positions import Turn
-from funitel.model_server.spec import Activation, ModelSpec, Norm, QkNorm
+from funitel.model_server.attention.triton import most_queries
+from funitel.model_server.attention.triton_kernels import Tiles, attend
+from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.gpu_sampling.kernels import choose, penalise, warp
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.layers.elementwise import HeadRule
+from funitel.model_server.layers.elementwise_triton import TritonGlue
+from funitel.model_server.layers.linear import HeadNorm, NormLayer
+from funitel.model_server.layers.rotary import Turn
+from funitel.model_server.quantized.bit_packing import Codes
+from funitel.model_server.quantized.matmul_kernels import multiply, unpack
+from funitel.model_server.quantized.packed_matrix import Kind, PackedMatrix
+from funitel.model_server.spec.model_spec import Activation, ModelSpec, Norm, QkNorm
 from funitel_testing.random_weights import RandomWeights
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from funitel.model_server.gpu.packed_matrix import Kind
-from funitel.model_server.gpu.products import TritonProducts
-from funitel.model_server.packing import Codes
+from funitel.model_server.quantized.bit_packing import Codes
+from funitel.model_server.quantized.matmul_triton import TritonProducts
+from funitel.model_server.quantized.packed_matrix import Kind
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of a weight that is made in float32 and put in another precision; Triton's interpreter cuts bfloat16 off, cards round.

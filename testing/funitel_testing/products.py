@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from funitel.model_server.cpu.native import Batch, Buffer, Code, Engine, Mode, Operation, Shape
-from funitel.model_server.cpu.tiers import Kind
+from funitel.model_server.cpu.precision import Kind
 
 
 def kept(kind: Kind, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

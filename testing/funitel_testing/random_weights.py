@@ -5,8 +5,8 @@ from zlib import crc32
 
 import torch
 
-from funitel.model_server.storage import Range
-from funitel.model_server.weights import Weights
+from funitel.model_server.checkpoint.storage import Range
+from funitel.model_server.checkpoint.weights import Weights
 
 
 class RandomWeights(Weights):

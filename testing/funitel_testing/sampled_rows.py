@@ -4,10 +4,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from funitel.model_server.grammar import TokenMasks
-from funitel.model_server.sampler import SamplingState
-from funitel.model_server.sequences import Row
-from funitel.model_server.text import Detokenizer, StopMatcher
+from funitel.model_server.sampling.grammar import TokenMasks
+from funitel.model_server.sampling.sampler import SamplingState
+from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher
+from funitel.model_server.sequence.table import Row
 from funitel.proto.step import GrammarType, SamplingParams, SequenceStart, StoppingParams
 
 _CHOICES: tuple[dict[str, tuple[Any, ...]], ...] = (

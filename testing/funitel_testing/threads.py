@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from funitel.model_server.parallel import TensorParallel, split_evenly
+from funitel.model_server.device.tensor_parallel import TensorParallel, split_evenly
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
-from funitel.model_server.gguf_blocks import BLOCK_INPUTS, BLOCKS, record_weights
+from funitel.model_server.checkpoint.gguf_block_types import BLOCK_INPUTS, BLOCKS, record_weights
 
 # As tiny as blocks allow: two ranks split heads and units at whole blocks.
 SIZES = {

@@ -6,18 +6,18 @@ import os
 import sys
 from contextlib import ExitStack
 
-from funitel.launcher.client.program import CLIENTS, KEYS, TORCH_COMMANDS, run_client
-from funitel.launcher.command_line import Given, launcher_app
-from funitel.launcher.commands import Commands
-from funitel.launcher.resolve import resolve, shards_and_gpus
-from funitel.launcher.runtime import describe_runtime
+from funitel.launcher.cli.program import CLIENTS, KEYS, TORCH_COMMANDS, run_client
+from funitel.launcher.config.child_commands import Commands
+from funitel.launcher.config.command_line import Given, launcher_app
+from funitel.launcher.config.environment_report import describe_runtime
+from funitel.launcher.config.resolve import resolve, shards_and_gpus
+from funitel.launcher.config.sockets import claim, listen
+from funitel.launcher.config.upgrade import next_settings
 from funitel.launcher.settings import LauncherSettings
-from funitel.launcher.sockets import claim, listen
-from funitel.launcher.supervisor import Anew, Supervisor
-from funitel.launcher.upgrade import next_settings
-from funitel.proto import logs
+from funitel.launcher.supervisor.supervisor import Anew, Supervisor
 from funitel.proto.errors import SettingsError
-from funitel.proto.settings import run_app
+from funitel.proto.process import logs
+from funitel.proto.settings.fields import run_app
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from funitel.llm.prompts import EncodedPrompt, numbered, room_for
 from funitel.llm.sampling import SamplingParams
 from funitel.proto.errors import FunitelError, Incomplete
 from funitel.proto.step import StoppingParams
-from funitel.router.engine import Engine
-from funitel.router.sequence import Limits, Request
+from funitel.router.core.request import Limits, Request
+from funitel.router.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from funitel.llm.outputs import RequestOutput
 from funitel.llm.progress import Progress
 from funitel.llm.prompts import EncodedPrompt, Message, Prompt, PromptEncoder
 from funitel.llm.sampling import SamplingParams, params_for
-from funitel.model_server import hub
+from funitel.model_server.hub import resolve
 from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
 from funitel.proto.errors import SettingsError, StartupError
-from funitel.router.recommended import read_recommended
 from funitel.router.settings import RouterSettings
+from funitel.router.text.model_files import read_recommended
 
 DEFAULT_PREFILL_TOKENS = RouterSettings().max_batch_prefill_tokens
 
@@ -83,7 +83,7 @@ class LLM:
             max_batch_size=max_batch_size,
         )
         try:
-            folder = hub.resolve(str(model), revision=revision, cache_dir=_cache_dir(cache_dir)).folder
+            folder = resolve.resolve(str(model), revision=revision, cache_dir=_cache_dir(cache_dir)).folder
             self._model = LoadedModel(
                 folder,
                 ModelServerSettings(

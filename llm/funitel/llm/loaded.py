@@ -12,13 +12,13 @@ import torch
 
 from funitel.llm.ranks import LocalRanks
 from funitel.llm.threads import CLOSED, ComputeThread, LoopThread
-from funitel.model_server.generators import load_generator
+from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import FunitelError, NotReady
-from funitel.router.engine import Engine
-from funitel.router.metrics import Metrics
+from funitel.router.engine.engine import Engine
+from funitel.router.engine.warmup import start
 from funitel.router.settings import RouterSettings
-from funitel.router.warmup import start
+from funitel.router.telemetry.metrics import Metrics
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from funitel.llm.sampling import SamplingParams
 from funitel.proto.step import GeneratedText, Generation
-from funitel.router.stops import stop_start
+from funitel.router.text.stop_holdback import stop_start
 
 
 @dataclass(frozen=True, slots=True)

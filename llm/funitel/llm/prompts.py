@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import tokenizers
 
 from funitel.proto.errors import ContextTooLong, FunitelError, InvalidRequest, TemplateError
-from funitel.router.chat_template import ChatTemplate
-from funitel.router.sequence import Limits
-from funitel.router.tokenizer import NO_TEMPLATE, ModelFiles
+from funitel.router.core.request import Limits
+from funitel.router.text.chat_template import ChatTemplate
+from funitel.router.text.tokenizer import NO_TEMPLATE, ModelFiles
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]

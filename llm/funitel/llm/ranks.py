@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from funitel.llm.threads import ComputeThread
-from funitel.model_server.executor import Executor, Step
+from funitel.model_server.executor.executor import Executor, Step
 from funitel.proto.errors import FunitelError, StepFailed
 from funitel.proto.step import (
     BlockCopy,

@@ -15,8 +15,8 @@ from typing import NoReturn
 import typer
 import uvloop
 
-from funitel.model_server import hub
-from funitel.model_server.pinning import pin
+from funitel.model_server.device.cpu_affinity import pin
+from funitel.model_server.hub import resolve
 from funitel.model_server.settings import (
     DownloadSettings,
     KernelSettings,
@@ -25,13 +25,14 @@ from funitel.model_server.settings import (
     QuantizeSettings,
     SpecSettings,
 )
-from funitel.proto import logs, step_socket
+from funitel.proto import step_socket
 from funitel.proto.errors import FunitelError, SettingsError
-from funitel.proto.listening import is_loopback
-from funitel.proto.locks import lock_of, remove_if_free
-from funitel.proto.parent import is_losing, stop_with_parent
-from funitel.proto.settings import as_command, run_app
-from funitel.proto.span_export import export
+from funitel.proto.process import logs
+from funitel.proto.process.locks import lock_of, remove_if_free
+from funitel.proto.process.parent import is_losing, stop_with_parent
+from funitel.proto.settings.fields import as_command, run_app
+from funitel.proto.settings.listen_address import is_loopback
+from funitel.proto.tracing.export import export
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def download(settings: DownloadSettings) -> None:
     """Make a model's files present and whole; print their folder as the last line of stdout."""
     stop_with_parent(settings.exit_with_parent)
     cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
-    print(hub.download_weights(settings.model_id, revision=settings.revision, cache_dir=cache_dir))
+    print(resolve.download_weights(settings.model_id, revision=settings.revision, cache_dir=cache_dir))
 
 
 def quantize(settings: QuantizeSettings) -> None:
@@ -64,7 +65,7 @@ def quantize(settings: QuantizeSettings) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
-    from funitel.model_server.quantizer.command import run  # torch: seconds to import, not wanted for --help
+    from funitel.model_server.tools.quantize.command import run  # torch: seconds to import, not wanted for --help
 
     try:
         print(run(settings))
@@ -76,17 +77,19 @@ def quantize(settings: QuantizeSettings) -> None:
 
 def bench_kernels(settings: KernelSettings) -> None:
     """Measure the matrix products of the fused CPU step."""
-    from funitel.model_server.cpu.measure import measure_kernels  # torch: seconds to import, not wanted for --help
+    from funitel.model_server.tools.kernel_bench.matmul import (
+        measure_kernels,  # torch: seconds to import, not wanted for --help
+    )
 
     measure_kernels(settings)
 
 
 def spec(settings: SpecSettings) -> None:
     """Print the spec of a model, or what does not fit it; then the exit code is 1."""
-    from funitel.model_server import spec_command  # torch: seconds to import, not wanted for --help
+    from funitel.model_server.tools import spec as spec_command  # torch: seconds to import, not wanted for --help
 
     cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
-    folder = hub.resolve(settings.model_id, revision=settings.revision, cache_dir=cache_dir).folder
+    folder = resolve.resolve(settings.model_id, revision=settings.revision, cache_dir=cache_dir).folder
     if settings.action == "show":
         print(spec_command.show(folder, is_whole=settings.all_fields))
         return
@@ -98,7 +101,7 @@ def spec(settings: SpecSettings) -> None:
 
 def models(settings: ModelsSettings) -> None:
     """List what can be served, or say what one model takes; then the exit code is 1 where it does not fit."""
-    from funitel.model_server.inventory.report import list_all, tell_needs  # torch: seconds to import
+    from funitel.model_server.tools.models.report import list_all, tell_needs  # torch: seconds to import
 
     if not settings.model_id:
         print(list_all(is_json=settings.json))
@@ -127,11 +130,11 @@ def serve(settings: ModelServerSettings) -> None:
 async def _serve(settings: ModelServerSettings) -> FunitelError | None:
     """Serve until told to stop, or until the ranks have lost each other; the latter is returned."""
     # torch: seconds to import, not wanted for --help
-    from funitel.model_server.call_server import CallServer
-    from funitel.model_server.encoder.loading import holds_encoder, load_encoder
-    from funitel.model_server.encoder.servicer import EncoderServicer
-    from funitel.model_server.generators import load_generator
-    from funitel.model_server.server import Servicer, make_server
+    from funitel.model_server.loading.encoder import holds_encoder, load_encoder
+    from funitel.model_server.loading.generator import load_generator
+    from funitel.model_server.rpc.call_server import CallServer
+    from funitel.model_server.rpc.encoder_servicer import EncoderServicer
+    from funitel.model_server.rpc.servicer import Servicer, make_server
 
     loop = asyncio.get_running_loop()
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -231,7 +234,7 @@ def _remove_sockets(settings: ModelServerSettings) -> None:
 
 def _resolve(settings: ModelServerSettings) -> Path:
     cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
-    return hub.resolve(settings.model_id, revision=settings.revision, cache_dir=cache_dir).folder
+    return resolve.resolve(settings.model_id, revision=settings.revision, cache_dir=cache_dir).folder
 
 
 def _log_as_shard(settings: ModelServerSettings) -> None:

@@ -24,22 +24,22 @@ import typer
 import uvicorn
 from starlette.applications import Starlette
 
-from funitel.proto import logs
 from funitel.proto.errors import FunitelError, ShuttingDown, StartupError
-from funitel.proto.listening import LOCAL_ONLY, is_local_by_default, listen_address
-from funitel.proto.parent import is_losing, stop_with_parent
-from funitel.proto.settings import as_command, run_app
-from funitel.proto.span_export import export
+from funitel.proto.process import logs
+from funitel.proto.process.parent import is_losing, stop_with_parent
+from funitel.proto.settings.fields import as_command, run_app
+from funitel.proto.settings.listen_address import LOCAL_ONLY, is_local_by_default, listen_address
+from funitel.proto.tracing.export import export
 from funitel.router.api.routes import document
 from funitel.router.app import build_app
-from funitel.router.connections import Connections
-from funitel.router.fleet import connect
-from funitel.router.http_protocol import HttpConnection
-from funitel.router.https import Https
-from funitel.router.open_files import allow_open_files, most_connections
-from funitel.router.service import Service
+from funitel.router.replica_set.replica_set import connect
+from funitel.router.serving.service import Service
 from funitel.router.settings import MOST_TIMEOUT_SECONDS, RouterSettings, is_guarded
-from funitel.router.sse import DirectSend
+from funitel.router.transport.connection import HttpConnection
+from funitel.router.transport.connection_limits import Connections
+from funitel.router.transport.fd_limit import allow_open_files, most_connections
+from funitel.router.transport.sse import DirectSend
+from funitel.router.transport.tls import Https
 
 logger = logging.getLogger(__name__)
 

@@ -15,18 +15,18 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError
-from funitel.router.accounts import Accounts
-from funitel.router.api.errors import ErrorBoundary, answer_error, answer_http_exception
-from funitel.router.api.keys import KeyCheck
-from funitel.router.api.noted import Noted
-from funitel.router.api.route_notes import ResponseCount, RouteNote
+from funitel.router.api.common.errors import ErrorBoundary, answer_error, answer_http_exception
+from funitel.router.api.openapi import Access, Operation
 from funitel.router.api.routes import operations, pages
-from funitel.router.drain import DrainGate, LastAnswers
-from funitel.router.openapi import Access, Operation
-from funitel.router.refreshing import Refreshable, keep_fresh
-from funitel.router.service import Connect, Service
+from funitel.router.auth.accounts import Accounts
+from funitel.router.core.file_watch import Refreshable, keep_fresh
+from funitel.router.middleware.access_log import Noted
+from funitel.router.middleware.auth import KeyCheck
+from funitel.router.middleware.route_context import ResponseCount, RouteNote
+from funitel.router.middleware.tracing import Traced
+from funitel.router.serving.service import Connect, Service
 from funitel.router.settings import RouterSettings
-from funitel.router.tracing import Traced
+from funitel.router.transport.drain import DrainGate, LastAnswers
 
 logger = logging.getLogger(__name__)
 

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 
-_API = "router/tests/test_api_generate.py::"
-_OPS = "router/tests/test_api_ops.py::"
-_PLATFORMS = "router/tests/test_api_platforms.py::"
-_SSE = "router/tests/test_sse.py::"
-_ENGINE = "router/tests/test_engine.py::"
-_OPENAI = "router/tests/test_api_openai.py::"
-_SHARD = "model_server/tests/test_server.py::"
-_EXECUTOR = "model_server/tests/test_executor.py::"
-_SAMPLER = "model_server/tests/test_sampler.py::"
+_API = "router/tests/api/native/test_generate.py::"
+_OPS = "router/tests/api/test_operators.py::"
+_PLATFORMS = "router/tests/api/platforms/test_sagemaker_vertex.py::"
+_SSE = "router/tests/transport/test_sse.py::"
+_ENGINE = "router/tests/engine/test_engine.py::"
+_OPENAI = "router/tests/api/openai/test_chat.py::"
+_SHARD = "model_server/tests/rpc/test_servicer.py::"
+_EXECUTOR = "model_server/tests/executor/test_executor.py::"
+_SAMPLER = "model_server/tests/sampling/test_sampler.py::"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ ELSEWHERE = (
     _at(
         "5.8", "an error in a stream is its last event", f"{_API}test_an_error_after_the_first_token_is_the_last_event"
     ),
-    _at("5.10", "all permits or none", "router/tests/test_inference.py::test_collect_all_runs_all_or_none"),
+    _at("5.10", "all permits or none", "router/tests/serving/test_prepare.py::test_collect_all_runs_all_or_none"),
     _at("7.5", "a failed step fails what ran", f"{_ENGINE}test_a_failed_step_fails_what_ran_and_nothing_later"),
     _at(
         "8.2",
@@ -59,11 +59,11 @@ ELSEWHERE = (
     _at(
         "8.5",
         "whole characters in a stream",
-        "model_server/tests/test_text.py::test_pieces_join_to_the_text_and_hold_whole_characters",
+        "model_server/tests/sequence/test_detokenizer.py::test_pieces_join_to_the_text_and_hold_whole_characters",
     ),
     _at("10.1", "why a batch joined", f"{_ENGINE}test_why_a_sequence_joins_running_ones_is_counted"),
-    _at("10.1", "failures by cause", "router/tests/test_metrics.py::test_failures_are_counted_by_kind"),
-    _at("12", "the OpenAPI file", "router/tests/test_openapi.py::test_the_document_is_a_superset_of_tgis"),
+    _at("10.1", "failures by cause", "router/tests/telemetry/test_metrics.py::test_failures_are_counted_by_kind"),
+    _at("12", "the OpenAPI file", "router/tests/api/test_openapi.py::test_the_document_is_a_superset_of_tgis"),
 )
 
 # Contract 13 (by its number), and what the contract marks as a defect: the test of what we do instead.
@@ -87,7 +87,9 @@ COMPLAINTS = (
     _at("13.14", "stream errors arrive as 200", f"{_API}test_an_error_before_the_first_token_has_its_own_status"),
     _at("13.15", "logit_bias is unused", f"{_SAMPLER}test_logit_bias_equals_transformers"),
     _at(
-        "13.16", "more tokens than asked for", "router/tests/test_validation.py::test_a_long_answer_is_as_long_as_asked"
+        "13.16",
+        "more tokens than asked for",
+        "router/tests/serving/test_validation.py::test_a_long_answer_is_as_long_as_asked",
     ),
     _at(
         "13.17",
@@ -101,7 +103,7 @@ COMPLAINTS = (
     _at(
         "5.3",
         "an incomplete character empties the text",
-        "model_server/tests/test_text.py::test_an_incomplete_character_comes_out_at_the_end",
+        "model_server/tests/sequence/test_detokenizer.py::test_an_incomplete_character_comes_out_at_the_end",
     ),
     _at(
         "5.7",
@@ -113,5 +115,5 @@ COMPLAINTS = (
     _at("7.5", "a failure reaches unrelated requests", f"{_ENGINE}test_a_refused_newcomer_costs_the_others_nothing"),
     _at("8.2", "padding counts as seen", f"{_EXECUTOR}test_company_does_not_change_the_tokens"),
     _at("10.1", "requests are counted twice", f"{_PLATFORMS}test_an_invocation_counts_once"),
-    _at("10.1", "the pool's size never appears", "router/tests/test_metrics.py::test_state"),
+    _at("10.1", "the pool's size never appears", "router/tests/telemetry/test_metrics.py::test_state"),
 )

@@ -67,7 +67,9 @@ class Launched:
 
     def grammar_workers(self) -> list[int]:
         """Process ids of those that check grammars."""
-        return [pid for pid in descendants(self.server.router_pid()) if _runs(pid, "funitel.router.grammar_worker")]
+        return [
+            pid for pid in descendants(self.server.router_pid()) if _runs(pid, "funitel.router.text.grammar_worker")
+        ]
 
     def relaunch(self) -> None:
         """Do as an init system does: once all of it is gone, start it again, on the same port."""

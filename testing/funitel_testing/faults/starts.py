@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from funitel.model_server.hub import DEFAULT_CACHE_DIR
+from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
 from funitel_testing.faults.load import STREAMS, asks_of, undisturbed
 from funitel_testing.faults.resources import SmallDisk, no_mount
 from funitel_testing.faults.scenes import LIMITS

@@ -18,7 +18,7 @@ from funitel.launcher.bench.report import LevelResult, ServerResult, summary, ta
 from funitel.launcher.bench.settings import BenchSettings
 from funitel.launcher.bench.target import Target
 from funitel.launcher.bench.workload import Workload, arrivals
-from funitel.launcher.client.https import context_of
+from funitel.launcher.terminal_ui.http_client import context_of
 from funitel.proto.errors import FunitelError
 
 DEFAULT_CONCURRENCY = (1, 4, 16)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from funitel.launcher.bench.figures import Timeline
-from funitel.launcher.client.terminal import CLEAR_LINE
+from funitel.launcher.terminal_ui.terminal import CLEAR_LINE
 
 BAR_COLUMNS = 24
 LEAST_SECONDS = 0.1  # between two states of the bar: drawing takes processor time from what is measured

@@ -6,10 +6,9 @@ from typing import Any
 
 from funitel.launcher.bench.apis import DIALECTS
 from funitel.launcher.bench.workload import SHAREGPT_OUTPUT, SHAREGPT_PROMPT
-from funitel.launcher.client.http import Api
-from funitel.launcher.client.https import check_client_tls
-from funitel.proto.options import Counts, Rates
-from funitel.proto.settings import require, setting
+from funitel.launcher.terminal_ui.http_client import Api, check_client_tls
+from funitel.proto.settings.fields import require, setting
+from funitel.proto.settings.options import Counts, Rates
 
 WORKLOADS = ("fixed", "sharegpt", "shared-prefix")
 MOST_TOKENS = 1 << 20

@@ -15,11 +15,11 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from funitel.model_server.cache import exclusive, install, scratch
+from funitel.model_server.files.atomic_folder import exclusive, install, scratch
 
 logger = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=off")
 LIBRARY = "funitel_cpu.so"

@@ -3,7 +3,7 @@
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from funitel.model_server.spec import ModelSpec, Norm
+from funitel.model_server.spec.model_spec import ModelSpec, Norm
 
 # Fields that the fused step reads: any other must have its default, so that one that is new to specs is not ignored.
 _SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size")

@@ -5,16 +5,16 @@ from array import array
 
 import torch
 
-from funitel.model_server.batch import ForwardBatch
+from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import has_partial
 from funitel.model_server.cpu.native import DONE, Batch, Buffer
+from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.cpu.program import Program
-from funitel.model_server.cpu.ranks import SharedMemoryRanks
-from funitel.model_server.cpu.tiers import Tier
-from funitel.model_server.kv_cache import KVCache
-from funitel.model_server.parallel import TensorParallel
-from funitel.model_server.spec import ModelSpec
-from funitel.model_server.weights import Weights
+from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
+from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.forward.batch import ForwardBatch
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.spec.model_spec import ModelSpec
 
 
 class FusedDecoder:

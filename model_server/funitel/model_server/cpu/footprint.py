@@ -6,12 +6,12 @@ Of weights it follows `program.Program` matrix by matrix; a test holds the two t
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from funitel.model_server.cpu.tiers import Kind, Tier
-from funitel.model_server.gguf_blocks import BlockType
-from funitel.model_server.layers import mlp_parts, qkv_parts
-from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.spec import ModelSpec, NormPlacement, Position, QkNorm
-from funitel.model_server.storage import Range
+from funitel.model_server.checkpoint.gguf_block_types import BlockType
+from funitel.model_server.checkpoint.storage import Range
+from funitel.model_server.cpu.precision import Kind, Tier
+from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.layers.linear import mlp_parts, qkv_parts
+from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement, Position, QkNorm
 
 _LANES, _FLOAT = 16, 4  # outputs of a panel, to which biases are filled up; bytes of a bias or norm weight
 # Of an activation as products read it: int16 levels, with a scale, a start and a sum for 32 of them beside blocks.

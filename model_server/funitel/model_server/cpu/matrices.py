@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
+from funitel.model_server.checkpoint.storage import Range
+from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.native import Engine
-from funitel.model_server.cpu.tiers import Kind, Tier
-from funitel.model_server.layers import Part
-from funitel.model_server.parallel import TensorParallel
-from funitel.model_server.spec import ModelSpec
-from funitel.model_server.storage import Range
-from funitel.model_server.weights import Weights
+from funitel.model_server.cpu.precision import Kind, Tier
+from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.layers.linear import Part
+from funitel.model_server.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from funitel.model_server.cpu.ranks import SharedMemoryRanks
-from funitel.model_server.cpu.tiers import Kind
+from funitel.model_server.cpu.precision import Kind
+from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.proto.errors import NotEnoughMemory
 
 DONE, NO_MEMORY, LOST_RANK = -1, -2, -3

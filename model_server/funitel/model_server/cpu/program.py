@@ -7,15 +7,15 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.matrices import Matrices
 from funitel.model_server.cpu.native import Buffer, Code, Engine, Mode, Operation, Shape
-from funitel.model_server.cpu.tiers import Tier
+from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.cpu.vectors import NONE, Vectors
-from funitel.model_server.layers import mlp_parts, qkv_parts
-from funitel.model_server.parallel import HeadSplit, TensorParallel
-from funitel.model_server.spec import Activation, ModelSpec, NormPlacement, QkNorm
-from funitel.model_server.weights import Weights
+from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.layers.linear import mlp_parts, qkv_parts
+from funitel.model_server.spec.model_spec import Activation, ModelSpec, NormPlacement, QkNorm
 
 _ACTIVATIONS = tuple(Activation)  # as numbered in C++
 

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import torch
 
+from funitel.model_server.checkpoint.storage import Range
+from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.native import Engine, NormRecord
-from funitel.model_server.layers import read_head_norm
-from funitel.model_server.parallel import HeadSplit
-from funitel.model_server.positions import Rotary, alibi_slopes, sinusoids
-from funitel.model_server.spec import ModelSpec, Norm, Position, QkNorm, RotarySpec
-from funitel.model_server.storage import Range
-from funitel.model_server.weights import Weights
+from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.layers.linear import read_head_norm
+from funitel.model_server.layers.rotary import Rotary, alibi_slopes, sinusoids
+from funitel.model_server.spec.model_spec import ModelSpec, Norm, Position, QkNorm, RotarySpec
 
 NONE = -1  # in place of an index
 

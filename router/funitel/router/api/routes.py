@@ -5,22 +5,29 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from funitel.router import openapi
-from funitel.router.api import (
-    anthropic,
-    completions,
-    debug,
-    encoder,
-    generate,
-    kserve,
-    openai,
-    ops,
-    platforms,
-    responses,
-    tokenize,
+from funitel.router.api import openapi, operators
+from funitel.router.api.anthropic import handlers as anthropic
+from funitel.router.api.anthropic.schema import (
+    AnthropicErrorResponse,
+    CountTokensRequest,
+    MessageAnswer,
+    MessageEvent,
+    MessagesRequest,
+    TokenCount,
 )
-from funitel.router.openapi import ANTHROPIC_FAILURES, GENERATION_FAILURES, READ_FAILURES, Access, Operation
-from funitel.router.schema import (
+from funitel.router.api.embeddings import handlers as encoder
+from funitel.router.api.embeddings.schema import (
+    EmbeddingsRequest,
+    EmbeddingsResponse,
+    EmbedRequest,
+    EmbedResponse,
+    PredictRequest,
+    PredictResponse,
+    RerankRequest,
+    RerankResponse,
+)
+from funitel.router.api.native import generate, tokenize
+from funitel.router.api.native.schema import (
     AnyObject,
     ChatTokenizeResponse,
     CompatGenerateRequest,
@@ -31,34 +38,18 @@ from funitel.router.schema import (
     StreamResponse,
     TokenizeResponse,
 )
-from funitel.router.schema_anthropic import (
-    AnthropicErrorResponse,
-    CountTokensRequest,
-    MessageAnswer,
-    MessageEvent,
-    MessagesRequest,
-    TokenCount,
-)
-from funitel.router.schema_completions import Completion, CompletionChunk, CompletionRequest
-from funitel.router.schema_debug import SchedulerState
-from funitel.router.schema_encoder import (
-    EmbeddingsRequest,
-    EmbeddingsResponse,
-    EmbedRequest,
-    EmbedResponse,
-    PredictRequest,
-    PredictResponse,
-    RerankRequest,
-    RerankResponse,
-)
-from funitel.router.schema_openai import (
+from funitel.router.api.openai import chat, completions
+from funitel.router.api.openai.schema_answers import ChatCompletion, ChatCompletionChunk
+from funitel.router.api.openai.schema_chat import (
     ChatRequest,
     Model,
     ModelList,
     OpenAIErrorResponse,
 )
-from funitel.router.schema_openai_answers import ChatCompletion, ChatCompletionChunk
-from funitel.router.schema_platforms import (
+from funitel.router.api.openai.schema_completions import Completion, CompletionChunk, CompletionRequest
+from funitel.router.api.openapi import ANTHROPIC_FAILURES, GENERATION_FAILURES, READ_FAILURES, Access, Operation
+from funitel.router.api.platforms import kserve, sagemaker_vertex
+from funitel.router.api.platforms.schema import (
     KserveLive,
     KserveMetadata,
     KserveRequest,
@@ -69,15 +60,22 @@ from funitel.router.schema_platforms import (
     VertexRequest,
     VertexResponse,
 )
-from funitel.router.schema_responses import InputItemsQuery, InputTokensRequest, ResponsesRequest, RetrieveQuery
-from funitel.router.schema_responses_answers import (
+from funitel.router.api.responses import handlers as responses
+from funitel.router.api.responses.schema_request import (
+    InputItemsQuery,
+    InputTokensRequest,
+    ResponsesRequest,
+    RetrieveQuery,
+)
+from funitel.router.api.responses.schema_response import (
     DeletedResponse,
     InputTokenCount,
     ItemList,
     ModelResponse,
     ResponseStreamEvent,
 )
-from funitel.router.service import version
+from funitel.router.engine.snapshot import SchedulerState
+from funitel.router.serving.service import version
 from funitel.router.settings import RouterSettings
 
 TITLE = "funitel"
@@ -106,12 +104,12 @@ _KSERVE_MODEL = "/v2/models/{name}/versions/{version}"
 
 _vertex = partial(
     _native_work,
-    handler=platforms.vertex,
+    handler=sagemaker_vertex.vertex,
     summary="Vertex AI: the texts of all instances",
     body=VertexRequest,
     answer=VertexResponse,
 )
-_health = partial(_native_probe, failures=(503,), handler=ops.health, summary="Whether every shard answers")
+_health = partial(_native_probe, failures=(503,), handler=operators.health, summary="Whether every shard answers")
 
 _NATIVE = (
     _native_work(
@@ -156,7 +154,7 @@ _NATIVE = (
 _OPENAI = (
     _openai_work(
         path="/v1/chat/completions",
-        handler=openai.chat_completions,
+        handler=chat.chat_completions,
         summary="Answer a chat; streamed if `stream` is true",
         body=ChatRequest,
         answer=ChatCompletion,
@@ -170,10 +168,10 @@ _OPENAI = (
         answer=Completion,
         event=CompletionChunk,
     ),
-    _openai_fact(path="/v1/models", handler=openai.models, summary="The model", answer=ModelList),
+    _openai_fact(path="/v1/models", handler=chat.models, summary="The model", answer=ModelList),
     _openai_fact(
         path="/v1/models/{model:path}",
-        handler=openai.model,
+        handler=chat.model,
         summary="The model, by its name",
         answer=Model,
         failures=(404,),
@@ -282,7 +280,7 @@ _RESPONSES = (
 _PLATFORMS = (
     _native_work(
         path="/invocations",
-        handler=platforms.invocations,
+        handler=sagemaker_vertex.invocations,
         summary="SageMaker: a body of `/` or of a route of OpenAI's, told apart by its fields",
         body=SagemakerRequest,
         answer=SagemakerResponse,
@@ -322,19 +320,21 @@ _OPERATORS = (
     _health(path="/health"),
     _health(path="/ping"),
     _health(path="/health/ready"),
-    _native_probe(path="/health/live", handler=ops.live, summary="Whether the router answers"),
-    _native_state(path="/info", handler=ops.info, summary="What is served", answer=Info),
-    _native_fact(path="/metrics", handler=ops.prometheus, summary="Metrics for Prometheus", text="text/plain"),
-    _native_fact(path="/docs", handler=ops.docs, summary="This page", text="text/html"),
-    _native_fact(path="/openapi.json", handler=ops.openapi_json, summary="The OpenAPI document", answer=AnyObject),
-    _native_fact(path="/api-doc/openapi.json", handler=ops.openapi_json, summary="The same", answer=AnyObject),
+    _native_probe(path="/health/live", handler=operators.live, summary="Whether the router answers"),
+    _native_state(path="/info", handler=operators.info, summary="What is served", answer=Info),
+    _native_fact(path="/metrics", handler=operators.prometheus, summary="Metrics for Prometheus", text="text/plain"),
+    _native_fact(path="/docs", handler=operators.docs, summary="This page", text="text/html"),
+    _native_fact(
+        path="/openapi.json", handler=operators.openapi_json, summary="The OpenAPI document", answer=AnyObject
+    ),
+    _native_fact(path="/api-doc/openapi.json", handler=operators.openapi_json, summary="The same", answer=AnyObject),
 )
 
 # With --debug-routes only.
 _DEBUG = (
     _native_state(
         path="/debug/scheduler",
-        handler=debug.scheduler,
+        handler=operators.scheduler,
         summary="With --debug-routes: queue, batch, pool and last steps of every replica",
         answer=SchedulerState,
         access=Access.CLOSED_FACT,

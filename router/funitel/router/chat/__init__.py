@@ -29,7 +29,7 @@ from funitel.router.chat.parts import (
     ToolCallStart,
 )
 from funitel.router.chat.run import PreparedChat, count_prompt_tokens, prepare_chat
-from funitel.router.chat.sampling import ChatSampling
+from funitel.router.serving.sampling_request import ChatSampling
 
 __all__ = [
     "ChatAnswer",

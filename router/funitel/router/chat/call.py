@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from funitel.router.chat.sampling import ChatSampling
-from funitel.router.grammar import Grammar
+from funitel.router.serving.sampling_request import ChatSampling
+from funitel.router.text.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 
 from funitel.proto.step import FinishReason, GeneratedText, Generation
-from funitel.router.api.inference import Job
+from funitel.router.chat.output_parser import CallArguments, CallStart, Parser, Piece, Text, Thought
 from funitel.router.chat.parts import (
     ChatUsage,
     EndReason,
@@ -16,10 +16,10 @@ from funitel.router.chat.parts import (
     ToolCallArguments,
     ToolCallStart,
 )
-from funitel.router.chat.pieces import CallArguments, CallStart, Parser, Piece, Text, Thought
 from funitel.router.chat.prompt import ChatPrompt
-from funitel.router.chat.reasoning import ReasoningParser
+from funitel.router.chat.reasoning_parser import ReasoningParser
 from funitel.router.chat.transcript import Transcript
+from funitel.router.serving.prepare import Job
 
 
 class Choice:

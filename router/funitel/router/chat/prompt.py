@@ -11,11 +11,11 @@ from typing import Any
 
 from funitel.proto.errors import InvalidRequest, ToolError
 from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolMode
-from funitel.router.chat.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
+from funitel.router.chat.reasoning_parser import REASONING_FORMATS, ReasoningFormat, detect_reasoning
 from funitel.router.chat.tool_formats import BY_NAME, ToolFormat, detect_tool_format
 from funitel.router.chat.tool_grammar import forced_calls
-from funitel.router.grammar import Grammar
-from funitel.router.service import Service
+from funitel.router.serving.service import Service
+from funitel.router.text.grammar import Grammar
 
 TOOL_PROMPT = (
     "You may call the functions above. To call one, answer with nothing but a JSON object of its name and its "

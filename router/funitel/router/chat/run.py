@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from funitel.proto.errors import InvalidRequest, ToolError
 from funitel.proto.step import Generation
-from funitel.router import request_note
-from funitel.router.api.arrival import Arrival
-from funitel.router.api.headers import answer_headers, stream_headers, summed_headers
-from funitel.router.api.inference import Job, Prompt, prepare
-from funitel.router.api.runs import Answer, collect_all, stream_all
 from funitel.router.chat.answer import ChatAnswer
 from funitel.router.chat.call import ChatCall
 from funitel.router.chat.choice import Choice
 from funitel.router.chat.parts import Part
 from funitel.router.chat.prompt import ChatPrompt, render, render_prompt
-from funitel.router.chat.sampling import parameters_of
-from funitel.router.service import Service
+from funitel.router.core import request_context
+from funitel.router.serving.arrival import Arrival
+from funitel.router.serving.prepare import Job, Prompt, prepare
+from funitel.router.serving.run import Answer, collect_all, stream_all
+from funitel.router.serving.sampling_request import parameters_of
+from funitel.router.serving.service import Service
+from funitel.router.serving.timing_headers import answer_headers, stream_headers, summed_headers
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ async def prepare_chat(service: Service, call: ChatCall, *, stream: bool, arrive
             raw_logprobs=call.sampling.top_logprobs is not None,
             grammar=prompt.grammar,
         )
-    request_note.current().operation = "chat"
+    request_context.current().operation = "chat"
     return PreparedChat(call, prompt, job.siblings(call.n))
 
 

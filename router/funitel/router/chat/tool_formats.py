@@ -3,7 +3,7 @@
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
-from funitel.router.chat.pieces import Parser
+from funitel.router.chat.output_parser import Parser
 from funitel.router.chat.tool_parsers import BareJsonParser, MarkedParser, MistralParser
 
 PYTHON_TAG = "<|python_tag|>"

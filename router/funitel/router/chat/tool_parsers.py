@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from funitel.router.chat.call_reader import SPACE, Accepts, CallListReader, NamedCallReader, Reader
-from funitel.router.chat.pieces import Parser, decided_length, find_first, may_begin
+from funitel.router.chat.output_parser import Parser, decided_length, find_first, may_begin
+from funitel.router.chat.tool_call_reader import SPACE, Accepts, CallListReader, NamedCallReader, Reader
 
 
 class CallParser(Parser):

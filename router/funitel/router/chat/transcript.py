@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from funitel.proto.step import Generation, Tokens
 from funitel.router.chat.parts import ScoredToken
-from funitel.router.stops import StopHoldback
+from funitel.router.text.stop_holdback import StopHoldback
 
 
 @dataclass(frozen=True, slots=True)

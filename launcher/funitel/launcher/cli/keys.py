@@ -1,0 +1,168 @@
+"""`funitel key`: make, list and revoke the API keys of a file. A router that runs reads it again by itself."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from funitel.proto.errors import SettingsError
+from funitel.proto.security.keys import (
+    FLAG,
+    LIMITS,
+    SCOPES,
+    Key,
+    check_limit,
+    check_pattern,
+    digest_of,
+    editing,
+    line_of,
+    new_key,
+    parse,
+    parse_instant,
+    read_keys,
+    shown,
+)
+from funitel.proto.settings.fields import as_command, require, setting
+
+_UNITS = {"d": "days", "h": "hours", "m": "minutes"}
+MOST_DAYS, MOST_DIGITS = 100 * 365, 8
+
+
+def _flag(default: Any, help: str) -> Any:
+    """A flag without a variable: a key is on one line."""
+    return setting(default, help, env=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyFileSettings:
+    """Which file of keys."""
+
+    api_key_file: str | None = setting(None, "File of keys: the one that --api-key-file of the server names.")
+
+    @property
+    def path(self) -> str:
+        """The file; raises SettingsError where none is named."""
+        if self.api_key_file is None:
+            raise SettingsError(f"{FLAG} must name the file of keys")
+        return self.api_key_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListKeysSettings(KeyFileSettings):
+    """List the keys of a file by name, with what each may do; the keys themselves are in no file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RevokeKeySettings(KeyFileSettings):
+    """Let nobody in with a key any more, from the next second on; requests that run end by themselves."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewKeySettings(KeyFileSettings):
+    """Make a key: print it, once, and add its hash to the file."""
+
+    name: str | None = _flag(None, "What people, logs and metrics call the key.")
+    expires: str | None = _flag(
+        None, "When it ends: a time from now such as 90d, 12h or 30m, or a date or time of UTC; never when not given."
+    )
+    routes: tuple[str, ...] = _flag(
+        (), "Path that the key is for, such as /v1/chat/completions or /v1/*, repeatable; every route when not given."
+    )
+    models: tuple[str, ...] = _flag((), "Model that the key is for, repeatable; every model when not given.")
+    requests_per_minute: int | None = _flag(None, "Most requests within a minute.")
+    tokens_per_minute: int | None = _flag(None, "Most tokens, prompt and completion, within a minute.")
+    max_concurrent_requests: int | None = _flag(None, "Most requests at once.")
+
+
+# Commands
+
+
+def make(settings: NewKeySettings) -> None:
+    """Add a key to the file, which is made if there is none."""
+    text = new_key()
+    key = _described(settings, digest_of(text.encode()), datetime.now(UTC))
+    with editing(settings.path) as lines:
+        lines.append(line_of(key))
+        parse(lines, settings.path)  # the name may be taken, or the file broken before
+    print(text)
+
+
+def list_all(settings: ListKeysSettings) -> None:
+    """Print a line for each key."""
+    now = datetime.now(UTC)
+    for key in read_keys(settings.path):
+        print(f"{key.name}  {_state(key, now)}  {_bounds(key)}")
+
+
+def revoke(settings: RevokeKeySettings) -> None:
+    """Mark a key as revoked; its line stays, for the record."""
+    with editing(settings.path) as lines:
+        parse(lines, settings.path)
+        for place, line in enumerate(lines):
+            key = next(iter(parse([line], settings.path)), None)
+            if key is not None and line.lstrip().startswith("{") and key.name == settings.name and not key.revoked:
+                lines[place] = line_of(replace(key, revoked=datetime.now(UTC)))
+                return
+        raise SettingsError(
+            f"{FLAG} {settings.path} has no key named {settings.name!r} to revoke; a bare key goes with its line"
+        )
+
+
+# Words
+
+
+def _described(settings: NewKeySettings, digest: bytes, now: datetime) -> Key:
+    """The key that is asked for; raises SettingsError, which names the flag, for what cannot be."""
+    require(settings.name is not None, "--name must say what the key is called")
+    bounds: dict[str, Any] = {field: _split(getattr(settings, field)) for field in SCOPES}
+    bounds |= {field: getattr(settings, field) for field in LIMITS}
+    try:
+        for field in SCOPES:
+            for pattern in bounds[field]:
+                check_pattern(pattern, field)
+        for field in LIMITS:
+            if bounds[field] is not None:
+                check_limit(bounds[field], field)
+        expires = None if settings.expires is None else _instant(settings.expires, now)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    require(expires is None or expires > now, f"--expires must be in the future, given {settings.expires}")
+    return Key(name=settings.name or "", digest=digest, created=now, expires=expires, **bounds)
+
+
+def _split(values: tuple[str, ...]) -> tuple[str, ...]:
+    """Values of a flag that is given several times, or once with commas."""
+    return tuple(part.strip() for value in values for part in value.split(","))
+
+
+def _instant(text: str, now: datetime) -> datetime:
+    count, unit = text[:-1], _UNITS.get(text[-1:])
+    if unit is None or not (count.isascii() and count.isdigit()):
+        return parse_instant(text, "expires")
+    span = timedelta(**{unit: int(count)}) if len(count) <= MOST_DIGITS else timedelta.max
+    if span > timedelta(days=MOST_DAYS):
+        raise ValueError(f"`expires` must be at most {MOST_DAYS} days from now. Given: {text!r}")
+    return now + span
+
+
+def _state(key: Key, now: datetime) -> str:
+    if key.revoked is not None:
+        return f"revoked {shown(key.revoked)}"
+    if key.expires is None:
+        return "valid"
+    return f"{'valid until' if key.expires > now else 'expired'} {shown(key.expires)}"
+
+
+def _bounds(key: Key) -> str:
+    scopes = {"routes": " ".join(key.routes) or "all", "models": " ".join(key.models) or "all"}
+    limits = {field: getattr(key, field) for field in LIMITS if getattr(key, field) is not None}
+    return "  ".join(f"{field}={value}" for field, value in (scopes | limits).items())
+
+
+KEY_COMMANDS: Mapping[str, Callable[..., None]] = {
+    "new": as_command(NewKeySettings, make),
+    "list": as_command(ListKeysSettings, list_all),
+    "revoke": as_command(RevokeKeySettings, revoke, {"name": "Name of the key."}),
+}

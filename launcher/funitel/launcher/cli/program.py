@@ -1,0 +1,67 @@
+"""The command lines of the clients, and what ends them besides an answer."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import typer
+
+from funitel.launcher.bench.command import bench
+from funitel.launcher.bench.settings import BenchSettings
+from funitel.launcher.cli.chat import chat
+from funitel.launcher.cli.generate import generate
+from funitel.launcher.cli.keys import KEY_COMMANDS
+from funitel.launcher.cli.settings import ChatSettings, GenerateSettings, TopSettings
+from funitel.launcher.cli.top import top
+from funitel.proto.settings.fields import as_command, run_app
+
+T = TypeVar("T")
+
+TORCH_COMMANDS = ("models", "spec")
+KEYS = "key"  # the group of commands about keys
+PROMPT_HELP = "What to complete; - reads it from stdin."
+
+
+def run_client() -> NoReturn:
+    """Run the client that the first word of the command line names.
+
+    `bench kernels` and `TORCH_COMMANDS` are the model server's, and become its process: they need torch.
+    """
+    if sys.argv[1:3] == ["bench", "kernels"]:
+        os.execv(sys.executable, [sys.executable, "-m", "funitel.model_server", "bench-kernels", *sys.argv[3:]])
+    if sys.argv[1] in TORCH_COMMANDS:
+        os.execv(sys.executable, [sys.executable, "-m", "funitel.model_server", *sys.argv[1:]])
+    app = typer.Typer(add_completion=False)
+    app.callback()(lambda: None)  # without it a single command would take no name
+    for name, command in CLIENTS.items():
+        app.command(name)(command)
+    keys = typer.Typer(help="Make, list and revoke the API keys of a file.")
+    for name, command in KEY_COMMANDS.items():
+        keys.command(name)(command)
+    app.add_typer(keys, name=KEYS)
+    run_app(app)
+
+
+def _until_told(run: Callable[[T], None]) -> Callable[[T], None]:
+    """Have signals that end a program unwind it, so that a server it started is stopped. A closed pipe is no error."""
+
+    def told(settings: T) -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+        try:
+            run(settings)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads what is still buffered
+            sys.exit(128 + signal.SIGPIPE)
+
+    return told
+
+
+CLIENTS: Mapping[str, Callable[..., Any]] = {
+    "bench": as_command(BenchSettings, _until_told(bench)),
+    "chat": as_command(ChatSettings, _until_told(chat)),
+    "generate": as_command(GenerateSettings, _until_told(generate), {"prompt": PROMPT_HELP}),
+    "top": as_command(TopSettings, _until_told(top)),
+}

@@ -1,0 +1,158 @@
+"""The server a client asks: the one named, the one on the usual port, or one started for as long as it is needed."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from funitel.launcher.cli.settings import ClientSettings
+from funitel.launcher.config.sockets import free_port
+from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.terminal_ui.http_client import Api, context_of
+from funitel.launcher.terminal_ui.terminal import Status
+from funitel.proto.errors import FunitelError, NotReady, StartupError
+
+LOCAL_URL = f"http://127.0.0.1:{LauncherSettings().port}"
+POLL_SECONDS = 0.2
+STOP_SECONDS = 120.0  # longer than the launcher gives its children before it kills them
+LAST_LINES = 20  # of its output, to tell why it ended
+
+# Who wrote a line that the launcher hands on.
+_SPEAKER = re.compile(r"^(?:shard \d+|router) \| ")
+
+
+@contextmanager
+def connected(settings: ClientSettings) -> Iterator[Api]:
+    """A server that answers.
+
+    Raises:
+        FunitelError: none does, the one that does serves another model, or none could be started.
+    """
+    if settings.url is not None:
+        api = Api(settings.url, settings.api_key, context_of(settings))
+        _check_model(api, _wait_info(api), settings.model_id)
+        yield api
+    elif (api := Api(LOCAL_URL, settings.api_key)) and _serves(api, settings.model_id):
+        yield api
+    else:
+        with _started(settings) as api:
+            yield api
+
+
+def model_of(api: Api) -> str:
+    """The name of the model a server serves."""
+    return str(api.get("/info").get("model_id"))
+
+
+def _wait_info(api: Api) -> Any:
+    """What a server says about itself; one that is starting is waited for."""
+    with Status() as status:
+        while True:
+            try:
+                return api.get("/info")
+            except NotReady as error:
+                if "starting" not in error.message:
+                    raise
+                status.show(f"{api.url}: {error.message}")
+                time.sleep(POLL_SECONDS)
+
+
+def _check_model(api: Api, info: Any, model_id: str | None) -> None:
+    served = info.get("model_id") if isinstance(info, dict) else None
+    if served is None:
+        raise FunitelError(f"{api.url} is no server of ours: its /info names no model")
+    if model_id is not None and served != model_id:
+        raise FunitelError(f"{api.url} serves {served}, not {model_id}")
+
+
+def _serves(api: Api, model_id: str | None) -> bool:
+    """Whether a server of ours is there, and serves the model asked for."""
+    try:
+        _check_model(api, _wait_info(api), model_id)
+    except FunitelError:
+        return False
+    return True
+
+
+@contextmanager
+def _started(settings: ClientSettings) -> Iterator[Api]:
+    """A launcher of our own on a free port of this machine; it is stopped at the end."""
+    server = _Launcher(settings)
+    try:
+        yield server.ready()
+    finally:
+        server.stop()
+
+
+class _Launcher:
+    """A launcher in a session of its own: Ctrl-C is for the client. It ends with the client, however that ends."""
+
+    def __init__(self, settings: ClientSettings) -> None:
+        port = free_port()
+        self._name = settings.model_id or "the model"
+        self._api = Api(f"http://127.0.0.1:{port}", settings.api_key)
+        self._lines: deque[str] = deque([f"starting a server for {self._name}"], LAST_LINES)
+        words = ["--hostname", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+        words += [] if settings.model_id is None else ["--model-id", settings.model_id]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "funitel.launcher.hosted", str(os.getpid()), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name="server-output", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        """Take its output until it ends: a full pipe would stop it."""
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            text = _SPEAKER.sub("", line.decode("utf-8", "replace").strip())
+            if text:
+                self._lines.append(text)
+
+    def ready(self) -> Api:
+        """Wait until it answers, showing what it says.
+
+        Raises:
+            StartupError: it has ended; with the reason it gave.
+        """
+        with Status() as status:
+            while not self._answers():
+                if self._process.poll() is not None:
+                    self._reader.join(timeout=1)
+                    raise StartupError(self._reason())
+                status.show(self._lines[-1])
+                time.sleep(POLL_SECONDS)
+            status.show(self._lines[-1])  # a small model loads between two looks
+        return self._api
+
+    def _answers(self) -> bool:
+        try:
+            self._api.get("/info")
+        except NotReady:
+            return False
+        return True
+
+    def _reason(self) -> str:
+        said = [line.removeprefix("error: ") for line in self._lines if line.startswith("error: ")]
+        return said[-1] if said else f"the server ended with {self._process.returncode}: {self._lines[-1]}"
+
+    def stop(self) -> None:
+        """Stop it politely, and all that is left of it firmly."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stderr is not None
+        self._reader.join(timeout=1)
+        self._process.stderr.close()

@@ -1,0 +1,146 @@
+"""`funitel top`: how a server stands, refreshed in place on a terminal, and as text or JSON elsewhere."""
+
+import json
+import select
+import shutil
+import sys
+import termios
+import threading
+import time
+import tty
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from funitel.launcher.cli.server import LOCAL_URL
+from funitel.launcher.cli.settings import TopSettings
+from funitel.launcher.cli.top_page import State, fit, page
+from funitel.launcher.terminal_ui.http_client import Api, context_of
+from funitel.proto.errors import FunitelError, InvalidRequest, NotReady
+
+PATH = "/debug/scheduler"
+TICK_SECONDS = 0.1  # between two looks at keys and the window's size
+# The alternate screen without a cursor, and back.
+ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+HOME, CLEAR_REST_OF_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+QUIT = frozenset("qQ\x03\x04")
+
+
+def top(settings: TopSettings) -> None:
+    """Show a server until q or Ctrl-C; once if asked to, or line by line where nobody watches.
+
+    Raises:
+        FunitelError: it answers, but does not show; or, asked once, it does not answer.
+    """
+    api = Api(settings.url or LOCAL_URL, settings.api_key, context_of(settings))
+    if settings.once:
+        _print(_state_of(api), api.url, is_json=settings.json)
+    elif settings.json or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        _print_again_and_again(api, settings)
+    else:
+        _watch(api, settings.interval)
+
+
+def _state_of(api: Api) -> State:
+    """What the server shows.
+
+    Raises:
+        NotReady: it does not answer.
+        FunitelError: it does not show this.
+    """
+    try:
+        state = api.get(PATH)
+    except InvalidRequest as error:
+        raise FunitelError(f"{api.url} has no {PATH}, is it started with --debug-routes? {error.message}") from None
+    if not isinstance(state, dict):
+        raise FunitelError(f"{api.url} answers what funitel top cannot read")
+    return state
+
+
+def _print(state: State, url: str, *, is_json: bool) -> None:
+    lines = [json.dumps(state)] if is_json else fit(page(state, url), sys.maxsize, sys.maxsize)
+    print(*lines, sep="\n", flush=True)
+
+
+def _print_again_and_again(api: Api, settings: TopSettings) -> None:
+    while True:
+        try:
+            _print(_state_of(api), api.url, is_json=settings.json)
+        except NotReady as error:
+            print(f"not answering: {error.message}", file=sys.stderr, flush=True)
+        time.sleep(settings.interval)
+
+
+class _Poller:
+    """Asks a server again and again, beside whoever draws: one that hangs must not hold up a key."""
+
+    def __init__(self, api: Api, interval: float) -> None:
+        self.state: State | None = None  # the last that came
+        self.error: FunitelError | None = None  # of the last attempt
+        self.num_answers = 0
+        self._api = api
+        self._interval = interval
+        self._thread = threading.Thread(target=self._run, name="poller", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.state = _state_of(self._api)
+                self.error = None
+            except FunitelError as error:
+                self.error = error
+            self.num_answers += 1
+            time.sleep(self._interval)
+
+
+def _watch(api: Api, interval: float) -> None:
+    poller = _Poller(api, interval)
+    with _screen():
+        drawn: object = None
+        while not _is_told_to_quit():
+            if poller.state is None and poller.error is not None and not isinstance(poller.error, NotReady):
+                break  # it never showed anything, and will not
+            size = shutil.get_terminal_size()
+            if (poller.num_answers, size) != drawn:
+                drawn = poller.num_answers, size
+                _draw(_lines(poller, api.url), size.columns, size.lines)
+    if poller.state is None and poller.error is not None:
+        raise poller.error
+
+
+def _lines(poller: _Poller, url: str) -> list[str]:
+    """The last state, and whether it is old."""
+    state, error = poller.state, poller.error
+    if state is None:
+        return [url, "", f"not answering: {error.message}" if error is not None else "asking ..."]
+    note = "" if error is None else f"NOT ANSWERING: {error.message}"
+    return page(state, url, note)
+
+
+def _draw(lines: list[str], width: int, height: int) -> None:
+    shown = fit(lines, width, height - 1)
+    text = "".join(f"{line}{CLEAR_REST_OF_LINE}\n" for line in shown)
+    print(f"{HOME}{text}{CLEAR_BELOW}", end="", flush=True)
+
+
+@contextmanager
+def _screen() -> Iterator[None]:
+    """The terminal as a canvas; as it was before, whatever happens."""
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    print(ENTER, end="", flush=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        pass
+    finally:
+        print(LEAVE, end="", flush=True)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _is_told_to_quit() -> bool:
+    """Wait a moment for a key; whether it is one that leaves."""
+    if not select.select([sys.stdin], [], [], TICK_SECONDS)[0]:
+        return False
+    key = sys.stdin.read(1)
+    return not key or key in QUIT

@@ -1,0 +1,279 @@
+"""Decide every setting that was left open, as a new settings object.
+
+Pure but for what is asked of the machine: which ports are free, which GPUs, NUMA nodes and cores there are.
+"""
+
+import dataclasses
+import json
+import logging
+import os
+import ssl
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from funitel.launcher.config.sockets import free_port, free_ports
+from funitel.launcher.config.topology import Place, places, usable_nodes
+from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.settings.shard_count import is_auto
+from funitel.model_server.settings import ModelServerSettings
+from funitel.proto.errors import SettingsError
+from funitel.proto.security.keys import read_keys
+from funitel.proto.security.tls import server_context
+from funitel.proto.settings.fields import project, require
+from funitel.proto.settings.listen_address import is_local_by_default, listen_address
+from funitel.router.settings import RouterSettings, is_guarded
+
+logger = logging.getLogger(__name__)
+
+PREFILL_TOKENS = 4096
+# What families call the same thing in config.json.
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+HEAD_KEYS = ("num_attention_heads", "n_head")
+SECRETS = frozenset({"api_key"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSettings(LauncherSettings):
+    """Launcher settings with nothing left open that a machine can tell."""
+
+    num_shard: int
+    master_port: int  # of the first replica
+    master_ports: tuple[int, ...]  # of every replica
+    shard_uds_path: str
+    served_model_name: str
+    hostname: str
+    is_local_by_default: bool = False  # nobody has chosen an address, and nobody is asked for a key
+    most_threads: int | None = None  # of each shard, where the number is left to it
+    places: tuple[Place, ...] = ()  # of every shard of every replica, with --numa
+    gpus: tuple[str, ...] = ()  # to be shared out between several replicas, as CUDA names them
+    task: str = "generate"  # what the model is for: this, "embed" or "classify"
+
+
+def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tuple[str, ...] = ()) -> ResolvedSettings:
+    """Decide what does not depend on the model.
+
+    Args:
+        settings: as given.
+        num_shard: shards of each replica.
+        uds_path: where the first replica's sockets will be.
+        gpus: those that several replicas share out between them; empty on a CPU.
+
+    Raises:
+        SettingsError: a shard or the router would refuse what it gets, which is better known before anything loads.
+    """
+    max_input = settings.max_input_tokens if settings.max_input_length is None else settings.max_input_length
+    num_shards = num_shard * settings.num_replicas
+    require(
+        not gpus or num_shards <= len(gpus),
+        f"--num-replicas {settings.num_replicas} with --num-shard {num_shard} need {num_shards} GPUs, "
+        f"there are {len(gpus)}",
+    )
+    pinned = _places(num_shards) if settings.numa else ()
+    most_threads = None
+    if settings.num_threads is None and not settings.numa:  # a shard that is pinned has the threads of its cores
+        most_threads = share_of_cores(settings.device, num_shards)
+    ports = _master_ports(settings)
+    asked = (settings.hostname, settings.default_hostname)
+    resolved = project(
+        settings,
+        ResolvedSettings,
+        num_shard=num_shard,
+        sharded=num_shard > 1,
+        most_threads=most_threads,
+        max_input_tokens=max_input,
+        max_input_length=None,
+        hostname=listen_address(*asked, is_guarded=is_guarded(settings)),
+        is_local_by_default=is_local_by_default(*asked, is_guarded=is_guarded(settings)),
+        port=settings.port or free_port(),
+        master_port=ports[0],
+        master_ports=ports,
+        shard_uds_path=uds_path,
+        served_model_name=settings.served_model_name or settings.model_id,
+        places=pinned,
+        gpus=gpus,
+    )
+    check_children(resolved)
+    return resolved
+
+
+def _places(num_shards: int) -> tuple[Place, ...]:
+    """Where the shards run; what is not as --numa would have it is said in one line."""
+    nodes = usable_nodes()
+    num_cores = sum(len(core) for node in nodes for core in node.cores)
+    if num_cores < num_shards:
+        logger.warning("--numa: %d shards share %d cores, so some run on the same", num_shards, num_cores)
+    elif len(nodes) == 1:
+        logger.info("--numa: this machine has one NUMA node, so shards are pinned to their shares of its cores")
+    elif num_shards < len(nodes):
+        logger.warning("--numa: %d shards use as many of %d NUMA nodes, one each", num_shards, len(nodes))
+    return places(nodes, num_shards)
+
+
+def _master_ports(settings: LauncherSettings) -> tuple[int, ...]:
+    if settings.master_port:
+        return tuple(range(settings.master_port, settings.master_port + settings.num_replicas))
+    return free_ports(settings.num_replicas)
+
+
+def check_children(settings: ResolvedSettings) -> None:
+    """Raise SettingsError for what a shard or the router would refuse."""
+    project(settings, ModelServerSettings, model_id=settings.model_id, sharded=bool(settings.sharded))
+    project(settings, RouterSettings, max_batch_prefill_tokens=prefill_tokens(settings, context=None))
+    if settings.api_key_file is not None:
+        read_keys(settings.api_key_file)
+    if settings.tls_pair is not None:
+        server_context(settings.tls_pair, settings.tls_client_ca)
+    probe_context(settings)
+
+
+def probe_context(settings: LauncherSettings) -> ssl.SSLContext | None:
+    """How the launcher asks its own router for its health; None where HTTP is plain.
+
+    The router is its child, on an address of this machine for which no certificate is made: there is no name to check.
+
+    Raises:
+        SettingsError: the files of the probe are not what they must be.
+    """
+    if settings.tls_pair is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if settings.tls_probe_pair is not None:
+        settings.tls_probe_pair.load_into(context)
+    return context
+
+
+def fit_to_model(settings: ResolvedSettings, folder: Path) -> ResolvedSettings:
+    """Decide what depends on the model's own config.json.
+
+    Raises:
+        SettingsError: config.json is not JSON, or the model has fewer query heads than there would be shards.
+    """
+    config = _read_config(folder)
+    num_heads = _count(config, HEAD_KEYS)
+    require(
+        num_heads is None or settings.num_shard <= num_heads,
+        f"--num-shard {settings.num_shard} is more than the {num_heads} query heads of {settings.model_id}: "
+        f"give at most {num_heads}",
+    )
+    context = _count(config, CONTEXT_KEYS)
+    tokens = prefill_tokens(settings, context)
+    return dataclasses.replace(settings, max_batch_prefill_tokens=tokens, task=_task(config))
+
+
+def _task(config: Mapping[str, Any]) -> str:
+    """What a model is for, by the endings that Hugging Face gives to the names of its classes."""
+    listed = config.get("architectures")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        return "classify"
+    if any(name.endswith(("ForMaskedLM", "Model")) and not name.endswith("LMHeadModel") for name in names):
+        return "embed"
+    return "generate"
+
+
+def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int:
+    """Say how many shards each replica of the model is split over.
+
+    Source: contract reference 2.3; a number of shards beats `--sharded false`.
+
+    Args:
+        settings: `sharded`, `num_shard` and `numa` as given.
+        num_devices: visible devices, None when nothing tells; replicas share them out.
+    """
+    if settings.num_shard is not None and not is_auto(settings.num_shard):
+        return int(settings.num_shard)
+    if not num_devices and settings.numa:
+        num_devices = len(usable_nodes())
+    if num_devices is not None:
+        num_devices //= settings.num_replicas
+    if not settings.sharded:
+        return 1 if settings.sharded is False else num_devices or 1
+    if num_devices is None:
+        raise SettingsError("--sharded true: the number of devices is unknown here, give --num-shard")
+    require(
+        num_devices > 1,
+        f"--sharded true needs more than one device, found {num_devices}: give --num-shard",
+    )
+    return num_devices
+
+
+def shards_and_gpus(settings: LauncherSettings, environ: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
+    """The shards of each replica, and the GPUs that several replicas share out between them."""
+    gpus = visible_gpus(settings.device, environ)
+    is_asked = settings.num_replicas > 1 or is_auto(settings.num_shard)  # each replica must be told its own
+    if gpus is None and is_asked and settings.device != "cpu":
+        gpus = listed_gpus()
+    num_shard = decide_num_shard(settings, None if gpus is None else len(gpus))
+    return num_shard, (gpus or ()) if settings.num_replicas > 1 else ()
+
+
+def visible_gpus(device: str, environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The GPUs this environment makes visible, as CUDA names them; None when it does not tell, and on a CPU."""
+    if device == "cpu":
+        return None
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        # As CUDA reads it: the list ends before the first -1, and an empty one hides every device.
+        named = (item.strip() for item in environ["CUDA_VISIBLE_DEVICES"].split(","))
+        return tuple(item for item in takewhile(lambda item: item != "-1", named) if item)
+    listed = [item for item in environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",") if item.strip()]
+    if listed in (["all"], ["void"]):
+        return listed_gpus()
+    return _numbered(len(listed)) if listed and listed != ["none"] else None
+
+
+def listed_gpus() -> tuple[str, ...] | None:
+    """The GPUs nvidia-smi lists; None when it cannot tell."""
+    try:
+        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return _numbered(sum(line.startswith("GPU ") for line in answer.stdout.splitlines()))
+
+
+def _numbered(count: int) -> tuple[str, ...]:
+    return tuple(map(str, range(count)))
+
+
+def share_of_cores(device: str, num_shards: int) -> int | None:
+    """Share the usable cores out evenly between the shards of all replicas; on CUDA the shard decides."""
+    return None if device == "cuda" else max(1, len(os.sched_getaffinity(0)) // num_shards)
+
+
+def prefill_tokens(settings: LauncherSettings, context: int | None) -> int:
+    """Bound the prompt tokens of one step: as given, or by context and KV pool where these are known."""
+    if settings.max_batch_prefill_tokens is not None:
+        return settings.max_batch_prefill_tokens
+    limits = (PREFILL_TOKENS, context, settings.max_batch_total_tokens)
+    return min(limit for limit in limits if limit is not None)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The model's config.json; empty when there is none or it is no object: the shards say what is wrong with it."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise SettingsError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    """The first of `keys` that is a count; None when none is."""
+    counts = (config.get(key) for key in keys)
+    return next((count for count in counts if isinstance(count, int) and count > 0), None)
+
+
+def describe(settings: LauncherSettings) -> str:
+    """Render every setting on one line, secrets masked."""
+    return " ".join(f"{f.name}={_shown(f.name, getattr(settings, f.name))}" for f in dataclasses.fields(settings))
+
+
+def _shown(name: str, value: Any) -> str:
+    return "***" if name in SECRETS and value else repr(value) if isinstance(value, str) else str(value)

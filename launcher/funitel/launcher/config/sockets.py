@@ -1,0 +1,165 @@
+"""Addresses a deployment needs for itself: its Unix sockets under a lock, and free TCP ports."""
+
+import errno
+import glob
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import product
+from pathlib import Path
+
+from funitel.proto import step_socket
+from funitel.proto.errors import SettingsError
+from funitel.proto.process.locks import lock_of, try_lock
+from funitel.proto.settings.fields import require
+
+DEFAULT_PATH = "/tmp/text-generation-server"
+BACKLOG = 2048  # connections that no router has taken yet
+LONGEST_PATH = 107  # bytes of sun_path, see unix(7), without its final zero
+
+
+def socket_of(path: str, rank: int) -> str:
+    """Name the Unix socket of one shard."""
+    return f"{path}-{rank}"
+
+
+def path_of_replica(path: str, replica: int) -> str:
+    """The socket path of one replica's shards; that of the first is the deployment's, as with TGI."""
+    return f"{path}-replica-{replica}" if replica else path
+
+
+def path_of_generation(path: str, generation: int) -> str:
+    """The socket path of the shards of one generation, of which an upgrade starts another."""
+    return f"{path}-upgrade-{generation}" if generation else path
+
+
+@contextmanager
+def claim(path: str | None, num_shard: int, num_replicas: int = 1) -> Iterator[str]:
+    """Own a socket path while the context lasts: locked, without stale sockets, and nothing left at the end.
+
+    With no `path`, the usual one is taken, or one named after this process when another holds that.
+    """
+    _check_length(path or DEFAULT_PATH, num_shard, num_replicas)
+    if path is None:
+        _sweep()
+    base, lock = _lock(path)
+    try:
+        remove_sockets(base, num_shard, num_replicas)
+        yield base
+    finally:
+        remove_sockets(base, num_shard, num_replicas)
+        Path(lock_of(base)).unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _sweep() -> None:
+    """Remove what killed launchers left: files under a name made from a process id that nobody has or locks."""
+    for lock in glob.glob(f"{DEFAULT_PATH}-*.lock"):
+        base = lock.removesuffix(".lock")
+        owner = base.removeprefix(f"{DEFAULT_PATH}-")
+        if not owner.isdecimal() or _is_running(int(owner)) or (descriptor := try_lock(lock)) is None:
+            continue
+        with suppress(OSError):  # not ours
+            for name in [*glob.glob(f"{base}-*"), lock]:
+                os.unlink(name)
+        os.close(descriptor)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
+def _lock(path: str | None) -> tuple[str, int]:
+    candidates = [path] if path else [DEFAULT_PATH, f"{DEFAULT_PATH}-{os.getpid()}"]
+    for candidate in candidates:
+        descriptor = try_lock(lock_of(candidate))
+        if descriptor is not None:
+            return candidate, descriptor
+    raise SettingsError(f"--shard-uds-path {path}: {path}.lock is held by another instance or not writable")
+
+
+def _check_length(base: str, num_shard: int, num_replicas: int) -> None:
+    longest = socket_of(path_of_replica(base, num_replicas - 1), num_shard - 1) + step_socket.SUFFIX
+    require(
+        len(os.fsencode(longest)) <= LONGEST_PATH,
+        f"--shard-uds-path {base} is too long: a Unix socket path has at most {LONGEST_PATH} bytes",
+    )
+
+
+def remove_sockets(base: str, num_shard: int, num_replicas: int) -> None:
+    """Remove the sockets of shards, which were killed or never were; raises SettingsError where others own them."""
+    for replica, rank, suffix in product(range(num_replicas), range(num_shard), ("", step_socket.SUFFIX)):
+        name = socket_of(path_of_replica(base, replica), rank) + suffix
+        try:
+            Path(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise SettingsError(
+                f"cannot remove the stale socket {name} ({error.strerror}): choose another --shard-uds-path"
+            ) from error
+
+
+def is_free(port: int) -> bool:
+    """Whether a TCP port can be listened on."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    """Find a TCP port nobody listens on."""
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """Find so many different TCP ports nobody listens on."""
+    with ExitStack() as stack:  # all are held until the last is found
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("", 0))
+        return tuple(probe.getsockname()[1] for probe in probes)
+
+
+def listen(hostname: str, port: int, flag: str = "--port") -> socket.socket:
+    """Open the port that `flag` gave.
+
+    Raises:
+        SettingsError: it is taken, or not ours to open.
+    """
+    check_port(hostname, port, flag)
+    try:
+        family = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((hostname, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise SettingsError(_cannot_listen(hostname, port, flag, error)) from error
+
+
+def check_port(hostname: str, port: int, flag: str = "--port") -> None:
+    """Raise SettingsError when the router could not listen on `hostname` and `port`, which `flag` gave."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except socket.gaierror as error:
+        raise SettingsError(f"--hostname {hostname} is not an address of this machine: {error.strerror}") from error
+    except OSError as error:
+        raise SettingsError(_cannot_listen(hostname, port, flag, error)) from error
+
+
+def _cannot_listen(hostname: str, port: int, flag: str, error: OSError) -> str:
+    if isinstance(error, PermissionError):
+        return f"{flag} {port} needs privileges this process lacks: choose a port from 1024 up"
+    if error.errno == errno.EADDRINUSE:
+        return f"{flag} {port} is already in use on {hostname}: stop what listens there or choose another {flag}"
+    return f"cannot listen on --hostname {hostname} {flag} {port}: {error.strerror}"

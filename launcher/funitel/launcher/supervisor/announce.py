@@ -1,0 +1,50 @@
+"""Tell people that the deployment answers, and how to try it."""
+
+import json
+import logging
+from contextlib import suppress
+from typing import Any
+
+from funitel.launcher.config.resolve import ResolvedSettings
+from funitel.proto.settings.listen_address import LOCAL_ONLY
+
+logger = logging.getLogger(__name__)
+
+EVERY_ADDRESS = ("0.0.0.0", "::")
+
+
+def announce(settings: ResolvedSettings, *, seconds: float) -> None:
+    """Print the ready line and a command to try on stdout; with `json_output`, log one event instead."""
+    ready = f"ready: {url(settings)} serves {settings.served_model_name} (started in {seconds:.1f} s)"
+    if settings.json_output:
+        logger.info(ready)
+    else:
+        with suppress(OSError):  # a full disk under stdout is no reason not to serve
+            print(f"\n{ready}\n\n{example(settings)}\n", flush=True)
+    if settings.is_local_by_default:
+        logger.info(LOCAL_ONLY)
+
+
+def url(settings: ResolvedSettings) -> str:
+    """Where a client on this machine finds the router."""
+    host = "localhost" if settings.hostname in (*EVERY_ADDRESS, "127.0.0.1", "::1") else settings.hostname
+    scheme = "http" if settings.tls_pair is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+QUESTION = "What is the capital of France?"
+# For each task, a route and what to send there.
+_EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
+    "embed": ("/v1/embeddings", {"input": [QUESTION]}),
+    "classify": ("/predict", {"inputs": QUESTION}),
+}
+
+
+def example(settings: ResolvedSettings) -> str:
+    """One shell command that asks the model a question; the API key is left to the shell's own variable."""
+    path, body = _EXAMPLES[settings.task]
+    if path.startswith("/v1/"):
+        body = {"model": settings.served_model_name} | body
+    key = """-H "Authorization: Bearer $API_KEY" """ if settings.api_key or settings.api_key_file else ""
+    return f"curl {url(settings)}{path} -H 'Content-Type: application/json' {key}-d '{json.dumps(body)}'"

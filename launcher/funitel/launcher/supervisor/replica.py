@@ -1,0 +1,142 @@
+"""One replica of a deployment: shards that are started together, live and die together, and are started again."""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+from funitel.launcher.config.child_commands import Commands, shard_environ
+from funitel.launcher.config.replica_settings import environ_of_replica, settings_of_replica
+from funitel.launcher.config.resolve import ResolvedSettings
+from funitel.launcher.config.sockets import free_port, is_free, socket_of
+from funitel.launcher.supervisor.health import shard_answers
+from funitel.launcher.supervisor.process import Child, relay, stop_child
+from funitel.launcher.supervisor.restart_policy import Restarts
+from funitel.launcher.supervisor.watchdog import watch
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+SETTLE_SECONDS = 1.0  # for the other ranks to tell the reason too, once one has ended
+BUSY_FACTOR = 10  # of the time that a step is given, which the router gives more of to first and long ones
+RESTART_GRACE_SECONDS = 2.0  # for shards that have lost a peer: they may hang, and streams wait for the next ones
+
+
+class Replica:
+    """The shards of one copy of the model."""
+
+    def __init__(
+        self, index: int, settings: ResolvedSettings, environ: Mapping[str, str], commands: Commands, folder: Path
+    ) -> None:
+        """Describe it; `start` makes its processes.
+
+        Args:
+            index: its place in the deployment.
+            settings: the deployment's.
+            environ: the launcher's own.
+            commands: what the shards run.
+            folder: of the model.
+        """
+        self.name = f"replica {index}" if settings.num_replicas > 1 else "the replica"
+        self.shards: list[Child] = []  # in rank order
+        self._prefix = f"{self.name} " if settings.num_replicas > 1 else ""
+        self._settings = settings_of_replica(settings, index)
+        self._environ = environ_of_replica(settings, environ, index)
+        self._commands = commands
+        self._folder = folder
+
+    async def start(self) -> None:
+        """Start every rank; none of the last ones runs any more."""
+        port = self._settings.master_port
+        # Theirs may have been taken by somebody else since.
+        settings = dataclasses.replace(self._settings, master_port=port if is_free(port) else free_port())
+        self.shards = []
+        for rank in range(settings.num_shard):
+            argv = self._commands.shard(settings, self._folder, rank)
+            on_line = relay(f"{self._prefix}shard {rank}", json_output=settings.json_output)
+            environ = shard_environ(settings, self._environ, rank)
+            self.shards.append(Child(f"{self._prefix}shard rank {rank}", argv, environ, on_line))
+        await asyncio.gather(*(shard.start() for shard in self.shards))
+
+    async def answers(self, rank: int) -> bool:
+        """Whether a rank answers, and is at no call for so long that the router would have given it up."""
+        most = BUSY_FACTOR * self._settings.step_timeout_s
+        return await shard_answers(socket_of(self._settings.shard_uds_path, rank), most)
+
+    async def until_ready(self) -> bool:
+        """Return True once every rank answers, False once one has ended."""
+        waiting = list(range(len(self.shards)))
+        while waiting and not self.has_ended:
+            waiting = [rank for rank in waiting if not await self.answers(rank)]
+            await asyncio.sleep(POLL_SECONDS if waiting else 0)
+        return not self.has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether one of its ranks has, and so all of it."""
+        return any(shard.has_exited for shard in self.shards)
+
+    async def end(self) -> str:
+        """Wait until a rank has ended, on its own or because it hung, and say why; others may still run."""
+        most = self._settings.step_timeout_s
+        watches = [
+            asyncio.create_task(watch(shard, partial(self.answers, rank), most))
+            for rank, shard in enumerate(self.shards)
+        ]
+        try:
+            await asyncio.wait([shard.exited for shard in self.shards], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in watches:
+                task.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+        return (await blamed(self.shards)).epitaph()
+
+    async def serve(self, most_restarts: int) -> str:
+        """Start it again whenever it ends, as often as that may be; return why it has ended for good.
+
+        It answers when this is called.
+        """
+        restarts = Restarts(most_restarts)
+        answered: float | None = time.monotonic()  # None: it did not come to serve
+        while True:
+            epitaph = await self.end()
+            ended = time.monotonic()
+            delay = restarts.delay_after(0.0 if answered is None else ended - answered)
+            if delay is None:
+                return epitaph + (f"; restarted {most_restarts} times in a row" if most_restarts else "")
+            count = f"restart {restarts.num_in_a_row} of {most_restarts}"
+            logger.error("a replica is lost: %s; %s in %g s", epitaph, count, delay)
+            await self.stop(RESTART_GRACE_SECONDS)
+            await asyncio.sleep(delay)
+            await self.start()
+            answered = time.monotonic() if await self.until_ready() else None
+            if answered is not None:
+                logger.warning("%s answers again after %.1f s (%s)", self.name, answered - ended, count)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Stop every rank that still runs."""
+        await stop_all(self.shards, grace_seconds)
+
+    def kill(self) -> None:
+        """End every rank at once."""
+        for shard in self.shards:
+            shard.kill()
+
+
+async def blamed(shards: Iterable[Child], router: Child | None = None) -> Child:
+    """Find the child to blame, as one has ended: who was killed, or else the lowest rank that gave a reason."""
+    shards = list(shards)
+    children = [*shards, *([router] if router else [])]
+    first = next(child for child in children if child.has_exited)
+    await asyncio.wait([child.exited for child in children], timeout=SETTLE_SECONDS)
+    dead = [shard for shard in shards if shard.has_exited]
+    told = [shard for shard in dead if shard.error]
+    return first if first.exited.result() < 0 else (told or dead or [first])[0]
+
+
+async def stop_all(children: Iterable[Child], grace_seconds: float) -> None:
+    """Stop children, all at once."""
+    await asyncio.gather(*(stop_child(child, grace_seconds) for child in children))

@@ -1,0 +1,155 @@
+"""A server's API over the standard library's HTTP: JSON answers and streams of events, failures as one line.
+
+How a client meets an https server: whom it trusts, and what it shows.
+"""
+
+import http.client
+import json
+import ssl
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+from funitel.proto.errors import FunitelError, InvalidRequest, NotReady, SettingsError, Unauthorized
+from funitel.proto.security.tls import Pair, client_context
+from funitel.proto.settings.fields import require
+
+
+def check_client_tls(settings: Any, *urls: str | None) -> None:
+    """Raise SettingsError where the settings of TLS of a client lack one another, or an https server."""
+    given = [flag for flag in ("tls_ca", "tls_cert", "tls_key") if getattr(settings, flag) is not None]
+    is_https = any(url is not None and url.startswith("https://") for url in urls)
+    flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in given)
+    require(
+        is_https or not given, f"{flags} {'is' if len(given) == 1 else 'are'} for a --url that begins with https://"
+    )
+    require(
+        (settings.tls_cert is None) == (settings.tls_key is None),
+        f"--tls-cert and --tls-key need each other, given {settings.tls_cert or settings.tls_key} alone",
+    )
+
+
+def context_of(settings: Any) -> ssl.SSLContext | None:
+    """The context for https servers, of the settings that `check_client_tls` has checked; None leaves it to the system.
+
+    Raises:
+        SettingsError: a file is not what it must be.
+    """
+    if settings.tls_ca is None and settings.tls_cert is None:
+        return None
+    pair = None if settings.tls_cert is None else Pair(settings.tls_cert, settings.tls_key)
+    return client_context(settings.tls_ca, pair)
+
+
+CONNECT_SECONDS = 5.0
+SILENCE_SECONDS = 600.0  # a server in a long prefill says nothing
+
+JSON = Any
+
+
+class Api:
+    """One server. A connection for each request, so that leaving one early ends it there too."""
+
+    def __init__(self, url: str, api_key: str | None = None, context: ssl.SSLContext | None = None) -> None:
+        """Raise SettingsError unless `url` is one; `host:port` alone is taken as HTTP. `context` is for HTTPS."""
+        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+        self._parts = _split(self.url)
+        self._context = context
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def get(self, path: str) -> JSON:
+        """The answer to a GET.
+
+        Raises:
+            NotReady: nobody answers, or the server is starting.
+            FunitelError: it refused.
+        """
+        with self._request("GET", path, None) as response:
+            return _parsed(response.read())
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[JSON, None, None]:
+        """POST and yield the events of the answer; whoever stops iterating hangs up.
+
+        Raises:
+            FunitelError: the server refused, failed midway or is gone.
+        """
+        with self._request("POST", path, body) as response:
+            while line := response.readline():
+                field, _, value = line.decode().rstrip("\r\n").partition(":")
+                if field != "data" or not value:
+                    continue
+                if value.strip() == "[DONE]":
+                    return
+                event = _parsed(value.encode())
+                if isinstance(event, dict) and event.get("error"):
+                    raise FunitelError(_message(event))
+                yield event
+
+    @contextmanager
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+        """An answer with status 200."""
+        connection = self._connection()
+        headers = self._headers | ({"Content-Type": "application/json"} if body is not None else {})
+        content = None if body is None else json.dumps(body).encode()
+        response = None
+        try:
+            connection.request(method, self._parts.path + path, content, headers)
+            if connection.sock is not None:
+                connection.sock.settimeout(SILENCE_SECONDS if body is not None else CONNECT_SECONDS)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise self._refusal(response.status, response.read())
+            yield response
+        except (OSError, http.client.HTTPException) as error:
+            reason = str(error) or type(error).__name__
+            if response is not None:
+                raise FunitelError(f"{self.url} broke off: {reason}") from error
+            raise NotReady(f"no server answers at {self.url}: {reason}") from error
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = self._parts.hostname or "", self._parts.port
+        if self._parts.scheme == "https":
+            return http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=self._context)
+        return http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
+
+    def _refusal(self, status: int, content: bytes) -> FunitelError:
+        """The server's own words, as the error they amount to."""
+        message = _message(_parsed(content)) or f"{self.url} answers with status {status}"
+        match status:
+            case 401 | 403:
+                return Unauthorized(f"{message}: give --api-key or set API_KEY")
+            case 503:
+                return NotReady(message)
+            case _ if 400 <= status < 500:
+                return InvalidRequest(message)
+            case _:
+                return FunitelError(message)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right:
+        raise SettingsError(f"--url must be like http://host:port, given {url!r}")
+    return parts
+
+
+def _parsed(content: bytes) -> JSON:
+    """Content as JSON, or None where it is something else."""
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
+
+
+def _message(content: JSON) -> str:
+    """The text of an error in TGI's form or OpenAI's."""
+    error = content.get("error") if isinstance(content, dict) else None
+    text = error.get("message") if isinstance(error, dict) else error
+    return text if isinstance(text, str) else ""

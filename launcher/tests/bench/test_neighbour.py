@@ -1,0 +1,89 @@
+"""`benchmarks/neighbour.py`: a neighbour that is really busy, and ratios of what servers do with and without it."""
+
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from funitel_testing.fake_streams import FakeStreams, streaming
+
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "neighbour.py"
+
+
+@pytest.fixture(scope="module")
+def module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("neighbour", BENCHMARK)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_the_neighbour_is_busy_on_its_core_and_ends(module: ModuleType) -> None:
+    core = min(os.sched_getaffinity(0))
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    before = set(children.read_text().split())
+    with module.neighbour(core):
+        (pid,) = set(children.read_text().split()) - before
+        assert os.sched_getaffinity(int(pid)) == {core}
+        ticks = lambda: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])  # noqa: E731
+        begin = ticks()
+        time.sleep(0.3)
+        assert ticks() > begin
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_ratios_are_of_the_same_server_with_and_without(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with streaming(FakeStreams(gap_seconds=0.01)) as fake, streaming(FakeStreams(gap_seconds=0.01)) as steady:
+
+        @contextmanager
+        def slower(core: int) -> Iterator[None]:
+            fake.gap_seconds = 0.04
+            yield
+            fake.gap_seconds = 0.01
+
+        monkeypatch.setattr(module, "neighbour", slower)
+        urls = ["--url", fake.url, "--name", "ours", "--url", steady.url, "--name", "theirs"]
+        sizes = ["--rounds", "2", "--num-requests", "2", "--prompt-tokens", "9", "--output-tokens", "6"]
+        monkeypatch.setattr(sys, "argv", ["neighbour.py", *urls, *sizes])
+        module.main()
+    *lines, last = capsys.readouterr().out.splitlines()
+    results = json.loads(last)["results"]
+    assert len(lines) == 6
+    for measure in ("tpot_ms", "gap_ms_p99"):
+        assert results["ours"][measure]["ratio"] == pytest.approx(4, rel=0.4)
+        assert results["theirs"][measure]["ratio"] == pytest.approx(1, rel=0.4)
+        assert results["ours"][measure]["alone"] >= 10
+
+
+@pytest.mark.parametrize(
+    ("argv", "why"),
+    [
+        (["--core", "4000"], "--core must be one this process may use, given 4000"),
+        (["--rounds", "0"], "--rounds must be >= 1, given 0"),
+        (["--name", "a", "--name", "b"], "--name must be given for each of 1 --url, given 2 times"),
+        (["--url", "http://x"], "two servers are named alike"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    module: ModuleType, argv: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        module.parse(["--url", "http://x", *argv])
+    assert why in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_answer_is_one_line(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["neighbour.py", "--url", "http://127.0.0.1:9"])
+    with pytest.raises(SystemExit, match="error: .*127.0.0.1:9"):
+        module.main()

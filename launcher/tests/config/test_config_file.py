@@ -1,0 +1,237 @@
+"""The file of --config: what it may hold, what beats what, and which line an error names."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from funitel.launcher.config.command_line import Given, launcher_app
+from funitel.launcher.config.config_file import FLAGS, MOST_BYTES, read_config
+from funitel.launcher.config.resolve import resolve
+from funitel.launcher.config.upgrade import next_settings
+from funitel.launcher.settings import LauncherSettings
+from funitel.proto.errors import SettingsError
+
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write the lines of a file and return its path."""
+
+    def lines(*lines: str) -> str:
+        path = tmp_path / "settings"
+        path.write_text("\n".join(lines))
+        return str(path)
+
+    return lines
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*FLAGS, "FUNITEL_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def given(*argv: str) -> Given:
+    found: list[Given] = []
+    launcher_app(argv, os.environ, found.append)(list(argv), standalone_mode=False)
+    return found[0]
+
+
+# Lines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("MODEL_ID=org/model", "org/model"),
+        ("  MODEL_ID = org/model \r", "org/model"),
+        ("MODEL_ID='org/model'", "org/model"),
+        ('MODEL_ID=" a name "', " a name "),
+        ("MODEL_ID=a=b#c", "a=b#c"),
+        ("MODEL_ID=it's", "it's"),
+        ("MODEL_ID=''", ""),
+        ("MODEL_ID=", ""),
+        ("\ufeffMODEL_ID=modèle", "modèle"),
+    ],
+)
+def test_a_value(write: Write, line: str, value: str) -> None:
+    assert read_config(write(line)).values == {"MODEL_ID": value}
+
+
+def test_comments_and_blank_lines_count_and_the_last_line_of_a_variable_wins(write: Write) -> None:
+    file = read_config(write("# ours", "", "PORT=1", "  # PORT=2", "DTYPE=float32", "PORT=3", ""))
+    assert file.values == {"PORT": "3", "DTYPE": "float32"}
+    assert file.lines == {"PORT": 6, "DTYPE": 5}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("just words", "line 2: not of the form VARIABLE=value"),
+        ("XYZZY=1", "line 2: 'XYZZY' is not the variable of a setting"),
+        ("port=1", "line 2: 'port' is not the variable of a setting"),
+        ("=1", "line 2: '' is not the variable of a setting"),
+        ("--port=1", "line 2: '--port' is not the variable of a setting"),
+        ("FUNITEL_CONFIG=/there", "line 2: 'FUNITEL_CONFIG' is not the variable of a setting"),
+        ('MODEL_ID="a', 'line 2: MODEL_ID begins with " and has no other'),
+        ("MODEL_ID='", "line 2: MODEL_ID begins with '"),
+        ("MODEL_ID='a' 'b'", "line 2: MODEL_ID begins with '"),
+        ("MODEL_ID='a' # b", "line 2: MODEL_ID begins with '"),
+        ("API_KEY=a\0b", "line 2: API_KEY has a character that cannot be printed"),
+    ],
+)
+def test_a_wrong_line_is_named(write: Write, line: str, words: str) -> None:
+    path = write("# first", line)
+    with pytest.raises(SettingsError) as raised:
+        read_config(path)
+    assert raised.value.message.startswith(f"{path}, {words}")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    broken, long, pipe = tmp_path / "broken", tmp_path / "long", tmp_path / "pipe"
+    broken.write_bytes(b"MODEL_ID=\xff")
+    long.write_bytes(b"#" * (MOST_BYTES + 1))
+    os.mkfifo(pipe)
+    for path, words in (
+        (tmp_path / "none", "cannot be read: No such file or directory"),
+        (tmp_path, "is not a regular file"),
+        (pipe, "is not a regular file"),
+        (broken, "cannot be read: it is not UTF-8"),
+        (long, f"has more than {MOST_BYTES} bytes"),
+    ):
+        with pytest.raises(SettingsError, match=rf"^--config {path} {words}$"):
+            read_config(str(path))
+
+
+# What beats what --------------------------------------------------------------------------------------------
+
+
+def test_flag_beats_file_beats_environment_beats_default(
+    write: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in (("DTYPE", "bfloat16"), ("MAX_BEST_OF", "3"), ("MAX_BATCH_SIZE", "5"), ("JSON_OUTPUT", "true")):
+        monkeypatch.setenv(name, value)
+    path = write(
+        "MODEL_ID=filed",
+        "DTYPE=float32",
+        "MAX_BATCH_SIZE=",
+        "JSON_OUTPUT=false",
+        "BLOCK_SIZE=many",
+        "CORS_ALLOW_ORIGIN=https://a https://b",
+    )
+    before = dict(os.environ)
+    found = given("--config", path, "--block-size", "32")
+    told = found.settings
+    assert (told.model_id, told.dtype, told.block_size, told.max_best_of) == ("filed", "float32", 32, 3)
+    assert told.max_batch_size is None, "an empty variable is as good as none, and hides that of the environment"
+    assert told.json_output is False
+    assert told.cors_allow_origin == ("https://a", "https://b")
+    assert dict(os.environ) == before
+    assert not {"DTYPE", "MAX_BATCH_SIZE", "JSON_OUTPUT"} & set(found.environ), "children must not read these either"
+    assert found.environ["MAX_BEST_OF"] == "3"
+    assert caplog.messages == [f"{path}, line 5: BLOCK_SIZE has no effect, for --block-size is given"]
+
+
+def test_a_variable_names_the_file_and_a_flag_beats_it(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write("MODEL_ID=filed")
+    monkeypatch.setenv("FUNITEL_CONFIG", path)
+    assert given().settings.model_id == "filed"
+    assert given("--config", path).settings.config == path
+    with pytest.raises(SettingsError, match="^--config /nowhere cannot be read"):
+        given("--config", "/nowhere")
+
+
+def test_the_file_is_read_again_with_the_same_flags(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DTYPE", "float16")
+    first = given("--config", write("MODEL_ID=old", "DTYPE=float32"), "--block-size", "32")
+    write("MODEL_ID=new")
+    again = first.again().settings
+    assert (again.model_id, again.block_size) == ("new", 32)
+    assert again.dtype == "float16", "a line that is gone leaves nothing behind"
+    write("MODEL_ID=new", "MAX_BATCH_SIZE=many")
+    with pytest.raises(SettingsError, match="line 2: MAX_BATCH_SIZE: .*'many' is not a valid integer"):
+        first.again()
+
+
+# What is wrong with a value ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "argv", "words"),
+    [
+        (["PORT=3000", "PORT=many"], [], "line 2: PORT: .*'many' is not a valid integer"),
+        (["", "JSON_OUTPUT=perhaps"], [], "line 2: JSON_OUTPUT: .*'perhaps' is not one of"),
+        (["DTYPE=float7"], [], "line 1: DTYPE: .*'float7' is not one of"),
+        (["NUM_SHARD=0"], [], "line 1: NUM_SHARD: --num-shard must be >= 1, given 0"),
+        (["NUM_SHARD=1"], ["--sharded", "true"], "line 1: NUM_SHARD: --sharded true needs --num-shard > 1, given 1"),
+        (["DTYPE=float32", "QUANTIZE=exl2"], [], "line 2: QUANTIZE: QUANTIZE=exl2 cannot be honoured"),
+        (["SPECULATE=2"], [], "line 1: SPECULATE: SPECULATE=2 cannot be honoured"),
+    ],
+)
+def test_a_wrong_value_names_file_line_and_variable(
+    write: Write, lines: list[str], argv: list[str], words: str
+) -> None:
+    path = write(*lines)
+    with pytest.raises(SettingsError, match=f"^{path}, {words}"):
+        given("--config", path, *argv)
+
+
+def test_a_wrong_flag_is_not_blamed_on_the_file(write: Write) -> None:
+    with pytest.raises(SettingsError, match="^--num-shard must be >= 1, given 0"):
+        given("--config", write("NUM_SHARD=2"), "--num-shard", "0")
+
+
+# The next generation ----------------------------------------------------------------------------------------
+
+
+def following(before: LauncherSettings, now: LauncherSettings, **first: str) -> object:
+    return next_settings(before, resolve(before, 1, "/tmp/path"), now, {}, 2)
+
+
+CPU = LauncherSettings(device="cpu", port=3000)
+
+
+def test_the_next_generation_has_the_new_settings_and_sockets_of_its_own() -> None:
+    before = LauncherSettings(device="cpu", port=0, master_port=29500)
+    first = resolve(before, 1, "/tmp/path")
+    now = LauncherSettings(
+        device="cpu", port=0, master_port=29500, model_id="new", num_replicas=2, num_shard=2, max_best_of=7
+    )
+    found = next_settings(before, first, now, {}, 2)
+    assert (found.model_id, found.served_model_name, found.max_best_of) == ("new", "new", 7)
+    assert (found.num_shard, found.num_replicas, len(found.master_ports)) == (2, 2, 2)
+    assert (found.port, found.shard_uds_path) == (first.port, "/tmp/path-upgrade-2")
+    assert 29500 not in found.master_ports
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"port": 3001}, "--port cannot change from 3000 to 3001 before a restart"),
+        ({"hostname": "127.0.0.2"}, "--hostname cannot change from not given to 127.0.0.2 before a restart"),
+        ({"default_hostname": "0.0.0.0"}, "--default-hostname cannot change from not given to 0.0.0.0"),
+        ({"prometheus_port": 9000}, "--prometheus-port cannot change from not given to 9000"),
+        ({"shard_uds_path": "/tmp/other"}, "--shard-uds-path cannot change from not given to /tmp/other"),
+        ({"master_port": 29500}, "--master-port cannot change from not given to 29500"),
+        ({"api_key": "new", "hostname": "0.0.0.0"}, "--hostname cannot change from not given to 0.0.0.0"),
+        ({"api_key_file": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_what_cannot_change_or_be_is_refused(changed: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        following(CPU, LauncherSettings(**({"device": "cpu", "port": 3000} | changed)))  # type: ignore[arg-type]
+
+
+def test_the_same_address_in_other_words_is_no_change() -> None:
+    following(CPU, LauncherSettings(device="cpu", port=3000, hostname="127.0.0.1"))
+
+
+def test_a_new_key_leaves_the_port_on_loopback_and_the_last_one_cannot_be_taken_away() -> None:
+    keyed = LauncherSettings(device="cpu", port=3000, api_key="sesame")
+    found = next_settings(CPU, resolve(CPU, 1, "/tmp/path"), keyed, {}, 1)
+    assert (found.hostname, found.api_key) == ("127.0.0.1", "sesame")
+    with pytest.raises(SettingsError, match=r"--api-key, .* must stay.* cannot change from 0\.0\.0\.0"):
+        following(keyed, CPU)

@@ -1,0 +1,165 @@
+"""Which attention a shard computes with: of what device and model allow and a probe finds right, what is fastest."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from funitel.model_server.attention.backend import AttentionBackend, RecordableAttention, TorchAttention
+from funitel.model_server.attention.flash import flash_2, flash_3
+from funitel.model_server.attention.probe import FRESH, PROMPT, Stopwatch, Trial, on_device
+from funitel.model_server.attention.split_by_phase import DividedAttention
+from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.models.decoder import Decoder, Forward
+from funitel.model_server.spec.model_spec import ModelSpec, Position
+from funitel.proto.errors import SettingsError
+from funitel.proto.settings.batch_sizes import BatchSizes
+
+logger = logging.getLogger(__name__)
+
+Makers = Mapping[str, Callable[[], RecordableAttention]]  # by names that begin as --attention calls them
+# What TGI's ATTENTION names, as near as there is; a deployment that is moved here goes on with it or without.
+_OF_TGI = {"paged": "triton", "flashdecoding": "flash"}
+
+
+def choose_attention(
+    spec: ModelSpec,
+    heads: HeadSplit,
+    block_size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    wanted: str | None = None,
+) -> AttentionBackend:
+    """The backend for this rank's heads; what was tried, and how fast it was, is logged.
+
+    `dtype` is the precision of queries, `kv_dtype` that of the pool; `wanted` is what --attention says.
+
+    Raises:
+        SettingsError: what is wanted cannot be had.
+    """
+    reference = TorchAttention(block_size, device)
+    if device.type != "cuda":
+        return reference
+    makers: Makers = {
+        "flash-attn 3": lambda: flash_3(spec, block_size, device, kv_dtype),
+        "flash-attn 2": lambda: flash_2(spec, block_size, device, kv_dtype),
+        "triton": lambda: _triton(spec, heads, block_size, device, dtype),
+    }
+    with torch.inference_mode():
+        trial = Trial(spec, heads, block_size, device, dtype, kv_dtype)
+        return choose(makers, reference, trial, on_device, wanted, is_plain=_is_plain(spec))
+
+
+def choose(
+    makers: Makers,
+    reference: AttentionBackend,
+    trial: Trial,
+    stopwatch: Stopwatch,
+    wanted: str | None = None,
+    *,
+    is_plain: bool,
+) -> AttentionBackend:
+    """The fastest backend for rows that decode, and with it the fastest for prompts.
+
+    Args:
+        makers: make the backends that read block tables, or say why not.
+        reference: right by definition; for prompts from their beginning it is a candidate, where `is_plain`.
+        trial: checks them and has them timed.
+        stopwatch: times work.
+        wanted: what --attention says.
+        is_plain: whether nothing but the causal order hides or changes scores.
+    """
+    if wanted == "torch":
+        logger.info("attention runs in torch, as --attention says")
+        return reference
+    right = _right(makers, reference, trial)
+    kind = _OF_TGI.get(wanted or "", wanted or "")
+    of_kind = [each for name, each in right.items() if kind and name.startswith(kind)]
+    if wanted in ("triton", "flash") and not of_kind:
+        raise SettingsError(f"--attention {wanted} cannot be had here; the log says why")
+    paged = of_kind or list(right.values())
+    if not paged:
+        logger.warning("attention runs in torch, without kernels that read block tables")
+        return reference
+    decode = paged[_fastest("decoding", paged, trial.seconds(paged, trial.decode, stopwatch))]
+    if of_kind:
+        return decode
+    for_prompts: list[AttentionBackend] = [*paged, *([reference] if is_plain else [])]
+    prompts = for_prompts[_fastest("prompts", for_prompts, trial.seconds(for_prompts, PROMPT, stopwatch))]
+    if prompts is decode:
+        return decode
+    return DividedAttention(decode, prompts, is_for_fresh=prompts is reference)
+
+
+def _right(makers: Makers, reference: AttentionBackend, trial: Trial) -> dict[str, RecordableAttention]:
+    """The backends that can be made and give what the reference gives."""
+    right = {}
+    for name, make in makers.items():
+        try:
+            backend = make()
+            trial.check(backend, reference)
+            divided = DividedAttention(backend, reference, is_for_fresh=True)
+            trial.check(divided, reference, FRESH)
+        except ImportError as error:
+            logger.info("attention: %s is not used: %s", name, error)
+        except Exception as error:  # a compiler, a driver, a card: a shard that is slow is better than none
+            logger.warning("attention: %s is not used: %s: %s", name, type(error).__name__, error)
+        else:
+            right[name] = backend
+    return right
+
+
+def _fastest(what: str, backends: Sequence[AttentionBackend], seconds: Sequence[float]) -> int:
+    """Which of them it is; all are told."""
+    best = min(range(len(backends)), key=seconds.__getitem__)
+    timed = ", ".join(f"{each.name} {1e6 * took:.0f} us" for each, took in zip(backends, seconds, strict=True))
+    logger.info("attention of %s: %s (of %s)", what, backends[best].name, timed)
+    return best
+
+
+def _is_plain(spec: ModelSpec) -> bool:
+    has_window = any(spec.window(i) is not None for i in range(spec.num_layers))
+    return not has_window and spec.attention_softcap is None and spec.position is not Position.ALIBI
+
+
+def _triton(
+    spec: ModelSpec, heads: HeadSplit, block_size: int, device: torch.device, dtype: torch.dtype
+) -> RecordableAttention:
+    # Triton: seconds to import, and there with torch's builds for GPUs only
+    from funitel.model_server.attention.triton import TritonAttention
+    from funitel.model_server.attention.triton_kernels import MOST_HEAD_DIM
+
+    if spec.cached_dim > MOST_HEAD_DIM:
+        raise ValueError(f"heads of {spec.cached_dim} elements, at most {MOST_HEAD_DIM} are supported")
+    return TritonAttention(
+        block_size,
+        device,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=spec.cached_dim,
+        dtype=dtype,
+        num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
+    )
+
+
+def recorded(decoder: Decoder, cuda_graphs: BatchSizes | None) -> Forward:
+    """The decoder with its decoding steps recorded as CUDA graphs, where every operation of them can be.
+
+    `cuda_graphs` are the rows of those steps; None: as many as are usual.
+    """
+    spec, attention = decoder.spec, decoder.attention
+    if not isinstance(attention, RecordableAttention) or cuda_graphs == frozenset():
+        return decoder
+    if decoder.offload is not None:
+        logger.info("decoding is not recorded as CUDA graphs: weights come from the host in every step")
+        return decoder
+    is_fixed = not any(spec.experts_of(i) for i in range(spec.num_layers))  # tokens are sorted by expert on the host
+    if not is_fixed or any(rotary.needs_reaches for rotary in decoder.entrance.rotaries):
+        logger.info("decoding is not recorded as CUDA graphs: what %s computes depends on tokens", spec.architecture)
+        return decoder
+    from funitel.model_server.models.cuda_graphs import CudaRecorder, GraphedDecoder, default_buckets
+
+    buckets = sorted(cuda_graphs or default_buckets())
+    logger.info("decoding steps of up to %d rows are recorded as CUDA graphs, each when it first comes", buckets[-1])
+    return GraphedDecoder(decoder, attention, buckets, spec.max_position_embeddings, CudaRecorder())

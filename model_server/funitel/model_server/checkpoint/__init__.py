@@ -1,0 +1,1 @@
+"""Tensors of a checkpoint by name and slice, in every storage format."""

@@ -1,0 +1,63 @@
+"""Types of GGUF's blocks that are computed on as they are, and where a converted model keeps them. No torch here.
+
+`gguf_convert` writes the file, `blocks` reads it: for each matrix of one of the types a tensor of bytes, a row for each
+output, under the name of the float32 tensor, with its type in the file's metadata. Outputs are in Hugging Face's order,
+whichever way round the float32 tensor lies.
+"""
+
+import json
+from enum import Enum
+from pathlib import Path
+
+from funitel.model_server.files.integrity import hash_file, read_json
+from funitel.proto.errors import WeightsError
+
+BLOCKS = Path("gguf") / "blocks.safetensors"
+"""In the folder of a converted model; deeper than the model's own weights, where nobody takes it for more of them."""
+RECORD = BLOCKS.with_name("weights.json")
+"""What the weights beside it were when the blocks were written; others saved there since make the blocks worthless."""
+BLOCK_INPUTS = 32
+
+
+class BlockType(Enum):
+    """Types by their names in GGUF; the values are bytes for 32 inputs."""
+
+    Q4_0 = 18
+    Q4_1 = 20
+    Q8_0 = 34
+
+    def row_bytes(self, num_inputs: int) -> int:
+        """Bytes of one output."""
+        return num_inputs // BLOCK_INPUTS * self.value
+
+
+def record_weights(folder: Path, weights: Path) -> None:
+    """Note that the blocks in `folder` stand for the values in the file `weights`, which lies there."""
+    state = weights.stat()
+    record = {
+        "file": weights.name,
+        "bytes": state.st_size,
+        "modified_ns": state.st_mtime_ns,
+        "sha256": hash_file(weights),
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def why_unusable(folder: Path) -> str | None:
+    """Why the blocks of a folder do not stand for its weights; None where they do.
+
+    A file of another time, a copy say, is hashed.
+    """
+    try:
+        record = read_json(folder / RECORD)
+        weights = folder / str(record.get("file"))
+        state = weights.stat()
+        if state.st_size != record.get("bytes"):
+            return f"{weights} has other weights than those they stand for"
+        if state.st_mtime_ns != record.get("modified_ns") and hash_file(weights) != record.get("sha256"):
+            return f"{weights} has other weights than those they stand for"
+    except WeightsError as error:
+        return error.message
+    except OSError as error:
+        return f"the weights they stand for are gone: {error}"
+    return None

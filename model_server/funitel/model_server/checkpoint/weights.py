@@ -1,0 +1,305 @@
+"""A checkpoint's tensors by name, sliced per rank; strict about missing, unexpected and misshapen ones.
+
+Reads safetensors and PyTorch's own files, memory-mapped: no rank reads another rank's slices, and no more than one
+tensor is on its way at a time. Quantised layers come out in floating point. `decoder` asks for every tensor it needs
+and then calls `finish`, which refuses what nobody asked for.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from funitel.model_server.checkpoint.gguf_block_file import open_blocks
+from funitel.model_server.checkpoint.gguf_block_types import BlockType
+from funitel.model_server.checkpoint.quantized_storage import TGI_TENSORS, QuantizedStorage, gptq_tensors, open_storages
+from funitel.model_server.checkpoint.storage import Range, StackedStorage, Storage, TensorFile, open_file, part_shape
+from funitel.model_server.files.integrity import weight_files
+from funitel.model_server.files.progress import Progress
+from funitel.model_server.quantized.bit_packing import Codes
+from funitel.model_server.quantized.config import Quantization, find_quantization
+from funitel.model_server.quantized.matmul import Products, rounded
+from funitel.proto.errors import WeightsError
+
+_KV_SCALE = re.compile(r"\.(q|k|v|kv|prob)_scale$")
+_PLACE = re.compile(r"(.+)\[(\d{1,9})\]\.weight")  # of a matrix in a stack
+
+
+class Weights:
+    """The tensors of one checkpoint folder, cast to `dtype` on `device` as they are read.
+
+    Names are those of the causal-LM model; a checkpoint saved from the bare model, without `prefix`, is understood.
+
+    `held_bytes` counts what this rank holds, `sharded_bytes` the part of it that is split between ranks, and
+    `total_sharded_bytes` the same tensors unsplit. Who takes blocks where there are some says so in `takes_blocks`,
+    before anything is read; who multiplies by quantised matrices as they are is named in `products`; `scales_kv` says
+    that the KV pool is float8, so that the scales of keys and values count. `quantization` is None for a checkpoint
+    that is not quantised. Progress goes to stderr where `is_shown`.
+
+    Raises:
+        StartupError: no weights, a file that is not whole, or quantised in a way that cannot be read.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, prefix: str = "", *, is_shown: bool = True
+    ) -> None:
+        self.dtype = dtype
+        self.takes_blocks = False
+        self.products: Products | None = None
+        self.scales_kv = False
+        self.device = device
+        self.held_bytes = 0
+        self.sharded_bytes = 0
+        self.total_sharded_bytes = 0
+        self._files: dict[str, TensorFile] = {}
+        self._used: set[str] = set()
+        self.unexpected: list[str] = []  # tensors nobody asked for, known when finished
+        for path in weight_files(folder):
+            self._open(path)
+        self.prefix = self._prefix_here(prefix)
+        self._blocks = open_blocks(folder)
+        self.quantization = find_quantization(folder) or gptq_tensors(self._files)
+        self._storages = open_storages(self._files, self.quantization)
+        self._is_shown = is_shown
+        self._progress: Progress | None = None
+
+    def _prefix_here(self, prefix: str) -> str:
+        """The prefix, less its leading parts where no tensor has them."""
+        while prefix and not any(name.startswith(prefix) for name in self._files):
+            prefix = prefix.partition(".")[2]
+        return prefix
+
+    def _open(self, path: Path) -> None:
+        file, names = open_file(path)
+        for name in names:
+            if name in self._files:
+                raise WeightsError(f"tensor {name} is in two files of {path.parent}")
+            self._files[name] = file
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint holds a tensor of this name, with prefix."""
+        return name in self._storages or self._stack_of(name) is not None
+
+    def has_linear(self, stem: str) -> bool:
+        """Whether the checkpoint holds a linear layer of this name, with prefix."""
+        return self.has(f"{stem}.weight")
+
+    def named(self, template: str, **places: int) -> str:
+        """The name, with prefix, that a template of `TensorNames` has here: of alternatives the first that is there."""
+        names = [self.prefix + each.format(**places) for each in template.split("|")]
+        return next((name for name in names if self.has(name) or self.has_linear(name)), names[0])
+
+    def read(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Read a tensor of the checkpoint, or the range of its rows or columns that is this rank's share.
+
+        Args:
+            name: name in the checkpoint, with prefix.
+            shape: shape the whole tensor must have.
+            rows: range of dimension 0; given (or `columns`), the tensor counts as split between ranks.
+            columns: range of dimension 1.
+            dtype: precision to read it in, where that is not the one of these weights.
+
+        Raises:
+            WeightsError: the tensor is missing or has another shape.
+        """
+        storage = self._shaped(name, shape)
+        is_sharded = rows is not None or columns is not None
+        self._count_whole(storage, storage.num_elements * (dtype or self.dtype).itemsize, is_sharded)
+        kept = storage.read(rows, columns, dtype or self.dtype, self.device)
+        self._count_held(kept.numel() * kept.element_size(), is_sharded)
+        return kept
+
+    def read_linear(
+        self,
+        stem: str,
+        num_outputs: int,
+        num_inputs: int,
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        is_transposed: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Read the weights [outputs, inputs] of a linear layer, or a range of its outputs or inputs only.
+
+        `is_transposed` says that the family stores them [inputs, outputs]; quantised ones never lie that way.
+        """
+        name = f"{stem}.weight"
+        if is_transposed and not isinstance(self._storages.get(name), QuantizedStorage):
+            return self.read(name, [num_inputs, num_outputs], rows=columns, columns=rows, dtype=dtype).t().contiguous()
+        return self.read(name, [num_outputs, num_inputs], rows=rows, columns=columns, dtype=dtype)
+
+    def read_codes(
+        self,
+        stem: str,
+        num_outputs: int,
+        num_inputs: int,
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        is_transposed: bool = False,
+    ) -> Codes | None:
+        """Read a linear layer, in place of `read_linear`, as the integers that `products` multiplies by.
+
+        None where there are none of it: the checkpoint has it in floating point, and nothing is made of that.
+        """
+        name, is_sharded = f"{stem}.weight", rows is not None or columns is not None
+        kept = self.kept(stem)
+        if kept is None:
+            return None
+        num_bytes = kept.num_bytes(*part_shape((num_outputs, num_inputs), rows, columns))
+        if self.is_quantised(stem):
+            storage = self._shaped(name, (num_outputs, num_inputs))
+            assert isinstance(storage, QuantizedStorage)
+            codes = storage.read_codes(rows or (0, num_outputs), columns or (0, num_inputs)).to(self.device)
+            self._count_whole(storage, kept.num_bytes(num_outputs, num_inputs), is_sharded)
+            self._count_held(num_bytes, is_sharded)
+            return codes
+        counted = self.held_bytes, self.sharded_bytes, self.total_sharded_bytes
+        weight = self.read_linear(
+            stem, num_outputs, num_inputs, rows=rows, columns=columns, is_transposed=is_transposed
+        )
+        self.held_bytes, self.sharded_bytes, self.total_sharded_bytes = counted
+        self.total_sharded_bytes += kept.num_bytes(num_outputs, num_inputs) if is_sharded else 0
+        self._count_held(num_bytes, is_sharded)
+        return rounded(weight, kept)
+
+    def is_quantised(self, stem: str) -> bool:
+        """Whether the checkpoint has a linear layer quantised."""
+        return isinstance(self._storages.get(f"{stem}.weight"), QuantizedStorage)
+
+    def kept(self, stem: str) -> Quantization | None:
+        """How `products` have a linear layer; None where it is in floating point."""
+        if self.products is None:
+            return None
+        return self.quantization if self.is_quantised(stem) else self.products.made
+
+    def read_kv_scales(self, stem: str) -> tuple[float, float]:
+        """What the keys and values of an attention of this name are divided by in the pool; 1 where nothing is said.
+
+        `stem` is the name of one of its projections, with prefix.
+        """
+        names = stem.rpartition(".")[0]
+        return self._kv_scale(names, "k"), self._kv_scale(names, "v")
+
+    def _kv_scale(self, stem: str, part: str) -> float:
+        named = (f"{stem}.{part}_scale", f"{stem}.{part}_proj.{part}_scale", f"{stem}.kv_scale")
+        name = next((each for each in named if each in self._files), None)
+        if not self.scales_kv or name is None:
+            return 1.0
+        found = self._files[name].get_tensor(name).float()
+        if found.numel() != 1 or not 0 < float(found) < math.inf:
+            raise WeightsError(f"tensor {name} must be one number > 0, found {found.flatten()[:3].tolist()}")
+        return float(found)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the model comes from a GGUF with blocks that can be read as they are."""
+        return self._blocks is not None
+
+    def block_type(self, stem: str, columns: Range | None = None) -> BlockType | None:
+        """The type of a linear layer's blocks; None where it has none, or where `columns` would cut one."""
+        return None if self._blocks is None else self._blocks.type_of(f"{stem}.weight", columns)
+
+    def read_blocks(
+        self,
+        stem: str,
+        num_outputs: int,
+        num_inputs: int,
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+    ) -> torch.Tensor:
+        """Read the blocks of a linear layer that has a `block_type`, in place of `read_linear`: [outputs, bytes]."""
+        assert self._blocks is not None
+        name = f"{stem}.weight"
+        is_sharded = rows is not None or columns is not None
+        self._count_whole(self._find(name), self._blocks.num_bytes(name), is_sharded)
+        return self._blocks.read(name, (num_outputs, num_inputs), rows, columns)
+
+    def _stack_of(self, name: str) -> tuple[str, int] | None:
+        """The stack that holds a matrix, and where in it, of `stack[3].weight`."""
+        place = _PLACE.fullmatch(name)
+        if place is None:
+            return None
+        stack = next((each for each in (f"{place[1]}.weight", place[1]) if each in self._files), None)
+        return None if stack is None else (stack, int(place[2]))
+
+    def check(self, name: str, shape: Sequence[int]) -> None:
+        """Raise WeightsError where a tensor is missing or has another shape, as `read` would."""
+        self._shaped(name, shape)
+
+    def _shaped(self, name: str, shape: Sequence[int]) -> Storage:
+        storage = self._find(name)
+        if storage.shape != tuple(shape):
+            raise WeightsError(
+                f"tensor {name} has shape {list(storage.shape)}, expected {list(shape)} from config.json"
+            )
+        return storage
+
+    def _find(self, name: str) -> Storage:
+        if name in self._storages:
+            return self._storages[name]
+        stacked = self._stack_of(name)
+        if stacked is not None:
+            return StackedStorage(self._files, *stacked)
+        stem = name.removesuffix(".weight")
+        if self.quantization is None and f"{stem}.qweight" in self._files:
+            raise WeightsError(f"tensor {stem}.qweight is quantised, but no quantization_config says how")
+        raise WeightsError(f"the checkpoint lacks tensor {name}")
+
+    def count_copy(self, part: torch.Tensor, num_elements: int) -> None:
+        """Note that a layer keeps a second copy of its part of a split tensor of `num_elements`."""
+        self._count_held(part.numel() * part.element_size(), is_sharded=True)
+        self.total_sharded_bytes += num_elements * self.dtype.itemsize
+
+    def _count_held(self, num_bytes: int, is_sharded: bool) -> None:
+        self.held_bytes += num_bytes
+        self.sharded_bytes += num_bytes if is_sharded else 0
+
+    def _count_whole(self, storage: Storage, num_bytes: int, is_sharded: bool) -> None:
+        if self._progress is None and self._is_shown:
+            self._progress = Progress("loading weights", sum(self._bytes_of(*item) for item in self._storages.items()))
+        if self._used.issuperset(storage.names):
+            return
+        self._used.update(storage.names)
+        self.total_sharded_bytes += num_bytes if is_sharded else 0
+        if self._progress is not None:
+            self._progress.advance(num_bytes)
+
+    def _bytes_of(self, name: str, storage: Storage) -> int:
+        """What is read of a tensor that is read whole."""
+        if self.takes_blocks and self._blocks is not None and self._blocks.type_of(name) is not None:
+            return self._blocks.num_bytes(name)
+        return storage.num_elements * self.dtype.itemsize
+
+    def finish(self, ignored: Sequence[str]) -> None:
+        """Refuse tensors nobody asked for, except those matching a pattern of `ignored`, and close the files."""
+        patterns = [re.compile(pattern) for pattern in ignored]
+        patterns.append(_KV_SCALE)
+        extra = [n for n in self._files if n not in self._used and not any(p.search(n) for p in patterns)]
+        self.unexpected = sorted(n for n in extra if n not in TGI_TENSORS and not self._is_empty_bias(n))
+        if self._progress is not None:
+            self._progress.finish()
+        self._storages.clear()
+        self._files.clear()
+        if self.unexpected:
+            some = ", ".join(self.unexpected[:3])
+            raise WeightsError(f"the checkpoint holds {len(self.unexpected)} tensors the model does not know: {some}")
+
+    def _is_empty_bias(self, name: str) -> bool:
+        """Whether this is the bias of zeros that AutoGPTQ gives to quantised layers which have none."""
+        stem, _, kind = name.rpartition(".")
+        if kind != "bias" or not isinstance(self._storages.get(f"{stem}.weight"), QuantizedStorage):
+            return False
+        return not self._files[name].get_tensor(name).any()

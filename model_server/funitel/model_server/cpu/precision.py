@@ -1,0 +1,84 @@
+"""Precision tiers of the fused step, and which of them the settings ask for. No torch here."""
+
+from enum import Enum, IntEnum
+
+from funitel.model_server.quantized.config import Quantization
+from funitel.proto.errors import SettingsError
+
+
+class Kind(IntEnum):
+    """How one matrix is kept, as the C++ side numbers it. Activations are float32, for int8 and blocks int16 levels."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    INT8 = 2
+    Q4_0 = 3
+    Q4_1 = 4
+    Q8_0 = 5
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether it is one of GGUF's types: 32 inputs of an output share a scale."""
+        return self >= Kind.Q4_0
+
+
+class Tier(Enum):
+    """How weights are kept: all in one precision, or as the blocks of the GGUF they come from."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    INT8 = "int8"
+    GGUF = "gguf"
+
+    @property
+    def label(self) -> str:
+        """The name in flags and logs."""
+        return self.value
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of a matrix that is not kept as blocks."""
+        return {Tier.FLOAT32: Kind.FLOAT32, Tier.FLOAT16: Kind.FLOAT16}.get(self, Kind.INT8)
+
+    @property
+    def has_half_kv(self) -> bool:
+        """Keys and values are float16; float32 only in the exact tier."""
+        return self is not Tier.FLOAT32
+
+
+MADE = {"int8": Tier.INT8, "gguf": Tier.GGUF}
+"""Values of --quantize that say how weights are kept, not how the checkpoint has them."""
+
+
+def choose_tier(
+    dtype: str | None, quantize: str | None, quantization: Quantization | None, *, has_blocks: bool = False
+) -> Tier | None:
+    """The tier for a CPU; None leaves the model to torch.
+
+    Where nothing is asked for, the blocks of a GGUF stay as they are, other floating-point weights become int8, weights
+    that are int8 already stay so, and other quantised ones, which int8 would round a second time, become float16.
+
+    Args:
+        dtype, quantize: the settings of these names.
+        quantization: what the checkpoint says of its own; `quantize` then only confirms it.
+        has_blocks: the model was converted from a GGUF whose blocks are at hand.
+
+    Raises:
+        SettingsError: exact weights and quantised weights are both asked for, or blocks where there are none.
+    """
+    made = MADE.get(quantize or "") if quantization is None else None
+    if made is not None and dtype not in (None, "float16"):
+        what = "keeps blocks as they are" if made is Tier.GGUF else "makes int8 of the weights"
+        raise SettingsError(f"--quantize {quantize} {what}, --dtype {dtype} keeps them: give one")
+    if made is Tier.GGUF and not has_blocks:
+        raise SettingsError(
+            "--quantize gguf: this model was not converted from a GGUF file with blocks of type Q4_0, Q4_1 or Q8_0, "
+            "or by an older version; give the GGUF file or its name in the catalogue as --model-id"
+        )
+    if made is not None:
+        return made
+    if dtype is not None:
+        return {"float32": Tier.FLOAT32, "float16": Tier.FLOAT16}.get(dtype)
+    if quantization is None:
+        return Tier.GGUF if has_blocks else Tier.INT8
+    return Tier.INT8 if "int8" in quantization.flags else Tier.FLOAT16

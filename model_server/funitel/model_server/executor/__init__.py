@@ -1,0 +1,1 @@
+"""One model step: cached batches in, one forward pass, sampled tokens out."""

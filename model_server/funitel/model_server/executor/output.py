@@ -1,0 +1,133 @@
+"""After sampling: text, stops and finish of each sequence, and its description for the router.
+
+Every rank settles alike, so that all agree on what has finished; each describes only the requests that are its own.
+Settling is part of the step; describing may be done beside the next one. Touches no tensors.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.sampling.sampler import SampledToken
+from funitel.model_server.sequence.detokenizer import StopMatch, TextCodec
+from funitel.model_server.sequence.table import Row
+from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a step gave a row, before it is described: the tokens taken, their text where it is known, how it ended."""
+
+    row: Row
+    tokens: tuple[SampledToken, ...]
+    pieces: list[str] | None
+    is_first: bool
+    num_generated: int
+    finish_reason: FinishReason | None
+    match: StopMatch | None
+
+
+class Settler:
+    """Settles sampled tokens. A request is a rank's own if its id modulo the number of ranks is the rank."""
+
+    def __init__(self, codec: TextCodec, parallel: TensorParallel, eos_token_ids: frozenset[int]) -> None:
+        self.codec = codec
+        self.parallel = parallel
+        self.eos_token_ids = eos_token_ids
+
+    def settle(self, row: Row, tokens: Sequence[SampledToken]) -> Settled | None:
+        """Give a row its next tokens, up to the one that finishes it; None if another rank describes it.
+
+        What the next step depends on is settled here. Text is needed for that only where stop strings are looked for;
+        otherwise `describe` makes it, on whatever thread, while the next step is computed.
+        """
+        is_first = row.num_generated == 0
+        pieces: list[str] | None = [] if row.start.stopping.stop_sequences else None
+        match: StopMatch | None = None
+        count = 0
+        for token in tokens:
+            row.take(token.id)
+            count += 1
+            row.finish_reason = self._finish_reason(row, token)
+            if pieces is not None:
+                piece = row.detokenizer.push(token.id)
+                match = row.stops.search(row.detokenizer.text, self.codec.special_text(token.id))
+                if row.finish_reason is None and match is not None:
+                    row.finish_reason = FinishReason.STOP_SEQUENCE
+                if row.finish_reason is not None:
+                    piece += row.detokenizer.flush()
+                pieces.append(piece)
+            if row.finish_reason is not None:
+                break
+        if row.request_id % self.parallel.size != self.parallel.rank:
+            return None
+        return Settled(row, tuple(tokens[:count]), pieces, is_first, row.num_generated, row.finish_reason, match)
+
+    def describe(self, settled: Settled) -> Generation:
+        """What is sent of a row's tokens. Each row's in the order they were settled, and never two at a time."""
+        row, tokens = settled.row, settled.tokens
+        pieces = settled.pieces
+        if pieces is None:
+            pieces = [row.detokenizer.push(token.id) for token in tokens]
+            if settled.finish_reason is not None:
+                pieces[-1] += row.detokenizer.flush()
+        return Generation(
+            request_id=row.request_id,
+            tokens=Tokens(
+                tuple(token.id for token in tokens),
+                tuple(token.logprob for token in tokens),
+                tuple(pieces),
+                tuple(self.codec.special_text(token.id) is not None for token in tokens),
+            ),
+            top_tokens=(
+                tuple(self._describe(token.top_ids, token.top_logprobs) for token in tokens)
+                if row.sampling.top_n
+                else ()
+            ),
+            prefill_tokens=self._prompt_tokens(row) if row.wants_prompt_logprobs and settled.is_first else None,
+            finished=_ending(settled),
+        )
+
+    def _finish_reason(self, row: Row, token: SampledToken) -> FinishReason | None:
+        """Length first, then end of sequence: TGI's order. The end of a grammar is one that cannot be ignored."""
+        stopping = row.start.stopping
+        if row.num_generated >= stopping.max_new_tokens or token.is_cut:
+            return FinishReason.LENGTH
+        ignores_eos = stopping.ignore_eos and not row.start.sampling.grammar
+        if not ignores_eos and token.id in self.eos_token_ids:
+            return FinishReason.EOS_TOKEN
+        return None
+
+    def _describe(self, ids: Sequence[int], logprobs: Sequence[float]) -> Tokens:
+        texts = tuple(self.codec.decode([token_id]) for token_id in ids)
+        specials = tuple(self.codec.special_text(token_id) is not None for token_id in ids)
+        return Tokens(tuple(ids), tuple(logprobs), texts, specials)
+
+    def _prompt_tokens(self, row: Row) -> Tokens:
+        """Prompt tokens with log-probabilities.
+
+        NaN for the first, for those whose KV came from the cache, and for those that an encoder reads.
+        """
+        prompt = row.tokens[: row.source_len or row.prompt_len]
+        unknown = [math.nan] * (len(prompt) - len(row.prompt_logprobs))
+        described = self._describe(prompt, unknown + row.prompt_logprobs)
+        return Tokens(described.ids, described.logprobs, described.texts)
+
+
+def _ending(settled: Settled) -> GeneratedText | None:
+    """How a finished row ended. A stop that ended it ends its text; where length did, the text is whole."""
+    if settled.finish_reason is None:
+        return None
+    row, match = settled.row, settled.match
+    text, params = row.detokenizer.text, row.start.sampling
+    if match is not None and settled.finish_reason is FinishReason.STOP_SEQUENCE:
+        text = text[: match.end]
+    return GeneratedText(
+        text=text,
+        num_tokens=settled.num_generated,
+        finish_reason=settled.finish_reason,
+        seed=params.seed if params.is_sampled else None,
+        stop_index=match.index if match else None,
+        stop_start=match.start if match else None,
+    )

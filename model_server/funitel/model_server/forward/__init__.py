@@ -1,0 +1,1 @@
+"""The interface of a forward pass and the batch it takes."""

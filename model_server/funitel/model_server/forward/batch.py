@@ -1,0 +1,130 @@
+"""One step's rows as tensors, passed down explicitly: no global context."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from funitel.model_server.device.upload import upload
+from funitel.model_server.kv_cache.pool import Slots
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpan:
+    """What one row computes in a step.
+
+    `tokens` are those to compute, the first at position `start`, or where a device holds them (`ForwardBatch.build`);
+    `block_table` covers at least start + len(tokens) tokens. `logits` says which of them need logits: "none", "last" or
+    "all". `prompt_len` is that of the sequence, 0 where it does not matter. The first `source_len` tokens of a sequence
+    are what an encoder reads; it does so in the step that has them as `source`.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    block_table: np.ndarray  # [num_blocks] int32
+    logits: str = "last"
+    prompt_len: int = 0
+    source_len: int = 0
+    source: Sequence[int] = ()
+
+    @property
+    def end(self) -> int:
+        """Context after the step, in tokens."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """The sequences of one forward, tokens of all rows back to back, single-token rows first.
+
+    `rows` are the spans in that order. `logit_indices` are the tokens whose logits are wanted, caller's row by row.
+    """
+
+    rows: tuple[RowSpan, ...]
+    num_decode: int  # leading rows that compute one token
+    block_size: int
+    input_ids: torch.Tensor  # [num_tokens] int64
+    logit_indices: torch.Tensor  # [num_logits] int64
+
+    @classmethod
+    def build(
+        cls, spans: Sequence[RowSpan], block_size: int, device: torch.device, held: torch.Tensor | None = None
+    ) -> "ForwardBatch":
+        """Lay rows out; decode rows are sorted by context so that attention can group like with like.
+
+        `held` are tokens that only the device knows: of them -1 - i is the i-th wherever a span says so.
+        """
+        order = sorted(range(len(spans)), key=lambda i: (len(spans[i].tokens) > 1, spans[i].end))
+        input_ids: list[int] = []
+        first = [0] * len(spans)  # caller's row -> its first token in the flat order
+        for i in order:
+            first[i] = len(input_ids)
+            input_ids += spans[i].tokens
+        wanted: list[int] = []
+        for begin, span in zip(first, spans, strict=True):
+            end = begin + len(span.tokens)
+            wanted += range(end - {"none": 0, "last": 1, "all": len(span.tokens)}[span.logits], end)
+        return cls(
+            rows=tuple([spans[i] for i in order]),
+            num_decode=sum(len(span.tokens) == 1 for span in spans),
+            block_size=block_size,
+            input_ids=_filled_in(_tensor(input_ids, device), held),
+            logit_indices=_tensor(wanted, device),
+        )
+
+    def of_rows(self, first: int, last: int) -> "ForwardBatch":
+        """The rows [first, last) in this order, without logits."""
+        counts = [len(row.tokens) for row in self.rows]
+        begin = sum(counts[:first])
+        return ForwardBatch(
+            rows=self.rows[first:last],
+            num_decode=max(0, min(self.num_decode, last) - first),
+            block_size=self.block_size,
+            input_ids=self.input_ids[begin : begin + sum(counts[first:last])],
+            logit_indices=self.logit_indices[:0],
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in this forward."""
+        return self.input_ids.shape[0]
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Where in its sequence each token stands: [num_tokens] int64."""
+        return _tensor(self._positions, self.input_ids.device)
+
+    @cached_property
+    def slots(self) -> Slots:
+        """Where the keys and values of each token go."""
+        blocks = [row.block_table[np.arange(row.start, row.end) // self.block_size] for row in self.rows]
+        device = self.input_ids.device
+        return _tensor(np.concatenate(blocks), device), _tensor(self._positions % self.block_size, device)
+
+    @cached_property
+    def _positions(self) -> np.ndarray:
+        return np.concatenate([np.arange(row.start, row.end) for row in self.rows])
+
+    def reaches(self) -> torch.Tensor:
+        """How many tokens each token's sequence is known to have: those of its prompt, and those up to itself."""
+        prompts = [np.full(len(row.tokens), row.prompt_len) for row in self.rows]
+        return torch.maximum(_tensor(np.concatenate(prompts), self.positions.device), self.positions + 1)
+
+
+def block_tables(rows: Sequence[RowSpan], block_size: int) -> np.ndarray:
+    """Blocks [num_rows, width] int32 that rows have after the step, each row's padded with block 0 to the longest."""
+    used = [-(-row.end // block_size) for row in rows]
+    tables = np.zeros((len(rows), max(used)), dtype=np.int32)
+    for line, row, num_blocks in zip(tables, rows, used, strict=True):
+        line[:num_blocks] = row.block_table[:num_blocks]
+    return tables
+
+
+def _filled_in(ids: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
+    return ids if held is None else torch.where(ids < 0, held[(-1 - ids).clamp_(min=0)], ids)
+
+
+def _tensor(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+    return upload(np.asarray(values, dtype=np.int64), device)

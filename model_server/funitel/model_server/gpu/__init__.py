@@ -1,1 +1,0 @@
-"""What makes a GPU fast: Triton kernels, each beside the torch code that says what it computes."""

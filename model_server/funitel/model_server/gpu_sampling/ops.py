@@ -1,0 +1,189 @@
+"""The heavy part of sampling on a device: penalties, filters, choices over whole vocabularies, in torch or Triton."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from funitel.model_server.device.upload import upload
+from funitel.model_server.gpu_sampling.row_subset import Some
+from funitel.model_server.sampling.gumbel_noise import gumbel_of
+from funitel.model_server.sampling.logits_processors import (
+    heated,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical_p,
+    log_of,
+)
+from funitel.proto.step import SamplingParams
+
+Ask = Callable[[SamplingParams], float | None]  # what a row asks for, if it does
+Keep = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+_TYPICAL: tuple[Keep, Ask] = (keep_typical_p, lambda p: p.typical_p if p.typical_p < 1.0 else None)
+_KEEPS: tuple[tuple[Keep, Ask], ...] = (
+    (keep_top_k, lambda p: p.top_k or None),
+    (keep_top_p, lambda p: p.top_p if p.top_p < 1.0 else None),
+    (keep_min_p, lambda p: log_of(p.min_p) if p.min_p > 0.0 else None),
+    _TYPICAL,
+)
+_EVERY_TOKEN = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Rows with penalties, the lines of their counts [rows], and each penalty [rows, 1] float32."""
+
+    some: Some
+    places: torch.Tensor
+    repetition: torch.Tensor
+    frequency: torch.Tensor
+    presence: torch.Tensor
+    count: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Rows whose token is drawn, their seeds as the noise takes them, and what they ask for as `lay_out` gave it."""
+
+    some: Some
+    seeds: np.ndarray
+    filters: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The token of every row [rows] int64, its score, and the log of the sum of exponentials [rows] float32."""
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    normalisers: torch.Tensor
+
+
+class ScoreMaths(Protocol):
+    """Works on scores [rows, vocab_size] float32, contiguous; every row's result depends on that row alone."""
+
+    def lay_out(self, asked: Sequence[SamplingParams], device: torch.device) -> Any:
+        """What rows that are drawn ask for, as `choose` reads it."""
+
+    def penalise(self, scores: torch.Tensor, penalties: Penalties, counts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Apply penalties, in place; `counts` as `RowStates` has them, `lengths` [rows, 1] float32 in tokens."""
+
+    def choose(self, scores: torch.Tensor, draws: Draws | None, keys: torch.Tensor | None) -> Chosen:
+        """Filter the rows that are drawn, in place, and choose a token for each row.
+
+        `keys` [3, rows] int32: whether a row is drawn, and the upper and lower half of the key of its noise.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A rule for which tokens stay, with what some of the rows that are drawn ask of it [rows, 1]."""
+
+    some: Some
+    keep: Keep
+    values: torch.Tensor
+    most: float
+
+    @classmethod
+    def of(cls, asked: Sequence[SamplingParams], keep: Keep, value_of: Ask, device: torch.device) -> "Kept | None":
+        """None where no row asks for it."""
+        values = {i: value for i, p in enumerate(asked) if (value := value_of(p)) is not None}
+        some = Some.of(list(values), len(asked), device)
+        if some is None:
+            return None
+        dtype = np.int64 if keep is keep_top_k else np.float32
+        column = np.array(list(values.values()), dtype=dtype)[:, None]
+        return cls(some, keep, upload(column, device), max(values.values()))
+
+    def apply(self, scores: torch.Tensor) -> None:
+        """Leave tokens out, in place."""
+        self.some.put(scores, self.keep(self.some.of_matrix(scores), self.values, self.most))
+
+
+class TorchMaths:
+    """By torch's operators, as `TorchScores` and `SamplingState` do it: the same bits on the same device."""
+
+    def lay_out(self, asked: Sequence[SamplingParams], device: torch.device) -> Any:
+        """See `ScoreMaths`."""
+        temperatures = upload(np.array([[p.temperature] for p in asked], dtype=np.float32), device)
+        kept = (Kept.of(asked, keep, value_of, device) for keep, value_of in _KEEPS)
+        return temperatures, [each for each in kept if each is not None]
+
+    def penalise(self, scores: torch.Tensor, penalties: Penalties, counts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """See `ScoreMaths`."""
+        x = penalties.some.of_matrix(scores)
+        seen, produced = counts.index_select(0, penalties.places).float().unbind(1)
+        repeated = torch.where(x < 0, x * penalties.repetition, x / penalties.repetition)
+        x = torch.where(seen > 0, repeated - penalties.frequency * seen / lengths, x)
+        x = torch.where(produced > 0, x - (penalties.presence + penalties.count * produced), x)
+        penalties.some.put(scores, x)
+
+    def choose(self, scores: torch.Tensor, draws: Draws | None, keys: torch.Tensor | None) -> Chosen:
+        """See `ScoreMaths`."""
+        scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+        noisy = scores
+        if draws is not None and keys is not None:
+            temperatures, kept = draws.filters
+            warped = heated(draws.some.of_matrix(scores), temperatures)
+            for each in kept:
+                each.apply(warped)
+            draws.some.put(scores, warped)
+            _, first, second = (draws.some.of_matrix(line[:, None]) for line in keys)
+            drawn = warped + gumbel_of(first, second, scores.shape[1])
+            if draws.some.is_all:
+                noisy = drawn
+            else:
+                noisy = scores.index_copy(0, draws.some.index, drawn)
+        tokens = noisy.argmax(dim=-1)
+        return Chosen(tokens, scores.gather(1, tokens[:, None])[:, 0], scores.logsumexp(dim=-1))
+
+
+class TritonMaths:
+    """By our kernels, which sort nothing and read each row a few times; typical-p stays torch's."""
+
+    def __init__(self, num_processors: int) -> None:
+        # Triton: seconds to import, and there with torch's builds for GPUs only
+        from funitel.model_server.gpu_sampling import kernels
+
+        self._kernels = kernels
+        self._num_processors = num_processors
+
+    def lay_out(self, asked: Sequence[SamplingParams], device: torch.device) -> Any:
+        """See `ScoreMaths`."""
+        top_ks = np.array([min(p.top_k or _EVERY_TOKEN, _EVERY_TOKEN) for p in asked], dtype=np.int32)
+        floors = [log_of(p.min_p) if p.min_p > 0.0 else -np.inf for p in asked]
+        columns = np.array([[p.temperature for p in asked], [p.top_p for p in asked], floors], dtype=np.float32)
+        has_filters = bool((top_ks < _EVERY_TOKEN).any()), bool((columns[1] < 1.0).any())
+        return upload(top_ks, device), upload(columns, device), has_filters, Kept.of(asked, *_TYPICAL, device)
+
+    def penalise(self, scores: torch.Tensor, penalties: Penalties, counts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """See `ScoreMaths`."""
+        self._kernels.penalise(
+            scores,
+            penalties.some.index,
+            counts,
+            penalties.places,
+            lengths,
+            (penalties.repetition, penalties.frequency, penalties.presence, penalties.count),
+        )
+
+    def choose(self, scores: torch.Tensor, draws: Draws | None, keys: torch.Tensor | None) -> Chosen:
+        """See `ScoreMaths`."""
+        if draws is not None:
+            top_ks, (temperatures, top_ps, floors), (has_top_k, has_top_p), typical = draws.filters
+            self._kernels.warp(
+                scores,
+                draws.some.index,
+                temperatures,
+                top_ks if has_top_k else None,
+                top_ps if has_top_p else None,
+                floors,
+            )
+            if typical is not None:
+                warped = draws.some.of_matrix(scores)
+                typical.apply(warped)
+                draws.some.put(scores, warped)
+        return Chosen(*self._kernels.choose(scores, keys, self._num_processors))

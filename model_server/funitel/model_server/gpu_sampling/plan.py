@@ -1,0 +1,95 @@
+"""What the rows of a batch ask of sampling, laid out on the device once and good for every step of the same rows."""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from funitel.model_server.device.upload import upload
+from funitel.model_server.gpu_sampling.ops import Draws, Penalties, ScoreMaths
+from funitel.model_server.gpu_sampling.row_state import RowStates
+from funitel.model_server.gpu_sampling.row_subset import Some
+from funitel.model_server.sampling.gumbel_noise import mixed_seeds
+from funitel.model_server.sequence.table import Row
+from funitel.proto.step import SamplingParams
+
+MORE_TOPS = 16
+"""Tokens that are fetched of a row beyond those it asks for, so that ties with the last are among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """What is added to single scores: rows, token ids and values, each [num_biases]."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """The plan of some rows, by what they ask for. `slots` [rows] are their places in the sequence table."""
+
+    rows: tuple[Row, ...]
+    slots: torch.Tensor
+    penalties: Penalties | None
+    biases: Biases | None
+    draws: Draws | None
+    raw: Some | None  # whose log-probabilities are the model's own
+    tops: Some | None  # of which likely tokens are wanted beside the chosen one
+    num_tops: int  # that are fetched of each
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], states: RowStates, maths: ScoreMaths) -> "SamplingPlan":
+        """Lay out what `rows` ask for."""
+        device, params = states.device, [row.start.sampling for row in rows]
+        vocab_size = states.counts.shape[2]
+
+        def some(is_one: Callable[[Row], object]) -> Some | None:
+            return Some.of([i for i, row in enumerate(rows) if is_one(row)], len(rows), device)
+
+        most = max((row.sampling.top_n for row in rows), default=0)
+        return cls(
+            rows=tuple(rows),
+            slots=upload(np.array([row.index for row in rows], dtype=np.int64), device),
+            penalties=_penalties(rows, some(lambda row: row.start.sampling.has_penalties), states),
+            biases=_biases(params, device),
+            draws=_draws(params, some(lambda row: row.start.sampling.is_sampled), maths, device),
+            raw=some(lambda row: row.start.sampling.raw_logprobs and row.start.sampling.changes_scores),
+            tops=some(lambda row: row.sampling.top_n),
+            num_tops=min(vocab_size, most + MORE_TOPS),
+        )
+
+    def is_of(self, rows: Sequence[Row]) -> bool:
+        """Whether it is the plan of just these rows."""
+        return len(rows) == len(self.rows) and all(map(operator.is_, rows, self.rows))
+
+
+def _penalties(rows: Sequence[Row], some: Some | None, states: RowStates) -> Penalties | None:
+    if some is None:
+        return None
+    asked = [rows[i].start.sampling for i in some.rows]
+    places = np.array([states.place_of(rows[i]) for i in some.rows], dtype=np.int64)
+    columns = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty, p.count_penalty) for p in asked]
+    values = upload(np.array(columns, dtype=np.float32).T[:, :, None].copy(), states.device)
+    return Penalties(some, upload(places, states.device), *values)
+
+
+def _biases(params: Sequence[SamplingParams], device: torch.device) -> Biases | None:
+    each = [(i, token_id, value) for i, p in enumerate(params) for token_id, value in p.logit_bias]
+    if not each:
+        return None
+    rows, ids, values = zip(*each, strict=True)
+    row_index, id_index = upload(np.array([rows, ids], dtype=np.int64), device)
+    return Biases(row_index, id_index, upload(np.array(values, dtype=np.float32), device))
+
+
+def _draws(
+    params: Sequence[SamplingParams], some: Some | None, maths: ScoreMaths, device: torch.device
+) -> Draws | None:
+    if some is None:
+        return None
+    asked = [params[i] for i in some.rows]
+    return Draws(some, mixed_seeds([p.seed for p in asked]), maths.lay_out(asked, device))

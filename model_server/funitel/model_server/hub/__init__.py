@@ -1,0 +1,1 @@
+"""From a model id to a complete folder on this disk."""

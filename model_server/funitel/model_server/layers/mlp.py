@@ -1,0 +1,190 @@
+"""The second block of a decoder layer: one MLP, or a mixture of experts."""
+
+from dataclasses import replace
+
+import torch
+
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.layers.elementwise import Glue, TorchGlue
+from funitel.model_server.layers.linear import ACTIVATIONS, ColumnLinear, Matmul, RowLinear, mlp_parts
+from funitel.model_server.spec.model_spec import ExpertScore, ExpertsSpec, ModelSpec
+
+_LEAST_SUM = 1e-20  # what scores are divided by at least
+
+
+class Mlp:
+    """Gated or plain MLP; hidden units are split between ranks.
+
+    `sum_dtype` is the precision of the last product, and so of the result, where that is not the weights'.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        parallel: TensorParallel,
+        index: int,
+        sum_dtype: torch.dtype | None = None,
+    ) -> None:
+        def name(template: str) -> str:
+            return weights.named(template, i=index)
+
+        names, units = spec.names, spec.intermediate_size
+        mine = parallel.split(units)
+        self.num_units = mine[1] - mine[0]  # hidden units of this rank
+        self.is_gated = spec.is_gated
+        self.activation = spec.activation
+        self.glue: Glue = TorchGlue()
+        self.parallel = parallel
+        self.up = ColumnLinear(
+            weights,
+            mlp_parts(spec, mine, name),
+            spec.hidden_size,
+            has_bias=spec.has_mlp_bias,
+            is_transposed=names.is_transposed,
+        )
+        self.down = RowLinear(
+            weights,
+            name(names.down),
+            spec.hidden_size,
+            units,
+            mine,
+            parallel,
+            has_bias=spec.has_mlp_bias,
+            is_transposed=names.is_transposed,
+            dtype=sum_dtype,
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] in and out."""
+        return self.parallel.all_reduce(self.partial(x))
+
+    def mlps(self) -> list["Mlp"]:
+        """This one: see Experts."""
+        return [self]
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank's hidden units add to the result."""
+        x = self.up(x)
+        if not self.is_gated:
+            return self.down.partial(ACTIVATIONS[self.activation](x))
+        return self.down.partial(self.glue.gate(x, self.activation))
+
+
+class Router:
+    """Which experts a token passes, and what share it takes of each. Every rank computes the same.
+
+    Scores are float32. Source: group-limited choice, DeepSeek-V2, arXiv 2405.04434; corrected choice, DeepSeek-V3,
+    arXiv 2412.19437.
+    """
+
+    def __init__(self, spec: ModelSpec, experts: ExpertsSpec, weights: Weights, index: int) -> None:
+        name = weights.named(spec.names.router, i=index)
+        weight = weights.read_linear(name, experts.num_experts, spec.hidden_size, dtype=torch.float32)
+        self.spec = experts
+        self.product = Matmul(weight)
+        self.correction: torch.Tensor | None = None  # [num_experts]
+        if spec.names.router_correction:
+            whole = weights.named(spec.names.router_correction, i=index)
+            self.correction = weights.read(whole, [experts.num_experts], dtype=torch.float32)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts and shares of tokens [num_tokens, hidden_size], each [num_tokens, num_chosen]."""
+        spec, logits = self.spec, self.product(x.float())
+        scores = logits.softmax(dim=-1) if spec.score is ExpertScore.SOFTMAX else _sigmoid(logits)
+        ranked = scores if self.correction is None else scores + self.correction
+        if spec.num_groups > 1:
+            ranked = self._in_best_groups(ranked)
+        chosen = ranked.topk(spec.num_chosen).indices
+        shares = scores.gather(1, chosen)
+        if spec.is_normalized:
+            shares = shares / (shares.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+        return chosen, shares * spec.scale
+
+    def _in_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        """The scores [num_tokens, num_experts] of the experts in each token's best groups, -inf elsewhere."""
+        grouped = scores.view(len(scores), self.spec.num_groups, -1)
+        ranks = grouped.topk(self.spec.group_depth).values.sum(dim=-1)  # [num_tokens, num_groups]
+        best = ranks.topk(self.spec.num_chosen_groups).indices
+        is_left_out = torch.ones_like(ranks, dtype=torch.bool).scatter_(1, best, False)
+        kept: torch.Tensor = grouped.masked_fill(is_left_out[..., None], -torch.inf)
+        return kept.flatten(1)
+
+
+class Experts:
+    """A mixture of experts. Hidden units of each expert are split between ranks; only experts that are hit compute."""
+
+    def __init__(
+        self, spec: ModelSpec, experts: ExpertsSpec, weights: Weights, parallel: TensorParallel, index: int
+    ) -> None:
+        self.parallel = parallel
+        self.num_chosen = experts.num_chosen
+        self.router = Router(spec, experts, weights, index)
+        each = [_expert_spec(spec, experts, weights, index, j) for j in range(experts.num_experts)]
+        self.experts = [Mlp(expert, weights, parallel, index) for expert in each]
+        self.shared: Mlp | None = None
+        self.share: Matmul | None = None
+        if experts.shared_size:
+            self.shared = Mlp(_shared_spec(spec, experts), weights, parallel, index)
+            if spec.names.shared_share:
+                name = weights.named(spec.names.shared_share, i=index)
+                self.share = Matmul(weights.read_linear(name, 1, spec.hidden_size))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] in and out. A token's result does not depend on the others."""
+        chosen, shares = (found.flatten() for found in self.router(x))  # [num_tokens * num_chosen]
+        total = self._shared(x)
+        sizes = chosen.bincount(minlength=len(self.experts)).tolist()
+        for expert, places in zip(self.experts, torch.split(chosen.argsort(stable=True), sizes), strict=True):
+            if len(places):
+                tokens = places // self.num_chosen
+                result = expert.partial(x[tokens]) * shares[places, None].to(x.dtype)
+                total.index_add_(0, tokens, result)
+        return self.parallel.all_reduce(total)
+
+    def mlps(self) -> list[Mlp]:
+        """The MLPs of the mixture."""
+        return self.experts if self.shared is None else [*self.experts, self.shared]
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor:
+        """What this rank's hidden units of the shared MLP add."""
+        if self.shared is None:
+            return torch.zeros_like(x)
+        result = self.shared.partial(x)
+        return result if self.share is None else result * _sigmoid(self.share(x))
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Has the same bits wherever in a tensor a value lies; torch's own rounds the last few of them in another way."""
+    return (1 + (-x).exp()).reciprocal()
+
+
+def _expert_spec(spec: ModelSpec, experts: ExpertsSpec, weights: Weights, index: int, expert: int) -> ModelSpec:
+    """The spec with one expert as its MLP."""
+
+    def name(template: str) -> str:
+        return template.replace("{j}", str(expert))
+
+    names = spec.names
+    stacked = name(names.expert_gate_up)
+    is_packed = bool(stacked) and (not names.expert_gate or weights.has_linear(weights.named(stacked, i=index)))
+    return replace(
+        spec,
+        intermediate_size=experts.intermediate_size,
+        has_mlp_bias=False,
+        names=replace(
+            names,
+            gate=name(names.expert_gate),
+            up=name(names.expert_up),
+            gate_up=stacked if is_packed else "",
+            down=name(names.expert_down),
+        ),
+    )
+
+
+def _shared_spec(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
+    """The spec with the MLP that all tokens pass."""
+    names = spec.names
+    shared = replace(names, gate=names.shared_gate, up=names.shared_up, gate_up="", down=names.shared_down)
+    return replace(spec, intermediate_size=experts.shared_size, names=shared)

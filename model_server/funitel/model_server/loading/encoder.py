@@ -1,0 +1,108 @@
+"""Checkpoint folder -> loaded encoder with its heads."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.cpu.build import CannotBuild
+from funitel.model_server.executor.encoder import EncoderExecutor
+from funitel.model_server.files.integrity import read_json
+from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
+from funitel.model_server.loading.decoder import choose_device, choose_dtype, set_threads, warn_of_spin
+from funitel.model_server.models.encoder.amx import open_layers
+from funitel.model_server.models.encoder.heads import ClassifierHead, FillHead
+from funitel.model_server.models.encoder.model import Encoder, Layers, TorchLayers
+from funitel.model_server.models.encoder.sentence_transformers import read_embedding_head, read_usual_tokens
+from funitel.model_server.models.weight_offload import refuse_host_memory
+from funitel.model_server.registry.encoders import encoder_spec_of, is_encoder
+from funitel.model_server.settings import ModelServerSettings
+from funitel.model_server.spec.encoder import EncoderSpec
+from funitel.proto.errors import SettingsError
+from funitel.proto.step import EncoderFacts, ShardInfo
+
+logger = logging.getLogger(__name__)
+
+# Heads that are not used, and what old checkpoints keep that is no weight.
+_IGNORED = (r"position_ids$", r"(^|\.)pooler\.", r"^cls\.", r"^lm_head\.", r"^vocab_", r"\.decoder\.bias$")
+
+
+def holds_encoder(folder: Path) -> bool:
+    """Whether the model of a folder is an encoder."""
+    return is_encoder(read_json(folder / "config.json"))
+
+
+def load_encoder(settings: ModelServerSettings, folder: Path) -> tuple[EncoderExecutor, ShardInfo]:
+    """Load the encoder in `folder`.
+
+    Raises:
+        StartupError: the checkpoint and the settings do not fit together.
+    """
+    _check(settings)
+    device = choose_device(settings.device, settings.rank)
+    dtype = choose_dtype(settings.dtype, device)
+    set_threads(settings.num_threads or settings.most_threads)
+    spec = encoder_spec_of(read_json(folder / "config.json"))
+    weights = Weights(folder, dtype, device, spec.names.prefix)
+    layers = _choose_layers(settings, spec, weights)
+    encoder = Encoder(spec, weights, layers)
+    classifier = ClassifierHead(spec, weights) if spec.is_classifier else None
+    filler = FillHead(spec, weights, encoder.tokens) if FillHead.is_in(spec, weights) else None
+    embedding = read_embedding_head(folder, spec.hidden_size, device)
+    weights.finish(_IGNORED)
+    executor = EncoderExecutor(encoder, embedding, classifier, filler, device)
+    logger.info(
+        "loaded model=%s architecture=%s device=%s layers=%s precision=%s threads=%d tasks=%s pooling=%s",
+        folder,
+        spec.architecture,
+        device,
+        "torch" if isinstance(layers, TorchLayers) else "amx",
+        dtype,
+        torch.get_num_threads(),
+        ",".join(sorted(task.name.lower() for task in executor.tasks)),
+        ",".join(embedding.pools),
+    )
+    warn_of_spin(settings)
+    facts = EncoderFacts(
+        tasks=executor.tasks,
+        width=embedding.width,
+        max_tokens=spec.max_tokens,
+        usual_tokens=min(read_usual_tokens(folder) or spec.max_tokens, spec.max_tokens),
+        labels=spec.labels if classifier is not None else (),
+        is_multi_label=spec.is_multi_label,
+        pooling=",".join(embedding.pools),
+    )
+    info = ShardInfo(dtype=str(dtype), device_type=device.type, encoder=facts, weight_bytes=weights.held_bytes)
+    return executor, info
+
+
+def _choose_layers(settings: ModelServerSettings, spec: EncoderSpec, weights: Weights) -> Layers:
+    """Layers on this processor's tiles, where it has some and they are to be float32."""
+    if weights.device.type == "cpu" and weights.dtype is torch.float32:
+        cache_dir = Path(settings.cache_dir) if settings.cache_dir else DEFAULT_CACHE_DIR
+        try:
+            return open_layers(cache_dir.expanduser().absolute(), spec, torch.get_num_threads())
+        except CannotBuild as reason:
+            logger.info("the encoder's layers run in torch: %s", reason)
+    return TorchLayers(spec)
+
+
+def _check(settings: ModelServerSettings) -> None:
+    """Raise SettingsError for what would change the answers and is for generating models only."""
+    if settings.world_size > 1:
+        raise SettingsError(
+            f"--num-shard {settings.world_size}: an encoder is not split over shards; --num-replicas "
+            f"{settings.world_size} runs as many copies of it, which share the texts"
+        )
+    given = {
+        "--quantize": settings.quantize,
+        "--kv-cache-dtype": settings.kv_cache_dtype,
+        "--rope-scaling": settings.rope_scaling,
+    }
+    for flag, value in given.items():
+        if value is not None:
+            raise SettingsError(f"{flag} {value} is not for encoders")
+    if settings.rope_factor is not None:
+        raise SettingsError(f"--rope-factor {settings.rope_factor} is not for encoders")
+    refuse_host_memory(settings, "encoders")

@@ -1,0 +1,89 @@
+"""Checkpoint folder -> loaded encoder-decoder."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.cpu.precision import MADE
+from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.executor.encoder_decoder import NUM_OPENING_TOKENS, Seq2SeqExecutor
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.files.integrity import read_json
+from funitel.model_server.kv_cache.pool import SpecPools
+from funitel.model_server.loading.backend import in_torch
+from funitel.model_server.loading.decoder import (
+    choose_device,
+    choose_dtype,
+    find_eos,
+    info_of,
+    join_ranks,
+    log_loaded,
+    options_of,
+    set_threads,
+)
+from funitel.model_server.models.encoder_decoder.forced_tokens import read_rules
+from funitel.model_server.models.encoder_decoder.model import Seq2Seq
+from funitel.model_server.models.weight_offload import refuse_host_memory
+from funitel.model_server.quantized.config import check_flag
+from funitel.model_server.registry.encoder_decoders import seq2seq_spec_of
+from funitel.model_server.sequence.detokenizer import TextCodec
+from funitel.model_server.settings import ModelServerSettings
+from funitel.proto.errors import SettingsError
+from funitel.proto.step import Capability, ShardInfo
+
+logger = logging.getLogger(__name__)
+
+
+def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardInfo]:
+    """Load this rank's share of the encoder-decoder in `folder`; blocks until every rank has joined.
+
+    Raises:
+        StartupError: the checkpoint, the settings and the machine do not fit together.
+    """
+    _check(settings)
+    device = choose_device(settings.device, settings.rank)
+    set_threads(settings.num_threads or settings.most_threads)
+    config = read_json(folder / "config.json")
+    spec = seq2seq_spec_of(config)
+    _, heads = (  # refuses too many ranks
+        HeadSplit.of(stack.num_heads, stack.num_kv_heads, settings.world_size, settings.rank)
+        for stack in (spec.encoder, spec.decoder)
+    )
+    rules = read_rules(folder, spec.decoder.vocab_size)
+    if spec.is_multilingual and rules.forced_first is None:
+        logger.warning(
+            "the checkpoint does not say which language completions are in (forced_bos_token_id of "
+            "generation_config.json): that is up to the model, behind the token %d",
+            rules.start,
+        )
+    weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.decoder.names.prefix)
+    check_flag(settings.quantize, weights.quantization)
+    codec = TextCodec(folder)
+    eos_token_ids = find_eos(folder, codec)
+    parallel = join_ranks(settings, device)
+    loaded = in_torch(Seq2Seq(spec, weights, parallel), weights, parallel)
+    pools = SpecPools(spec.whole, heads, settings.block_size, loaded.kv_dtype, device)
+    options = options_of(settings, device, loaded, eos_token_ids)
+    log_loaded(settings, folder, spec.decoder, device, loaded)
+    info = info_of(settings, options, loaded, spec.decoder.vocab_size)
+    info = replace(
+        info,
+        use_prefix_caching=False,  # what the pool holds of a token depends on the whole prompt
+        num_opening_tokens=NUM_OPENING_TOKENS,
+        capabilities=frozenset(Capability) if spec.is_multilingual else info.capabilities,
+        speculate=NUM_OPENING_TOKENS,  # a router of TGI asks for no other place beyond prompt and completion
+    )
+    return Seq2SeqExecutor(spec, rules, loaded.decoder, pools, codec, parallel, options), info
+
+
+def _check(settings: ModelServerSettings) -> None:
+    """Raise SettingsError for what is for decoders only: the fused step, weights on the host, rotary positions."""
+    refuse_host_memory(settings, "encoder-decoders")
+    if settings.kv_cache_dtype is not None:
+        raise SettingsError(f"--kv-cache-dtype {settings.kv_cache_dtype} is not for encoder-decoders")
+    if settings.quantize in MADE:
+        raise SettingsError(f"--quantize {settings.quantize} is not for encoder-decoders: the fused CPU step makes it")
+    for flag, value in (("--rope-scaling", settings.rope_scaling), ("--rope-factor", settings.rope_factor)):
+        if value is not None:
+            raise SettingsError(f"{flag} {value} is not for encoder-decoders: they have no rotary positions")

@@ -1,0 +1,1 @@
+"""Models assembled from layers, and what wraps them: CUDA graphs, weight offload."""

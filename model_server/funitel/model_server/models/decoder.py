@@ -1,0 +1,255 @@
+"""One decoder for every ModelSpec: embedding, layers of attention and MLP, final norm, head."""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from funitel.model_server.attention.backend import AttentionBackend
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.forward.batch import ForwardBatch
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.layers.attention import Attention, LatentAttention, Turns
+from funitel.model_server.layers.elementwise import Glue, TorchGlue
+from funitel.model_server.layers.linear import Matmul, NormLayer, VocabEmbedding, VocabHead
+from funitel.model_server.layers.mlp import Experts, Mlp
+from funitel.model_server.layers.rotary import Rotary, sinusoids
+from funitel.model_server.models.weight_offload import Offload, OffloadedLayer
+from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement, Position
+
+
+class Forward(Protocol):
+    """One forward of this rank's share of a model; all ranks call it with the same batch."""
+
+    def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
+        """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
+
+
+@runtime_checkable
+class RecordingForward(Forward, Protocol):
+    """A forward that keeps a recording of its decoding steps, one for each of some numbers of rows."""
+
+    @property
+    def num_recordings(self) -> int:
+        """How many there will be at most."""
+
+    def record_largest(self, cache: KVCache) -> None:
+        """Record the step of most rows over this cache; recordings over another are dropped."""
+
+    def forget_recordings(self) -> None:
+        """Let go of all recordings, and of the memory they use."""
+
+
+class Decoder:
+    """This rank's share of the model in torch. Loading takes every tensor of `weights` and refuses leftovers."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        parallel: TensorParallel,
+        attention: AttentionBackend,
+        offload: Offload | None = None,
+    ) -> None:
+        names = spec.names
+        self.spec = spec
+        self.attention = attention
+        self.glue: Glue = TorchGlue()
+        self.entrance = Entrance(spec, weights, parallel)
+        self.offload = offload
+        self.layers: list[Layer | OffloadedLayer[Layer]] = []
+        for i in range(spec.num_layers):
+            layer = Layer(spec, weights, parallel, attention, i)
+            self.layers.append(layer if offload is None else offload.keep(layer, i, (spec, parallel, attention)))
+        if offload is not None:
+            offload.settle()
+        self.final_norm: NormLayer | None = None
+        if names.final_norm:
+            self.final_norm = NormLayer(spec, weights, weights.prefix + names.final_norm, spec.hidden_size)
+        self.narrow: Matmul | None = None
+        if names.embedding_out:
+            name = weights.prefix + names.embedding_out
+            self.narrow = Matmul(weights.read_linear(name, spec.table_size, spec.hidden_size))
+        self.head = VocabHead(spec, weights, names.head, self.entrance.embedding, parallel)
+        tied = (rf"^{names.head}\.weight$",) if spec.is_tied else ()
+        weights.finish(names.ignored + tied)
+
+    def adopt(self, glue: Glue) -> None:
+        """Compute from now on with this glue."""
+        self.glue = glue
+        for layer in self.layers:
+            (layer if isinstance(layer, Layer) else layer.layer).adopt(glue)
+
+    def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
+        """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
+        return self.run(batch, cache, self.attention.plan(batch))
+
+    def run(self, batch: ForwardBatch, cache: KVCache, plan: object) -> torch.Tensor | None:
+        """Run one forward whose attention was planned; with tensors alone where the plan is."""
+        if self.offload is not None:
+            self.offload.begin()
+        x = self.entrance(batch)  # [num_tokens, hidden_size]
+        turns = self.entrance.turns(batch, x.dtype)
+        entering: torch.Tensor | None = None
+        for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
+            # The norm of a layer whose weights come from the host is not there before its turn.
+            frame = following.attention_frame if isinstance(following, Layer) else None
+            x, entering = layer(x, entering, frame, batch, cache, plan, turns)
+        if batch.logit_indices.numel() == 0:
+            return None
+        x = x[batch.logit_indices]
+        x = x if self.final_norm is None else self.glue.norm(self.final_norm, x)
+        return self.head(x if self.narrow is None else self.narrow(x))
+
+
+class Entrance:
+    """Tokens and positions -> the hidden states that enter the first layer, and the turns that all layers share."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> None:
+        names, prefix = spec.names, weights.prefix
+        self.spec = spec
+        self.embedding = VocabEmbedding(spec, weights, prefix + names.embedding, parallel)
+        self.norm: NormLayer | None = None
+        if names.embedding_norm:
+            self.norm = NormLayer(spec, weights, prefix + names.embedding_norm, spec.table_size)
+        self.widen: Matmul | None = None
+        if names.embedding_in:
+            self.widen = Matmul(weights.read_linear(prefix + names.embedding_in, spec.hidden_size, spec.table_size))
+        self.positions: torch.Tensor | None = None
+        if spec.position is Position.LEARNED:
+            shape = [spec.max_position_embeddings + spec.position_offset, spec.hidden_size]
+            self.positions = weights.read(f"{prefix}{names.positions}.weight", shape)
+        specs = {spec.rotary_of(i) for i in range(spec.num_layers)} - {None}
+        self.rotaries = [Rotary(each, spec.head_dim, weights.device) for each in specs if each is not None]
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size]."""
+        spec = self.spec
+        x = self.embedding(batch.input_ids)
+        if spec.embedding_scale != 1.0:
+            x = x * spec.embedding_scale
+        x = x if self.norm is None else self.norm(x)
+        x = x if self.widen is None else self.widen(x)
+        places = batch.positions + spec.position_offset
+        if self.positions is not None:
+            return x + self.positions[places]
+        if spec.position is Position.SINUSOIDAL:
+            return x + sinusoids(places, spec.hidden_size).to(x.dtype)
+        return x
+
+    def turns(self, batch: ForwardBatch, dtype: torch.dtype) -> Turns:
+        """How this step's queries and keys are rotated."""
+        return {
+            rotary.spec: rotary.turn(batch.positions, batch.reaches() if rotary.needs_reaches else None, dtype)
+            for rotary in self.rotaries
+        }
+
+
+class Layer:
+    """Attention and MLP, each normalised where the spec says and added to the residual."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        parallel: TensorParallel,
+        attention: AttentionBackend,
+        index: int,
+    ) -> None:
+        names, experts = spec.names, spec.experts_of(index)
+        self.is_parallel = spec.is_parallel
+        self.attention: Attention | LatentAttention
+        if spec.latent is None:
+            self.attention = Attention(spec, weights, parallel, attention, index)
+        else:
+            self.attention = LatentAttention(spec, spec.latent, weights, parallel, attention, index)
+        self.mlp: Mlp | Experts
+        if experts is None:
+            self.mlp = Mlp(spec, weights, parallel, index)
+        else:
+            self.mlp = Experts(spec, experts, weights, parallel, index)
+        self.attention_frame = Frame(spec, weights, names.attention_norm, names.attention_post_norm, index)
+        self.mlp_frame = Frame(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
+
+    def adopt(self, glue: Glue) -> None:
+        """Compute from now on with this glue."""
+        self.attention_frame.glue = self.mlp_frame.glue = glue
+        for mlp in self.mlp.mlps():
+            mlp.glue = glue
+        if isinstance(self.attention, Attention):
+            self.attention.glue = glue
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        entering: torch.Tensor | None,
+        following: "Frame | None",
+        batch: ForwardBatch,
+        cache: KVCache,
+        plan: object,
+        turns: Turns,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """From the residual [num_tokens, hidden_size] and what of it enters this layer to those behind it.
+
+        Args:
+            x: the residual.
+            entering: what the layer before made of it for this one, if it has.
+            following: the frame of the next layer, where that shall not do so itself.
+            batch, cache, plan, turns: of the step.
+        """
+        if entering is None:
+            entering = self.attention_frame.enter(x)
+        attended = self.attention(entering, batch, cache, plan, turns)
+        if self.is_parallel:
+            shared = entering if self.mlp_frame.before is None else self.mlp_frame.enter(x)
+            result = attended + self.mlp(shared)
+        else:
+            x, shared = self.attention_frame.pass_on(x, attended, self.mlp_frame)
+            result = self.mlp(shared)
+        if following is None:
+            return self.mlp_frame.leave(x, result), None
+        return self.mlp_frame.pass_on(x, result, following)
+
+
+class Frame:
+    """The norms around one block, and its way back into the residual.
+
+    `sum_dtype` is the precision of the residual, where that is not the weights'.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        before: str,
+        after: str,
+        index: int,
+        sum_dtype: torch.dtype | None = None,
+    ) -> None:
+        def norm(template: str) -> NormLayer:
+            name = weights.prefix + template.format(i=index)
+            return NormLayer(spec, weights, name, spec.hidden_size, dtype=sum_dtype)
+
+        self.glue: Glue = TorchGlue()
+        placement = spec.norm_placement
+        has_before = placement in (NormPlacement.PRE, NormPlacement.BOTH) and before
+        self.before = norm(before) if has_before else None
+        self.after = norm(after) if placement is not NormPlacement.PRE else None
+        self.is_last = placement is NormPlacement.AFTER  # the norm comes after the sum
+        self.scale = spec.residual_scale
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        """What the block reads."""
+        return x if self.before is None else self.glue.norm(self.before, x)
+
+    def leave(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """The residual `x` with the block's `result`."""
+        after, last = (None, self.after) if self.is_last else (self.after, None)
+        return self.glue.join(x, result, after, self.scale, last)[1]
+
+    def pass_on(self, x: torch.Tensor, result: torch.Tensor, following: "Frame") -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual `x` with the block's `result`, and what of it enters the `following` block."""
+        if self.is_last:
+            x = self.leave(x, result)
+            return x, following.enter(x)
+        return self.glue.join(x, result, self.after, self.scale, following.before)

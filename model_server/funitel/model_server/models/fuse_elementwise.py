@@ -1,0 +1,101 @@
+"""Whether a decoder on a GPU computes what lies between matrix products in our kernels: if a probe finds them right."""
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.layers.attention import Attention
+from funitel.model_server.layers.elementwise import Glue, TorchGlue
+from funitel.model_server.models.decoder import Decoder, Layer
+from funitel.model_server.spec.model_spec import QkNorm
+
+logger = logging.getLogger(__name__)
+
+_POSITIONS = (0, 1, 6, 100, 0)  # of the probe's tokens, the last of which is padding
+_BLOCKS, _OFFSETS = (1, 1, 2, 3, 0), (0, 1, 3, 2, 0)
+_BLOCK_SIZE = 4
+_BOUND = 2e-2  # relative error: what is wrong is off by far more, and bfloat16 by half of it
+_FLOAT8_BOUND = 6e-2  # over a pool of float8, where a last bit more or less is 1 part in 8
+
+
+def fuse_glue(
+    decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Have a decoder of this precision compute with our kernels over a pool of `kv_dtype`, or say why not."""
+    if device.type != "cuda":
+        return
+    try:
+        # Triton: seconds to import, and there with torch's builds for GPUs only
+        from funitel.model_server.layers.elementwise_triton import TritonGlue
+
+        glue = TritonGlue(kv_dtype)
+        with torch.inference_mode():
+            check_glue(glue, decoder, heads, device, dtype, kv_dtype)
+    except Exception as error:  # a compiler, a driver, a card: a shard that is slow is better than none
+        message = "norms, positions and gates are computed in torch, without the Triton kernels: %s: %s"
+        logger.warning(message, type(error).__name__, error)
+        return
+    decoder.adopt(glue)
+    logger.info("norms, positions and gates are computed in Triton kernels")
+
+
+def check_glue(
+    glue: Glue, decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    """Raise ValueError unless it gives what the reference gives with the first layer's weights.
+
+    Its kernels are compiled on the way, so that no request waits for them.
+    """
+    layer, generator = _first_layer(decoder), torch.Generator(device).manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    x, result = drawn(len(_POSITIONS), decoder.spec.hidden_size), drawn(len(_POSITIONS), decoder.spec.hidden_size)
+    gates = [drawn(len(_POSITIONS), 2 * mlp.num_units) for mlp in layer.mlp.mlps()[-1:] if mlp.is_gated]
+    results = []
+    for each in (TorchGlue(), glue):
+        found = [] if decoder.final_norm is None else [each.norm(decoder.final_norm, x)]
+        for frame, following in ((layer.attention_frame, layer.mlp_frame), (layer.mlp_frame, layer.attention_frame)):
+            found += each.join(x, result, frame.after, frame.scale, following.before)
+        found += [each.gate(gate, decoder.spec.activation) for gate in gates]
+        results.append(found)
+    if isinstance(layer.attention, Attention) and decoder.spec.qk_norm is not QkNorm.WHOLE:  # which asks other ranks
+        qkv = drawn(len(_POSITIONS), heads.num_heads + 2 * heads.num_kv_heads, decoder.spec.head_dim)
+        for each, found in zip((TorchGlue(), glue), results, strict=True):
+            found += _placed(each, decoder, layer.attention, heads, qkv, kv_dtype)
+    bound = _FLOAT8_BOUND if kv_dtype.itemsize == 1 else _BOUND
+    for expected, got in zip(*results, strict=True):
+        error = float((got.float() - expected.float()).norm() / expected.float().norm())
+        if not error <= bound:
+            raise ValueError(f"a probe is off by {error:.2g} of what torch computes, at most {bound:g} is right")
+
+
+def _first_layer(decoder: Decoder) -> Layer:
+    """With its weights there, wherever they are kept."""
+    first = decoder.layers[0]
+    if isinstance(first, Layer):
+        return first
+    assert decoder.offload is not None
+    decoder.offload.begin()
+    decoder.offload.arrive(0)
+    return first.layer
+
+
+def _placed(
+    glue: Glue, decoder: Decoder, attention: Attention, heads: HeadSplit, qkv: torch.Tensor, kv_dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Queries and the pool after heads were placed in it."""
+    device = qkv.device
+    cache = KVCache(replace(decoder.spec, num_layers=1), heads, max(_BLOCKS) + 1, _BLOCK_SIZE, kv_dtype, device)
+    positions = torch.tensor(_POSITIONS, device=device)
+    turns = {
+        rotary.spec: rotary.turn(positions, positions + 1 if rotary.needs_reaches else None, qkv.dtype)
+        for rotary in decoder.entrance.rotaries
+    }
+    turn = None if attention.rotary is None else turns[attention.rotary]
+    slots = torch.tensor(_BLOCKS, device=device), torch.tensor(_OFFSETS, device=device)
+    return [glue.place(qkv, attention.heads, turn, cache, 0, slots), cache.pool]

@@ -1,0 +1,119 @@
+"""A checkpoint folder as a model of transformers: is it one that can be served, and its weights, all of them."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from funitel.model_server.checkpoint.storage import open_file
+from funitel.model_server.files.integrity import read_json, weight_files
+from funitel.model_server.models.transformers_fallback.tensor_parallel import Split
+from funitel.proto.errors import NoRow, UnsupportedModel, WeightsError
+
+logger = logging.getLogger(__name__)
+
+_LIBRARY = f"transformers {transformers.__version__}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, or what it is."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def read_config(folder: Path, no_row: NoRow, *, trusts_code: bool) -> Any:
+    """The model's configuration, as transformers understands it.
+
+    Raises:
+        UnsupportedModel: transformers does not know the model either, or it is none that generates text from text
+            alone, or it brings code that is not trusted, or quantised weights.
+    """
+    given = read_json(folder / "config.json")
+    is_known = given.get("model_type") in transformers.CONFIG_MAPPING
+    has_code = "AutoModelForCausalLM" in (given.get("auto_map") or {})
+    if has_code and not is_known and not trusts_code:
+        raise UnsupportedModel(f"{named(given)} needs code that comes with it: --trust-remote-code runs such code")
+    if not is_known and not has_code:
+        raise UnsupportedModel(f"{no_row.message}; {_LIBRARY} does not know it either")
+    _check_layers(given, folder)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusts_code, local_files_only=True)
+        is_causal = has_code and trusts_code or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    except Exception as error:  # it raises what it likes
+        raise UnsupportedModel(f"{no_row.message}; {_LIBRARY} refuses its config.json: {first_line(error)}") from error
+    if not is_causal or config.is_encoder_decoder:
+        raise UnsupportedModel(f"{no_row.message}; in {_LIBRARY} it is no causal language model")
+    if given.get("quantization_config") is not None:
+        raise UnsupportedModel(
+            f"{named(given)} is quantised, and runs through transformers, which serves floating-point weights only"
+        )
+    return config
+
+
+def _check_layers(given: Mapping[str, Any], folder: Path) -> None:
+    """Raise UnsupportedModel for layers that cannot all have weights: code that makes them would not come to an end.
+
+    Files that `open_file` does not trust, the pickles with code in them, are refused on the way.
+    """
+    num_tensors = sum(len(open_file(path)[1]) for path in weight_files(folder))
+    for key in ("num_hidden_layers", "n_layer", "num_layers"):
+        if isinstance(given.get(key), int) and given[key] > num_tensors:
+            raise UnsupportedModel(
+                f"config.json of {named(given)} says {given[key]} layers, the checkpoint has {num_tensors} tensors"
+            )
+
+
+def named(config: Mapping[str, Any]) -> str:
+    """What a configuration calls the model."""
+    architectures = config.get("architectures") or []
+    return ", ".join(map(str, architectures)) or f"a model of type {config.get('model_type')!r}"
+
+
+def hollow(config: Any, *, trusts_code: bool) -> Any:
+    """The model without weights.
+
+    Raises:
+        UnsupportedModel: its code fails.
+    """
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trusts_code).eval()
+    except Exception as error:  # the code is not ours
+        raise UnsupportedModel(f"the model's code in transformers fails: {first_line(error)}") from error
+
+
+def load_model(
+    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, split: Split | None, *, trusts_code: bool
+) -> Any:
+    """The model with its weights in `dtype`, or this rank's share of them, in evaluation mode.
+
+    Raises:
+        WeightsError: tensors are missing or have other shapes, or cannot be read.
+    """
+    transformers.utils.logging.set_verbosity_error()  # its reports of loading are ours to give
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trusts_code,
+            use_safetensors=weight_files(folder)[0].suffix == ".safetensors",
+            local_files_only=True,
+            output_loading_info=True,
+            **({} if split is None else split.settings()),
+        )
+    except Exception as error:  # it raises what it likes
+        raise WeightsError(f"transformers cannot load {folder}: {first_line(error)}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise WeightsError(f"the checkpoint lacks {len(missing)} tensors of the model: {', '.join(missing[:3])}")
+    if info["unexpected_keys"]:
+        surplus = sorted(info["unexpected_keys"])
+        logger.warning("%d tensors of the checkpoint are not used: %s", len(surplus), ", ".join(surplus[:3]))
+    if split is not None:
+        split.regroup(model)
+    return model.eval().requires_grad_(False).to(device)

@@ -1,0 +1,310 @@
+"""x @ weight.T with weights of 4 or 8 bits, in Triton kernels: packed in memory, unpacked in registers.
+
+`multiply` serves few rows. A program takes a tile of rows and of outputs and walks over the inputs, one chunk of words
+a turn. Where tiles are fewer than the multiprocessors, inputs are cut into parts, each a program of its own, and
+`_merge` adds these up in order. For many rows a tile would be unpacked again for each tile of rows, so `unpack` makes
+floating point of the matrix once and the library multiplies.
+
+A weight is rounded to the precision of the activations, as one that is unpacked when it is loaded; sums are float32. No
+launch depends on what tensors hold, only on their shapes: a CUDA graph may replay it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from funitel.model_server.quantized.bit_packing import WORD_BITS
+from funitel.model_server.quantized.packed_matrix import Kind, PackedMatrix
+
+_IS_INTERPRETED = triton.knobs.runtime.interpret  # Triton's interpreter multiplies bfloat16 as the integers they lie in
+_LEAST_CHUNKS = 4  # of a part: what a program reads to be worth its start
+_MOST_PARTS = 16
+_INT4 = tl.constexpr(int(Kind.INT4))
+_FLOAT8 = tl.constexpr(int(Kind.FLOAT8))
+# 2**23 as a float32: an integer below 2**23 in its mantissa's place is that float32 more.
+_MAGIC_BITS = tl.constexpr(0x4B000000)
+_MAGIC = tl.constexpr(8388608.0)
+
+
+def multiply(x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None, num_processors: int) -> torch.Tensor:
+    """x [num_rows, inputs] @ weights.T + bias: [num_rows, outputs], of the type of x, whose rows are contiguous.
+
+    `num_processors` are streaming multiprocessors that programs are to fill.
+    """
+    num_rows, num_outputs = x.shape[0], matrix.num_outputs
+    out = x.new_empty((num_rows, num_outputs))
+    if num_rows == 0:
+        return out
+    rows = min(64, max(16, triton.next_power_of_2(num_rows)))
+    outputs = 64 if rows == 16 else 128
+    tiles = triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, outputs)
+    num_chunks = matrix.words.shape[0] // matrix.span
+    num_parts = _num_parts(tiles[0] * tiles[1], num_chunks, num_processors)
+    sums = out if num_parts == 1 else x.new_empty((num_parts, num_rows, num_outputs), dtype=torch.float32)
+    _multiply_tile[(*tiles, num_parts)](
+        x,
+        *_tensors(matrix),
+        x if bias is None else bias,
+        sums,
+        num_rows,
+        num_outputs,
+        matrix.num_inputs,
+        matrix.scales.shape[0],
+        num_chunks,
+        x.stride(0),
+        **_constants(matrix),
+        HAS_BIAS=bias is not None,
+        NUM_PARTS=num_parts,
+        ROWS=rows,
+        OUTPUTS=outputs,
+        IN_FLOAT32=x.dtype is torch.float32 or _IS_INTERPRETED,
+        num_warps=4 if rows < 64 else 8,
+    )
+    if num_parts > 1:
+        size = num_rows * num_outputs
+        _merge[(triton.cdiv(size, 1024),)](
+            sums, x if bias is None else bias, out, size, num_outputs, num_parts, HAS_BIAS=bias is not None, SIZE=1024
+        )
+    return out
+
+
+def unpack(matrix: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """The weights [inputs, outputs] in floating point."""
+    num_inputs, num_outputs, outputs = matrix.num_inputs, matrix.num_outputs, 128
+    weights = torch.empty((num_inputs, num_outputs), dtype=dtype, device=matrix.words.device)
+    _unpack_tile[(matrix.words.shape[0] // matrix.span, triton.cdiv(num_outputs, outputs))](
+        *_tensors(matrix),
+        weights,
+        num_outputs,
+        num_inputs,
+        matrix.scales.shape[0],
+        **_constants(matrix),
+        OUTPUTS=outputs,
+        num_warps=4,
+    )
+    return weights
+
+
+def _num_parts(num_tiles: int, num_chunks: int, num_processors: int) -> int:
+    """Into how many parts to cut the inputs: a power of two, as each number is compiled."""
+    parts = min(2 * num_processors // num_tiles, num_chunks // _LEAST_CHUNKS, _MOST_PARTS)
+    return 1 << (parts.bit_length() - 1) if parts > 1 else 1
+
+
+def _tensors(matrix: PackedMatrix) -> tuple[torch.Tensor, ...]:
+    """What a kernel reads of a matrix; the words stand in for what it does not have."""
+    optional = (matrix.zeros, matrix.order, matrix.groups)
+    return (matrix.words, matrix.scales, *(matrix.words if each is None else each for each in optional))
+
+
+def _constants(matrix: PackedMatrix) -> dict[str, int | bool]:
+    return {
+        "KIND": int(matrix.kind),
+        "PER_WORD": WORD_BITS // matrix.kind.bits,
+        "MIDDLE": matrix.kind.middle,
+        "SPAN": matrix.span,
+        "GROUP_SPANS": matrix.group_spans,
+        "HAS_ZEROS": matrix.zeros is not None,
+        "HAS_ORDER": matrix.order is not None,
+    }
+
+
+@triton.jit
+def _values(word, place: tl.constexpr, KIND: tl.constexpr):
+    """The codes at one place of words as float32: of e4m3 a 256th, of integers 2**23 more."""
+    if KIND == _FLOAT8:
+        # Sign, exponent and mantissa in their places in a float16, whose exponent counts from 8 further below.
+        code = word >> (8 * place)
+        bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        if KIND == _INT4:
+            code = (word >> (4 * place)) & 0xF
+        else:
+            code = (word >> (8 * place)) & 0xFF
+        return (code | _MAGIC_BITS).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weights(
+    word,
+    place: tl.constexpr,
+    span,
+    scales,
+    zeros,
+    groups,
+    num_groups,
+    num_outputs,
+    column,
+    is_column,
+    KIND: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    GROUP_SPANS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+):
+    """The weights [SPAN, OUTPUTS] of one span in float32, from a tile of words."""
+    if GROUP_SPANS > 0:
+        group = tl.minimum(span // GROUP_SPANS, num_groups - 1)
+    else:
+        group = tl.load(groups + span)
+    places = group.to(tl.int64) * num_outputs + column
+    scale = tl.load(scales + places, mask=is_column, other=0.0).to(tl.float32)
+    values = _values(word, place, KIND)
+    if KIND == _FLOAT8:
+        return values * (scale * 256.0)[None, :]
+    else:
+        zero = MIDDLE + _MAGIC
+        if HAS_ZEROS:
+            zero = tl.load(zeros + places, mask=is_column, other=0).to(tl.float32) + _MAGIC
+            return (values - zero[None, :]) * scale[None, :]
+        else:
+            return (values - zero) * scale[None, :]
+
+
+@triton.jit
+def _inputs(order, span, num_inputs, SPAN: tl.constexpr, HAS_ORDER: tl.constexpr):
+    """Where the inputs of a span come from, and which of them are any."""
+    place = span * SPAN + tl.arange(0, SPAN)
+    if HAS_ORDER:
+        place = tl.load(order + place)
+        return place, place >= 0
+    else:
+        return place, place < num_inputs
+
+
+@triton.jit
+def _multiply_tile(
+    x,
+    words,
+    scales,
+    zeros,
+    order,
+    groups,
+    bias,
+    sums,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    num_groups,
+    num_chunks,
+    x_stride,
+    KIND: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP_SPANS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):
+    """One tile of rows and outputs, one part of the inputs."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    part = tl.program_id(2)
+    is_row, is_column = row < num_rows, column < num_outputs
+    row_places = x + row.to(tl.int64)[:, None] * x_stride
+    begin = part * tl.cdiv(num_chunks, NUM_PARTS)
+    end = tl.minimum(begin + tl.cdiv(num_chunks, NUM_PARTS), num_chunks)
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for chunk in range(begin, end):
+        lines = (chunk * SPAN + tl.arange(0, SPAN)).to(tl.int64)
+        word = tl.load(words + lines[:, None] * num_outputs + column[None, :], mask=is_column[None, :], other=0)
+        for place in tl.static_range(PER_WORD):
+            span = chunk * PER_WORD + place
+            source, is_input = _inputs(order, span, num_inputs, SPAN, HAS_ORDER)
+            some = tl.load(row_places + source[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
+            weights = _weights(
+                word,
+                place,
+                span,
+                scales,
+                zeros,
+                groups,
+                num_groups,
+                num_outputs,
+                column,
+                is_column,
+                KIND,
+                MIDDLE,
+                GROUP_SPANS,
+                HAS_ZEROS,
+            ).to(some.dtype)
+            if IN_FLOAT32:
+                total = tl.dot(some.to(tl.float32), weights.to(tl.float32), total, input_precision="ieee")
+            else:
+                total = tl.dot(some, weights, total)
+    places = row.to(tl.int64)[:, None] * num_outputs + column[None, :]
+    is_place = is_row[:, None] & is_column[None, :]
+    if NUM_PARTS == 1:
+        if HAS_BIAS:
+            total += tl.load(bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        tl.store(sums + places, total.to(sums.dtype.element_ty), mask=is_place)
+    else:
+        first = part.to(tl.int64) * num_rows * num_outputs
+        tl.store(sums + first + places, total, mask=is_place)
+
+
+@triton.jit
+def _merge(sums, bias, out, size, num_outputs, num_parts, HAS_BIAS: tl.constexpr, SIZE: tl.constexpr):
+    """Some of the products: the sums of their parts, and the bias."""
+    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    is_place = place < size
+    total = tl.zeros([SIZE], tl.float32)
+    for part in range(num_parts):
+        total += tl.load(sums + part * size + place, mask=is_place, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + place % num_outputs, mask=is_place, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=is_place)
+
+
+@triton.jit
+def _unpack_tile(
+    words,
+    scales,
+    zeros,
+    order,
+    groups,
+    out,
+    num_outputs,
+    num_inputs,
+    num_groups,
+    KIND: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP_SPANS: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+):
+    """The weights of one chunk for some outputs, each line where its input belongs."""
+    chunk = tl.program_id(0)
+    column = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_column = column < num_outputs
+    lines = (chunk * SPAN + tl.arange(0, SPAN)).to(tl.int64)
+    word = tl.load(words + lines[:, None] * num_outputs + column[None, :], mask=is_column[None, :], other=0)
+    for place in tl.static_range(PER_WORD):
+        span = chunk * PER_WORD + place
+        target, is_input = _inputs(order, span, num_inputs, SPAN, HAS_ORDER)
+        weights = _weights(
+            word,
+            place,
+            span,
+            scales,
+            zeros,
+            groups,
+            num_groups,
+            num_outputs,
+            column,
+            is_column,
+            KIND,
+            MIDDLE,
+            GROUP_SPANS,
+            HAS_ZEROS,
+        )
+        places = target.to(tl.int64)[:, None] * num_outputs + column[None, :]
+        tl.store(out + places, weights.to(out.dtype.element_ty), mask=is_input[:, None] & is_column[None, :])

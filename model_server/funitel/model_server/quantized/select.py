@@ -1,0 +1,79 @@
+"""What multiplies by quantised weights: kernels that read them as they are, where a probe finds them right."""
+
+import logging
+
+import torch
+
+from funitel.model_server.quantized.bit_packing import Codes
+from funitel.model_server.quantized.config import Quantization
+from funitel.model_server.quantized.matmul import FLOAT8, INT8, Products, round_float8
+from funitel.proto.errors import SettingsError
+
+logger = logging.getLogger(__name__)
+
+MADE = {"int8": INT8, "fp8": FLOAT8}
+"""Values of --quantize that say what weights in floating point become on a GPU."""
+_PROBE_ROWS = (1, 40, 300)  # of the forms that products have
+_PROBE_BOUND = 2e-2  # relative error: what is wrong is off by far more, and bfloat16 by half of it
+
+
+def choose_products(
+    quantize: str | None, quantization: Quantization | None, device: torch.device, dtype: torch.dtype
+) -> Products | None:
+    """What multiplies by quantised weights; None where they become floating point when they are loaded.
+
+    Args:
+        quantize: the setting.
+        quantization: what the checkpoint says of its own; `quantize` then only confirms it.
+        device, dtype: of activations.
+
+    Raises:
+        SettingsError: `quantize` asks for weights that nothing here multiplies by.
+    """
+    made = MADE.get(quantize or "") if quantization is None else None
+    if device.type != "cuda" or (quantization is None and made is None):
+        return None
+    try:
+        # Triton: seconds to import, and there with torch's builds for GPUs only
+        from funitel.model_server.quantized.matmul_triton import TritonProducts
+
+        products = TritonProducts(torch.cuda.get_device_properties(device).multi_processor_count, made)
+        check(products, device, dtype)
+    except Exception as error:  # a compiler, a driver, a card: a shard that takes more memory is better than none
+        reason = f"{type(error).__name__}: {error}"
+        if made is not None:
+            raise SettingsError(f"--quantize {quantize} needs the Triton kernels: {reason}") from error
+        logger.warning("quantised weights become %s, without the Triton kernels: %s", dtype, reason)
+        return None
+    logger.info("weights stay quantised; Triton kernels multiply by them")
+    return products
+
+
+def check(products: Products, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError unless products are those of the dequantised weights, for numbers drawn at random."""
+    generator = torch.Generator().manual_seed(0)
+    num_outputs, num_inputs, group = 192, 640, 128
+
+    def drawn(top: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, top, shape, generator=generator).to(device, torch.uint8)
+
+    def integers(bits: int) -> Codes:
+        return Codes(
+            codes=drawn(1 << bits, num_outputs, num_inputs),
+            scales=torch.rand(num_outputs, num_inputs // group, generator=generator).to(device, torch.float16),
+            zeros=drawn(1 << bits, num_outputs, num_inputs // group),
+            groups=torch.arange(num_inputs, device=device) // group,
+        )
+
+    floats = round_float8(torch.randn(num_outputs, num_inputs, generator=generator).to(device))
+    for kind, codes in (("4 bits", integers(4)), ("8 bits", integers(8)), ("float8", floats)):
+        product, weights = products.of([codes], None), codes.dequantize(torch.float32)
+        for num_rows in _PROBE_ROWS:
+            x = torch.randn(num_rows, num_inputs, generator=generator).to(device, dtype)
+            found, expected = product(x).float(), x.float() @ weights.t()
+            error = float((found - expected).norm() / expected.norm())
+            if not error <= _PROBE_BOUND:
+                raise ValueError(
+                    f"a probe of {num_rows} rows with {kind} is off by {error:.2g} of what torch computes, "
+                    f"at most {_PROBE_BOUND:g} is right"
+                )

@@ -1,0 +1,35 @@
+"""Hugging Face `config.json` -> ModelSpec, by the table of families."""
+
+from funitel.model_server.registry.class_defaults import CLASS_DEFAULTS
+from funitel.model_server.registry.decoders import FAMILIES
+from funitel.model_server.registry.row import Config, reading_config
+from funitel.model_server.spec.json_file import check_types
+from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.proto.errors import NoRow, UnsupportedModel
+
+
+def spec_of(config: Config) -> ModelSpec:
+    """Derive the spec of a checkpoint from its `config.json`. A field left out means what transformers takes for it.
+
+    Raises:
+        NoRow: the architecture, or a choice it makes, is in no row of the table.
+        UnsupportedModel: a field is missing, or has a value of the wrong kind.
+    """
+    architectures = config.get("architectures") or []
+    architecture = next((name for name in architectures if name in FAMILIES), None)
+    if architecture is None:
+        raise NoRow(
+            f"architecture {', '.join(architectures) or 'not named in config.json'} is not supported: docs/models.md "
+            f"lists the {len(FAMILIES)} that are, and --model-spec can describe another",
+            why="no row of the table is for it",
+        )
+    with reading_config(architectures[0]):
+        try:
+            spec = FAMILIES[architecture].spec({**CLASS_DEFAULTS.get(architecture, {}), **config})
+        except UnsupportedModel as error:
+            raise NoRow(error.message) from error
+    try:
+        check_types(spec)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"config.json of {architectures[0]}: {error.message}") from error
+    return spec

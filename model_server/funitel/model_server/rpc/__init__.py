@@ -1,0 +1,1 @@
+"""The gRPC servicer and the step socket: calls in, compute thread, answers out."""

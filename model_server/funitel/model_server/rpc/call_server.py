@@ -1,0 +1,76 @@
+"""The calls of one rank on the event loop that suits its device, with the step socket they come by."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor as ThreadExecutor
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.rpc.compute_threads import BesideLane, ComputeLoop, Lane, OwnLane, emptied
+from funitel.model_server.rpc.dispatcher import Calls
+from funitel.model_server.rpc.step_socket_server import StepServer
+from funitel.proto.errors import FunitelError
+
+
+class CallServer:
+    """Takes calls from `start` to `stop`; both are awaited on the loop it was made on, as is what `calls` hand over.
+
+    Args:
+        executor: computes.
+        world_size: ranks of the model.
+        step_path: where the step socket is to be; empty for none.
+        compute: the compute thread. On a CPU it is taken up by a loop of its own until `stop`.
+        on_fatal: see `Calls`; called on the loop this is made on.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        world_size: int,
+        step_path: str,
+        compute: ThreadExecutor,
+        on_fatal: Callable[[FunitelError], None],
+    ) -> None:
+        here = asyncio.get_running_loop()
+
+        def tell(error: FunitelError) -> None:
+            here.call_soon_threadsafe(on_fatal, error)
+
+        self._turning = ComputeLoop(compute) if executor.options.device.type == "cpu" else None
+        self._answers = ThreadPoolExecutor(1, "funitel-answers")  # idle, and without a thread, on a CPU
+        self._lane: Lane = OwnLane() if self._turning is not None else BesideLane(compute, self._answers)
+        loop = self._turning.loop if self._turning is not None else here
+        self.calls = Calls(executor, world_size, self._lane, loop, tell)
+        self._steps = StepServer(self.calls, step_path) if step_path else None
+
+    async def start(self) -> None:
+        """Take calls, and listen on the step socket.
+
+        Raises:
+            StartupError: its path is too long or not ours.
+        """
+        if self._turning is not None:
+            self._turning.start()
+        if self._steps is not None:
+            await self._run(self._steps.start())
+
+    async def stop(self) -> None:
+        """Answer the calls that have come, hang up, and give the compute thread back; gRPC brings no more of them."""
+        await self._run(self._hang_up())
+        self._answers.shutdown()
+        if self._turning is not None:
+            await self._turning.stop()
+
+    async def _hang_up(self) -> None:
+        if self._steps is not None:
+            self._steps.stop_listening()
+        await emptied(self._lane)
+        if self._steps is not None:
+            await self._steps.stop()
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._turning is not None:
+            await self._turning.run(work)
+        else:
+            await work

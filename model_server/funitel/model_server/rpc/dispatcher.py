@@ -1,0 +1,190 @@
+"""Calls that change state, whichever way they come: run on the compute thread in order, and answered.
+
+They begin in the order of their `step_seq` where the router numbers them, in order of arrival otherwise. A `Lane` says
+whether what a step found is described and encoded before the next one begins or beside it. Knows messages, but neither
+gRPC nor sockets: `server` and `step_server` carry them.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from funitel.model_server.executor.executor import Executor, Step
+from funitel.model_server.executor.pool_sizing import is_out_of_memory
+from funitel.model_server.rpc.call_order import StepOrder
+from funitel.model_server.rpc.compute_threads import Lane
+from funitel.proto import generate_pb2 as pb
+from funitel.proto import wire
+from funitel.proto.errors import FunitelError, ResourceExhausted, ShardFailed, ShardUnsound, StepFailed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+Response = TypeVar("Response", pb.PrefillResponse, pb.DecodeResponse)
+Request = pb.PrefillRequest | pb.DecodeRequest | pb.FilterBatchRequest | pb.ClearCacheRequest | pb.WarmupRequest
+Q = TypeVar("Q", bound=Request)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[R]):
+    """Who is told what came of a call: one of the two is called, once, on the loop of the calls."""
+
+    answer: Callable[[R], object]
+    refuse: Callable[[FunitelError], object]
+
+
+class Calls:
+    """The calls of one rank, each with a reply. They are made on `loop`, and there `lane` tells what came of its jobs.
+
+    A caller that hangs up stops nothing: other ranks run the call too, and later ones build on it. `on_fatal` is told
+    of failures after which this process cannot go on: the ranks have lost each other.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        world_size: int,
+        lane: Lane,
+        loop: asyncio.AbstractEventLoop,
+        on_fatal: Callable[[FunitelError], None],
+    ) -> None:
+        self.loop = loop
+        self._executor = executor
+        self._world_size = world_size
+        self._lane = lane
+        self._on_fatal = on_fatal
+        self._order = StepOrder()
+        # When the call that is computed was begun, and when the one that is answered; on the monotonic clock.
+        self._begun: int | None = None
+        self._answering: int | None = None
+
+    @property
+    def busy_ns(self) -> int:
+        """Nanoseconds since the call under way was begun; 0 where there is none. Asked from any thread."""
+        begun = [instant for instant in (self._begun, self._answering) if instant is not None]
+        return time.monotonic_ns() - min(begun) if begun else 0
+
+    def make(self, call: Callable[[Q, Reply[R]], None], request: Q, reply: Reply[R]) -> None:
+        """Make one of the calls below; what it raises itself is answered too, and takes up the call's number."""
+        try:
+            call(request, reply)
+        except Exception as error:
+            failure = self._failure(error)
+
+            def refuse(_: FunitelError | None = None) -> None:
+                reply.refuse(failure)
+
+            self._order.begin(_step_seq(request), refuse, refuse)
+
+    def clear_cache(self, request: pb.ClearCacheRequest, reply: Reply[pb.ClearCacheResponse]) -> None:
+        """Drop one or all cached batches; dropping all starts the numbering again."""
+        if request.HasField("id"):
+            batch_id = request.id
+            self._run(
+                _step_seq(request), lambda: self._executor.clear(batch_id), lambda _: pb.ClearCacheResponse(), reply
+            )
+            return
+
+        def answer(response: pb.ClearCacheResponse) -> None:
+            self._order.reset()
+            reply.answer(response)
+
+        then = Reply(answer, reply.refuse)
+        self._run(None, self._executor.clear, lambda _: pb.ClearCacheResponse(), then)
+
+    def filter_batch(self, request: pb.FilterBatchRequest, reply: Reply[pb.FilterBatchResponse]) -> None:
+        """Keep some rows of a cached batch."""
+        step_seq = _step_seq(request)
+        self._run(
+            step_seq,
+            lambda: self._executor.begin_filter(request.batch_id, request.request_ids, is_ahead=step_seq is not None),
+            lambda kept: pb.FilterBatchResponse(batch=wire.encode_cached(kept())),
+            reply,
+        )
+
+    def warmup(self, request: pb.WarmupRequest, reply: Reply[pb.WarmupResponse]) -> None:
+        """Size the pool."""
+        starts = [wire.decode_sequence(message) for message in request.batch.requests]
+        limits = wire.decode_warmup_limits(request)
+        self._run(None, lambda: self._executor.warmup(starts, limits), wire.encode_warmup_result, reply)
+
+    def prefill(self, request: pb.PrefillRequest, reply: Reply[pb.PrefillResponse]) -> None:
+        """Take a batch in and run one step."""
+        starts = [wire.decode_sequence(message) for message in request.batch.requests]
+        cached = wire.decode_cached(request.cached_batch) if request.HasField("cached_batch") else None
+        rows, copies = wire.decode_rows(request.rows), wire.decode_copies(request.copies)
+        step_seq, batch_id = _step_seq(request), request.batch.id
+        self._run(
+            step_seq,
+            lambda: self._executor.compute_prefill(
+                batch_id, starts, cached, rows, copies, is_ahead=step_seq is not None
+            ),
+            lambda step: _encoded(step, pb.PrefillResponse(), request.takes_columns),
+            reply,
+        )
+
+    def decode(self, request: pb.DecodeRequest, reply: Reply[pb.DecodeResponse]) -> None:
+        """Run one step of cached batches."""
+        cached = [wire.decode_cached(message) for message in request.batches]
+        rows, copies = wire.decode_rows(request.rows), wire.decode_copies(request.copies)
+        step_seq = _step_seq(request)
+        self._run(
+            step_seq,
+            lambda: self._executor.compute_decode(cached, rows, copies, is_ahead=step_seq is not None),
+            lambda step: _encoded(step, pb.DecodeResponse(), request.takes_columns),
+            reply,
+        )
+
+    def _run(self, step_seq: int | None, call: Callable[[], T], encode: Callable[[T], R], reply: Reply[R]) -> None:
+        """Run `call` on the compute thread in its turn, then `encode` what it returns where the lane does that."""
+
+        def compute() -> T:
+            self._begun = time.monotonic_ns()
+            try:
+                return call()
+            finally:
+                self._begun = None
+
+        def finish(computed: T) -> R:
+            self._answering = time.monotonic_ns()
+            try:
+                return encode(computed)
+            finally:
+                self._answering = None
+
+        def take(encoded: R) -> None:
+            reply.answer(encoded)
+
+        def fail(error: Exception) -> None:
+            reply.refuse(self._failure(error))
+
+        self._order.begin(step_seq, lambda: self._lane.run(compute, finish, take, fail), fail)
+
+    def _failure(self, error: Exception) -> FunitelError:
+        """What a caller is told of an exception; a fatal one is told of here."""
+        if isinstance(error, FunitelError):
+            if isinstance(error, ShardFailed):
+                self._on_fatal(error)
+            return error
+        logger.error("step failed", exc_info=error)
+        reason = f"{type(error).__name__}: {error}"
+        if self._world_size == 1:
+            return ResourceExhausted(reason) if is_out_of_memory(error) else StepFailed(reason)
+        lost = ShardUnsound(reason)  # the other ranks may be waiting inside a collective, until this one ends
+        self._on_fatal(lost)
+        return lost
+
+
+def _step_seq(request: Request) -> int | None:
+    if isinstance(request, pb.WarmupRequest) or not request.HasField("step_seq"):
+        return None
+    return request.step_seq
+
+
+def _encoded(step: Step, response: Response, in_columns: bool) -> Response:
+    wire.encode_result(step.describe(), response, in_columns=in_columns)
+    return response

@@ -1,0 +1,131 @@
+"""The gRPC servicer: every call of `generate.v3`, answered. Knows no tensors.
+
+What changes state is run by `calls`, on the compute thread. Health and Info never wait for it.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import grpc
+
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.rpc.base_servicer import Context, End, ShardServicer, abort, end_process
+from funitel.model_server.rpc.dispatcher import Calls, Q, R, Reply
+from funitel.model_server.rpc.tracing import Traced
+from funitel.proto import generate_pb2 as pb
+from funitel.proto import generate_pb2_grpc, wire
+from funitel.proto.errors import FunitelError, StartupError
+from funitel.proto.process.private_socket import keeping_private
+from funitel.proto.security.tls import MutualTls
+from funitel.proto.step import ShardInfo
+from funitel.proto.step_socket import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MOST_BYTES
+
+UNIX = "unix:"
+
+
+class Servicer(ShardServicer):
+    """One rank of `generate.v3.TextGenerationService`."""
+
+    def __init__(
+        self, executor: Executor, info: ShardInfo, urls: list[str], calls: Calls, end: End = end_process
+    ) -> None:
+        super().__init__(info, urls, end)
+        self._executor = executor
+        self._calls = calls
+
+    @property
+    def busy_ns(self) -> int:
+        """Since when the call under way is computed."""
+        return self._calls.busy_ns
+
+    async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Context) -> pb.CompileGrammarResponse:
+        """Compile a grammar on a thread of its own; steps go on meanwhile."""
+        kind = wire.decode_grammar_type(request.grammar_type)
+        try:
+            await asyncio.to_thread(self._executor.compile_grammar, kind, request.grammar)
+        except FunitelError as error:
+            await abort(context, error)
+        return pb.CompileGrammarResponse()
+
+    async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
+        """Drop one or all cached batches."""
+        return await self._answer(context, self._calls.clear_cache, request)
+
+    async def FilterBatch(self, request: pb.FilterBatchRequest, context: Context) -> pb.FilterBatchResponse:
+        """Keep some rows of a cached batch."""
+        return await self._answer(context, self._calls.filter_batch, request)
+
+    async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
+        """Size the pool."""
+        return await self._answer(context, self._calls.warmup, request)
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
+        """Take a batch in and run one step."""
+        return await self._answer(context, self._calls.prefill, request)
+
+    async def Decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
+        """Run one step of cached batches."""
+        return await self._answer(context, self._calls.decode, request)
+
+    async def _answer(self, context: Context, call: Callable[[Q, Reply[R]], None], request: Q) -> R:
+        """Make a call on its loop and wait for what comes of it here; failures become gRPC statuses."""
+        here = asyncio.get_running_loop()
+        answered: asyncio.Future[R] = here.create_future()
+
+        def settle(outcome: R | FunitelError) -> None:
+            if answered.done():  # the client has hung up
+                return
+            if isinstance(outcome, FunitelError):
+                answered.set_exception(outcome)
+            else:
+                answered.set_result(outcome)
+
+        def tell(outcome: R | FunitelError) -> None:
+            here.call_soon_threadsafe(settle, outcome)
+
+        reply: Reply[R] = Reply(tell, tell)
+        self._calls.loop.call_soon_threadsafe(self._calls.make, call, request, reply)
+        try:
+            return await answered
+        except FunitelError as error:
+            await abort(context, error)
+
+
+def make_server(
+    servicer: generate_pb2_grpc.TextGenerationServiceServicer,
+    address: str,
+    *,
+    is_traced: bool = False,
+    tls: MutualTls | None = None,
+) -> grpc.aio.Server:
+    """A server of `servicer` bound to "unix:/path" or "host:port", not yet started.
+
+    A Unix socket is its owner's alone; with `tls` a caller must show a certificate.
+
+    Raises:
+        StartupError: the address is taken or not ours.
+    """
+    server = grpc.aio.server(
+        interceptors=[Traced()] if is_traced else [],
+        options=[
+            ("grpc.max_receive_message_length", MOST_BYTES),
+            ("grpc.max_send_message_length", MOST_BYTES),
+            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+            ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),  # a router asks during long steps
+            ("grpc.http2.max_ping_strikes", 0),
+            ("grpc.so_reuseport", 0),
+        ],
+    )
+    generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    try:
+        if address.startswith(UNIX):
+            with keeping_private(address.removeprefix(UNIX)):
+                server.add_insecure_port(address)
+        elif tls is not None:
+            server.add_secure_port(address, tls.server_credentials())
+        else:
+            server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise StartupError(f"cannot listen on {address}: {error}") from error
+    return server

@@ -1,0 +1,1 @@
+"""Logits to tokens and log-probabilities, on the CPU."""

@@ -1,0 +1,193 @@
+"""Logits -> tokens and log-probabilities, batched, in TGI's order of processing.
+
+The order: watermark, logit bias, penalties, grammar, temperature, top-k, top-p, min-p, typical-p. Log-probabilities
+are those after all of it, or of the model's own scores where `raw_logprobs` asks for them.
+
+Noise is a function of (seed, position, token id) alone, so a seeded sequence draws the same tokens whatever shares its
+batch, and after being resumed elsewhere. Runs on rank 0 only.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from funitel.model_server.sampling.grammar import TokenMasks
+from funitel.model_server.sampling.gumbel_noise import noise_key
+from funitel.model_server.sampling.logits_processors import ScoreMath, TorchScores
+from funitel.model_server.sampling.watermark import Watermark
+from funitel.proto.step import SamplingParams
+
+DEFAULT_WATERMARK = Watermark()  # TGI's settings
+IN_TORCH = TorchScores()
+
+
+@dataclass(slots=True)
+class SamplingState:
+    """What sampling one sequence depends on: its parameters, its last token and, for penalties, all it holds."""
+
+    params: SamplingParams
+    top_n: int = 0
+    watermark: Watermark = DEFAULT_WATERMARK
+    _last: int = 0
+    _seen: Counter[int] = field(default_factory=Counter)  # prompt and completion
+    _produced: Counter[int] = field(default_factory=Counter)  # completion
+
+    @classmethod
+    def over(
+        cls,
+        params: SamplingParams,
+        top_n: int,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        watermark: Watermark = DEFAULT_WATERMARK,
+    ) -> "SamplingState":
+        """State of a sequence that holds these tokens already."""
+        tail = [*prompt_ids[-1:], *output_ids[-1:]]
+        state = cls(params, top_n, watermark, tail[-1] if tail else 0)
+        if params.has_penalties:
+            state._seen.update(prompt_ids)
+            state._seen.update(output_ids)
+            state._produced.update(output_ids)
+        return state
+
+    def push(self, token_id: int) -> None:
+        """Take a new completion token into account."""
+        self._last = token_id
+        if self.params.has_penalties:
+            self._seen[token_id] += 1
+            self._produced[token_id] += 1
+
+    def held(self) -> tuple[tuple[list[int], list[int]], ...]:
+        """Where penalties need it, the tokens held and how often: those of the whole sequence, of the completion."""
+        return tuple((list(counter), list(counter.values())) for counter in (self._seen, self._produced))
+
+    def favoured(self, vocab_size: int) -> np.ndarray:
+        """The tokens that the watermark favours next: ids, int64."""
+        ids: np.ndarray = self.watermark.green_ids(self._last, vocab_size).numpy()
+        return ids
+
+    def process(self, scores: torch.Tensor) -> None:
+        """Apply watermark, bias and penalties to one row [vocab_size], in place."""
+        params = self.params
+        if params.watermark:
+            self.watermark.apply(scores, self._last)
+        if params.logit_bias:
+            ids, biases = zip(*params.logit_bias, strict=True)
+            scores[list(ids)] += torch.tensor(biases, dtype=scores.dtype, device=scores.device)
+        if params.has_penalties:
+            self._penalise(scores)
+
+    def _penalise(self, scores: torch.Tensor) -> None:
+        params = self.params
+        if params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0:
+            ids, counts = _as_tensors(self._seen, scores.device)
+            values = scores[ids]
+            if params.repetition_penalty != 1.0:
+                penalty = params.repetition_penalty
+                values = torch.where(values < 0, values * penalty, values / penalty)
+            scores[ids] = values - params.frequency_penalty * counts / counts.sum()
+        if self._produced and (params.presence_penalty != 0.0 or params.count_penalty != 0.0):
+            ids, counts = _as_tensors(self._produced, scores.device)
+            scores[ids] -= params.presence_penalty + params.count_penalty * counts
+
+
+def _as_tensors(counter: Counter[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.tensor(list(counter.keys()), dtype=torch.int64, device=device)
+    counts = torch.tensor(list(counter.values()), dtype=torch.float32, device=device)
+    return ids, counts
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A chosen token, its log-probability, and the most likely alternatives.
+
+    `is_cut`: the sequence ends here although its grammar is not satisfied, for nothing can follow.
+    """
+
+    id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+    is_cut: bool = False
+
+    @classmethod
+    def forced(cls, token_id: int, *, with_top: bool) -> "SampledToken":
+        """A token that alone could follow: it is certain."""
+        return cls(token_id, 0.0, (token_id,), (0.0,)) if with_top else cls(token_id, 0.0)
+
+
+def sample(
+    logits: torch.Tensor,
+    states: Sequence[SamplingState],
+    positions: Sequence[int],
+    masks: TokenMasks | None = None,
+    maths: ScoreMath = IN_TORCH,
+) -> list[SampledToken]:
+    """Choose the next token of every row.
+
+    The log-probability of a row whose scores are broken, by the model or by masks that leave nothing, is NaN.
+
+    Args:
+        logits: [rows, vocab_size] float32; changed in place.
+        states: sampling state per row.
+        positions: index in its sequence of the token each row is about to get.
+        masks: tokens that grammars allow, of rows that have one.
+        maths: what does the heavy part.
+    """
+    is_broken = _are_broken(logits)
+    raw = {row: logits[row : row + 1].clone() for row, state in enumerate(states) if _needs_raw(state.params)}
+    for row, state in enumerate(states):
+        if state.params.edits_scores:
+            state.process(logits[row])
+    # Half-precision overflow or an extreme penalty must spoil its own row only, and must not raise.
+    maths.allow(logits, masks)
+    sampled = [row for row, state in enumerate(states) if state.params.is_sampled]
+    if sampled:
+        maths.warp(logits, sampled, [states[row].params for row in sampled])
+    chosen, normaliser = maths.best(logits)
+    if sampled:
+        keys = [noise_key(states[row].params.seed, positions[row]) for row in sampled]
+        chosen[sampled] = maths.draw(logits, sampled, keys)
+    for row, scores in raw.items():
+        maths.allow(scores, None)
+        logits[row] = scores[0]
+        normaliser[row] = maths.best(scores)[1]
+    logprobs = logits.gather(1, chosen[:, None])[:, 0] - normaliser
+    logprobs.masked_fill_(is_broken, torch.nan)
+    tops = [
+        top_of(logits[row], float(normaliser[row]), state.top_n) if state.top_n else ((), ())
+        for row, state in enumerate(states)
+    ]
+    return [
+        SampledToken(token_id, logprob, *top)
+        for token_id, logprob, top in zip(chosen.tolist(), logprobs.tolist(), tops, strict=True)
+    ]
+
+
+def _are_broken(logits: torch.Tensor) -> torch.Tensor:
+    """Which rows hold what is not a number, or +inf: [rows] bool. A token of -inf is one that cannot follow."""
+    if logits.device.type != "cpu":
+        return ~(logits.amax(dim=1) < torch.inf)
+    return torch.from_numpy(~(logits.numpy().max(axis=1) < np.inf))  # torch would wake its threads for it
+
+
+def _needs_raw(params: SamplingParams) -> bool:
+    return params.raw_logprobs and params.changes_scores
+
+
+def top_of(scores: torch.Tensor, normaliser: float, count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The most likely tokens of a row, best first; ties with the last are all returned, masked tokens never."""
+    count = min(count, scores.shape[0])
+    threshold = scores.topk(count).values[-1]
+    ids = torch.nonzero((scores >= threshold) & (scores > -torch.inf))[:, 0]
+    values = scores[ids]
+    order = values.argsort(descending=True, stable=True)
+    return tuple(ids[order].tolist()), tuple((values[order] - normaliser).tolist())
+
+
+def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log-probability of `ids` [rows] under raw `logits` [rows, vocab_size]."""
+    return logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(dim=-1)

@@ -1,0 +1,1 @@
+"""State of each running sequence: the sequence table and its detokenizer."""

@@ -1,0 +1,367 @@
+"""Every setting of a shard process; flags, variables and defaults are TGI's where TGI has them."""
+
+import math
+from dataclasses import dataclass
+
+from funitel.proto.process.cores import Cores
+from funitel.proto.security.tls import MutualTls
+from funitel.proto.settings.batch_sizes import BatchSizes
+from funitel.proto.settings.bounds import POSITIVE, SHARE, Bounds
+from funitel.proto.settings.fields import check_bounds, require, setting
+from funitel.proto.settings.options import Counts, flag_of
+from funitel.proto.settings.tgi_flags import REFUSED_VALUES
+
+DTYPES = ("float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+MOST_HOST_GB = 1 << 20  # a typing error beyond it
+ATTENTIONS = ("triton", "flash", "torch", "paged", "flashdecoding", "flashinfer", "flashdecoding-ipex")  # ours, TGI's
+MOST_STRETCH = 1024  # of rotary positions; no model makes sense far beyond its trained context
+MOST_NODES = 1024  # NUMA nodes, of a Linux kernel
+MOST_SPIN_US = 1_000_000
+QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "q4", "gguf")
+"""What `--quantize` may ask of a checkpoint: the first four as its config.json names them, int8 and q4 the two kinds of
+compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
+
+KV_CACHE_DTYPES = ("fp8_e4m3fn", "fp8_e5m2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownloadSettings:
+    """Make a model's files present and whole in the cache; prints their folder."""
+
+    model_id: str
+    revision: str | None = setting(None, "Hub revision.")
+    cache_dir: str | None = setting(
+        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+    )
+    json_output: bool = setting(False, "Log JSON lines.")
+    logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
+    exit_with_parent: int | None = setting(
+        None, "Process id of the one that starts this one; it stops when that one ends.", env=None
+    )
+
+
+MOST_ROWS, MOST_THREADS, MOST_FOOTPRINT_MIB = 4096, 1024, 1 << 16  # of a measurement of kernels
+QUANTIZE_METHODS = ("gptq", "int8", "q4")
+GROUP_MULTIPLE = 8  # four-bit weights in a 32-bit word: no word belongs to two groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeSettings:
+    """Write a copy of a model with smaller weights to a folder; prints the folder."""
+
+    model_id: str
+    output_dir: str
+    revision: str | None = setting(None, "Hub revision.")
+    cache_dir: str | None = setting(
+        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+    )
+    method: str = setting(
+        "gptq",
+        "gptq: 4 bits, calibrated on texts; int8: 8 bits, a scale for each output; q4: 4 bits, blocks of 32.",
+        choices=QUANTIZE_METHODS,
+        env=None,
+    )
+    groupsize: int = setting(
+        128, "gptq: inputs that share a scale, a multiple of 8; -1 for all inputs of an output.", env=None
+    )
+    act_order: bool = setting(False, "gptq: begin with the inputs that matter most.", env=None)
+    percdamp: float = setting(
+        0.01,
+        "gptq: dampening of the Hessian, as a share of its mean diagonal.",
+        env=None,
+        bounds=Bounds(least=0, most=1),
+    )
+    calibration_file: str | None = setting(
+        None,
+        "gptq: texts to calibrate on: a text file, a .jsonl file, or a folder of them; built-in texts when not given.",
+        env=None,
+    )
+    num_samples: int = setting(128, "gptq: most sequences to calibrate on.", env=None, bounds=POSITIVE)
+    sequence_length: int | None = setting(
+        None,
+        "gptq: most tokens of a sequence; 2048 or the model's context when not given.",
+        env=None,
+        bounds=Bounds(above=1),
+    )
+    upload_to_model_id: str | None = setting(None, "Hub repository to upload the finished folder to.", env=None)
+    device: str = setting("auto", "Where to compute.", choices=DEVICES)
+    num_threads: int | None = setting(
+        None, "Compute threads; the cores this process may use when not given.", bounds=POSITIVE
+    )
+    json_output: bool = setting(False, "Log JSON lines.")
+    logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        require(
+            self.groupsize == -1 or (self.groupsize > 0 and self.groupsize % GROUP_MULTIPLE == 0),
+            f"--groupsize must be -1 or a positive multiple of {GROUP_MULTIPLE}, given {self.groupsize}",
+        )
+        if self.method != "gptq":
+            for name in ("groupsize", "act_order", "percdamp", "calibration_file", "num_samples", "sequence_length"):
+                is_default = getattr(self, name) == self.__dataclass_fields__[name].default
+                require(is_default, f"{flag_of(name)} is for --method gptq, not {self.method}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSettings:
+    """Hold the matrix products of the fused CPU step against what this machine can read and multiply.
+
+    A line for each shape of the model and number of rows; the last line on stdout is one JSON object.
+    """
+
+    model_id: str = "smollm2-135m-instruct"
+    cache_dir: str | None = setting(
+        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+    )
+    tier: str = setting("int8", "Precision of the weights.", choices=("float32", "float16", "int8", "gguf"), env=None)
+    rows: Counts = setting(Counts("1,4,16,64"), "Tokens in a step, such as 1,16.", env=None)
+    num_threads: int | None = setting(None, "Compute threads; the cores this process may use when not given.")
+    footprint_mib: int | None = setting(
+        None,
+        "MiB of weights that are read in turn, and of memory that the roof is measured with; when not given twice the "
+        "largest cache, within 256 and 1024.",
+        env=None,
+    )
+
+    def __post_init__(self) -> None:
+        for rows in self.rows:
+            require(1 <= rows <= MOST_ROWS, f"--rows must be within 1..{MOST_ROWS}, given {rows}")
+        require(
+            self.num_threads is None or 0 < self.num_threads <= MOST_THREADS,
+            f"--num-threads must be within 1..{MOST_THREADS}, given {self.num_threads}",
+        )
+        require(
+            self.footprint_mib is None or 1 <= self.footprint_mib <= MOST_FOOTPRINT_MIB,
+            f"--footprint-mib must be within 1..{MOST_FOOTPRINT_MIB}, given {self.footprint_mib}",
+        )
+
+
+SPEC_ACTIONS = ("show", "check")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecSettings:
+    """Print the spec of a model as JSON, or check a spec against a model's tensors; see docs/models.md."""
+
+    action: str
+    model_id: str
+    revision: str | None = setting(None, "Hub revision.")
+    cache_dir: str | None = setting(
+        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+    )
+    model_spec: str | None = setting(None, "check: JSON file to check, instead of the model's own spec.", env=None)
+    all_fields: bool = setting(False, "show: print every field, those with their defaults too.", env=None)
+
+    def __post_init__(self) -> None:
+        require(
+            self.action in SPEC_ACTIONS, f"spec must be followed by {' or '.join(SPEC_ACTIONS)}, given {self.action!r}"
+        )
+        require(self.model_spec is None or self.action == "check", "--model-spec is for spec check, not spec show")
+        require(not self.all_fields or self.action == "show", "--all-fields is for spec show, not spec check")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsSettings:
+    """List what can be served; or say what serving one model would take on this machine, before anything is loaded."""
+
+    model_id: str = ""
+    revision: str | None = setting(None, "Hub revision.")
+    cache_dir: str | None = setting(
+        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+    )
+    num_shard: int = setting(1, "Shards that the model would be split over.", env=None, bounds=POSITIVE)
+    device: str = setting("auto", "Where the model would run.", choices=DEVICES, env=None)
+    dtype: str | None = setting(None, "Precision, as for serving.", choices=DTYPES, env=None)
+    quantize: str | None = setting(
+        None,
+        "How weights would be kept, as for serving.",
+        choices=QUANTIZATIONS,
+        refused=REFUSED_VALUES["quantize"],
+        env=None,
+    )
+    model_spec: str | None = setting(None, "JSON file that describes the model.", env=None)
+    trust_remote_code: bool = setting(False, "Run the code that comes with a model no other way serves.", env=None)
+    block_size: int = setting(16, "Tokens per KV block.", env=None, bounds=POSITIVE)
+    cuda_memory_fraction: float = setting(
+        1.0,
+        "Share of a whole GPU's memory, or of the KV pool's on a CPU, as for serving.",
+        env=None,
+        bounds=SHARE,
+    )
+    json: bool = setting(False, "Print one JSON object.", env=None)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelServerSettings:
+    """Serve one tensor-parallel rank of a model over gRPC."""
+
+    model_id: str
+    revision: str | None = setting(None, "Hub revision.")
+    cache_dir: str | None = setting(
+        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+    )
+    model_spec: str | None = setting(
+        None, "JSON file that describes the model, instead of what its architecture says; see docs/models.md."
+    )
+    trust_remote_code: bool = setting(False, "Run the code that comes with a model no other way serves.")
+    sharded: bool = setting(False, "Join the other ranks through torch.distributed.", env=None)
+    rank: int = setting(0, "Tensor-parallel rank of this shard.")
+    world_size: int = setting(1, "Number of shards of the model.")
+    master_addr: str = setting("localhost", "Host of rank 0 for torch.distributed.")
+    master_port: int = setting(29500, "Port of rank 0 for torch.distributed.")
+    uds_path: str = setting("/tmp/text-generation-server", "Unix socket to listen on, followed by -RANK.", env=None)
+    listen: str | None = setting(None, "host:port to listen on instead of the Unix socket.", env=None)
+    shard_tls_cert: str | None = setting(
+        None, "PEM file of a certificate that is shown to routers, with --listen, --shard-tls-key and -ca.", env=None
+    )
+    shard_tls_key: str | None = setting(None, "PEM file of the key of --shard-tls-cert.", env=None)
+    shard_tls_ca: str | None = setting(
+        None, "PEM file of authorities: a router must show a certificate of theirs.", env=None
+    )
+    device: str = setting("auto", "Where the model runs.", choices=DEVICES)
+    dtype: str | None = setting(
+        None,
+        "Precision of weights and KV. When not given, bfloat16 on a GPU; on a CPU the blocks of a GGUF stay as they "
+        "are, floating-point weights become int8 and KV float16, or all float32 where the fused step cannot be built.",
+        choices=DTYPES,
+    )
+    quantize: str | None = setting(
+        None,
+        "How the checkpoint's weights must be quantised; as its config.json says when not given. int8 also makes "
+        "int8 of floating-point weights as they are loaded, and fp8 float8 on a GPU; on a CPU gguf keeps the blocks of "
+        "a GGUF.",
+        choices=QUANTIZATIONS,
+        refused=REFUSED_VALUES["quantize"],
+    )
+    kv_cache_dtype: str | None = setting(
+        None,
+        "Precision of the KV pool on a GPU, where it is not that of --dtype; with the checkpoint's scales of keys and "
+        "values, if it has some.",
+        choices=KV_CACHE_DTYPES,
+    )
+    rope_scaling: str | None = setting(
+        None,
+        "How rotary positions are stretched, instead of as the checkpoint says; linear when only a factor is given.",
+        choices=("linear",),
+        refused=REFUSED_VALUES["rope_scaling"],
+    )
+    rope_factor: float | None = setting(
+        None,
+        "How far rotary positions, and with them the model's context, are stretched; 1 when not given.",
+        bounds=Bounds(above=0, most=MOST_STRETCH),
+    )
+    block_size: int = setting(16, "Tokens per KV block.", bounds=POSITIVE)
+    cuda_memory_fraction: float = setting(
+        1.0,
+        "Share of a whole GPU's memory that a shard may fill, weights and steps included; on a CPU, of the KV pool's.",
+        bounds=SHARE,
+    )
+    cpu_offload_gb: float = setting(
+        0.0,
+        "GiB of a shard's weights that stay in the host's memory and come to the GPU in every step, a layer at a time, "
+        "while the one before it computes.",
+        bounds=Bounds(least=0, most=MOST_HOST_GB),
+    )
+    kv_host_gb: float = setting(
+        0.0,
+        "GiB of the host's memory of each shard for prefix blocks that the KV pool has no room for; they are copied "
+        "back when a prompt begins with them, instead of being computed again.",
+        bounds=Bounds(least=0, most=MOST_HOST_GB),
+    )
+    attention: str | None = setting(
+        None,
+        "Kernels of attention on a GPU: triton, flash (flash-attn, if installed) or torch; when not given, or given as "
+        "TGI's name of what is not here, the fastest of those that are right.",
+        choices=ATTENTIONS,
+    )
+    cuda_graphs: BatchSizes | None = setting(
+        None,
+        "Numbers of decoding rows for which a step is recorded as a CUDA graph, such as 1,2,4; 0 for none; 1, 2, 4, 8 "
+        "and every eighth up to 256 when not given. A step takes the smallest that holds it.",
+    )
+    num_threads: int | None = setting(
+        None,
+        "Compute threads; when not given, on a CPU as many of its cores as a probe at start finds best.",
+        bounds=POSITIVE,
+    )
+    most_threads: int | None = setting(
+        None,
+        "Most threads that the probe may choose where --num-threads is not given; the cores this process may use when "
+        "not given.",
+        env=None,
+        bounds=POSITIVE,
+    )
+    thread_spin_us: int | None = setting(
+        None,
+        "Microseconds that threads of the fused CPU step spin before they sleep; found by a probe at start when "
+        "not given.",
+        bounds=Bounds(least=0, most=MOST_SPIN_US),
+    )
+    cores: Cores | None = setting(None, "Cores that this shard runs on, such as 0-3,8; any when not given.", env=None)
+    memory_node: int | None = setting(
+        None,
+        "NUMA node whose memory this shard takes while it has some; any when not given.",
+        env=None,
+        bounds=Bounds(least=0, most=MOST_NODES - 1),
+    )
+    prefill_chunking: bool = setting(
+        True,
+        "Compute long prompts in chunks that share steps with running sequences.",
+        takes_value=True,
+    )
+    prefix_caching: bool = setting(
+        True,
+        "Let sequences that begin with the same tokens share what was computed for them.",
+        takes_value=True,
+    )
+    enable_prefill_logprobs: bool = setting(False, "Allow log-probabilities of prompt tokens.", env="REQUEST_LOGPROBS")
+    disable_forced_spans: bool = setting(
+        False, "Compute every token by itself, those that alone can follow in a grammar too."
+    )
+    watermark_gamma: float = setting(0.5, "Share of the vocabulary that a watermark favours.")
+    watermark_delta: float = setting(2.0, "What a watermark adds to the scores of the tokens it favours.")
+    otlp_endpoint: str | None = setting(
+        None, "Where spans are sent by OTLP over gRPC, such as http://localhost:4317; nowhere when not given."
+    )
+    otlp_service_name: str = setting("text-generation-inference.server", "What the spans say they are from.")
+    json_output: bool = setting(False, "Log JSON lines.")
+    logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
+    exit_with_parent: int | None = setting(
+        None, "Process id of the one that starts this one; it stops when that one ends.", env=None
+    )
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        require(
+            self.shard_tls is None or self.listen is not None,
+            "--shard-tls-cert, --shard-tls-key and --shard-tls-ca are for --listen, which is not given",
+        )
+        require(self.world_size >= 1, f"WORLD_SIZE must be >= 1, given {self.world_size}")
+        require(
+            0 <= self.rank < self.world_size,
+            f"RANK must be within 0..{self.world_size - 1} (WORLD_SIZE - 1), given {self.rank}",
+        )
+        require(
+            self.sharded or self.world_size == 1,
+            f"WORLD_SIZE is {self.world_size}: add --sharded to join the other ranks",
+        )
+        require(
+            0.0 < self.watermark_gamma < 1.0,
+            f"--watermark-gamma must be within (0, 1), given {self.watermark_gamma}",
+        )
+        require(math.isfinite(self.watermark_delta), f"--watermark-delta must be finite, given {self.watermark_delta}")
+        require(
+            self.num_threads is None or self.most_threads is None,
+            f"--most-threads {self.most_threads} bounds the probe, "
+            f"which --num-threads {self.num_threads} leaves nothing to find: give one of them",
+        )
+
+    @property
+    def shard_tls(self) -> MutualTls | None:
+        """How routers are met on --listen; None for plain connections."""
+        return MutualTls.of(self.shard_tls_cert, self.shard_tls_key, self.shard_tls_ca)

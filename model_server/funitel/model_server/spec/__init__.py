@@ -1,0 +1,1 @@
+"""A model as data: the spec, its rules, and how it reads as JSON."""

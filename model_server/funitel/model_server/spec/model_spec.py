@@ -1,0 +1,250 @@
+"""A model as data: one choice for each building block, and how its checkpoint names the tensors.
+
+`families` maps a Hugging Face `config.json` to a ModelSpec, `spec_file` reads one that a user wrote; `decoder` runs any
+of them. No torch here.
+"""
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Protocol
+
+from funitel.model_server.spec.tensor_names import TensorNames
+
+
+class Norm(StrEnum):
+    """What normalises hidden states."""
+
+    RMS = "rms"
+    LAYER = "layer"
+    NONE = "none"
+
+
+class NormPlacement(StrEnum):
+    """Where a block `f` is normalised, and what is added to the residual stream `x`."""
+
+    PRE = "pre"  # x + f(norm(x))
+    POST = "post"  # x + norm(f(x))
+    BOTH = "both"  # x + post_norm(f(norm(x)))
+    AFTER = "after"  # norm(x + f(x))
+
+
+class QkNorm(StrEnum):
+    """What normalises queries and keys before they are rotated."""
+
+    NONE = "none"
+    HEAD = "head"  # each head by the same weights [head_dim]
+    EACH = "each"  # each head by weights of its own [heads, head_dim]
+    WHOLE = "whole"  # all heads together, by weights [heads * head_dim]
+
+
+class Activation(StrEnum):
+    """Non-linearity of the MLP."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+    QUICK_GELU = "quick_gelu"  # x * sigmoid(1.702 x)
+    RELU_SQUARED = "relu_squared"
+
+
+class Position(StrEnum):
+    """How positions enter the model."""
+
+    ROTARY = "rotary"
+    LEARNED = "learned"
+    SINUSOIDAL = "sinusoidal"  # sines in the first half of the vector, cosines in the second
+    ALIBI = "alibi"  # a bias on scores that grows with distance
+    NONE = "none"
+
+
+class ExpertScore(StrEnum):
+    """What a router makes of its logits."""
+
+    SOFTMAX = "softmax"  # over all experts
+    SIGMOID = "sigmoid"
+
+
+class QkvLayout(StrEnum):
+    """How the rows of a packed `qkv` tensor lie."""
+
+    STACKED = "stacked"  # all query heads, all key heads, all value heads
+    GROUPED = "grouped"  # for each KV head: its query heads, its key, its value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryScaling:
+    """How rotary frequencies are stretched beyond the trained context (`rope_type` of the checkpoint)."""
+
+    kind: str = "default"  # one of ROTARY_KINDS
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_position: int = 8192  # tokens of the trained context
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    is_truncated: bool = True  # yarn: whole dimensions as bounds
+    amplitude: float = 1.0  # multiplies cosines and sines
+    short_factors: tuple[float, ...] = ()  # longrope: a divisor for each frequency, within the trained context
+    long_factors: tuple[float, ...] = ()  # longrope: beyond it
+
+
+ROTARY_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotarySpec:
+    """Rotary positions of a layer."""
+
+    base: float = 10000.0
+    dims: int | None = None  # leading elements of a head that turn; None: all of them
+    is_interleaved: bool = False  # pairs are neighbours, instead of element i with element i + dims / 2
+    scaling: RotaryScaling = field(default_factory=RotaryScaling)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Latent attention: keys and values of all heads come from one small vector of a token, and that is cached.
+
+    The last `rotary.dims` elements of a query turn; those of the key are beside the vector, one for all heads. There is
+    one KV head, and `has_qkv_bias` speaks of the layers that make the vectors. Source: DeepSeek-V2, arXiv 2405.04434.
+    """
+
+    rank: int  # elements of the vector
+    value_dim: int  # elements of a head's values
+    query_rank: int | None = None  # queries come from a vector of so many elements; None: from hidden states
+    norm_eps: float = 1e-6  # of the norms of these vectors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts: a token passes the few of many MLPs that a router scores highest, and adds them up.
+
+    Where experts are in groups, the best groups are chosen first, and the experts from these.
+    """
+
+    num_experts: int
+    num_chosen: int  # experts of a token
+    intermediate_size: int  # hidden units of an expert
+    dense_layers: tuple[int, ...] = ()  # layers with the plain MLP instead
+    score: ExpertScore = ExpertScore.SOFTMAX
+    is_normalized: bool = False  # scores of a token's experts are divided by their sum
+    scale: float = 1.0  # multiplies them after that
+    num_groups: int = 1  # of equally many experts
+    num_chosen_groups: int = 1
+    group_depth: int = 1  # best experts of a group that rank it, by the sum of their scores
+    shared_size: int = 0  # hidden units of an MLP that all tokens pass besides; 0: none
+
+
+class ModelFacts(Protocol):
+    """What is to be known of any model besides how to compute it."""
+
+    @property
+    def architecture(self) -> str:
+        """The name of its class in transformers."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids there are."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """The longest sequence, in tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Everything the decoder needs to know. Sizes are counts of elements, heads, layers or tokens."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int  # hidden units of the plain MLP
+    max_position_embeddings: int
+
+    norm: Norm = Norm.RMS
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0  # added to the weights of norms: Gemma's are stored less 1
+    has_norm_weight: bool = True
+    has_norm_bias: bool = False
+    norm_placement: NormPlacement = NormPlacement.PRE
+    is_parallel: bool = False  # attention and MLP read the same residual and are added together
+    qk_norm: QkNorm = QkNorm.NONE
+    has_qk_norm_bias: bool = False
+
+    activation: Activation = Activation.SILU
+    is_gated: bool = True
+    experts: ExpertsSpec | None = None  # in place of the MLP
+
+    position: Position = Position.ROTARY
+    rotary: RotarySpec = field(default_factory=RotarySpec)
+    window_rotary: RotarySpec | None = None  # of layers with a sliding window; None: as the others
+    unrotated_layers: tuple[int, ...] = ()  # layers without rotary positions
+    position_offset: int = 0  # rows of the position table before that of position 0
+    alibi_bias_max: float = 8.0  # the slopes are powers of 2 ** (-alibi_bias_max / heads)
+    alibi_scale: float = 1.0  # multiplies the slopes
+
+    sliding_windows: tuple[int | None, ...] = ()  # per layer, in tokens; empty: none
+    attention_scale: float | None = None  # multiplies scores; None: head_dim ** -0.5
+    is_scaled_by_layer: bool = False  # scores of layer i are also divided by i + 1
+    attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    qkv_layout: QkvLayout = QkvLayout.STACKED
+    qkv_clip: float | None = None  # queries, keys and values are kept within +- this
+    latent: LatentSpec | None = None  # where keys and values come from; None: from hidden states
+
+    has_qkv_bias: bool = False
+    has_out_bias: bool = False
+    has_mlp_bias: bool = False  # of all MLPs but a mixture's experts
+    has_head_bias: bool = False
+
+    embedding_size: int | None = None  # of the embedding table; None: the hidden size
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # multiplies what a block adds to the residual
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    is_tied: bool = False  # the head is the embedding table
+    is_head_normalized: bool = False  # rows of the head are divided by their length
+    names: TensorNames = field(default_factory=TensorNames)
+
+    @property
+    def table_size(self) -> int:
+        """Elements of a row of the embedding table."""
+        return self.embedding_size or self.hidden_size
+
+    @property
+    def score_scale(self) -> float:
+        """What scores of queries and keys are multiplied by in a layer that is not scaled by its place."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def cached_dim(self) -> int:
+        """Elements of a token in the cache, for a KV head: its key, and as many for its value; with `latent` both."""
+        return self.head_dim if self.latent is None else self.latent.rank + (self.rotary.dims or 0)
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """The experts of a layer, or None where it has one plain MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    def stretched(self, factor: float) -> "ModelSpec":
+        """The spec with all rotary positions divided by `factor`, and a context that many times as long."""
+        scaling = RotaryScaling(kind="linear", factor=factor)
+        return replace(
+            self,
+            rotary=replace(self.rotary, scaling=scaling),
+            window_rotary=self.window_rotary and replace(self.window_rotary, scaling=scaling),
+            max_position_embeddings=int(self.max_position_embeddings * factor),
+        )
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer in tokens, or None for full attention."""
+        return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def rotary_of(self, layer: int) -> RotarySpec | None:
+        """Rotary positions of a layer, or None where it has none."""
+        if self.position is not Position.ROTARY or layer in self.unrotated_layers:
+            return None
+        return self.window_rotary if self.window_rotary and self.window(layer) else self.rotary

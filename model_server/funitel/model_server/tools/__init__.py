@@ -1,0 +1,1 @@
+"""Command-line tools beside `serve`: specs, model inventory, quantisation, kernel benchmarks."""

@@ -1,0 +1,93 @@
+"""What `funitel models` prints: tables for people, one object for programs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from funitel.model_server.hub import resolve
+from funitel.model_server.hub.catalogue import CATALOGUE
+from funitel.model_server.settings import ModelsSettings
+from funitel.model_server.tools.models.needs import Needs, needs_of
+from funitel.model_server.tools.models.table import ServedArchitecture, served_architectures, through_transformers
+
+
+def list_all(*, is_json: bool) -> str:
+    """The catalogue, the architectures of the tables with their features, and those that transformers serves."""
+    served, others = list(served_architectures()), through_transformers()
+    if is_json:
+        catalogue = {name: [str(source) for source in sources] for name, sources in CATALOGUE.items()}
+        architectures = [asdict(each) for each in served]
+        return json.dumps({"catalogue": catalogue, "architectures": architectures, "through_transformers": others})
+    names = _table(
+        ("in the catalogue", "from"), [(name, "; or ".join(map(str, sources))) for name, sources in CATALOGUE.items()]
+    )
+    heads = ("architecture", "kind", "split over shards", "prefix cache", "precisions", "fused C++ step")
+    rest = (
+        f"{len(others)} more run through transformers in floating point, split over shards where it has a plan for "
+        "that; --json names them."
+    )
+    return "\n\n".join((names, _table(heads, [_row(each) for each in served]), rest))
+
+
+def _row(each: ServedArchitecture) -> tuple[str, ...]:
+    return (
+        each.architecture,
+        each.kind,
+        _yes(each.is_split),
+        _yes(each.shares_prefixes),
+        " ".join(each.precisions),
+        each.fused,
+    )
+
+
+def _yes(claim: bool) -> str:
+    return "yes" if claim else "no"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in (heads, *rows)) for i in range(len(heads))]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in (heads, *rows))
+
+
+def tell_needs(settings: ModelsSettings) -> tuple[str, bool]:
+    """What serving a model takes on this machine, and whether that fits. Fetches the model where it is not here.
+
+    Raises:
+        StartupError: it cannot be served, or not with these settings.
+    """
+    cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
+    folder = resolve.resolve(settings.model_id, revision=settings.revision, cache_dir=cache_dir).folder
+    needs = needs_of(settings, folder)
+    if settings.json:
+        return json.dumps(asdict(needs) | {"model": str(folder), "fits": needs.fits}), needs.fits
+    return "\n".join(f"{name:<16}{text}" for name, text in _lines(needs, folder)), needs.fits
+
+
+def _lines(needs: Needs, folder: Path) -> list[tuple[str, str]]:
+    why = f" ({needs.why})" if needs.why else ""
+    weights = ", ".join(map(_size, needs.weights))
+    lines = [
+        ("model", f"{folder}, {needs.architecture}"),
+        ("served by", f"{needs.served_by}{why}"),
+        ("weights", f"{weights}{' on each of the ranks' if len(needs.weights) > 1 else ''}, {needs.precision}"),
+        ("context", f"{needs.context:,} tokens"),
+    ]
+    if needs.blocks:
+        each = ", ".join(_size(size) for size in needs.blocks)
+        lines.append(("kept in blocks", f"{each} for each {needs.block_size:,} tokens, {needs.kv_precision}"))
+    elif needs.kv_precision:
+        lines.append(("kept in blocks", "known once it is loaded"))
+    lines.append(("memory free", _size(needs.free)))
+    if needs.blocks:
+        lines.append(("pool", f"{needs.pool:,} tokens"))
+    lines.append(("fits", _yes(needs.fits)))
+    return lines
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes in the unit that people would use."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes} B"

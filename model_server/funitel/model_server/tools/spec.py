@@ -1,0 +1,88 @@
+"""`funitel spec`: print the spec of a checkpoint, or hold one against its tensors."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.checkpoint.storage import Range, part_shape
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.files.integrity import read_json
+from funitel.model_server.models.decoder import Decoder
+from funitel.model_server.models.encoder_decoder.model import Seq2Seq
+from funitel.model_server.registry.encoder_decoders import is_seq2seq, seq2seq_spec_of
+from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.spec.json_file import read_spec, to_json
+from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.proto.errors import WeightsError
+
+_META = torch.device("meta")
+
+
+def choose_spec(model_spec: str | None, folder: Path) -> ModelSpec:
+    """The spec that a user wrote, else the one of the checkpoint's architecture. Raises: `StartupError`."""
+    return spec_of(read_json(folder / "config.json")) if model_spec is None else read_spec(Path(model_spec))
+
+
+class Inspection(Weights):
+    """A checkpoint that hands out tensors without values and notes what does not fit."""
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        super().__init__(folder, torch.float32, _META, prefix, is_shown=False)
+        self.problems: list[str] = []
+
+    def read(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        rows: Range | None = None,
+        columns: Range | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A tensor of the part's shape, without values."""
+        try:
+            storage = self._find(name)
+            self._used.update(storage.names)
+            if storage.shape != tuple(shape):
+                self._note(f"wrong shape: {name} is {list(storage.shape)}, the spec says {list(shape)}")
+        except WeightsError:
+            self._note(f"missing: {name} {list(shape)}")
+        return torch.empty(part_shape(shape, rows, columns), device=_META)
+
+    def finish(self, ignored: Sequence[str]) -> None:
+        """Note the tensors nobody asked for."""
+        try:
+            super().finish(ignored)
+        except WeightsError:
+            self.problems += [f"unexpected: {name}" for name in self.unexpected]
+
+    def _note(self, problem: str) -> None:
+        if problem not in self.problems:  # packed tensors are read in parts
+            self.problems.append(problem)
+
+
+def show(folder: Path, *, is_whole: bool) -> str:
+    """The spec of a checkpoint as JSON; of an encoder-decoder those of both stacks. Raises: `StartupError`."""
+    config = read_json(folder / "config.json")
+    spec = seq2seq_spec_of(config) if is_seq2seq(config) else spec_of(config)
+    return to_json(spec, is_whole=is_whole)
+
+
+def check(folder: Path, model_spec: str | None) -> list[str]:
+    """What of a checkpoint does not fit a spec: one line for each tensor missing, unexpected or of the wrong shape.
+
+    Raises:
+        StartupError: there is no spec, or no checkpoint.
+    """
+    if model_spec is None and is_seq2seq(config := read_json(folder / "config.json")):
+        both = seq2seq_spec_of(config)
+        weights = Inspection(folder, both.decoder.names.prefix)
+        Seq2Seq(both, weights, TensorParallel(device=_META))
+        return weights.problems
+    spec = choose_spec(model_spec, folder)
+    weights = Inspection(folder, spec.names.prefix)
+    Decoder(spec, weights, TensorParallel(device=_META), TorchAttention(1, _META))
+    return weights.problems

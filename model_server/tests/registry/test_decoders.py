@@ -1,0 +1,59 @@
+"""Every architecture of the table against transformers: the short form of `python -m funitel_testing.families`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from funitel.model_server.cpu.coverage import missing
+from funitel.model_server.registry.decoders import FAMILIES
+from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.spec.json_file import from_json, to_json
+from funitel_testing.families import TOLERANCE, worst_error
+from funitel_testing.zoo import ZOO
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_two_ranks_give_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    assert worst_error(name, tmp_path, num_decode=4, sizes=(2,))[0] < TOLERANCE
+    spec = spec_of(json.loads((tmp_path / "config.json").read_text()))
+    for is_whole in (False, True):
+        assert from_json(to_json(spec, is_whole=is_whole), "spec") == spec
+
+
+def test_every_row_has_a_checkpoint_in_the_zoo() -> None:
+    saved = {(tiny.family_config or {}).get("architectures", [tiny.architecture])[0] for tiny in ZOO.values()}
+    aliases = {"BaiChuanForCausalLM", "ChatGLMForConditionalGeneration"}
+    assert set(FAMILIES) - aliases == saved
+    for alias, name in (
+        ("BaiChuanForCausalLM", "BaichuanForCausalLM"),
+        *[(a, "ChatGLMModel") for a in aliases if "GLM" in a],
+    ):
+        assert FAMILIES[alias] is FAMILIES[name]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("is_head_normalized", True),
+        ("norm", "none"),
+        ("rotary", {"scaling": {"kind": "dynamic"}}),
+        ("window_rotary", {"scaling": {"kind": "dynamic"}}),
+        ("names", {"embedding_in": "narrow"}),
+    ],
+)
+def test_the_fused_step_leaves_what_it_does_not_know_to_torch(field: str, value: object) -> None:
+    plain = {
+        "architecture": "Test",
+        "vocab_size": 10,
+        "hidden_size": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 8,
+        "max_position_embeddings": 8,
+        "sliding_windows": [None, 4],
+    }
+    assert missing(from_json(json.dumps(plain), "spec")) is None
+    assert missing(from_json(json.dumps(plain | {field: value}), "spec")) is not None

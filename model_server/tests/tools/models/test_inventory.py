@@ -1,0 +1,131 @@
+"""`funitel models` says what the tables say, and of a model what loading it then finds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from funitel.model_server.loading.decoder import load
+from funitel.model_server.loading.generator import load_generator
+from funitel.model_server.registry.decoders import FAMILIES
+from funitel.model_server.registry.encoder_decoders import SEQ2SEQ
+from funitel.model_server.registry.encoders import ENCODERS
+from funitel.model_server.settings import ModelServerSettings, ModelsSettings
+from funitel.model_server.tools.models import needs
+from funitel.model_server.tools.models.report import list_all, tell_needs
+from funitel.model_server.tools.models.table import served_architectures
+from funitel.proto.errors import SettingsError, WeightsError
+from funitel_testing.fallback import UNLISTED, split_form
+from funitel_testing.tiny import byte_tokenizer, save_tiny
+from funitel_testing.tiny_seq2seq import FAMILIES as TINY_SEQ2SEQ
+from funitel_testing.tiny_seq2seq import save_tiny_seq2seq
+
+FREE = 10**9
+
+
+@pytest.fixture(autouse=True)
+def _known_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(needs, "free_bytes", lambda device: FREE)
+
+
+def told(folder: Path, **given: Any) -> dict[str, Any]:
+    text, fits = tell_needs(ModelsSettings(model_id=str(folder), device="cpu", block_size=4, json=True, **given))
+    found: dict[str, Any] = json.loads(text)
+    assert found["fits"] is fits
+    return found
+
+
+def test_the_list_has_every_row_of_the_tables_and_what_transformers_has_besides() -> None:
+    found = json.loads(list_all(is_json=True))
+    rows = {row["architecture"]: row for row in found["architectures"]}
+    assert rows.keys() == {*FAMILIES, *SEQ2SEQ, *ENCODERS}
+    assert rows["LlamaForCausalLM"]["fused"] == "yes"
+    assert "int8" in rows["LlamaForCausalLM"]["precisions"]
+    assert rows["Olmo2ForCausalLM"]["fused"] == "yes"
+    assert rows["MixtralForCausalLM"]["fused"] == "no: a mixture of experts"
+    assert "int8" not in rows["MixtralForCausalLM"]["precisions"]
+    assert rows["BertModel"]["kind"] == "encoder"
+    assert {"MambaForCausalLM", "ArceeForCausalLM"} <= set(found["through_transformers"])
+    assert not rows.keys() & set(found["through_transformers"])
+    assert "all-minilm-l6-v2" in found["catalogue"]
+    text = list_all(is_json=False)
+    assert all(name in text for name in (*FAMILIES, *SEQ2SEQ, *ENCODERS, *found["catalogue"]))
+
+
+@pytest.mark.parametrize("given", [{}, {"dtype": "float32"}, {"dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_model_takes_what_was_told(family: str, given: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny(family, tmp_path)
+    found = told(folder, **given)
+    settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1, block_size=4, **given)
+    executor, info = load(settings, folder)
+    assert found["weights"] == [info.weight_bytes]
+    assert found["blocks"] == [executor.pools.bytes_per_block]
+    assert found["precision"] == info.dtype.removeprefix("torch.")
+    assert found["pool"] == ((FREE - info.weight_bytes) // 2 // executor.pools.bytes_per_block - 1) * 4
+
+
+def test_ranks_share_weights_and_memory(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path)
+    whole, halves = told(folder), told(folder, num_shard=2)
+    assert len(halves["weights"]) == len(halves["blocks"]) == 2
+    assert halves["weights"][0] < whole["weights"][0]
+    assert sum(halves["blocks"]) == whole["blocks"][0]
+    with pytest.raises(SettingsError, match="--num-shard 7 is larger than the model's 6 query heads"):
+        told(folder, num_shard=7)
+
+
+@pytest.mark.parametrize("name", ["arcee", "mamba", "falcon-h1"])
+def test_a_model_through_transformers_takes_what_was_told(name: str, tmp_path: Path) -> None:
+    UNLISTED[name].save(tmp_path)
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    found = told(tmp_path)
+    torch.set_num_threads(1)
+    settings = ModelServerSettings(model_id=str(tmp_path), device="cpu", num_threads=1, block_size=4)
+    executor, info = load(settings, tmp_path)
+    assert (found["weights"], found["blocks"]) == ([info.weight_bytes], [executor.pools.bytes_per_block])
+    assert (found["block_size"], found["context"]) == (info.block_size, executor.spec.max_position_embeddings)
+
+
+@pytest.mark.parametrize(("name", "is_kv_split"), [("exaone", True), ("ernie", False)])
+def test_ranks_share_a_model_through_transformers(name: str, is_kv_split: bool, tmp_path: Path) -> None:
+    split_form(name).save(tmp_path)
+    whole, halves = told(tmp_path), told(tmp_path, num_shard=2)
+    assert len(halves["weights"]) == len(halves["blocks"]) == 2
+    assert max(halves["weights"]) < 0.75 * whole["weights"][0]
+    assert sum(halves["blocks"]) == whole["blocks"][0] * (1 if is_kv_split else 2)
+    with pytest.raises(SettingsError, match="which shares heads out evenly: 4 query heads"):
+        told(tmp_path, num_shard=3)
+
+
+@pytest.mark.parametrize("family", TINY_SEQ2SEQ)
+def test_an_encoder_decoder_takes_what_was_told(family: str, tmp_path: Path) -> None:
+    folder = save_tiny_seq2seq(family, tmp_path)
+    settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1, block_size=4)
+    executor, info = load_generator(settings, folder)
+    found = told(folder)
+    assert (found["weights"], found["blocks"]) == ([info.weight_bytes], [executor.pools.bytes_per_block])
+    assert len(told(folder, num_shard=2)["weights"]) == 2
+
+
+def test_what_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny("llama", tmp_path)
+    monkeypatch.setattr(needs, "free_bytes", lambda device: 1000)
+    text, fits = tell_needs(ModelsSettings(model_id=str(folder), device="cpu"))
+    assert not fits
+    assert text.splitlines()[-1].split() == ["fits", "no"]
+
+
+def test_a_path_that_is_none_is_one_line() -> None:
+    with pytest.raises(WeightsError, match="^no such folder or file: /nowhere$"):
+        tell_needs(ModelsSettings(model_id="/nowhere"))
+
+
+def test_no_mixture_of_experts_is_said_to_run_in_the_fused_step() -> None:
+    mixtures = {name for name, row in FAMILIES.items() if "experts" in row.fields}
+    found = {each.architecture: each for each in served_architectures() if each.architecture in mixtures}
+    assert found.keys() == mixtures
+    assert {each.fused for each in found.values()} == {"no: a mixture of experts"}
+    assert all("int8" not in each.precisions for each in found.values())

@@ -1,0 +1,1 @@
+"""What every process needs of its operating system: logs, lock files, parent death, private sockets, core sets."""

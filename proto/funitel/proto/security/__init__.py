@@ -1,0 +1,1 @@
+"""API keys at rest and TLS contexts."""

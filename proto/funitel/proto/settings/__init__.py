@@ -1,0 +1,1 @@
+"""Settings as frozen dataclasses rendered as typer commands."""

@@ -1,0 +1,202 @@
+"""Settings as frozen dataclasses, rendered as typer commands.
+
+A field made with `setting(default, help)` becomes the flag `--its-name`, the variable `ITS_NAME` and a line
+of `--help`; each default exists once. Flag beats variable beats default. The environment is read by typer, at
+the rim, and nowhere else. Flags that are taken but not honoured are rows of `foreign`. `to_argv` turns settings back
+into flags for a child process.
+"""
+
+import dataclasses
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, field
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar, get_type_hints
+
+import typer
+
+from funitel.proto.errors import FunitelError, SettingsError
+from funitel.proto.settings.bounds import ANY, Bounds
+from funitel.proto.settings.options import Meta, flag_of, foreign_option, option_of, usage_message
+from funitel.proto.settings.tgi_flags import Inert, Program, Refused, rows_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    short: str | None = None,
+    choices: Iterable[str] = (),
+    env: str | None = "",
+    aliases: Iterable[str] = (),
+    takes_value: bool = False,
+    refused: Mapping[str, str] = MappingProxyType({}),
+    bounds: Bounds = ANY,
+) -> Any:
+    """Declare one field of a settings dataclass.
+
+    Args:
+        default: value when neither flag nor variable is given; None means "decided at start".
+        help: one line for `--help` and the settings page; names the unit.
+        short: one-letter flag, such as "-p".
+        choices: the only values allowed.
+        env: name of the variable; "" derives it from the field, None means there is none.
+        aliases: further long flags.
+        takes_value: a boolean that is written `--its-name true` instead of being a switch.
+        refused: values that are known but cannot be honoured, and why.
+        bounds: the numbers it may be, for `check_bounds`; None may always be where it is the default.
+    """
+    meta = Meta(help, short, tuple(choices), env, tuple(aliases), takes_value, refused, bounds)
+    return field(default=default, metadata={"setting": meta})
+
+
+def as_command(
+    cls: type[T],
+    run: Callable[[T], None],
+    arguments: dict[str, str] | None = None,
+    *,
+    program: Program | None = None,
+    set_up: Callable[[T], None] = lambda settings: None,
+) -> Callable[..., None]:
+    """Make a typer command function that builds `cls` from flags and variables and hands it to `run`.
+
+    Args:
+        cls: the settings dataclass.
+        run: called with the settings.
+        arguments: the fields that are positional, with their help.
+        program: whose rows of `foreign` are taken too; those refused raise SettingsError before `run`.
+        set_up: called before `run` and before anything is logged: each row that is given and has no effect is one line.
+    """
+    rows = tuple(rows_of(program)) if program else ()
+    parameters = [*_parameters(cls, arguments or {}), *(foreign_option(row, program) for row in rows if program)]
+    parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
+
+    def command(*, context: typer.Context, **values: Any) -> None:
+        given = _Given(context, values)
+        asked = [(row, given.text(row.name, values[row.name])) for row in rows if row.asks(values[row.name])]
+        for row, text in asked:
+            if isinstance(row, Refused):
+                raise SettingsError(row.refusal(text))
+        given.check_refused(cls)
+        settings = cls(**{f.name: given.value(f.name) for f in dataclasses.fields(cls)})  # type: ignore[arg-type]
+        set_up(settings)
+        for row, text in asked:
+            if isinstance(row, Inert):
+                logger.info(row.remark(text))
+        run(settings)
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.__doc__ = cls.__doc__
+    return command
+
+
+def _parameters(cls: type[Any], positional: Mapping[str, str]) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(cls)
+    for setting_field in dataclasses.fields(cls):
+        name = setting_field.name
+        if name in positional:
+            default = ... if setting_field.default is MISSING else setting_field.default
+            argument = typer.Argument(default, help=positional[name])
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=argument, annotation=hints[name])
+        else:
+            yield option_of(setting_field, hints[name])
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What was given on one command line and in its environment."""
+
+    context: typer.Context
+    values: Mapping[str, Any]
+
+    def value(self, name: str) -> Any:
+        """A value as the dataclass holds it."""
+        value = self.values[name]
+        return tuple(value) if isinstance(value, list) else value
+
+    def text(self, name: str, value: Any) -> str:
+        """How a value was given: as `--its-name value` or as `ITS_NAME=value`."""
+        source = self.context.get_parameter_source(name)
+        if source is not None and source.name == "ENVIRONMENT":
+            return f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}"
+        return flag_of(name) if value is True else f"{flag_of(name)} {value}"
+
+    def check_refused(self, cls: type[Any]) -> None:
+        """Raise SettingsError for a value that is known and cannot be honoured."""
+        for setting_field in dataclasses.fields(cls):
+            meta = setting_field.metadata.get("setting")
+            value = self.values[setting_field.name]
+            if meta is not None and isinstance(value, str) and value in meta.refused:
+                row = Refused(name=setting_field.name, why=meta.refused[value])
+                raise SettingsError(row.refusal(self.text(row.name, value)))
+
+
+def to_argv(settings: Any, skip: Iterable[str] = ()) -> list[str]:
+    """Render settings as flags for a child process; fields that are None or False are left out."""
+    left_out = set(skip)
+    argv: list[str] = []
+    for setting_field in dataclasses.fields(settings):
+        value = getattr(settings, setting_field.name)
+        takes_value = setting_field.metadata and setting_field.metadata["setting"].takes_value
+        if setting_field.name in left_out or value is None or (value is False and not takes_value):
+            continue
+        flag = flag_of(setting_field.name)
+        if isinstance(value, bool):
+            argv += [flag, str(value).lower()] if takes_value else [flag]
+        elif isinstance(value, tuple):
+            for item in value:
+                argv += [flag, str(item)]
+        else:
+            argv += [flag, str(value)]
+    return argv
+
+
+def project(settings: Any, cls: type[T], **changes: Any) -> T:
+    """Build the settings `cls` of a child from the fields it shares with `settings`; `changes` win."""
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    shared = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.name in names}
+    return cls(**(shared | changes))
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise SettingsError with `message` unless `condition` holds."""
+    if not condition:
+        raise SettingsError(message)
+
+
+def check_bounds(settings: Any) -> None:
+    """Raise SettingsError for the first number that is beyond its bounds."""
+    for setting_field in dataclasses.fields(settings):
+        meta = setting_field.metadata.get("setting")
+        value = getattr(settings, setting_field.name)
+        if meta is not None and meta.bounds != ANY and value is not None:
+            require(value in meta.bounds, f"{flag_of(setting_field.name)} must be {meta.bounds}, given {value}")
+
+
+def run_app(app: typer.Typer) -> NoReturn:
+    """Run a typer app; usage errors are one line and exit code 2, all others one line and exit code 1.
+
+    The traceback of an unexpected error is logged at debug level.
+    """
+    try:
+        code = app(standalone_mode=False)
+    except typer.Abort:
+        sys.exit(130)
+    except typer.TyperException as error:
+        print(f"error: {usage_message(error)}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except FunitelError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:
+        logger.debug("unexpected", exc_info=error)
+        print(f"error: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(code if isinstance(code, int) else 0)

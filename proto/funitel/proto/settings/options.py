@@ -1,0 +1,171 @@
+"""One setting as typer sees it: its names, its kind, how its text becomes a value.
+
+`settings` makes options of the fields of a dataclass and of the rows of `foreign`.
+"""
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import typer
+
+from funitel.proto.settings.bounds import Bounds
+from funitel.proto.settings.tgi_flags import Foreign, Inert, Program
+
+T = TypeVar("T")
+
+
+class Counts(tuple[int, ...]):
+    """Whole numbers in one flag: `1,4,16`."""
+
+    def __new__(cls, text: str) -> "Counts":
+        """Raise ValueError, which says what is wrong, for anything else."""
+        return super().__new__(cls, _numbers(text, int, "whole numbers such as 1,4,16"))
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+class Rates(tuple[float, ...]):
+    """Numbers in one flag: `0.5,2`."""
+
+    def __new__(cls, text: str) -> "Rates":
+        """Raise ValueError, which says what is wrong, for anything else."""
+        return super().__new__(cls, _numbers(text, float, "numbers such as 0.5,2"))
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
+def _numbers(text: str, kind: Callable[[str], T], what: str) -> list[T]:
+    try:
+        return [kind(word) for word in text.split(",")]
+    except ValueError:
+        raise ValueError(f"is not a list of {what}") from None
+
+
+# What a boolean may be written as, in any case; the variable of a switch takes the same.
+TRUE_WORDS = ("true", "1", "yes", "on")
+FALSE_WORDS = ("false", "0", "no", "off")
+_NOT_BOOLEAN = f"is not one of {', '.join((*TRUE_WORDS, *FALSE_WORDS))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What `settings.setting` was told of a field."""
+
+    help: str
+    short: str | None
+    choices: tuple[str, ...]
+    env: str | None
+    aliases: tuple[str, ...]
+    takes_value: bool
+    refused: Mapping[str, str]
+    bounds: Bounds
+
+
+def flag_of(name: str) -> str:
+    """`max_batch_size` -> `--max-batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(field: "Field[Any]") -> str | None:
+    """Name of the environment variable of a field, or None."""
+    env: str | None = field.metadata["setting"].env
+    return field.name.upper() if env == "" else env
+
+
+def _plain(annotation: Any) -> tuple[Any, bool]:
+    """Split an annotation into (type, is a repeatable tuple): `int | None` -> int, `tuple[str, ...]` -> str."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        annotation = next(a for a in get_args(annotation) if a is not type(None))
+    if get_origin(annotation) is tuple:
+        return get_args(annotation)[0], True
+    return annotation, False
+
+
+def option_of(field: "Field[Any]", annotation: Any) -> inspect.Parameter:
+    """Make the option of a field that `settings.setting` declared."""
+    meta: Meta = field.metadata["setting"]
+    plain, repeatable = _plain(annotation)
+    is_switch = plain is bool and not meta.takes_value
+    names = [_switch(field.name) if is_switch else flag_of(field.name), *meta.aliases]
+    default: Any = field.default
+    option = _make_option(
+        list(default) if repeatable else default,
+        [*names, *([meta.short] if meta.short else [])],
+        plain,
+        is_switch=is_switch,
+        env=variable_of(field),
+        help=meta.help,
+    )
+    known = (*meta.choices, *meta.refused)
+    kind: Any = Literal[known] if known else bool if is_switch else str if plain is bool else plain
+    return _parameter(field.name, option, list[kind] if repeatable else kind)
+
+
+def foreign_option(row: Foreign, program: Program) -> inspect.Parameter:
+    """Make the option of a row; it is hidden where the program has only the variable."""
+    is_switch = row.kind is bool
+    option = _make_option(
+        None,
+        [_switch(row.name) if is_switch else flag_of(row.name)],
+        row.kind,
+        is_switch=is_switch,
+        env=row.env,
+        help=f"Accepted without effect: {row.why}." if isinstance(row, Inert) else f"Refused: {row.why}.",
+        hidden=program not in row.flag,
+    )
+    kind: Any = Literal[row.choices] if row.choices else bool if is_switch else str
+    return _parameter(row.name, option, kind)
+
+
+def _switch(name: str) -> str:
+    """`json_output` -> `--json-output/--no-json-output`, as typer writes a switch."""
+    return f"{flag_of(name)}/--no-{name.replace('_', '-')}"
+
+
+def _make_option(
+    default: Any, names: list[str], kind: Callable[[str], Any], *, is_switch: bool, env: str | None, **more: Any
+) -> Any:
+    parser = None if is_switch or kind is str else partial(_parse, parse_bool if kind is bool else kind)
+    return typer.Option(default, *names, envvar=env, parser=parser, show_default=default is not None, **more)
+
+
+def _parameter(name: str, option: Any, kind: Any) -> inspect.Parameter:
+    annotation = kind | None if option.default is None else kind
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+
+def _parse(kind: Callable[[str], Any], value: Any) -> Any:
+    """Turn the text of a flag or variable into a value; typer also hands in defaults, which are values already."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return kind(value.strip())
+    except ValueError as error:
+        name = _KINDS.get(kind)
+        raise typer.BadParameter(f"{value!r} {f'is not a valid {name}' if name else error}") from error
+
+
+_KINDS: dict[Callable[[str], Any], str] = {int: "integer", float: "number"}
+
+
+def parse_bool(text: str) -> bool:
+    """Read a boolean; ValueError says what it may be."""
+    word = text.lower()
+    if word not in (*TRUE_WORDS, *FALSE_WORDS):
+        raise ValueError(_NOT_BOOLEAN)
+    return word in TRUE_WORDS
+
+
+def usage_message(error: typer.TyperException) -> str:
+    """Say in one line what is wrong with a command line; typer leaves out the value of a switch's variable."""
+    option = getattr(error, "param", None)
+    if isinstance(error, typer.BadParameter) and getattr(option, "is_flag", False) and option and error.ctx:
+        value = option.value_from_envvar(error.ctx)
+        return f"Invalid value for {option.get_error_hint()}: {value!r} {_NOT_BOOLEAN}"
+    return " ".join(error.format_message().split())

@@ -1,0 +1,126 @@
+"""Anthropic's routes: `/v1/messages` and `/v1/messages/count_tokens`."""
+
+import uuid
+from functools import partial
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from funitel.proto.errors import InvalidRequest
+from funitel.router.api.anthropic.builder import MessageBuilder
+from funitel.router.api.anthropic.schema import (
+    CountTokensRequest,
+    MessageAnswer,
+    MessagesRequest,
+    MessageUsage,
+    Ping,
+    ThinkingAdaptive,
+    ThinkingEnabled,
+    TokenCount,
+)
+from funitel.router.api.anthropic.to_chat import chat_call, chat_sampling
+from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.common.errors import anthropic_error, new_request_id, renaming
+from funitel.router.chat import Part, PreparedChat, count_prompt_tokens, prepare_chat
+from funitel.router.core import request_context
+from funitel.router.serving.arrival import Arrival
+from funitel.router.serving.prepare import generation_route, reading_route, service_of
+from funitel.router.serving.service import Service
+from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
+from funitel.router.transport.sse_frames import named_frame
+
+VERSIONS = ("2023-06-01", "2026-10-21")  # their events are the same; the sampling the later one drops is taken in both
+FIELDS = {
+    "inputs": "messages",
+    "max_new_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "grammar": "output_config.format",
+    "response_format": "output_config.format",
+}
+
+
+@generation_route
+async def messages(http: HttpRequest) -> Response:
+    """`/v1/messages`: the answer to a conversation, whole or streamed."""
+    arrived = Arrival.of(http)
+    service = service_of(http)
+    _check_version(http)
+    body = await read_body(http, MessagesRequest, service.settings.payload_limit)
+    request_id = new_request_id()
+    if body.stream:
+        chat = await _prepare(service, body, arrived)
+        return EventStream(
+            partial(_stream, service, chat, body),
+            partial(anthropic_error, request_id=request_id),
+            headers=chat.stream_headers | {"request-id": request_id},
+            frame=named_frame,
+            keep_alive=named_frame(Ping()),
+        )
+    message, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
+    return json_answer(message, headers | {"request-id": request_id})
+
+
+@reading_route
+async def count_tokens(http: HttpRequest) -> Response:
+    """`/v1/messages/count_tokens`: how many tokens the prompt of a conversation has."""
+    service = service_of(http)
+    _check_version(http)
+    body = await read_body(http, CountTokensRequest, service.settings.payload_limit)
+    with renaming(FIELDS):
+        count = await count_prompt_tokens(service, chat_call(body))
+    return json_answer(TokenCount(input_tokens=count), {"request-id": new_request_id()})
+
+
+def _check_version(http: HttpRequest) -> None:
+    version = http.headers.get("anthropic-version", VERSIONS[0])
+    if version not in VERSIONS:
+        allowed = " or ".join(VERSIONS)
+        raise InvalidRequest(f"header anthropic-version: must be {allowed}. Given: {version!r}", "anthropic-version")
+
+
+async def _prepare(service: Service, body: MessagesRequest, arrived: Arrival) -> PreparedChat:
+    with renaming(FIELDS):
+        call = chat_call(body, chat_sampling(body))
+        chat = await prepare_chat(service, call, stream=body.stream, arrived=arrived)
+    if isinstance(body.thinking, ThinkingEnabled) and chat.prompt.reasoning is None:
+        raise InvalidRequest("`thinking` is not supported: the model's template marks no reasoning", "thinking")
+    return chat
+
+
+async def _complete(service: Service, body: MessagesRequest, arrived: Arrival) -> tuple[MessageAnswer, dict[str, str]]:
+    chat = await _prepare(service, body, arrived)
+    (answer,), headers = await chat.run()
+    builder = _builder(service, chat, body)
+    for part in answer.parts:
+        for _ in builder.feed(part):
+            pass
+    return builder.message, headers
+
+
+async def _stream(service: Service, chat: PreparedChat, body: MessagesRequest, put: Put) -> None:
+    builder = _builder(service, chat, body)
+
+    def take(_index: int, part: Part) -> None:
+        for event in builder.feed(part):
+            put(event)
+
+    await chat.stream(take)
+
+
+def _builder(service: Service, chat: PreparedChat, body: MessagesRequest) -> MessageBuilder:
+    thinking = body.thinking if isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive) else None
+    message = MessageAnswer(
+        id=f"msg_{uuid.uuid4().hex}",
+        model=service.shown_model(body.model),
+        content=[],
+        stop_reason=None,
+        stop_sequence=None,
+        usage=MessageUsage(input_tokens=len(chat.jobs[0].request.input_ids), output_tokens=0),
+    )
+    request_context.current().name_answer(message.id, message.model)
+    return MessageBuilder(
+        message,
+        body.max_tokens,
+        shows_thinking=thinking is not None,
+        omits_thinking=thinking is not None and thinking.display == "omitted",
+    )

@@ -1,0 +1,187 @@
+"""An Anthropic request in the words of the chat core."""
+
+import json
+from collections.abc import Iterator
+
+from funitel.proto.errors import InvalidRequest
+from funitel.proto.step import GrammarType
+from funitel.router.api.anthropic.schema import (
+    CountTokensRequest,
+    Message,
+    MessagesRequest,
+    TextBlock,
+    ThinkingAdaptive,
+    ThinkingBlock,
+    ThinkingEnabled,
+    ToolChoiceAny,
+    ToolChoiceNone,
+    ToolChoiceTool,
+    ToolResultBlock,
+    ToolUseBlock,
+    joined,
+)
+from funitel.router.api.anthropic.schema import Tool as BodyTool
+from funitel.router.chat import ChatCall, ChatMessage, ChatSampling, PastToolCall, Tool, ToolChoice, ToolMode
+from funitel.router.text.grammar import Grammar
+
+
+def chat_call(body: CountTokensRequest, sampling: ChatSampling | None = None) -> ChatCall:
+    """The conversation of a request, and how to go on.
+
+    Raises:
+        InvalidRequest: blocks stand where they cannot, or calls of tools lack their results.
+    """
+    tools = tuple(_tool(tool) for tool in body.tools or ())
+    if body.tool_choice is not None and not tools:
+        raise InvalidRequest("`tool_choice` needs `tools`", "tool_choice")
+    return ChatCall(
+        messages=tuple(_merged(_conversation(body))),
+        tools=tools,
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=not getattr(body.tool_choice, "disable_parallel_tool_use", False),
+        grammar=_grammar(body),
+        sampling=sampling or ChatSampling(),
+        template_variables={"enable_thinking": isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive)},
+    )
+
+
+def chat_sampling(body: MessagesRequest) -> ChatSampling:
+    """How tokens are chosen and when they end.
+
+    Raises:
+        InvalidRequest: more tokens to think with than to answer.
+    """
+    if isinstance(body.thinking, ThinkingEnabled) and body.thinking.budget_tokens >= body.max_tokens:
+        raise InvalidRequest(
+            f"thinking.budget_tokens: must be less than `max_tokens` {body.max_tokens}. "
+            f"Given: {body.thinking.budget_tokens}",
+            "thinking.budget_tokens",
+        )
+    return ChatSampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k or None,
+        max_tokens=body.max_tokens,
+        stop=tuple(body.stop_sequences or ()),
+    )
+
+
+def _grammar(body: CountTokensRequest) -> Grammar | None:
+    if body.output_config is None or body.output_config.format is None:
+        return None
+    return Grammar(GrammarType.JSON, json.dumps(body.output_config.format.schema_, ensure_ascii=False))
+
+
+def _tool(tool: BodyTool) -> Tool:
+    return Tool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+
+
+def _tool_choice(body: CountTokensRequest) -> ToolChoice:
+    match body.tool_choice:
+        case ToolChoiceTool(name=name):
+            return ToolChoice.named(name)
+        case ToolChoiceAny():
+            return ToolChoice(ToolMode.REQUIRED)
+        case ToolChoiceNone():
+            return ToolChoice(ToolMode.NONE)
+        case _:
+            return ToolChoice()
+
+
+# Messages
+
+
+def _conversation(body: CountTokensRequest) -> Iterator[ChatMessage]:
+    if body.system:
+        yield ChatMessage(role="system", text=joined(body.system))
+    calls: dict[str, str] = {}  # of the message before, by id
+    for place, message in enumerate(body.messages):
+        _check_content(body, place)
+        if message.role == "assistant":
+            _check_answered(calls, place - 1)
+            calls = {block.id: block.name for block in message.content if isinstance(block, ToolUseBlock)}
+            yield _assistant_message(message)
+        else:
+            yield from _user_messages(message, place, calls)
+            answered = {block.tool_use_id for block in message.content if isinstance(block, ToolResultBlock)}
+            _check_answered({id: name for id, name in calls.items() if id not in answered}, place - 1)
+            calls = {}
+    _check_answered(calls, len(body.messages) - 1)
+
+
+_SPEAKERS = {ToolUseBlock: "assistant", ThinkingBlock: "assistant", ToolResultBlock: "user"}
+
+
+def _check_content(body: CountTokensRequest, place: int) -> None:
+    message = body.messages[place]
+    may_be_empty = message.role == "assistant" and place == len(body.messages) - 1
+    is_empty = all(isinstance(block, TextBlock) and not block.text for block in message.content)
+    if is_empty and not may_be_empty:
+        param = f"messages.{place}.content"
+        raise InvalidRequest(f"{param}: cannot be empty, save in a last message that is the assistant's", param)
+    for number, block in enumerate(message.content):
+        speaker = _SPEAKERS.get(type(block), message.role)
+        if message.role != speaker:
+            param = f"messages.{place}.content.{number}"
+            raise InvalidRequest(f"{param}: type `{block.type}` belongs into a message with role `{speaker}`", param)
+
+
+def _check_answered(calls: dict[str, str], place: int) -> None:
+    if calls:
+        param = f"messages.{place}.content"
+        missing = ", ".join(f"`{id}`" for id in calls)
+        raise InvalidRequest(f"{param}: each tool_use must have its tool_result in the next message: {missing}", param)
+
+
+def _assistant_message(message: Message) -> ChatMessage:
+    blocks = message.content
+    return ChatMessage(
+        role="assistant",
+        text="".join(block.text for block in blocks if isinstance(block, TextBlock)),
+        reasoning="".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)) or None,
+        tool_calls=tuple(
+            PastToolCall(id=block.id, name=block.name, arguments=block.input)
+            for block in blocks
+            if isinstance(block, ToolUseBlock)
+        ),
+    )
+
+
+def _user_messages(message: Message, place: int, calls: dict[str, str]) -> Iterator[ChatMessage]:
+    """Results of tools are messages of their own, in the order of the blocks."""
+    for number, block in enumerate(message.content):
+        if isinstance(block, TextBlock):
+            yield ChatMessage(role=message.role, text=block.text)
+        elif isinstance(block, ToolResultBlock):
+            if block.tool_use_id not in calls:
+                param = f"messages.{place}.content.{number}.tool_use_id"
+                raise InvalidRequest(
+                    f"{param}: no tool_use of the message before has this id. Given: {block.tool_use_id!r}", param
+                )
+            name = calls[block.tool_use_id]
+            yield ChatMessage(role="tool", text=block.text, tool_call_id=block.tool_use_id, name=name)
+
+
+def _merged(messages: Iterator[ChatMessage]) -> Iterator[ChatMessage]:
+    """Messages of one speaker that follow each other are one, as with Anthropic; many templates ask for turns."""
+    last: ChatMessage | None = None
+    for message in messages:
+        if last is not None and last.role == message.role and message.role != "tool":
+            last = _one(last, message)
+            continue
+        if last is not None:
+            yield last
+        last = message
+    if last is not None:
+        yield last
+
+
+def _one(first: ChatMessage, second: ChatMessage) -> ChatMessage:
+    if first.role != "assistant":
+        return ChatMessage(role=first.role, text=f"{first.text}\n{second.text}")
+    return ChatMessage(
+        role="assistant",
+        text=first.text + second.text,
+        reasoning=(first.reasoning or "") + (second.reasoning or "") or None,
+        tool_calls=first.tool_calls + second.tool_calls,
+    )

@@ -1,0 +1,1 @@
+"""What every protocol shares: bodies, handlers, errors, base schemas."""

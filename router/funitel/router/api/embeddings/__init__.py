@@ -1,0 +1,1 @@
+"""Routes of encoders: TEI's and OpenAI's."""

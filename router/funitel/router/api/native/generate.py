@@ -1,0 +1,174 @@
+"""TGI's native routes: `POST /`, `/generate` and `/generate_stream`."""
+
+from functools import partial
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from funitel.proto.step import Generation
+from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.common.errors import native_error
+from funitel.router.api.native.schema import (
+    BestOfSequence,
+    CompatGenerateRequest,
+    Details,
+    GenerateParameters,
+    GenerateRequest,
+    GenerateResponse,
+    PrefillToken,
+    StreamDetails,
+    StreamResponse,
+    Token,
+    ending,
+    top_token_lists,
+)
+from funitel.router.core.request import Request
+from funitel.router.serving.arrival import Arrival
+from funitel.router.serving.prepare import Job, Prompt, generation_route, prepare, service_of
+from funitel.router.serving.run import Answer, collect_best, stream_all
+from funitel.router.serving.service import Service
+from funitel.router.serving.timing_headers import answer_headers, stream_headers
+from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
+from funitel.router.transport.sse_frames import HOLE, Template
+
+_ANSWER_LIST = TypeAdapter(list[GenerateResponse])
+
+
+# Handlers
+
+
+@generation_route
+async def compat_generate(http: HttpRequest) -> Response:
+    """`POST /`: streams when asked, else an array of one answer; the prompt begins it by default."""
+    arrived = Arrival.of(http)
+    service = service_of(http)
+    body = await read_body(http, CompatGenerateRequest, service.settings.payload_limit)
+    parameters = body.effective_parameters
+    if parameters.return_full_text is None:  # TGI's default, for a model of unknown purpose too
+        is_plain = service.facts.pipeline_tag in (None, "text-generation")
+        parameters = parameters.model_copy(update={"return_full_text": is_plain})
+    if body.stream:
+        return await _stream(service, parameters, body.inputs, arrived)
+    work = _answer(service, parameters, body.inputs, arrived)
+    answer, headers = await run_until_disconnect(http.receive, work)
+    return Response(_ANSWER_LIST.dump_json([answer]), headers=headers, media_type="application/json")
+
+
+@generation_route
+async def generate(http: HttpRequest) -> Response:
+    """`/generate`: the whole completion."""
+    arrived = Arrival.of(http)
+    service = service_of(http)
+    body = await read_body(http, GenerateRequest, service.settings.payload_limit)
+    work = _answer(service, body.effective_parameters, body.inputs, arrived)
+    answer, headers = await run_until_disconnect(http.receive, work)
+    return json_answer(answer, headers)
+
+
+@generation_route
+async def generate_stream(http: HttpRequest) -> Response:
+    """`/generate_stream`: the completion token by token."""
+    arrived = Arrival.of(http)
+    service = service_of(http)
+    body = await read_body(http, GenerateRequest, service.settings.payload_limit)
+    return await _stream(service, body.effective_parameters, body.inputs, arrived)
+
+
+# Whole answers
+
+
+async def _answer(
+    service: Service, parameters: GenerateParameters, inputs: str, arrived: Arrival
+) -> tuple[GenerateResponse, dict[str, str]]:
+    job = await prepare(service, parameters, Prompt(inputs), stream=False, arrived=arrived)
+    [[best, *others]] = await collect_best([job], [parameters.best_of or 1])
+    prefix = inputs if parameters.return_full_text else ""
+    response = GenerateResponse(
+        generated_text=prefix + best.finished.text,
+        details=_details(best, others, prefix) if parameters.wants_details else None,
+    )
+    return response, answer_headers(job, best)
+
+
+def _details(best: Answer, others: list[Answer], prefix: str) -> Details:
+    sequences = [
+        BestOfSequence(**_details_of(answer), generated_text=prefix + answer.finished.text) for answer in others
+    ]
+    return Details(**_details_of(best), best_of_sequences=sequences or None)
+
+
+def _details_of(answer: Answer) -> dict[str, Any]:
+    """What the best sequence and the others say alike."""
+    generations = answer.generations
+    prefill = next((g.prefill_tokens for g in generations if g.prefill_tokens is not None), None)
+    return {
+        **ending(answer.finished),
+        "prefill": [] if prefill is None else PrefillToken.list_of(prefill),
+        "tokens": [token for generation in generations for token in Token.list_of(generation.tokens)],
+        "top_tokens": top_token_lists([top for generation in generations for top in generation.top_tokens]),
+    }
+
+
+# Streamed answers
+
+
+async def _stream(service: Service, parameters: GenerateParameters, inputs: str, arrived: Arrival) -> EventStream:
+    job = await prepare(service, parameters, Prompt(inputs), stream=True, arrived=arrived)
+    return EventStream(partial(_events, job, parameters), native_error, headers=stream_headers(job))
+
+
+async def _events(job: Job, parameters: GenerateParameters, put: Put) -> None:
+    index = 0
+
+    def take(_place: int, generation: Generation) -> None:
+        nonlocal index
+        if generation.finished is None and not generation.top_tokens:
+            for id, text, logprob, special in Token.rows_of(generation.tokens):
+                index += 1
+                rendered = b"%d" % index, b"%d" % id, to_json(text), to_json(logprob), _JSON[special]
+                put(_TOKEN.insert(*rendered))
+            return
+        for event in _events_of(generation, index, parameters, job.request):
+            index = event.index
+            put(event)
+
+    await stream_all([job], take)
+
+
+# One token and nothing else.
+_TOKEN = Template(
+    StreamResponse.model_construct(
+        index=HOLE,
+        token=Token.model_construct(id=HOLE, text=HOLE, logprob=HOLE, special=HOLE),
+        generated_text=None,
+        details=None,
+    )
+)
+_JSON = {False: b"false", True: b"true"}
+
+
+def _events_of(
+    generation: Generation, index: int, parameters: GenerateParameters, request: Request
+) -> list[StreamResponse]:
+    """One event for each token; the last token of a sequence carries how it ended."""
+    top_tokens = top_token_lists(generation.top_tokens)
+    events = [
+        StreamResponse(
+            index=index + 1 + place,
+            token=token,
+            top_tokens=top_tokens[place] if top_tokens else None,
+            generated_text=None,
+            details=None,
+        )
+        for place, token in enumerate(Token.list_of(generation.tokens))
+    ]
+    finished = generation.finished
+    if finished is not None:
+        last = events[-1]
+        last.generated_text = (request.inputs if parameters.return_full_text else "") + finished.text
+        if parameters.details:
+            last.details = StreamDetails(**ending(finished), input_length=len(request.input_ids))
+    return events

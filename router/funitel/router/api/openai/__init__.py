@@ -1,0 +1,1 @@
+"""The OpenAI chat and completions APIs."""

@@ -1,0 +1,229 @@
+"""OpenAI's routes: `/v1/chat/completions` and `/v1/models`."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from funitel.proto.errors import ModelNotFound
+from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.common.errors import openai_error, renaming
+from funitel.router.api.openai.schema_answers import (
+    AnsweredToolCall,
+    AnswerMessage,
+    CalledFunction,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChunkChoice,
+    CompletionTokensDetails,
+    ContentLogprob,
+    Delta,
+    FunctionDelta,
+    Logprobs,
+    PromptTokensDetails,
+    TokenLogprob,
+    ToolCallDelta,
+    Usage,
+)
+from funitel.router.api.openai.schema_chat import ChatRequest, Model, ModelList
+from funitel.router.chat import (
+    ChatAnswer,
+    EndReason,
+    Finished,
+    Part,
+    PreparedChat,
+    ReasoningDelta,
+    ScoredToken,
+    Started,
+    TextDelta,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    prepare_chat,
+)
+from funitel.router.core import request_context
+from funitel.router.serving.arrival import Arrival
+from funitel.router.serving.prepare import generation_route, service_of
+from funitel.router.serving.service import Service
+from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
+from funitel.router.transport.sse_frames import HOLE, Template
+
+# Native names of what a chat calls otherwise.
+NATIVE_NAMES = {
+    "inputs": "messages",
+    "max_new_tokens": "max_tokens",
+    "top_n_tokens": "top_logprobs",
+    "grammar": "response_format",
+}
+LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
+
+
+async def models(http: HttpRequest) -> Response:
+    """`/v1/models`: the one model that is served."""
+    name = service_of(http).model_id
+    body = ModelList(data=[Model(id=name, owned_by=name)])
+    return json_answer(body)
+
+
+async def model(http: HttpRequest) -> Response:
+    """`/v1/models/{model}`: the one model that is served, by its name."""
+    name, asked = service_of(http).model_id, http.path_params["model"]
+    if asked != name:
+        raise ModelNotFound(f"no model is named {asked!r}; the one here is {name!r}")
+    return json_answer(Model(id=name, owned_by=name))
+
+
+@generation_route
+async def chat_completions(http: HttpRequest) -> Response:
+    """`/v1/chat/completions`: the answer to a chat, whole or streamed."""
+    arrived = Arrival.of(http)
+    service = service_of(http)
+    body = await read_body(http, ChatRequest, service.settings.payload_limit)
+    body.refuse_unsupported()
+    if body.stream:
+        chat = await _prepare(service, body, arrived)
+        stream = partial(_stream, service, chat, body)
+        return EventStream(stream, openai_error, done=True, headers=chat.stream_headers)
+    completion, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
+    return json_answer(completion, headers)
+
+
+async def _prepare(service: Service, body: ChatRequest, arrived: Arrival) -> PreparedChat:
+    with renaming(NATIVE_NAMES):
+        return await prepare_chat(service, body.call, stream=bool(body.stream), arrived=arrived)
+
+
+async def _complete(service: Service, body: ChatRequest, arrived: Arrival) -> tuple[ChatCompletion, dict[str, str]]:
+    chat = await _prepare(service, body, arrived)
+    answers, headers = await chat.run()
+    choices = [_choice(index, answer, body) for index, answer in enumerate(answers)]
+    completion = ChatCompletion(
+        **_head(service, body), choices=choices, usage=_usage([answer.finished for answer in answers])
+    )
+    return completion, headers
+
+
+def _choice(index: int, answer: ChatAnswer, body: ChatRequest) -> ChatChoice:
+    calls = [_tool_call(call) for call in answer.tool_calls]
+    reasoning = answer.reasoning or None
+    message = AnswerMessage(
+        content=None if calls and not answer.text else answer.text,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+        tool_calls=calls or None,
+    )
+    return ChatChoice(
+        index=index,
+        message=message,
+        logprobs=_logprobs(body, answer.tokens),
+        finish_reason=_finish_reason(answer.finished),
+    )
+
+
+def _tool_call(call: ToolCall) -> AnsweredToolCall:
+    return AnsweredToolCall(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+
+
+async def _stream(service: Service, chat: PreparedChat, body: ChatRequest, put: Put) -> None:
+    """A chunk with the role, chunks of text and one that says why it ended, for each choice; if asked, a count."""
+    head = _head(service, body)
+    more: dict[tuple[int, type[Part]], Template] = {}  # chunks of nothing but text, by choice and what it is
+    ends = []
+
+    def take(index: int, part: Part) -> None:
+        if isinstance(part, _TEXTS) and not body.logprobs:
+            key = index, type(part)
+            if key not in more:
+                choice = _chunk_choice(index, type(part)(HOLE), body)
+                more[key] = Template(ChatCompletionChunk(**head, choices=[choice]))
+            put(more[key].fill_all(part.text))
+            return
+        put(ChatCompletionChunk(**head, choices=[_chunk_choice(index, part, body)]))
+        if isinstance(part, Finished):
+            ends.append(part)
+
+    await chat.stream(take)
+    if body.include_usage:
+        put(ChatCompletionChunk(**head, choices=[], usage=_usage(ends)))
+
+
+_TEXTS = (TextDelta, ReasoningDelta)
+
+
+def _chunk_choice(index: int, part: Part, body: ChatRequest) -> ChunkChoice:
+    match part:
+        case Started():  # what may become nothing but calls has no content yet
+            return ChunkChoice(index=index, delta=Delta(role="assistant", content=None if body.tools else ""))
+        case TextDelta():
+            return ChunkChoice(index=index, delta=Delta(content=part.text), logprobs=_logprobs(body, part.tokens))
+        case ReasoningDelta():
+            return ChunkChoice(index=index, delta=Delta(reasoning_content=part.text, reasoning=part.text))
+        case ToolCallStart():
+            function = FunctionDelta(name=part.name, arguments="")
+            call = ToolCallDelta(index=part.index, id=part.id, type="function", function=function)
+            return ChunkChoice(index=index, delta=Delta(tool_calls=[call]))
+        case ToolCallArguments():
+            call = ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.delta))
+            return ChunkChoice(index=index, delta=Delta(tool_calls=[call]))
+        case Finished():
+            return ChunkChoice(index=index, delta=Delta(), finish_reason=_finish_reason(part))
+
+
+def _finish_reason(finished: Finished) -> str:
+    match finished.reason:
+        case EndReason.LENGTH:
+            return "length"
+        case EndReason.TOOL_CALLS:
+            return "tool_calls"
+        case _:
+            return "stop"
+
+
+def _head(service: Service, body: ChatRequest) -> dict[str, Any]:
+    """What an answer, or each of its chunks, begins with."""
+    response_id, model = f"chatcmpl-{uuid.uuid4().hex}", service.shown_model(body.model)
+    request_context.current().name_answer(response_id, model)
+    return {
+        "id": response_id,
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": f"{service.version}-native",
+    }
+
+
+def _usage(ends: Sequence[Finished]) -> Usage:
+    prompt = ends[0].usage.prompt_tokens
+    completion = sum(end.usage.completion_tokens for end in ends)
+    reasoning = sum(end.usage.reasoning_tokens for end in ends)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=min(end.usage.cached_tokens for end in ends)),
+        completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning),
+    )
+
+
+def _logprobs(body: ChatRequest, tokens: Sequence[ScoredToken]) -> Logprobs | None:
+    if not body.logprobs:
+        return None
+    return Logprobs(
+        content=[
+            ContentLogprob(**_fields(token), top_logprobs=[TokenLogprob(**_fields(top)) for top in token.top])
+            for token in tokens
+        ]
+    )
+
+
+def _fields(token: ScoredToken) -> dict[str, Any]:
+    """A token's record; what cannot be drawn has OpenAI's least log-probability, for JSON has no infinity."""
+    return {
+        "token": token.text,
+        "logprob": max(token.logprob, LEAST_LOGPROB),
+        "bytes": list(token.text.encode()),
+    }

@@ -1,0 +1,219 @@
+"""OpenAI's `/v1/completions`: texts that go on from prompts, whole or streamed."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from funitel.proto.errors import BatchSizeExceeded, InvalidRequest
+from funitel.proto.step import Generation
+from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.common.errors import openai_error, renaming
+from funitel.router.api.openai.completion_text import Addition, CompletionText, joined
+from funitel.router.api.openai.schema_answers import PromptTokensDetails, Usage
+from funitel.router.api.openai.schema_completions import (
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionRequest,
+    GivenPrompt,
+)
+from funitel.router.core import request_context
+from funitel.router.serving.arrival import Arrival
+from funitel.router.serving.prepare import Job, Prompt, generation_route, prepare, service_of
+from funitel.router.serving.run import Answer, collect_all, stream_all
+from funitel.router.serving.sampling_request import U64_RANGE, ChatSampling, parameters_of
+from funitel.router.serving.service import Service
+from funitel.router.serving.timing_headers import stream_headers, summed_headers
+from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
+from funitel.router.transport.sse_frames import HOLE, Template
+
+# Native names of what a completion calls otherwise.
+NATIVE_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "logprobs"}
+
+
+@generation_route
+async def completions(http: HttpRequest) -> Response:
+    """`/v1/completions`: the texts that go on from one prompt or several."""
+    arrived = Arrival.of(http)
+    service = service_of(http)
+    body = await read_body(http, CompletionRequest, service.settings.payload_limit)
+    if body.stream:
+        batch = await _prepare(service, body, arrived)
+        return EventStream(partial(_stream, batch), openai_error, done=True, headers=stream_headers(*batch.jobs))
+    completion, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
+    return json_answer(completion, headers)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The sequences of a request: those of the first prompt, then those of the second."""
+
+    service: Service
+    body: CompletionRequest
+    jobs: list[Job]
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What an answer, or each of its chunks, begins with."""
+        response_id, model = f"cmpl-{uuid.uuid4().hex}", self.service.shown_model(self.body.model)
+        request_context.current().name_answer(response_id, model)
+        return {
+            "id": response_id,
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"{self.service.version}-native",
+        }
+
+    def text(self, job: Job) -> CompletionText:
+        """Makes the text of one sequence."""
+        body = self.body
+        return CompletionText(
+            job.request.stopping.stop_sequences,
+            echo=job.request.inputs if body.echo else None,
+            num_top=body.logprobs,
+            is_prompt_only=body.max_tokens == 0,
+        )
+
+    def usage(self, num_tokens: int) -> Usage:
+        """Tokens of all prompts, each counted once, and of all completions."""
+        firsts = self.jobs[:: self.body.num_sequences]
+        prompt = sum(len(job.request.input_ids) for job in firsts)
+        completion = 0 if self.body.max_tokens == 0 else num_tokens
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(job.num_cached_tokens for job in firsts)),
+        )
+
+
+async def _prepare(service: Service, body: CompletionRequest, arrived: Arrival) -> _Batch:
+    body.check(service.settings.max_best_of)
+    prompts, each = body.prompts, body.num_sequences
+    _check_count(service, len(prompts), each)
+    jobs = []
+    for place, prompt in enumerate(prompts):
+        most = 1 if body.max_tokens == 0 else body.max_tokens  # a shard gives one token at least
+        sampling = body.sampling(max_tokens=most, top_logprobs=body.logprobs)
+        if body.seed is not None:  # the sequences of a request have the seeds that follow its own
+            sampling = replace(sampling, seed=(body.seed + place * each) % U64_RANGE)
+        with renaming(NATIVE_NAMES):
+            job = await _job(service, body, sampling, prompt, arrived)
+        jobs += job.siblings(each)
+    return _Batch(service, body, jobs)
+
+
+def _check_count(service: Service, num_prompts: int, each: int) -> None:
+    settings = service.settings
+    if num_prompts > settings.max_client_batch_size:
+        raise BatchSizeExceeded(
+            f"`prompt` may hold at most {settings.max_client_batch_size} prompts. Given: {num_prompts}", "prompt"
+        )
+    if num_prompts * each > settings.max_concurrent_requests:
+        raise InvalidRequest(
+            f"`n` times the number of prompts must be <= {settings.max_concurrent_requests}. "
+            f"Given: {num_prompts * each}",
+            "n",
+        )
+
+
+async def _job(
+    service: Service, body: CompletionRequest, sampling: ChatSampling, prompt: GivenPrompt, arrived: Arrival
+) -> Job:
+    text = prompt.text
+    if prompt.ids is not None:
+        _check_ids(prompt.ids, service.tokenizer.num_tokens)
+        text = await service.tokenizer.decode(prompt.ids)
+    job = await prepare(
+        service,
+        parameters_of(sampling, service.recommended),
+        Prompt(text, ids=prompt.ids),
+        stream=bool(body.stream),
+        arrived=arrived,
+        presence_penalty=sampling.presence_penalty,
+        count_penalty=sampling.frequency_penalty,
+        raw_logprobs=body.logprobs is not None or body.num_sequences > (body.n or 1),
+    )
+    if body.echo and body.logprobs is not None:
+        job.request = replace(job.request, prefill_logprobs=True)
+    return job
+
+
+def _check_ids(ids: Sequence[int], num_tokens: int) -> None:
+    unknown = next((token_id for token_id in ids if token_id >= num_tokens), None)
+    if unknown is not None:
+        raise InvalidRequest(f"`prompt` names tokens by id, >= 0 and < {num_tokens}. Given: {unknown}", "prompt")
+
+
+# Whole
+
+
+async def _complete(service: Service, body: CompletionRequest, arrived: Arrival) -> tuple[Completion, dict[str, str]]:
+    batch = await _prepare(service, body, arrived)
+    answers = await collect_all(batch.jobs)
+    usage = batch.usage(sum(answer.finished.num_tokens for answer in answers))
+    choices = [_choice(index, _text(batch, job, answer)) for index, (job, answer) in enumerate(_best(batch, answers))]
+    completion = Completion(**batch.head, choices=choices, usage=usage)
+    return completion, summed_headers(batch.jobs, answers)
+
+
+def _best(batch: _Batch, answers: Sequence[Answer]) -> list[tuple[Job, Answer]]:
+    """For each prompt its `n` answers, likeliest first where there are more to choose from."""
+    each, n = batch.body.num_sequences, batch.body.n or 1
+    pairs = list(zip(batch.jobs, answers, strict=True))
+    groups = [pairs[start : start + each] for start in range(0, len(pairs), each)]
+    if each > n:
+        groups = [sorted(group, key=lambda pair: pair[1].mean_logprob, reverse=True)[:n] for group in groups]
+    return [pair for group in groups for pair in group]
+
+
+def _text(batch: _Batch, job: Job, answer: Answer) -> Addition:
+    text = batch.text(job)
+    return joined([text.feed(generation) for generation in answer.generations])
+
+
+def _choice(index: int, addition: Addition) -> CompletionChoice:
+    reason = None if addition.finished is None else addition.finished.openai_reason
+    return CompletionChoice(index=index, text=addition.text, logprobs=addition.logprobs, finish_reason=reason)
+
+
+# Streamed
+
+
+async def _stream(batch: _Batch, put: Put) -> None:
+    """For each sequence its text as it comes, and last why it ended; then, if asked, a count of tokens.
+
+    As TGI does, the last chunk counts where a client does not say whether to.
+    """
+    head = batch.head
+    texts = [batch.text(job) for job in batch.jobs]
+    more = [  # chunks of nothing but text, one template for each sequence
+        Template(CompletionChunk(**head, choices=[_choice(index, Addition(HOLE, None))])) for index in range(len(texts))
+    ]
+    num_tokens, num_running = 0, len(batch.jobs)
+
+    def take(index: int, generation: Generation) -> None:
+        nonlocal num_tokens, num_running
+        addition = texts[index].feed(generation)
+        if addition.finished is not None:
+            num_tokens += addition.finished.num_tokens
+            num_running -= 1
+        elif addition.logprobs is None:
+            if addition.text:
+                put(more[index].fill_all(addition.text))
+            return
+        elif not addition.text and not addition.logprobs.tokens:
+            return
+        counts = not num_running and batch.body.stream_options is None
+        usage = batch.usage(num_tokens) if counts else None
+        put(CompletionChunk(**head, choices=[_choice(index, addition)], usage=usage))
+
+    await stream_all(batch.jobs, take)
+    if batch.body.include_usage:
+        put(CompletionChunk(**head, choices=[], usage=batch.usage(num_tokens)))

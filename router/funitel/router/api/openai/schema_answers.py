@@ -1,0 +1,143 @@
+"""Answers of OpenAI's chat route, whole and in chunks, as typed records."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from funitel.router.api.common.schema_base import is_none
+
+
+class TokenLogprob(BaseModel):
+    """A token with its log-probability and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TokenLogprob):
+    """A token of the answer, with the likeliest ones at its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class Logprobs(BaseModel):
+    """Log-probabilities of the answer's tokens, the model's own."""
+
+    content: list[ContentLogprob]
+
+
+class CalledFunction(BaseModel):
+    """The function a model calls; `arguments` is JSON text, cut off where the answer was."""
+
+    name: str
+    arguments: str
+
+
+class AnsweredToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class AnswerMessage(BaseModel):
+    """The answer; `reasoning` and `reasoning_content`, two names of the same, are what the model thought before it."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None = Field(description="Null when there is nothing but tool calls.")
+    reasoning_content: str | None = Field(default=None, exclude_if=is_none)
+    reasoning: str | None = Field(default=None, exclude_if=is_none)
+    tool_calls: list[AnsweredToolCall] | None = Field(default=None, exclude_if=is_none)
+
+
+class ChatChoice(BaseModel):
+    """The answer and why it ended."""
+
+    index: int = 0
+    message: AnswerMessage
+    logprobs: Logprobs | None
+    finish_reason: str = Field(description="`stop`, `length` or `tool_calls`.")
+
+
+class PromptTokensDetails(BaseModel):
+    """What is known of the prompt's tokens."""
+
+    cached_tokens: int = Field(default=0, description="Tokens that were not computed again.")
+
+
+class CompletionTokensDetails(BaseModel):
+    """What is known of the completion's tokens."""
+
+    reasoning_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """Tokens of the prompt, and of all the answers."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = Field(default_factory=PromptTokensDetails)
+    completion_tokens_details: CompletionTokensDetails = Field(default_factory=CompletionTokensDetails)
+
+
+class AnswerHead(BaseModel):
+    """What every answer and every chunk begins with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ChatCompletion(AnswerHead):
+    """An answered chat."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class FunctionDelta(BaseModel):
+    """The name of a called function, once, and more of the JSON text of its arguments."""
+
+    name: str | None = Field(default=None, exclude_if=is_none)
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """More of a tool call; its first delta has id, type and name."""
+
+    index: int
+    id: str | None = Field(default=None, exclude_if=is_none)
+    type: Literal["function"] | None = Field(default=None, exclude_if=is_none)
+    function: FunctionDelta
+
+
+class Delta(BaseModel):
+    """What a chunk adds to the answer."""
+
+    role: Literal["assistant"] | None = Field(default=None, exclude_if=is_none)
+    content: str | None = Field(default=None, exclude_if=is_none)
+    reasoning_content: str | None = Field(default=None, exclude_if=is_none)
+    reasoning: str | None = Field(default=None, exclude_if=is_none)
+    tool_calls: list[ToolCallDelta] | None = Field(default=None, exclude_if=is_none)
+
+
+class ChunkChoice(BaseModel):
+    """One step of the answer; the last says why it ended."""
+
+    index: int = 0
+    delta: Delta
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class ChatCompletionChunk(AnswerHead):
+    """One event of a streamed answer."""
+
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChunkChoice]
+    usage: Usage | None = None

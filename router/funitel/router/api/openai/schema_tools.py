@@ -1,0 +1,170 @@
+"""Tools and response formats of OpenAI's chats as clients send them, in OpenAI's shapes and TGI's."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from funitel.proto.errors import InvalidRequest, ToolError
+from funitel.proto.step import GrammarType
+from funitel.router.api.openai.schema_messages import OpenAIBody
+from funitel.router.chat.call import Tool, ToolChoice, ToolMode
+from funitel.router.text.grammar import Grammar
+
+ANY_OBJECT = '{"type": "object"}'
+
+
+class FunctionDefinition(OpenAIBody):
+    """A function the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments, an object.")
+    arguments: dict[str, Any] | None = Field(default=None, description="TGI's name of `parameters`.")
+    strict: bool | None = Field(default=None, description="Forced calls always follow the schema; others never must.")
+
+
+class ToolDefinition(OpenAIBody):
+    """A tool; functions are the only kind."""
+
+    type: str = "function"
+    function: FunctionDefinition
+
+    @field_validator("type")
+    @classmethod
+    def _is_function(cls, value: str) -> str:
+        if value != "function":
+            raise ValueError(f"a tool of type `{value}` is not supported, only `function`")
+        return value
+
+    @property
+    def tool(self) -> Tool:
+        """The tool in the words of the chat core."""
+        function = self.function
+        parameters = function.arguments if function.parameters is None else function.parameters
+        return Tool(name=function.name, description=function.description, parameters=parameters)
+
+
+class FunctionName(OpenAIBody):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(OpenAIBody):
+    """A tool by its name."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+class AllowedTools(OpenAIBody):
+    """Which tools may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class ToolChoiceObject(OpenAIBody):
+    """One function that must be called, or the tools that may be."""
+
+    type: Literal["function", "allowed_tools"] = "function"
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> "ToolChoiceObject":
+        needed = "function" if self.type == "function" else "allowed_tools"
+        if getattr(self, needed) is None:
+            raise ValueError(f"needs `{needed}`")
+        return self
+
+
+def tools_and_choice(
+    definitions: list[ToolDefinition] | None, choice: str | ToolChoiceObject | None
+) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """Both in the words of the chat core.
+
+    Raises:
+        ToolError: an allowed tool is not there.
+    """
+    tools = tuple(definition.tool for definition in definitions or ())
+    if choice is None:
+        return tools, ToolChoice()
+    if isinstance(choice, str):
+        modes = {mode.value: ToolChoice(mode) for mode in ToolMode}
+        return tools, modes.get(choice) or ToolChoice.named(choice)  # a bare name is TGI's
+    if choice.allowed_tools is None:
+        assert choice.function is not None
+        return tools, ToolChoice.named(choice.function.name)
+    allowed = [named.function.name for named in choice.allowed_tools.tools]
+    unknown = next((name for name in allowed if name not in {tool.name for tool in tools}), None)
+    if unknown is not None:
+        raise ToolError(f"no tool is named `{unknown}`", "tool_choice")
+    return tuple(tool for tool in tools if tool.name in allowed), ToolChoice(ToolMode(choice.allowed_tools.mode))
+
+
+class JsonSchemaFormat(OpenAIBody):
+    """A JSON schema with a name; the text always follows it, whatever `strict` says."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(OpenAIBody):
+    """What the text must follow: OpenAI's shapes, or TGI's with `value`."""
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
+    json_schema: JsonSchemaFormat | None = Field(default=None, description="OpenAI's, of type `json_schema`.")
+    value: Any = Field(default=None, description="TGI's: a schema, an object with one, or a regular expression.")
+
+    def grammar(self) -> Grammar | None:
+        """The same as a grammar; None when any text will do.
+
+        Raises:
+            InvalidRequest: what the type needs is missing or of another shape.
+        """
+        match self.type:
+            case "text":
+                return None
+            case "regex":
+                if not isinstance(self.value, str):
+                    raise _wrong("`value` must be a regular expression", "value")
+                return Grammar.regex(self.value)
+            case "json_schema":
+                return Grammar(GrammarType.JSON, _schema_text(self._named_schema()))
+            case _:
+                if self.value is None and self.type == "json":
+                    raise _wrong("`value` must be a JSON schema", "value")
+                return Grammar(GrammarType.JSON, ANY_OBJECT if self.value is None else _schema_text(self.value))
+
+    def _named_schema(self) -> Any:
+        if self.json_schema is not None:
+            if self.json_schema.schema_ is None:
+                raise _wrong("`json_schema` needs a `schema`", "json_schema.schema")
+            return self.json_schema.schema_
+        if not isinstance(self.value, dict) or "schema" not in self.value:
+            raise _wrong("`json_schema` must be an object with a `schema`", "json_schema")
+        return self.value["schema"]
+
+
+def _schema_text(schema: Any) -> str:
+    """A schema may be sent as an object or as the JSON text of one."""
+    values = schema
+    if isinstance(schema, str):
+        try:
+            values = json.loads(schema)
+        except (ValueError, RecursionError):
+            values = None
+    if not isinstance(values, dict):
+        raise _wrong("the schema must be an object", "value")
+    try:
+        return json.dumps(values, ensure_ascii=False)
+    except RecursionError:
+        raise _wrong("the schema is nested too deeply", "value") from None
+
+
+def _wrong(message: str, param: str) -> InvalidRequest:
+    return InvalidRequest(f"`response_format`: {message}", f"response_format.{param}")

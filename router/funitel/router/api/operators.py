@@ -1,0 +1,112 @@
+"""Routes for operators: health, facts, metrics and documentation.
+
+`/debug/scheduler`: how the server stands, for operators and `funitel top`.
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import HTMLResponse, Response
+
+from funitel.proto.errors import FunitelError
+from funitel.router.api.common.body import json_answer
+from funitel.router.api.native.schema import Info
+from funitel.router.engine.snapshot import SchedulerState
+from funitel.router.serving.prepare import service_of
+from funitel.router.serving.service import Service
+from funitel.router.telemetry import metrics
+
+MEMORY_SECONDS = 0.25  # that a page of metrics waits for shards
+ROUTER_NAME = "text-generation-router"  # what clients of TGI look for
+
+
+async def health(http: HttpRequest) -> Response:
+    """`/health` and `/health/ready`: 200 when every shard answers, else 503 with the reason."""
+    await service_of(http).check_ready()
+    return Response()
+
+
+async def live(http: HttpRequest) -> Response:
+    """`/health/live`: 200 as long as the router itself answers, whatever the shards do."""
+    return Response()
+
+
+async def info(http: HttpRequest) -> Response:
+    """`/info`: what is served, and its limits."""
+    service = service_of(http)
+    settings = service.settings
+    limits = service.encoder.engine.limits if service.is_encoder else service.engine.limits
+    body = Info(
+        model_id=service.model_id,
+        model_sha=service.facts.sha,
+        model_pipeline_tag=service.facts.pipeline_tag,
+        max_concurrent_requests=settings.max_concurrent_requests,
+        max_best_of=settings.max_best_of,
+        max_stop_sequences=settings.max_stop_sequences,
+        max_input_tokens=limits.max_input_tokens,
+        max_total_tokens=limits.max_total_tokens,
+        validation_workers=settings.validation_workers,
+        max_client_batch_size=settings.max_client_batch_size,
+        router=ROUTER_NAME,
+        version=service.version,
+        sha=settings.git_sha,
+        docker_label=settings.docker_label,
+        **(_encoder_facts(service) if service.is_encoder else {}),
+    )
+    return json_answer(body)
+
+
+def _encoder_facts(service: Service) -> dict[str, Any]:
+    """What `/info` says of an encoder besides."""
+    encoder, settings = service.encoder, service.settings
+    labels = dict(enumerate(encoder.facts.labels))
+    if labels:
+        classes = {"id2label": labels, "label2id": {label: place for place, label in labels.items()}}
+        model_type = {"reranker" if encoder.is_ranker else "classifier": classes}
+    else:
+        model_type = {"embedding": {"pooling": encoder.facts.pooling}}
+    return {
+        "model_type": model_type,
+        "model_dtype": encoder.engine.dtype.removeprefix("torch."),
+        "max_input_length": encoder.engine.limits.max_input_tokens,
+        "max_batch_tokens": settings.max_batch_prefill_tokens,
+        "max_client_texts": settings.max_client_texts,
+    }
+
+
+async def prometheus(http: HttpRequest) -> Response:
+    """`/metrics`: in Prometheus' text format. Shards tell what memory they hold, if they answer at once."""
+    service = service_of(http)
+    found = service.metrics
+    with suppress(FunitelError, TimeoutError):
+        async with asyncio.timeout(MEMORY_SECONDS):
+            await service.check_ready()
+    found.set_tasks(len(asyncio.all_tasks()))
+    return Response(found.exposition(), headers={"content-type": metrics.CONTENT_TYPE})
+
+
+async def openapi_json(http: HttpRequest) -> Response:
+    """`/openapi.json`: the document of all routes."""
+    document, _ = http.app.state.pages()
+    return Response(document, media_type="application/json")
+
+
+async def docs(http: HttpRequest) -> Response:
+    """`/docs`: the same for people."""
+    _, page = http.app.state.pages()
+    return HTMLResponse(page)
+
+
+async def scheduler(http: HttpRequest) -> Response:
+    """`/debug/scheduler`: queue, batch, pool and last steps of every replica that serves."""
+    service, now = service_of(http), time.monotonic()
+    body = SchedulerState(
+        model_id=service.model_id,
+        version=service.version,
+        time=time.time(),
+        replicas=[view.state(index, now) for index, view in sorted(service.engine.views.items())],
+    )
+    return json_answer(body)

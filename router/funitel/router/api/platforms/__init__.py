@@ -1,0 +1,1 @@
+"""Routes of hosting platforms: KServe, SageMaker, Vertex AI."""

@@ -1,0 +1,102 @@
+"""KServe's open inference protocol, in the shape TGI gives it."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from funitel.proto.errors import InvalidRequest, LengthMismatch, NotUtf8
+from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.native.schema import GenerateParameters
+from funitel.router.api.platforms.schema import (
+    KserveInput,
+    KserveLive,
+    KserveMetadata,
+    KserveOutput,
+    KserveRequest,
+    KserveResponse,
+    KserveWanted,
+)
+from funitel.router.serving.arrival import Arrival
+from funitel.router.serving.prepare import Prompt, generation_route, prepare, service_of
+from funitel.router.serving.run import Answer, check_count, collect_best
+from funitel.router.serving.service import Service
+from funitel.router.serving.timing_headers import summed_headers
+from funitel.router.transport.sse import run_until_disconnect
+
+SERVER_NAME = "text-generation-inference"  # what TGI calls itself here
+
+
+async def server_metadata(http: HttpRequest) -> Response:
+    """`/v2`: the server."""
+    version = service_of(http).version
+    return json_answer(KserveMetadata(name=SERVER_NAME, version=version, extensions=["health", "models", "metrics"]))
+
+
+async def live(http: HttpRequest) -> Response:
+    """`/v2/health/live`: that the router answers says all."""
+    return json_answer(KserveLive(live=True))
+
+
+async def ready(http: HttpRequest) -> Response:
+    """`/v2/health/ready` and the model's `ready`: true, or 503 with the reason."""
+    await service_of(http).check_ready()
+    return json_answer(KserveLive(live=True))
+
+
+async def model_metadata(http: HttpRequest) -> Response:
+    """The model; its name and version are whatever the path says, for there is one model."""
+    name, version = http.path_params["name"], http.path_params["version"]
+    return json_answer(KserveMetadata(name=name, version=version, extensions=["infer", "ready"]))
+
+
+@generation_route
+async def infer(http: HttpRequest) -> Response:
+    """Generate for every input, side by side."""
+    arrived = Arrival.of(http)
+    service = service_of(http)
+    body = await read_body(http, KserveRequest, service.settings.payload_limit)
+    answer, headers = await run_until_disconnect(http.receive, _answer(service, body, arrived))
+    return json_answer(answer, headers)
+
+
+async def _answer(service: Service, body: KserveRequest, arrived: Arrival) -> tuple[KserveResponse, dict[str, str]]:
+    if len(body.inputs) != len(body.outputs):
+        raise LengthMismatch(
+            f"`inputs` and `outputs` must have the same length. Given: {len(body.inputs)} and {len(body.outputs)}",
+            "outputs",
+        )
+    if not body.inputs:
+        raise InvalidRequest("`inputs` cannot be empty", "inputs")
+    parameters = body.parameters or GenerateParameters()
+    best_of = [parameters.best_of or 1] * len(body.inputs)
+    check_count(service, "inputs", best_of)
+    prompts = [_text(place, given) for place, given in enumerate(body.inputs)]
+    jobs = [await prepare(service, parameters, Prompt(text), stream=False, arrived=arrived) for text in prompts]
+    ranked = await collect_best(jobs, best_of)
+    prefixes = prompts if parameters.return_full_text else [""] * len(prompts)
+    outputs = _outputs(body.inputs, body.outputs, prefixes, [answers[0] for answers in ranked])
+    return KserveResponse(id=body.id, outputs=outputs), summed_headers(jobs, list(chain.from_iterable(ranked)))
+
+
+def _text(place: int, given: KserveInput) -> str:
+    if given.is_text:
+        return str(given.data[0])
+    try:
+        return bytes(item for item in given.data if isinstance(item, int)).decode()
+    except UnicodeDecodeError as error:
+        param = f"inputs.{place}.data"
+        raise NotUtf8(f"{param} is not UTF-8: {error.reason} at byte {error.start}", param) from None
+
+
+def _outputs(
+    inputs: Sequence[KserveInput], wanted: Sequence[KserveWanted], prefixes: Sequence[str], answers: Sequence[Answer]
+) -> list[KserveOutput]:
+    outputs = []
+    for given, output, prefix, answer in zip(inputs, wanted, prefixes, answers, strict=True):
+        text = prefix + answer.finished.text
+        data: list[int] | list[str] = [text] if given.is_text else list(text.encode())
+        shape = [1] if given.is_text else [1, len(data)]
+        outputs.append(KserveOutput(name=output.name, shape=shape, data=data))
+    return outputs

@@ -1,0 +1,97 @@
+"""`/invocations` of SageMaker and `/vertex` of Vertex AI: the other routes in other envelopes."""
+
+from itertools import chain
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from funitel.proto.errors import InvalidRequest, NoInstances
+from funitel.router.api.common.body import json_answer, read_body, read_json
+from funitel.router.api.native import generate
+from funitel.router.api.native.schema import GenerateParameters, GenerateRequest
+from funitel.router.api.openai import chat as openai
+from funitel.router.api.openai import completions
+from funitel.router.api.openai.schema_chat import ChatRequest
+from funitel.router.api.platforms.schema import VertexRequest, VertexResponse
+from funitel.router.chat import prepare_chat
+from funitel.router.serving.arrival import Arrival
+from funitel.router.serving.prepare import Handler, Job, Prompt, generation_route, prepare, service_of
+from funitel.router.serving.run import check_count, collect_best
+from funitel.router.serving.service import Service
+from funitel.router.serving.timing_headers import summed_headers
+from funitel.router.transport.sse import run_until_disconnect
+
+# The field that tells a body's kind, in TGI's order.
+_HANDLERS: tuple[tuple[str, Handler], ...] = (
+    ("inputs", generate.compat_generate),
+    ("messages", openai.chat_completions),
+    ("prompt", completions.completions),
+)
+
+
+@generation_route
+async def invocations(http: HttpRequest) -> Response:
+    """`/invocations`: what the route answers that the body is meant for."""
+    content = await read_json(http, service_of(http).settings.payload_limit)
+    if not isinstance(content, dict):
+        raise InvalidRequest("the body must be an object")
+    for field, handler in _HANDLERS:
+        if field in content:
+            return await handler(http)
+    fields = ", ".join(f"`{field}`" for field, _ in _HANDLERS)
+    raise InvalidRequest(f"the body must have one of {fields}")
+
+
+@generation_route
+async def vertex(http: HttpRequest) -> Response:
+    """`/vertex`: the texts of all instances, generated side by side."""
+    arrived = Arrival.of(http)
+    service = service_of(http)
+    body = await read_body(http, VertexRequest, service.settings.payload_limit)
+    if not body.instances:
+        raise NoInstances("`instances` cannot be empty", "instances")
+    answer, headers = await run_until_disconnect(http.receive, _predict(service, body, arrived))
+    return json_answer(answer, headers)
+
+
+async def _predict(service: Service, body: VertexRequest, arrived: Arrival) -> tuple[VertexResponse, dict[str, str]]:
+    best_of = [_best_of(instance) for instance in body.instances]
+    check_count(service, "instances", best_of)
+    jobs = [await _job(service, instance, arrived) for instance in body.instances]
+    ranked = await collect_best(jobs, best_of)
+    prefixes = [_prefix(instance) for instance in body.instances]
+    texts = [prefix + answers[0].finished.text for prefix, answers in zip(prefixes, ranked, strict=True)]
+    return VertexResponse(predictions=texts), summed_headers(jobs, list(chain.from_iterable(ranked)))
+
+
+async def _job(service: Service, instance: GenerateRequest | ChatRequest, arrived: Arrival) -> Job:
+    if isinstance(instance, ChatRequest):
+        return await _chat_job(service, instance, arrived)
+    parameters = _vertex_parameters(instance)
+    return await prepare(service, parameters, Prompt(instance.inputs), stream=False, arrived=arrived)
+
+
+async def _chat_job(service: Service, body: ChatRequest, arrived: Arrival) -> Job:
+    body.refuse_unsupported()
+    chat = await prepare_chat(service, body.call, stream=False, arrived=arrived)
+    if len(chat.jobs) != 1:
+        raise InvalidRequest(f"`n` must be 1: an instance has one prediction. Given: {len(chat.jobs)}", "n")
+    return chat.jobs[0]
+
+
+def _vertex_parameters(instance: GenerateRequest) -> GenerateParameters:
+    """The parameters given; TGI samples here unless, as only we let it, the request says otherwise."""
+    parameters = instance.effective_parameters
+    if "do_sample" in parameters.model_fields_set:
+        return parameters
+    return parameters.model_copy(update={"do_sample": True})
+
+
+def _best_of(instance: GenerateRequest | ChatRequest) -> int:
+    return 1 if isinstance(instance, ChatRequest) else instance.effective_parameters.best_of or 1
+
+
+def _prefix(instance: GenerateRequest | ChatRequest) -> str:
+    if isinstance(instance, ChatRequest) or not instance.effective_parameters.return_full_text:
+        return ""
+    return instance.inputs

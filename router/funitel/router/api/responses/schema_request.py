@@ -1,0 +1,348 @@
+"""Bodies of OpenAI's Responses API as clients send them: items of a conversation and how to go on from it.
+
+Unknown fields are errors; fields that only concern OpenAI's service are accepted; known fields that would change the
+answer and are not supported are refused by name unless they ask for nothing.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, Tag
+
+from funitel.router.api.common.schema_base import F32, U32, ClosedBody, Refused, by_type
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+# Items of a conversation: what clients send, and what is kept of what was sent and answered
+
+
+class InputText(ClosedBody):
+    """Text that was given."""
+
+    type: Literal["input_text"]
+    text: str
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(default=None, description="Accepted.")
+
+
+class OutputTextPart(ClosedBody):
+    """Text that was answered."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] = Field(default_factory=list, description="Accepted as they were answered.")
+    logprobs: list[Any] | None = Field(default=None, description="Accepted as they were answered.")
+
+
+class RefusalPart(ClosedBody):
+    """A refusal that was answered elsewhere."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What it says."""
+        return self.refusal
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+
+
+TextPart = Annotated[
+    Annotated[InputText, Tag("<input_text>")]
+    | Annotated[OutputTextPart, Tag("<output_text>")]
+    | Annotated[RefusalPart, Tag("<refusal>")],
+    by_type("input_text", "output_text", "refusal"),
+]
+TextParts = Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])]
+
+
+class _Item(ClosedBody):
+    id: str | None = None
+    status: Status | None = None
+
+
+class MessageItem(_Item):
+    """A message; the assistant's too."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: TextParts
+    phase: Literal["commentary", "final_answer"] | None = Field(default=None, description="Accepted.")
+
+    @property
+    def text(self) -> str:
+        """The texts of its parts; those that were given stand a line each."""
+        separator = "" if self.role == "assistant" else "\n"
+        return separator.join(part.text for part in self.content)
+
+
+class FunctionCallItem(_Item):
+    """A call of a function; `arguments` is JSON text."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    namespace: Refused = None
+    caller: dict[str, Any] | None = Field(default=None, description="Accepted as it was answered.")
+
+
+class FunctionCallOutputItem(_Item):
+    """What a call has brought."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: TextParts
+    name: str | None = None
+    namespace: Refused = None
+    caller: dict[str, Any] | None = Field(default=None, description="Accepted as it was answered.")
+
+    @property
+    def text(self) -> str:
+        """The texts of its parts, a line each."""
+        return "\n".join(part.text for part in self.output)
+
+
+class SummaryText(ClosedBody):
+    """A summary of reasoning."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningText(ClosedBody):
+    """The text of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    """What the model thought before it went on."""
+
+    type: Literal["reasoning"]
+    summary: list[SummaryText] = Field(default_factory=list)
+    content: list[ReasoningText] | None = None
+    encrypted_content: Refused = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning, or if there is none its summary."""
+        return "".join(part.text for part in self.content or self.summary)
+
+
+class ItemReference(ClosedBody):
+    """An item of a response that is stored."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+AnyItem = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ItemReference, Tag("<item_reference>")],
+    by_type("message", "function_call", "function_call_output", "reasoning", "item_reference", default="message"),
+]
+
+
+def _as_items(value: Any) -> Any:
+    return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+
+
+# How to go on
+
+
+class FunctionTool(ClosedBody):
+    """A function the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments, an object.")
+    strict: bool | None = Field(default=None, description="Forced calls always follow the schema; others never must.")
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    output_schema: Refused = None
+
+
+class FunctionChoice(ClosedBody):
+    """This function must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(ClosedBody):
+    """Which functions may be called, and whether one must be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[FunctionChoice] = Field(min_length=1)
+
+
+def _as_choice(value: Any) -> Any:
+    """A choice that is a word, as an object."""
+    return {"type": value} if isinstance(value, str) else value
+
+
+class ModeChoice(ClosedBody):
+    """Whether a function may, must or must not be called."""
+
+    type: Literal["auto", "none", "required"]
+
+
+Choice = Annotated[
+    Annotated[ModeChoice, Tag("<auto>")]
+    | Annotated[ModeChoice, Tag("<none>")]
+    | Annotated[ModeChoice, Tag("<required>")]
+    | Annotated[FunctionChoice, Tag("<function>")]
+    | Annotated[AllowedTools, Tag("<allowed_tools>")],
+    by_type("auto", "none", "required", "function", "allowed_tools"),
+    BeforeValidator(
+        _as_choice, json_schema_input_type=Literal["auto", "none", "required"] | FunctionChoice | AllowedTools
+    ),
+]
+
+
+class PlainFormat(ClosedBody):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class ObjectFormat(ClosedBody):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class SchemaFormat(ClosedBody):
+    """JSON of a schema; the text always follows it, whatever `strict` says."""
+
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+Format = Annotated[
+    Annotated[PlainFormat, Tag("<text>")]
+    | Annotated[ObjectFormat, Tag("<json_object>")]
+    | Annotated[SchemaFormat, Tag("<json_schema>")],
+    by_type("text", "json_object", "json_schema"),
+]
+
+
+class TextConfig(ClosedBody):
+    """What the text of the answer shall be like."""
+
+    format: Format = Field(default_factory=lambda: PlainFormat(type="text"))
+    verbosity: Literal["medium"] | None = Field(default=None, description="No other is supported.")
+
+
+class ReasoningConfig(ClosedBody):
+    """How the model shall reason."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="Given to the model's template; refused if that knows none."
+    )
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        default=None, description="Accepted: reasoning is answered as it is, never summarized."
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(default=None, description="The same.")
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+class StreamOptions(ClosedBody):
+    """What a stream carries besides."""
+
+    include_obfuscation: bool | None = Field(default=None, description="Accepted; events are never padded.")
+
+
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+class InputTokensRequest(ClosedBody):
+    """A conversation whose tokens are to be counted, and the part of a request that makes the prompt."""
+
+    input: Annotated[
+        list[AnyItem], BeforeValidator(_as_items, json_schema_input_type=str | list[AnyItem]), Field(min_length=1)
+    ]
+    model: str | None = Field(default=None, description="Any name; echoed in the answer.")
+    instructions: str | None = None
+    previous_response_id: str | None = Field(default=None, description="Of a response that is stored.")
+    tools: list[Annotated[Annotated[FunctionTool, Tag("<function>")], by_type("function")]] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: Literal["disabled"] | None = None
+    conversation: Refused = None
+
+
+class ResponsesRequest(InputTokensRequest):
+    """A conversation to go on with."""
+
+    max_output_tokens: Annotated[U32, Field(ge=1)] | None = None
+    temperature: Annotated[F32, Field(ge=0, le=2)] | None = Field(default=None, description="0 takes the likeliest.")
+    top_p: Annotated[F32, Field(ge=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include: list[Includable] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = Field(default=None, description="Whether the response can be retrieved; yes by default.")
+    metadata: Metadata | None = None
+    # Refused when they ask for something.
+    background: Literal[False] | None = None
+    prompt: Refused = None
+    context_management: Refused = None
+    moderation: Refused = None
+    image: Refused = None
+    access_programs: Refused = None
+    # Accepted: they concern OpenAI's service, or tools that are not there.
+    max_tool_calls: U32 | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer shall say how likely its tokens were."""
+        return "message.output_text.logprobs" in (self.include or ())
+
+
+class InputItemsQuery(BaseModel):
+    """Which items of a stored response to list."""
+
+    limit: int = Field(default=20, ge=1, le=100)
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = Field(default=None, description="The id of the last item listed before.")
+    include: list[str] | None = Field(default=None, description="Accepted.")
+
+
+class RetrieveQuery(BaseModel):
+    """How to retrieve a stored response."""
+
+    stream: Literal["false"] | None = Field(default=None, description="A stored response is not streamed.")

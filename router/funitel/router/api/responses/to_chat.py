@@ -1,0 +1,203 @@
+"""A request of OpenAI's Responses API in the words of the chat core."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from funitel.proto.errors import InvalidRequest
+from funitel.proto.step import GrammarType
+from funitel.router.api.responses.builder import new_id
+from funitel.router.api.responses.schema_request import (
+    AllowedTools,
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    FunctionChoice,
+    InputTokensRequest,
+    Item,
+    ItemReference,
+    MessageItem,
+    ModeChoice,
+    ObjectFormat,
+    PlainFormat,
+    ReasoningItem,
+    ResponsesRequest,
+    SchemaFormat,
+)
+from funitel.router.api.responses.store import ResponseStore
+from funitel.router.chat import ChatCall, ChatMessage, ChatSampling, PastToolCall, Tool, ToolChoice, ToolMode
+from funitel.router.text.grammar import Grammar
+
+ANY_OBJECT = '{"type": "object"}'
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def conversation(body: InputTokensRequest, store: ResponseStore, owner: bytes = b"") -> tuple[Item, ...]:
+    """All items a request goes on from, each with an id; those of earlier responses first.
+
+    Raises:
+        InvalidRequest: it names a response or an item that is not stored.
+    """
+    earlier: tuple[Item, ...] = ()
+    if body.previous_response_id is not None:
+        stored = store.get(body.previous_response_id, owner)
+        if stored is None:
+            raise InvalidRequest(
+                f"previous_response_id: no such response is stored. Given: {body.previous_response_id!r}",
+                "previous_response_id",
+            )
+        earlier = stored.conversation
+    return (*earlier, *(_resolved(item, place, store, owner) for place, item in enumerate(body.input)))
+
+
+def _resolved(item: Item | ItemReference, place: int, store: ResponseStore, owner: bytes) -> Item:
+    if not isinstance(item, ItemReference):
+        return item if item.id else item.model_copy(update={"id": new_id(_PREFIXES[item.type])})
+    found = store.item(item.id, owner)
+    if found is None:
+        param = f"input.{place}.id"
+        raise InvalidRequest(f"{param}: no such item is stored. Given: {item.id!r}", param)
+    return found
+
+
+def chat_call(body: InputTokensRequest, items: Sequence[Item]) -> ChatCall:
+    """The conversation of a request, and how to go on.
+
+    Raises:
+        InvalidRequest: items do not fit together, or tools are chosen that are not there.
+    """
+    sampling = chat_sampling(body) if isinstance(body, ResponsesRequest) else ChatSampling()
+    tools, choice = _tools(body)
+    return ChatCall(
+        messages=tuple(_messages(body.instructions, items, first=len(items) - len(body.input))),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        grammar=_grammar(body),
+        sampling=sampling,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+    )
+
+
+def chat_sampling(body: ResponsesRequest) -> ChatSampling:
+    """How tokens are chosen and when they end.
+
+    Raises:
+        InvalidRequest: likeliest tokens are asked for without log-probabilities.
+    """
+    if body.top_logprobs and not body.wants_logprobs:
+        raise InvalidRequest("`top_logprobs` needs `message.output_text.logprobs` in `include`", "top_logprobs")
+    return ChatSampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        max_tokens=body.max_output_tokens,
+        top_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+    )
+
+
+# Tools and formats
+
+
+def _tools(body: InputTokensRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
+    tools = tuple(
+        Tool(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in body.tools or ()
+    )
+    match body.tool_choice:
+        case ModeChoice(type=mode):
+            return tools, ToolChoice(ToolMode(mode))
+        case FunctionChoice(name=name):
+            return tools, ToolChoice.named(name)
+        case AllowedTools(mode=mode, tools=allowed):
+            names = {tool.name for tool in tools}
+            for place, choice in enumerate(allowed):
+                if choice.name not in names:
+                    param = f"tool_choice.tools.{place}.name"
+                    raise InvalidRequest(f"{param}: no tool has this name. Given: {choice.name!r}", param)
+            wanted = {choice.name for choice in allowed}
+            return tuple(tool for tool in tools if tool.name in wanted), ToolChoice(ToolMode(mode))
+        case None:
+            return tools, ToolChoice()
+
+
+def _grammar(body: InputTokensRequest) -> Grammar | None:
+    match body.text.format if body.text else None:
+        case SchemaFormat(schema_=schema):
+            return Grammar(GrammarType.JSON, json.dumps(schema, ensure_ascii=False))
+        case ObjectFormat():
+            return Grammar(GrammarType.JSON, ANY_OBJECT)
+        case PlainFormat() | None:
+            return None
+
+
+# Messages
+
+
+def _messages(instructions: str | None, items: Sequence[Item], first: int) -> Iterator[ChatMessage]:
+    """Messages of instructions and items. Items from `first` on are the request's own; errors count from there."""
+    gathered: ChatMessage | None = ChatMessage(role="system", text=instructions) if instructions else None
+    calls: dict[str, str] = {}  # names, by id
+    unanswered: dict[str, int] = {}  # places, by id
+    for place, item in enumerate(items, start=-first):
+        if isinstance(item, FunctionCallItem):
+            calls[item.call_id] = item.name
+            unanswered[item.call_id] = place
+        elif isinstance(item, FunctionCallOutputItem):
+            if item.call_id not in calls:
+                param = f"input.{place}.call_id"
+                raise InvalidRequest(f"{param}: no function_call has this id. Given: {item.call_id!r}", param)
+            unanswered.pop(item.call_id, None)
+        message = _message(item, place, calls)
+        joined = None if gathered is None else _joined(gathered, message)
+        if joined is None and gathered is not None:
+            yield gathered
+        gathered = joined or message
+    if unanswered:
+        missing = ", ".join(f"`{id}`" for id in unanswered)
+        raise InvalidRequest(f"input: each function_call must have its function_call_output: {missing}", "input")
+    if gathered is not None:
+        yield gathered
+
+
+def _message(item: Item, place: int, calls: Mapping[str, str]) -> ChatMessage:
+    match item:
+        case MessageItem():
+            return ChatMessage(role=item.role, text=item.text)
+        case ReasoningItem():
+            return ChatMessage(role="assistant", reasoning=item.text)
+        case FunctionCallItem():
+            call = PastToolCall(id=item.call_id, name=item.name, arguments=_arguments(item, place))
+            return ChatMessage(role="assistant", tool_calls=(call,))
+        case FunctionCallOutputItem():
+            return ChatMessage(role="tool", text=item.text, tool_call_id=item.call_id, name=calls[item.call_id])
+
+
+def _arguments(item: FunctionCallItem, place: int) -> dict[str, Any]:
+    try:
+        values = json.loads(item.arguments or "{}")
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        param = f"input.{place}.arguments"
+        raise InvalidRequest(f"{param}: must be the JSON text of an object", param)
+    return values
+
+
+_INSTRUCTING = ("system", "developer")
+
+
+def _joined(first: ChatMessage, second: ChatMessage) -> ChatMessage | None:
+    """Two items that are one message: what the assistant thought, said and called; what it is told to be."""
+    if first.role in _INSTRUCTING and second.role in _INSTRUCTING:
+        return replace(first, text=f"{first.text}\n{second.text}")
+    if first.role != "assistant" or second.role != "assistant":
+        return None
+    if second.reasoning is not None and (first.text or first.tool_calls):
+        return None
+    if second.text and first.tool_calls:
+        return None
+    return replace(
+        first,
+        text=first.text + second.text,
+        reasoning=(first.reasoning or "") + (second.reasoning or "") or None,
+        tool_calls=first.tool_calls + second.tool_calls,
+    )

@@ -1,0 +1,1 @@
+"""API keys at work: accounts, rate limits, token charges."""

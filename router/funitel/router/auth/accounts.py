@@ -1,0 +1,166 @@
+"""The keys that are let in, each with what it may do and what is left of its limits. Knows no HTTP.
+
+A key is looked up by its SHA-256. How long that takes may depend on the hash of what was sent, which nobody can steer
+towards that of a key they do not know, so it tells nothing; a key itself is compared with nothing and kept nowhere.
+"""
+
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from funitel.proto.errors import Forbidden, FunitelError, RateLimited, SettingsError
+from funitel.proto.security.keys import Key, covers, digest_of, keys_of
+from funitel.router.auth.rate_limit import MinuteWindow
+from funitel.router.core.file_watch import FileWatch
+from funitel.router.telemetry.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+_SALT = secrets.token_bytes(16)
+
+
+def owner_of(token: bytes) -> bytes:
+    """Whose a request is, as the scheduler and the store of responses know it: a hash salted anew at every start."""
+    return hashlib.blake2b(token, key=_SALT, digest_size=16).digest()
+
+
+class Account:
+    """What requests with one key have used. Event loop only; instants are of the monotonic clock.
+
+    A key of the same digest that is read again takes its place in `key`: its limits change, what was used stays.
+    """
+
+    def __init__(self, key: Key, metrics: Metrics) -> None:
+        self.key = key
+        self._metrics = metrics
+        self.owner = owner_of(key.digest)
+        self._num_running = 0
+        self._requests = MinuteWindow()
+        self._tokens = MinuteWindow()
+        self._num_reserved = 0  # tokens of requests that have not ended
+
+    def is_valid(self, wall_clock: float) -> bool:
+        """Whether the key lets anybody in: it was not revoked, and has not expired."""
+        key = self.key
+        return key.revoked is None and (key.expires is None or wall_clock < key.expires.timestamp())
+
+    def check_route(self, path: str) -> None:
+        """Raise Forbidden unless the key is for a route, by the path in the table of routes."""
+        routes = self.key.routes
+        if not covers(routes, path):
+            words = f"this API key is for the routes {', '.join(routes)}. Given: {path}"
+            raise self._refusal("route", Forbidden(words))
+
+    def check_model(self, name: str) -> None:
+        """Raise Forbidden unless the key is for a model."""
+        models = self.key.models
+        if not covers(models, name):
+            words = f"this API key is for the models {', '.join(models)}. Given: {name!r}"
+            raise self._refusal("model", Forbidden(words))
+
+    @contextmanager
+    def entered(self, now: float) -> Iterator[None]:
+        """Count a request, which lasts as long as the block.
+
+        Raises:
+            RateLimited: the key has too many requests at once, or had too many, or too many tokens, within a minute.
+        """
+        self._check_limits(now)
+        self._metrics.count_key_request(self.key.name)
+        self._requests.add(1, now)
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+
+    def _check_limits(self, now: float) -> None:
+        key = self.key
+        most = key.max_concurrent_requests
+        if most is not None and self._num_running >= most:
+            raise self._refusal("concurrency", RateLimited(f"at most {most} requests of this API key run at once"))
+        most = key.requests_per_minute
+        if most is not None and self._requests.used(now) >= most:
+            wait = self._requests.seconds_until(most - 1, now)
+            raise self._refusal("requests", RateLimited(f"at most {most} requests a minute with this API key", wait))
+        self._check_tokens(1, now)
+
+    def _check_tokens(self, num_tokens: int, now: float) -> None:
+        most = self.key.tokens_per_minute
+        if most is None:
+            return
+        wanted = min(num_tokens, most)  # what is more than a whole minute's is let in when nothing else was used
+        used, reserved = self._tokens.used(now), self._num_reserved
+        if used + reserved + wanted > most:
+            wait = self._tokens.seconds_until(most - wanted, now)  # those that run may give back what they reserve
+            words = f"at most {most} tokens a minute with this API key: {used} are used, requests that run may take "
+            raise self._refusal("tokens", RateLimited(f"{words}{reserved}, this one {num_tokens}", wait))
+
+    def reserve(self, num_tokens: int, now: float) -> None:
+        """Set aside the most tokens that a request may take, until it is settled.
+
+        Raises:
+            RateLimited: so many are not left of the minute.
+        """
+        self._check_tokens(num_tokens, now)
+        self._num_reserved += num_tokens
+
+    def settle(self, num_reserved: int, num_prompt: int, num_completion: int, now: float) -> None:
+        """End a reservation: what the request has taken is used."""
+        self._num_reserved -= num_reserved
+        self._tokens.add(num_prompt + num_completion, now)
+        self._metrics.count_key_tokens(self.key.name, num_prompt, num_completion)
+
+    def _refusal(self, reason: str, error: FunitelError) -> FunitelError:
+        """Count a refusal."""
+        self._metrics.count_key_refused(self.key.name, reason)
+        return error
+
+
+class Accounts:
+    """The accounts of all keys; where none was given, nobody is asked for one.
+
+    Raises SettingsError when the file of keys cannot be read, or is none.
+    """
+
+    def __init__(self, key: str | None, path: str | None, metrics: Metrics) -> None:
+        self.is_asked_for = key is not None or path is not None
+        self._key = key
+        self._path = path
+        self._metrics = metrics
+        self._watch = FileWatch(*([] if path is None else [path]))
+        self._by_digest: dict[bytes, Account] = {}
+        self._read()
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def _read(self) -> None:
+        accounts = {}
+        for key in keys_of(self._key, self._path):  # of one digest that is there twice the last line counts
+            account = accounts[key.digest] = self._by_digest.get(key.digest) or Account(key, self._metrics)
+            account.key = key
+        self._by_digest = accounts
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed; one that is wrong changes nothing but the log. Any thread."""
+        if not self._watch.has_changed():
+            return
+        try:
+            self._read()
+        except SettingsError as error:
+            logger.error("the API keys stay as they were: %s", error.message)
+        else:
+            logger.info("API keys read again: %d", len(self))
+
+    def find(self, tokens: tuple[bytes, ...]) -> Account | None:
+        """The account of the first of `tokens` that is a valid key."""
+        now = time.time()
+        for token in tokens:
+            account = self._by_digest.get(digest_of(token)) if token else None
+            if account is not None and account.is_valid(now):
+                return account
+        return None

@@ -1,0 +1,1 @@
+"""The nouns of the router: request, sequence, token stream, request context."""

@@ -1,0 +1,138 @@
+"""The stream the answer of one request arrives on, and the instants of its life. Event loop only."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from funitel.proto.errors import Cancelled, FunitelError, Incomplete
+from funitel.proto.step import Generation
+from funitel.router.core.request import Request
+from funitel.router.core.request_trace import RequestTrace
+
+
+@dataclass(slots=True)
+class Timings:
+    """Instants of a request's life on the monotonic clock, in seconds."""
+
+    submitted: float = field(default_factory=time.monotonic)
+    started: float | None = None  # first step that computes its tokens was planned
+    first_token: float | None = None
+    latest: float | None = None  # token
+    finished: float | None = None
+
+    @property
+    def queue_seconds(self) -> float:
+        """Submitted until started."""
+        return (self.started or time.monotonic()) - self.submitted
+
+    @property
+    def inference_seconds(self) -> float:
+        """Started until finished."""
+        end = self.finished or time.monotonic()
+        return end - (self.started or end)
+
+
+Event = Generation | FunitelError
+Listener = Callable[[Event, float], None]  # is told of an event, and the instant it was delivered
+
+
+class TokenStream:
+    """The answer of one request: listen to it, or iterate over its generations; leaving `async with` early cancels it.
+
+    The last generation carries `finished`. A request that ends otherwise ends with a FunitelError, which iteration
+    raises. Whoever listens is told of each event as it is delivered: no task has to wake up for it.
+    """
+
+    def __init__(self, request: Request, cancel: Callable[[], None]) -> None:
+        self.request = request
+        self.timings = Timings()
+        self.num_cached_tokens = 0  # of the prompt, found computed by an earlier request
+        self._cancel = cancel
+        self.trace = RequestTrace.of_caller()
+        self.num_tokens = 0  # delivered
+        self._listener: Listener | None = None
+        # One task iterates, so a deque and what it waits for do; asyncio.Queue costs several times as much a token.
+        self._events: deque[Event] = deque()
+        self._arrival: asyncio.Future[None] | None = None
+        self._done = False
+        self._is_exhausted = False
+
+    def move(self, cancel: Callable[[], None]) -> None:
+        """Let the answer go on elsewhere, where `cancel` ends it."""
+        self._cancel = cancel
+        if self.trace is not None:
+            self.trace.wait_again("moved")
+
+    def listen(self, listener: Listener) -> None:
+        """Tell `listener` of every event, of those that came before at once; instead of iteration, and for good.
+
+        It is called by the engine, between two steps: it must neither raise nor take long.
+        """
+        self._listener = listener
+        while self._events:
+            listener(self._events.popleft(), time.monotonic())
+
+    def deliver(self, event: Event) -> None:
+        """Hand over the next event; called by the engine on the event loop."""
+        now = time.monotonic()
+        if isinstance(event, FunitelError):
+            self._end(now, event)
+        else:
+            num_tokens = len(event.tokens.ids)
+            self.num_tokens += num_tokens
+            timings = self.timings
+            timings.first_token = timings.first_token or now
+            timings.latest = now
+            if self.trace is not None:
+                self.trace.deliver(num_tokens)
+            if event.finished is not None:
+                self._end(now)
+        if self._listener is not None:
+            self._listener(event, now)
+            return
+        self._events.append(event)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def _end(self, now: float, error: FunitelError | None = None) -> None:
+        self._done = True
+        self.timings.finished = now
+        if self.trace is not None:
+            self.trace.end(error)
+
+    async def __aenter__(self) -> "TokenStream":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._done:
+            why = error if isinstance(error, FunitelError) else Cancelled("left early")  # a sibling has failed
+            self._end(time.monotonic(), why)
+            self._cancel()
+
+    def __aiter__(self) -> "TokenStream":
+        return self
+
+    async def __anext__(self) -> Generation:
+        if self._is_exhausted:
+            raise StopAsyncIteration
+        while not self._events:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        event = self._events.popleft()
+        if isinstance(event, FunitelError):
+            self._is_exhausted = True
+            raise event
+        self._is_exhausted = event.finished is not None
+        return event
+
+    async def last(self) -> Generation:
+        """Run to the end and return the last generation."""
+        async for generation in self:
+            if generation.finished is not None:
+                return generation
+        raise Incomplete("the stream ended without its last token")

@@ -1,0 +1,1 @@
+"""The engine of encoder models: queue, batching, service."""

@@ -1,0 +1,330 @@
+"""The loop between HTTP and the shards of an encoder: admission, batches by token budget, rows back to their requests.
+
+One shard is one replica, and takes two batches at a time, so that it finds the next at hand. Event loop only.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from funitel.proto.errors import (
+    DeadlineExceeded,
+    FunitelError,
+    NotReady,
+    Overloaded,
+    ShardFailed,
+    ShardUnsound,
+    StartupError,
+    StepFailed,
+)
+from funitel.proto.settings.fields import require
+from funitel.proto.step import EncoderFacts, EncoderInput, EncoderResult, EncoderTask
+from funitel.proto.tracing import spans
+from funitel.router.core.request import Limits, Request
+from funitel.router.core.stream import Timings
+from funitel.router.encoder.queue import EncoderQueue, Submission, Text
+from funitel.router.engine.step_pipeline import FIRST_FACTOR
+from funitel.router.replica_set.failover import MOST_LOSSES, NO_REPLICA
+from funitel.router.replica_set.membership import EncoderReplicas
+from funitel.router.scheduler.admission import InFlight, Throughput
+from funitel.router.settings import RouterSettings
+from funitel.router.shard_client.shards import Shards
+from funitel.router.telemetry.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+BYTES = 4  # of a float32
+
+
+@dataclass(slots=True)
+class Encoded:
+    """The rows of one request, in the order of its texts: float32, little-endian; for FILL with their tokens."""
+
+    rows: list[bytes]
+    ids: list[tuple[int, ...]]
+    timings: Timings = field(default_factory=Timings)
+
+
+class _Pending:
+    """A request whose rows are on their way."""
+
+    def __init__(self, submission: Submission) -> None:
+        count = len(submission.inputs)
+        self.submission = submission
+        self.encoded = Encoded([b""] * count, [()] * count)
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.span = spans.current()  # of whoever asks
+        self._num_missing = count
+
+    def trace(self) -> None:
+        """Record where the time went."""
+        timings, now = self.encoded.timings, time.monotonic()
+        if self.span is not None:
+            spans.record("queue", self.span, timings.submitted, timings.started or now)
+            if timings.started is not None:
+                spans.record("encode", self.span, timings.started, timings.finished or now)
+
+    def take(self, place: int, row: bytes, ids: tuple[int, ...]) -> None:
+        """Note one row; the last one is the end."""
+        self.encoded.rows[place], self.encoded.ids[place] = row, ids
+        self._num_missing -= 1
+        if not self._num_missing and not self.done.done():
+            self.encoded.timings.finished = time.monotonic()
+            self.done.set_result(None)
+
+    def fail(self, error: FunitelError) -> None:
+        """End with an error."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class EncoderEngine:
+    """The replicas of one encoder, each a single shard."""
+
+    def __init__(self, replicas: Sequence[Shards], limits: Limits, settings: RouterSettings, metrics: Metrics) -> None:
+        self.limits = limits
+        self.facts = _facts(replicas[0])
+        self.dtype = replicas[0].infos[0].dtype
+        self._settings = settings
+        self._metrics = metrics
+        self._queue = EncoderQueue(settings.max_batch_prefill_tokens, settings.max_batch_size)
+        self._pending: dict[Submission, _Pending] = {}
+        self._throughput = Throughput()
+        self._next_id = 0
+        self._is_draining = False
+        self._has_work = asyncio.Event()
+        self._left = asyncio.Event()  # set whenever a request ends
+        self._device_type = replicas[0].infos[0].device_type
+        self._replicas = EncoderReplicas(replicas, settings, metrics, self._work, self.fail_all)
+
+    @property
+    def compute_type(self) -> str:
+        """Shards and device, such as "1-cpu"."""
+        return f"{self._replicas.num_replicas}-{self._device_type}"
+
+    async def encode(
+        self,
+        task: EncoderTask,
+        inputs: Sequence[EncoderInput],
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> Encoded:
+        """Encode the texts of one request; leaving early takes back what still waits.
+
+        Args:
+            task: one of the model's.
+            inputs: one or more.
+            priority: lower is sooner.
+            deadline: instant of the monotonic clock.
+
+        Raises:
+            Overloaded: there is no place for it, or it would wait longer than its deadline.
+            DeadlineExceeded: its deadline has passed.
+            NotReady: the router is draining.
+            ShardFailed, StepFailed: the shards did not compute it.
+        """
+        now = time.monotonic()
+        submission = Submission(self._next_id, task, inputs, priority)
+        self._admit(submission.num_tokens, len(self._pending), deadline, now)
+        self._next_id += 1
+        pending = self._pending[submission] = _Pending(submission)
+        self._queue.add(submission)
+        self._has_work.set()
+        self._report()
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - now):
+                await pending.done
+        except TimeoutError:
+            started = pending.encoded.timings.started is not None
+            self._metrics.count_expired("running" if started else "waiting")
+            raise DeadlineExceeded("the deadline passed before every text was encoded") from None
+        except asyncio.CancelledError:
+            self._metrics.count_cancelled()
+            raise
+        finally:
+            pending.trace()
+            self._queue.remove(submission)
+            del self._pending[submission]
+            self._report()
+            self._left.set()
+        return pending.encoded
+
+    def check_room(self, newcomer: Request, entering: InFlight) -> None:
+        """Find out whether the texts of a request would be taken, behind those of others; raises as `encode`."""
+        in_flight = len(self._pending) + entering.num_requests
+        self._admit(len(newcomer.input_ids), in_flight, newcomer.deadline, time.monotonic())
+
+    def _admit(self, num_tokens: int, in_flight: int, deadline: float | None, now: float) -> None:
+        if self._is_draining:
+            raise NotReady("the server is shutting down")
+        if self._replicas.patience.is_over:
+            raise ShardFailed(NO_REPLICA)
+        settings, reason, why = self._settings, "", ""
+        left = None if deadline is None else deadline - now
+        if left is not None and left <= 0:
+            self._metrics.count_expired("arriving")
+            raise DeadlineExceeded("the deadline passed before the request was queued")
+        wait = self._queue.num_tokens / self._throughput.tokens_per_second
+        tokens = self._queue.num_tokens + num_tokens
+        if in_flight >= settings.max_concurrent_requests:
+            why, reason = f"{in_flight} requests in flight, at most {settings.max_concurrent_requests}", "requests"
+        elif self._queue.num_texts and settings.max_queued_tokens is not None and tokens > settings.max_queued_tokens:
+            why, reason = f"{tokens} prompt tokens would wait, at most {settings.max_queued_tokens}", "queued_tokens"
+        elif left is not None and wait > left:
+            why, reason = f"it would wait {wait:.1f} s, more than the {left:.1f} s it has", "deadline"
+        if why:
+            self._metrics.count_refused(reason)
+            raise Overloaded(f": {why}", in_flight + 1, wait, reason)
+
+    async def health(self) -> None:
+        """Return once one replica answers; raise a FunitelError when none does."""
+        await self._replicas.health()
+
+    async def close(self) -> None:
+        """Refuse new requests, let running ones finish, then let go of the shards."""
+        self._is_draining = True
+        while self._pending:
+            self._left.clear()
+            await self._left.wait()
+        await self._replicas.close()
+
+    # Batches --------------------------------------------------------------------------------------------------------
+
+    async def _work(self, shards: Shards) -> None:
+        """Send batch after batch to one replica, until it is lost."""
+        while self._replicas.serves(shards):
+            texts = self._queue.plan()
+            if not texts:
+                self._has_work.clear()
+                await self._has_work.wait()
+                continue
+            now = time.monotonic()
+            for submission in {text.submission for text in texts}:
+                timings = self._pending[submission].encoded.timings
+                timings.started = timings.started or now
+            self._metrics.observe_new_batch(len(texts))
+            self._report()
+            await self._compute(shards, texts)
+
+    async def _compute(self, shards: Shards, texts: Sequence[Text]) -> None:
+        """Have texts encoded; where that fails, each request by itself, so that it fails alone."""
+        task = texts[0].submission.task
+        began = time.monotonic()
+        self._metrics.count_step("encode")
+        try:
+            with spans.telling(self._spans(texts)):
+                result = await self._answer(shards, task, texts)
+            self._settle(texts, result)
+        except ShardFailed as error:
+            self._metrics.count_step_failure("encode")
+            self._lose(shards, texts, error)
+        except FunitelError as error:
+            self._metrics.count_step_failure("encode")
+            submissions = list(dict.fromkeys(text.submission for text in texts))
+            if len(submissions) == 1:
+                self._fail(texts, error)
+                return
+            for submission in submissions:
+                if submission in self._pending:
+                    await self._compute(shards, [text for text in texts if text.submission is submission])
+        except Exception as error:  # a request must not hang
+            logger.exception("a batch of texts failed")
+            self._fail(texts, StepFailed(f"{type(error).__name__}: {error}"))
+        else:
+            num_tokens, now = sum(len(text.input.input_ids) for text in texts), time.monotonic()
+            self._throughput.observe_step(num_tokens, now - began, now)
+            self._metrics.observe_encoding(len(texts), num_tokens, now - began, result.total_ns / 1e9)
+
+    async def _answer(self, shards: Shards, task: EncoderTask, texts: Sequence[Text]) -> EncoderResult:
+        """What a replica makes of texts; raises ShardUnsound where it hangs."""
+        most = FIRST_FACTOR * self._settings.step_timeout_s  # it may compute another batch before
+        try:
+            async with asyncio.timeout(most):
+                return await shards.encode(task, [text.input for text in texts])
+        except TimeoutError:
+            raise ShardUnsound(f"the shard has not answered for {most:g} s") from None
+
+    def _spans(self, texts: Sequence[Text]) -> list[spans.OpenSpan]:
+        """Those of the requests that texts are of, of the requests that are traced."""
+        pending = [self._pending.get(submission) for submission in dict.fromkeys(text.submission for text in texts)]
+        return [each.span for each in pending if each is not None and each.span is not None]
+
+    def _settle(self, texts: Sequence[Text], result: EncoderResult) -> None:
+        size, broken = result.width * BYTES, frozenset(result.broken)
+        if len(result.values) != size * len(texts):
+            raise StepFailed(f"the shard gave {len(result.values)} bytes for {len(texts)} rows of {size}")
+        for row, (submission, place) in enumerate(texts):
+            pending = self._pending.get(submission)
+            if pending is None:  # its client has left
+                continue
+            if row in broken:
+                pending.fail(StepFailed(f"the model's numbers for text {place} are not finite"))
+            else:
+                ids = result.ids[row * result.width : (row + 1) * result.width]
+                submission.num_losses = 0
+                pending.take(place, result.values[row * size : (row + 1) * size], ids)
+
+    def _fail(self, texts: Sequence[Text], error: FunitelError) -> None:
+        for submission in {text.submission for text in texts}:
+            if submission in self._pending:
+                self._queue.remove(submission)
+                self._pending[submission].fail(error)
+
+    def _lose(self, shards: Shards, texts: Sequence[Text], error: FunitelError) -> None:
+        """Let other replicas encode what a lost one had, or wait for one; it fails where none can come."""
+        can_go_on = self._replicas.lose(shards, error)
+        for submission in {text.submission for text in texts}:
+            if submission.lost_with is not shards:
+                submission.num_losses += 1
+            submission.lost_with = shards
+            if not can_go_on or submission.num_losses >= MOST_LOSSES:
+                self._fail([text for text in texts if text.submission is submission], error)
+        self._queue.give_back(texts)
+        self._has_work.set()
+
+    def fail_all(self, error: FunitelError) -> None:
+        """End whatever waits for its rows; clients get the error."""
+        for pending in self._pending.values():
+            self._queue.remove(pending.submission)
+            pending.fail(error)
+
+    def _report(self) -> None:
+        self._metrics.set_sequences(self._queue.num_texts, len(self._pending))
+        self._metrics.set_queue(0, self._queue.num_tokens)
+
+
+def _facts(shards: Shards) -> EncoderFacts:
+    facts = shards.infos[0].encoder
+    assert facts is not None, "only encoders come here"
+    return facts
+
+
+def start(replicas: Sequence[Shards], settings: RouterSettings, metrics: Metrics) -> EncoderEngine:
+    """Start the engine of an encoder.
+
+    Args:
+        replicas: its shards, each the one rank of a replica.
+        settings: the router's.
+        metrics: the router's.
+
+    Raises:
+        StartupError: replicas differ, or the settings ask for more than the model can.
+    """
+    facts = _facts(replicas[0])
+    for shards in replicas:
+        if len(shards.infos) != 1 or shards.infos[0].encoder != facts:
+            raise StartupError("the replicas of an encoder must be one shard each, and alike")
+    asked = settings.max_input_tokens
+    require(
+        asked is None or asked <= facts.max_tokens,
+        f"--max-input-tokens {asked} must be <= {facts.max_tokens}, the positions that the model has",
+    )
+    longest = asked or facts.usual_tokens
+    limits = Limits(max_input_tokens=longest, max_total_tokens=longest, pool_tokens=0)
+    metrics.set_limits(limits)
+    metrics.set_weights(0, replicas[0].infos[0].weight_bytes, 0)
+    logger.info("connected encoders=%d %s %s", len(replicas), limits, facts)
+    return EncoderEngine(replicas, limits, settings, metrics)

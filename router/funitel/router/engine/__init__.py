@@ -1,0 +1,1 @@
+"""The engine of one replica: step loop, step pipeline, recovery, request table."""

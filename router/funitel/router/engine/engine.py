@@ -1,0 +1,221 @@
+"""Requests over one replica: who is let in, how they are cancelled, what draining and handing over mean.
+
+The steps themselves are made by a `StepLoop`. Event loop only.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StepFailed
+from funitel.router.core.request import Limits, Request, Sequence
+from funitel.router.core.stream import TokenStream
+from funitel.router.engine.request_table import Reception
+from funitel.router.engine.snapshot import EngineView
+from funitel.router.engine.step_loop import StepLoop
+from funitel.router.replica_set.load_balancer import Standing
+from funitel.router.scheduler.admission import Admission, InFlight
+from funitel.router.scheduler.scheduler import Scheduler
+from funitel.router.settings import RouterSettings
+from funitel.router.shard_client.capabilities import check_capabilities
+from funitel.router.shard_client.replica import Replica
+from funitel.router.telemetry.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Runs requests over one replica. `submit` from the event loop only."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        scheduler: Scheduler,
+        limits: Limits,
+        metrics: Metrics,
+        admission: Admission,
+        pipeline_steps: int = 1,
+        decode_tokens: int = RouterSettings.otlp_decode_tokens,
+        step_timeout_s: float = RouterSettings.step_timeout_s,
+    ) -> None:
+        self.limits = limits
+        self._replica = replica
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._reception = Reception(scheduler, metrics, admission, wake=self._wake)
+        self._requests = self._reception.requests
+        self._compiling: dict[int, tuple[Sequence, asyncio.Task[None]]] = {}  # by id, while their grammar is compiled
+        self._steps = StepLoop(
+            replica,
+            scheduler,
+            self._requests,
+            metrics,
+            admission.throughput,
+            pipeline_steps,
+            self._compiling.keys(),
+            decode_tokens,
+            step_timeout_s,
+        )
+        view = EngineView(scheduler, self._requests.streams, admission, self._steps.past, len(replica.infos))
+        self.views = {0: view}  # what the state of the only replica is read from
+        self._next_id = 0
+        self._is_draining = False
+
+    @property
+    def compute_type(self) -> str:
+        """Shards and device, such as "2-cpu"."""
+        return f"{len(self._replica.infos)}-{self._replica.info.device_type}"
+
+    def submit(self, request: Request) -> TokenStream:
+        """Queue a request.
+
+        Raises:
+            InvalidRequest: the shards would ignore a part of it.
+            Overloaded: there is no place for it, or it would wait longer than its deadline.
+            DeadlineExceeded: its deadline has passed.
+            NotReady: the router is draining.
+            ShardFailed: the engine has stopped.
+        """
+        check_capabilities(request.sampling, self._replica.capabilities)
+        self._check_open()
+        sequence = self._sequence_of(request)
+        self._next_id += 1
+        return self.accept(sequence)
+
+    def check_room(self, newcomer: Request, entering: InFlight) -> None:
+        """Find out whether a request would be queued, behind so many that are about to be submitted.
+
+        Raises: as `submit`, save for InvalidRequest.
+        """
+        self._check_open()
+        self.check_place(self._sequence_of(newcomer), self.in_flight(newcomer.key) + entering)
+
+    def check_place(self, sequence: Sequence, in_flight: InFlight) -> None:
+        """Find out whether a sequence would be queued; raises as `accept`."""
+        self._reception.check_place(sequence, in_flight)
+
+    def _check_open(self) -> None:
+        if self._is_draining:
+            raise NotReady("the server is shutting down")
+        if self._steps.has_ended:
+            raise ShardFailed("the engine has stopped")
+
+    def _sequence_of(self, request: Request) -> Sequence:
+        """The sequence of a request that comes now."""
+        num_opening = self._replica.info.num_opening_tokens
+        return Sequence(self._next_id, request, num_opening=num_opening, arrived=time.monotonic())
+
+    def accept(self, sequence: Sequence, in_flight: InFlight | None = None) -> TokenStream:
+        """Queue a sequence whose id is new here, if there is a place for it.
+
+        The bounds on requests hold for `in_flight`, when others than those here count too.
+
+        Raises:
+            Overloaded, DeadlineExceeded: as `submit`.
+        """
+        stream = self._reception.accept(sequence, in_flight)
+        self._take(sequence)
+        return stream
+
+    def take_over(self, sequence: Sequence, stream: TokenStream) -> None:
+        """Go on with what another engine gave up, draining or not."""
+        self._reception.take_over(sequence, stream)
+        self._take(sequence)
+
+    def tell_of_loss(self, on_lost: Callable[[FunitelError], None]) -> None:
+        """Have `on_lost` called once the shards are gone; it is to call `give_up`."""
+        self._steps.on_lost = on_lost
+
+    def give_up(self) -> list[tuple[Sequence, TokenStream]]:
+        """Stop, and hand over whatever has not ended, oldest first; the shards are not asked. `close` comes after."""
+        self._steps.give_up()
+        for _, task in self._compiling.values():
+            task.cancel()
+        scheduler = self._scheduler
+        for sequence in scheduler.running.values():
+            sequence.note_loss()
+        compiling = (sequence for sequence, _ in self._compiling.values())
+        # One whose grammar has just been compiled may still be among those that compile.
+        here = {s.id: s for s in (*scheduler.running.values(), *scheduler.waiting, *compiling)}
+        handed_over = []
+        for _, sequence in sorted(here.items()):
+            stream = self._requests.forget(sequence)
+            if stream is not None:  # a client may have left while its grammar is compiled
+                handed_over.append((sequence.afresh(), stream))
+        return handed_over
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in flight."""
+        return len(self._requests)
+
+    def in_flight(self, key: bytes) -> InFlight:
+        """Requests in flight: all, and those of an API key."""
+        return self._requests.in_flight(key)
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether a sequence can go on behind tokens that it has got already, here or elsewhere."""
+        return self._scheduler.can_resume
+
+    def standing(self, sequence: Sequence) -> Standing:
+        """How suitable this replica is for a sequence that is not here."""
+        return Standing(self._scheduler.load_tokens, self._scheduler.cached_prefix_len(sequence))
+
+    def _take(self, sequence: Sequence) -> None:
+        if sequence.request.sampling.grammar:
+            task = asyncio.create_task(self._compile_and_queue(sequence))
+            self._compiling[sequence.id] = sequence, task
+            task.add_done_callback(lambda _: self._compiling.pop(sequence.id))
+        else:
+            self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        self._scheduler.add(sequence)
+        self._steps.welcome()
+
+    async def _compile_and_queue(self, sequence: Sequence) -> None:
+        """Queue a sequence once the shards have compiled its grammar, unless the client has left by then."""
+        sampling = sequence.request.sampling
+        try:
+            await self._replica.compile_grammar(sampling.grammar_type, sampling.grammar)
+            if self._steps.has_ended:
+                raise ShardFailed("the engine has stopped")
+        except FunitelError as error:
+            if not await self._steps.has_lost_shards(error, is_beside_steps=True):
+                self._requests.fail(sequence, error)
+            return
+        except Exception as error:  # a stream must not hang
+            logger.exception("compiling a grammar failed")
+            self._requests.fail(sequence, StepFailed(f"{type(error).__name__}: {error}"))
+            return
+        if sequence in self._requests:
+            self._queue(sequence)
+
+    def _wake(self) -> None:
+        self._steps.wake()
+
+    async def health(self) -> None:
+        """Raise a FunitelError unless every shard answers and the loop runs."""
+        if self._steps.has_ended:
+            raise ShardFailed("the engine has stopped")
+        for rank, memory in enumerate(await self._replica.health()):
+            self._metrics.set_memory(rank, memory)
+
+    def fail_all(self, error: FunitelError) -> None:
+        """End whatever is here; clients get the error."""
+        for _, task in self._compiling.values():
+            task.cancel()
+        self._requests.fail_all(error)
+        self._steps.wake()
+
+    async def close(self) -> None:
+        """Refuse new requests, let running ones finish, then let go of the shards."""
+        self._is_draining = True
+        await self.drained()
+        await self._steps.close()
+
+    async def drained(self) -> None:
+        """Return once no request is here."""
+        await self._requests.drained()

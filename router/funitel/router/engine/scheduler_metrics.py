@@ -1,0 +1,57 @@
+"""What metrics and log are told of a scheduler's state after every turn. Event loop only."""
+
+import logging
+
+from funitel.router.scheduler.chunk_budget import MIN_CHUNK_TOKENS
+from funitel.router.scheduler.scheduler import Scheduler
+from funitel.router.shard_client.replica import Replica
+from funitel.router.telemetry.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+
+class SchedulerReport:
+    """Queue, running sequences and pool as metrics; a target that cannot be held as a line of the log, once."""
+
+    def __init__(self, scheduler: Scheduler, replica: Replica, metrics: Metrics) -> None:
+        self._scheduler = scheduler
+        self._replica = replica
+        self._metrics = metrics
+        self._told: object = None  # what metrics were told of the state
+        self._preempted = (0, 0)  # sequences, and tokens computed again, that metrics know of
+        self._has_told_target = False
+
+    def update(self) -> None:
+        """Tell how things stand now."""
+        scheduler, metrics = self._scheduler, self._metrics
+        waiting, blocks = scheduler.waiting, scheduler.blocks
+        sequences = len(waiting), len(scheduler.running)
+        queue = waiting.num_preempted, waiting.num_prompt_tokens
+        pool = blocks.num_used, blocks.num_free, blocks.num_cached
+        state = sequences, queue, pool, self._replica.num_batches
+        if state != self._told:  # most steps change nothing of it
+            self._told = state
+            metrics.set_sequences(*sequences)
+            metrics.set_queue(*queue)
+            metrics.set_pool(*pool)
+            metrics.set_batch_tokens(blocks.num_used * blocks.block_size)
+            metrics.set_cached_batches(self._replica.num_batches)
+        preempted = (scheduler.num_preempted, scheduler.shares.num_repeated)
+        if preempted != self._preempted:
+            metrics.count_preempted(*(now - before for now, before in zip(preempted, self._preempted, strict=True)))
+            self._preempted = preempted
+        self._tell_missed_target()
+
+    def _tell_missed_target(self) -> None:
+        """Log once that the target is below what decoding alone takes."""
+        step_time = self._scheduler.step_time
+        if step_time.longest_plain_seconds is None or self._has_told_target:
+            return
+        self._has_told_target = True
+        logger.warning(
+            "--target-itl-ms %g cannot be held: decoding alone takes %.1f ms a step; beside running streams prompts "
+            "advance by %d tokens a step",
+            1e3 * (step_time.target_gap_seconds or 0.0),
+            1e3 * step_time.longest_plain_seconds,
+            MIN_CHUNK_TOKENS,
+        )

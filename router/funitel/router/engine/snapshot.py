@@ -1,0 +1,206 @@
+"""How an engine stands, in numbers: what `/debug/scheduler` shows of one replica. Reads, and changes nothing.
+
+What it costs is bounded: of a long queue and a large batch the first are shown, and counts tell of the others.
+
+What `/debug/scheduler` shows: numbers and names, never a word of a prompt or an answer.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+from pydantic import BaseModel
+
+from funitel.router.core.request import Sequence
+from funitel.router.core.stream import TokenStream
+from funitel.router.scheduler.admission import Admission
+from funitel.router.scheduler.plan import StepPlan
+from funitel.router.scheduler.scheduler import Scheduler
+
+
+class WaitingRequest(BaseModel):
+    """A sequence that waits to enter, or to be resumed."""
+
+    id: int
+    request_id: str
+    key: str | None
+    position: int
+    age_seconds: float
+    estimated_wait_seconds: float
+    prompt_tokens: int
+    tokens: int
+    priority: int
+    was_started: bool
+
+
+class RunningRequest(BaseModel):
+    """A sequence that runs; `gap_seconds` since its last token, or since it came."""
+
+    id: int
+    request_id: str
+    key: str | None
+    age_seconds: float
+    gap_seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    tokens: int
+    max_new_tokens: int
+    blocks: int
+    priority: int
+
+
+class Pool(BaseModel):
+    """The KV pool in blocks; `cached` ones are among the free."""
+
+    blocks: int
+    block_size: int
+    used: int
+    free: int
+    cached: int
+    evicted: int
+    preempted: int
+
+
+class Step(BaseModel):
+    """A step that was answered; what it was predicted to take is 0 where nothing was known."""
+
+    kind: str
+    ago_seconds: float
+    rows: int
+    prompt_tokens: int
+    tokens: int
+    seconds: float
+    predicted_seconds: float
+
+
+class ReplicaState(BaseModel):
+    """One model copy; of lists that are cut, the counts tell how long they are."""
+
+    index: int
+    ranks: int
+    tokens_per_second: float
+    num_waiting: int
+    num_queued_tokens: int
+    num_running: int
+    waiting: list[WaitingRequest]
+    running: list[RunningRequest]
+    pool: Pool
+    steps: list[Step]
+
+
+class SchedulerState(BaseModel):
+    """All replicas, at one instant."""
+
+    model_id: str
+    version: str
+    time: float
+    replicas: list[ReplicaState]
+
+
+MOST_SHOWN = 100  # sequences of either list
+MOST_STEPS = 32  # remembered
+DIGITS = 6  # of seconds
+
+
+@dataclass(frozen=True, slots=True)
+class PastStep:
+    """A step that was answered; `at` is an instant of the monotonic clock."""
+
+    plan: StepPlan
+    seconds: float
+    at: float
+
+
+PastSteps = deque[PastStep]  # oldest first
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What a state is read from."""
+
+    scheduler: Scheduler
+    streams: Mapping[int, TokenStream]
+    admission: Admission
+    past: PastSteps
+    num_ranks: int
+
+    def state(self, index: int, now: float) -> ReplicaState:
+        """Describe the engine as the replica of an index; `now` is on the monotonic clock."""
+        scheduler = self.scheduler
+        return ReplicaState(
+            index=index,
+            ranks=self.num_ranks,
+            tokens_per_second=round(self.admission.throughput.tokens_per_second, 3),
+            num_waiting=len(scheduler.waiting),
+            num_queued_tokens=scheduler.waiting.num_prompt_tokens,
+            num_running=len(scheduler.running),
+            waiting=self._waiting(now),
+            running=[self._running(each, now) for each in islice(scheduler.running.values(), MOST_SHOWN)],
+            pool=self._pool(),
+            steps=[_step(each, now) for each in self.past],
+        )
+
+    def _waiting(self, now: float) -> list[WaitingRequest]:
+        queue = self.scheduler.waiting.in_order(MOST_SHOWN)
+        waits = self.admission.waits(queue, self.scheduler.running.values())
+        return [
+            WaitingRequest(
+                id=sequence.id,
+                request_id=sequence.request.request_id,
+                key=sequence.request.key_name,
+                position=place,
+                age_seconds=round(now - sequence.arrived, DIGITS),
+                estimated_wait_seconds=round(wait, DIGITS),
+                prompt_tokens=sequence.num_prompt,
+                tokens=len(sequence.output_ids),
+                priority=sequence.request.priority,
+                was_started=sequence.was_started,
+            )
+            for place, (sequence, wait) in enumerate(zip(queue, waits, strict=True), 1)
+        ]
+
+    def _running(self, sequence: Sequence, now: float) -> RunningRequest:
+        stream = self.streams.get(sequence.id)
+        latest = stream.timings.latest if stream is not None else None
+        return RunningRequest(
+            id=sequence.id,
+            request_id=sequence.request.request_id,
+            key=sequence.request.key_name,
+            age_seconds=round(now - sequence.arrived, DIGITS),
+            gap_seconds=round(now - (latest or sequence.arrived), DIGITS),
+            prompt_tokens=sequence.num_prompt,
+            cached_tokens=sequence.num_cached,
+            computed_tokens=sequence.num_computed,
+            tokens=len(sequence.output_ids),
+            max_new_tokens=sequence.request.stopping.max_new_tokens,
+            blocks=len(sequence.blocks),
+            priority=sequence.request.priority,
+        )
+
+    def _pool(self) -> Pool:
+        blocks = self.scheduler.blocks
+        return Pool(
+            blocks=blocks.num_blocks,
+            block_size=blocks.block_size,
+            used=blocks.num_used,
+            free=blocks.num_free,
+            cached=blocks.num_cached,
+            evicted=blocks.num_evicted,
+            preempted=self.scheduler.num_preempted,
+        )
+
+
+def _step(past: PastStep, now: float) -> Step:
+    load = past.plan.load
+    kind = "decode" if not load.num_prompt_tokens else "mixed" if load.num_decodes else "prefill"
+    return Step(
+        kind=kind,
+        ago_seconds=round(now - past.at, DIGITS),
+        rows=len(past.plan.computed),
+        prompt_tokens=load.num_prompt_tokens,
+        tokens=past.plan.num_tokens,
+        seconds=round(past.seconds, DIGITS),
+        predicted_seconds=round(past.plan.predicted_seconds, DIGITS),
+    )

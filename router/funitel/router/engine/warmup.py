@@ -1,0 +1,152 @@
+"""From shards that answer to an engine that serves: warm up, settle the limits and the policy."""
+
+import logging
+
+from funitel.proto.errors import SettingsError
+from funitel.proto.security.keys import keys_of
+from funitel.proto.settings.fields import require
+from funitel.proto.step import (
+    Capability,
+    SamplingParams,
+    SequenceStart,
+    StoppingParams,
+    WarmupLimits,
+    WarmupResult,
+)
+from funitel.router.core.request import Limits
+from funitel.router.engine.engine import Engine
+from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.scheduler.admission import Admission
+from funitel.router.scheduler.plan import Policy
+from funitel.router.scheduler.scheduler import Scheduler
+from funitel.router.settings import RouterSettings
+from funitel.router.shard_client.replica import Ranks, Replica
+from funitel.router.telemetry.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+MOST_ON_THE_WIRE = 2**32 - 1
+WARMUP_WORD = "test "  # one token or more, whatever the tokenizer
+
+
+def admission_of(settings: RouterSettings) -> Admission:
+    """The bounds on what may wait."""
+    has_several_keys = len(keys_of(settings.api_key, settings.api_key_file)) > 1
+    return Admission(
+        settings.max_concurrent_requests,
+        settings.max_queued_tokens,
+        has_several_keys=has_several_keys,
+        target_seconds=None if settings.target_ttft_ms is None else settings.target_ttft_ms / 1000,
+    )
+
+
+async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admission: Admission | None = None) -> Engine:
+    """Warm the ranks of a model up and start the engine over them.
+
+    Args:
+        ranks: they have answered.
+        settings: the router's.
+        metrics: told how they serve.
+        admission: that of ranks which served before them.
+
+    Raises:
+        StartupError: settings, model and memory do not fit together.
+    """
+    replica = Replica(ranks)
+    block_size = replica.info.block_size
+    is_plain = not {Capability.ROW_UPDATES, Capability.TOKEN_IDS} <= replica.capabilities
+    is_chunked = replica.info.support_chunking and not is_plain
+    require(
+        is_chunked or settings.target_itl_ms is None,
+        f"--target-itl-ms {settings.target_itl_ms} needs shards that compute prompts in chunks",
+    )
+    require(
+        is_chunked or settings.target_ttft_ms is None,
+        f"--target-ttft-ms {settings.target_ttft_ms} needs shards that compute prompts in chunks",
+    )
+    results = await _warm_up(replica, settings)
+    smallest = min(results, key=_triple)
+    # A plain peer's pool counts block 0, which must stay unused.
+    num_blocks = (smallest.pool_tokens or 0) // block_size - (1 if is_plain else 0)
+    limits = _limits(settings, smallest, is_chunked, num_blocks * block_size)
+    policy = Policy(
+        max_batch_prefill_tokens=min(settings.max_batch_prefill_tokens, limits.pool_tokens),
+        max_batch_size=settings.max_batch_size,
+        is_chunked=is_chunked,
+        has_prefix_cache=replica.info.use_prefix_caching and not is_plain,
+        is_plain=is_plain,
+        waiting_served_ratio=settings.waiting_served_ratio,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        target_gap_seconds=None if settings.target_itl_ms is None else settings.target_itl_ms / 1000,
+    )
+    for info, result in zip(replica.infos, results, strict=True):
+        metrics.set_weights(info.rank, info.weight_bytes, info.sharded_weight_bytes)
+        metrics.set_kv(info.rank, result.kv_bytes)
+        metrics.set_reads(info.rank, info.weight_bytes, result.kv_bytes / (result.pool_tokens or 1))
+    metrics.set_limits(limits)
+    metrics.set_pool_tokens(limits.pool_tokens)
+    logger.info("connected shards=%d %s %s", len(replica.infos), limits, policy)
+    host_blocks = min(result.host_blocks for result in results)
+    scheduler = Scheduler(policy, BlockAllocator(num_blocks, block_size, host_blocks))
+    # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
+    can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
+    pipeline_steps = settings.pipeline_steps if can_overlap else 1
+    entrance = admission or admission_of(settings)
+    decode_tokens, timeout = settings.otlp_decode_tokens, settings.step_timeout_s
+    return Engine(replica, scheduler, limits, metrics, entrance, pipeline_steps, decode_tokens, timeout)
+
+
+async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupResult]:
+    """Warm up with the largest prefill allowed, as one or more prompts."""
+    longest = min(settings.max_input_tokens or settings.max_batch_prefill_tokens, settings.max_batch_prefill_tokens)
+    sequences: list[SequenceStart] = []
+    left = settings.max_batch_prefill_tokens
+    while left > 0 and (settings.max_batch_size is None or len(sequences) < settings.max_batch_size):
+        num_tokens = min(longest, left)
+        left -= num_tokens
+        sequences.append(
+            SequenceStart(
+                request_id=0,
+                sampling=SamplingParams(),
+                stopping=StoppingParams(max_new_tokens=1, ignore_eos=True),
+                inputs=WARMUP_WORD * num_tokens,
+                truncate=num_tokens,
+            )
+        )
+    most_running = settings.max_batch_size or settings.max_concurrent_requests
+    limits = WarmupLimits(
+        max_input_tokens=settings.max_input_tokens,
+        max_prefill_tokens=settings.max_batch_prefill_tokens,
+        max_total_tokens=settings.max_total_tokens,
+        max_batch_total_tokens=settings.max_batch_total_tokens,
+        max_batch_size=min(most_running, settings.max_concurrent_requests, MOST_ON_THE_WIRE),
+    )
+    return await replica.warmup(sequences, limits)
+
+
+def _triple(result: WarmupResult) -> tuple[int, int, int]:
+    return (result.pool_tokens or 0, result.max_input_tokens, result.max_total_tokens)
+
+
+def _limits(settings: RouterSettings, smallest: WarmupResult, is_chunked: bool, most_tokens: int) -> Limits:
+    """Settle the limits; a request longer than the `most_tokens` that the blocks hold would wait for ever."""
+    if smallest.pool_tokens is None:
+        raise SettingsError("the shards run a padded model: funitel needs paged shards")
+    max_total = min(smallest.max_total_tokens, most_tokens)
+    require(
+        settings.max_total_tokens is None or settings.max_total_tokens <= most_tokens,
+        f"the KV pool holds {most_tokens} tokens, fewer than --max-total-tokens {settings.max_total_tokens}",
+    )
+    max_input = min(smallest.max_input_tokens, max_total - 1)
+    if not is_chunked and max_input > settings.max_batch_prefill_tokens:
+        if settings.max_input_tokens is not None:
+            raise SettingsError(
+                f"without chunked prefill --max-input-tokens {max_input} must be <= "
+                f"--max-batch-prefill-tokens {settings.max_batch_prefill_tokens}"
+            )
+        max_input = settings.max_batch_prefill_tokens
+    return Limits(
+        max_input_tokens=max_input,
+        max_total_tokens=max_total,
+        pool_tokens=smallest.pool_tokens,
+    )

@@ -1,0 +1,139 @@
+"""The block allocator: which KV blocks are free, in use, or kept for their content. Pure; block 0 is never handed out.
+
+A full block whose keys and values are computed is *published* under a key that stands for every token up to its end.
+Sequences that begin with the same tokens share it. When nobody uses it any more it stays until its memory is needed,
+least recently used first. With a host tier its content goes there then, and comes back into another block.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
+
+from funitel.proto.step import BlockCopy
+from funitel.router.kv_cache.host_tier import HostTier
+
+
+class BlockAllocator:
+    """Blocks 1..num_blocks, each free, in use by one or more sequences, or cached: unused, but with known content."""
+
+    def __init__(self, num_blocks: int, block_size: int, host_blocks: int = 0) -> None:
+        self.host = HostTier(host_blocks)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_evicted = 0
+        self._free = list(range(num_blocks, 0, -1))
+        self._users: dict[int, int] = {}  # blocks in use, by how many sequences
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._keys: dict[int, bytes] = {}  # of published blocks, in use or cached
+        self._published: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated, cached ones among them."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks in use by sequences."""
+        return len(self._users)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks nobody uses that are kept for their content."""
+        return len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens`."""
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, count: int) -> tuple[int, ...]:
+        """Take `count` blocks of no content, from the cached ones last; the caller has checked `num_free`."""
+        if not count:
+            return ()
+        assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
+        taken = tuple(self._free.pop() if self._free else self._evict() for _ in range(count))
+        self._users.update(dict.fromkeys(taken, 1))
+        return taken
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        key = self._keys.pop(block)
+        del self._published[key]
+        self.host.save(key, block)
+        self.num_evicted += 1
+        return block
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Let go of blocks in use, given in their sequence's order; the deepest will be evicted first."""
+        for block in reversed(blocks):
+            assert block in self._users, f"block {block} is not in use"
+            self._users[block] -= 1
+            if self._users[block]:
+                continue
+            del self._users[block]
+            if block in self._keys:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    # Content --------------------------------------------------------------------------------------------------------
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Make the content of a full, computed block in use known; the first block of a key stays the one."""
+        assert block in self._users, f"block {block} is not in use"
+        if key not in self._published and block not in self._keys:
+            self._published[key] = block
+            self._keys[block] = key
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Take the publication of blocks back: nobody finds them any more, whoever shares one keeps it."""
+        for block in blocks:
+            key = self._keys.pop(block, None)
+            if key is not None:
+                del self._published[key]
+
+    def match(self, keys: Iterable[bytes]) -> tuple[int, ...]:
+        """Published blocks of the longest beginning of `keys`; nothing is taken yet."""
+        found = []
+        for key in keys:
+            block = self._published.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return tuple(found)
+
+    def match_host(self, keys: Iterable[bytes]) -> tuple[bytes, ...]:
+        """The longest beginning of `keys` that the host tier holds."""
+        return tuple(takewhile(self.host.__contains__, keys))
+
+    def load(self, keys: Sequence[bytes]) -> tuple[int, ...]:
+        """Take blocks of the content that the host tier holds under `keys`; the caller has checked `num_free`."""
+        self.host.pin(keys)
+        blocks = self.allocate(len(keys))
+        self.host.pin(())
+        for block, key in zip(blocks, keys, strict=True):
+            self.host.load(key, block)
+            self.publish(block, key)
+        return blocks
+
+    def forget_copies(self, copies: Iterable[BlockCopy]) -> None:
+        """Nobody knows whether these were carried out: neither what they saved nor what they loaded is found again."""
+        copies = (*copies, *self.host.take_copies())
+        loaded = [copy.block for copy in copies if copy.is_load]
+        self.withdraw(loaded)
+        for block in loaded:
+            if block in self._cached:  # whoever it was loaded for has left
+                del self._cached[block]
+                self._free.append(block)
+        self.host.forget(copies)
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` nobody uses: sharing them takes so many from `num_free`."""
+        return sum(block not in self._users for block in blocks)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Use published blocks, beside whoever uses them already."""
+        for block in blocks:
+            assert block in self._keys, f"block {block} is not published"
+            self._cached.pop(block, None)
+            self._users[block] = self._users.get(block, 0) + 1

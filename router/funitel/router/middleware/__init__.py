@@ -1,0 +1,1 @@
+"""ASGI middleware: access log, authentication, route context, tracing."""

@@ -1,0 +1,1 @@
+"""The replicas of a model: load balancing, membership, holding queue, failover."""

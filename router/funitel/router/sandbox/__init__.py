@@ -1,0 +1,1 @@
+"""Worker processes for untrusted work, killed at a time or memory limit."""

@@ -1,0 +1,1 @@
+"""What a step computes: prefill, decode, preemption, admission. Pure."""

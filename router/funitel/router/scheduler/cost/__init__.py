@@ -1,0 +1,1 @@
+"""Estimates of cost: step time, throughput, time to first token. Pure."""

@@ -1,0 +1,46 @@
+"""What planning is bound to, and what it comes to: the policy, and a step. Pure."""
+
+from dataclasses import dataclass
+
+from funitel.proto.step import BlockCopy, RowUpdate, SequenceStart
+from funitel.router.scheduler.chunk_budget import StepLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Limits and rules of scheduling. `max_*` in tokens or sequences as named."""
+
+    max_batch_prefill_tokens: int
+    max_batch_size: int | None = None
+    is_chunked: bool = True  # prompts may be split and share steps; else blocks for whole requests at admission
+    has_prefix_cache: bool = False  # computed blocks are found again by their tokens
+    is_plain: bool = False  # the peer speaks TGI v3 without funitel's additions; never chunked
+    waiting_served_ratio: float = 0.3
+    max_waiting_tokens: int = 20
+    target_gap_seconds: float | None = None  # most time between a running stream's tokens; some plain steps if None
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: sequences that enter the shard, decisions about running rows, tokens computed per sequence.
+
+    `is_alone`: running rows sit out; the new ones become a batch of their own.
+    """
+
+    starts: tuple[SequenceStart, ...]
+    rows: tuple[RowUpdate, ...]
+    computed: dict[int, int]
+    load: StepLoad  # prompt tokens are all but one for each sequence that was already decoding
+    is_alone: bool = False
+    copies: tuple[BlockCopy, ...] = ()  # between the pool and the host tier, before anything is computed
+    predicted_seconds: float = 0.0  # that the shards will take; 0 where nothing was learnt yet
+
+    @property
+    def method(self) -> str:
+        """The call of the wire it is sent by, in lower case."""
+        return "prefill" if self.starts else "decode"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens computed."""
+        return sum(self.computed.values())

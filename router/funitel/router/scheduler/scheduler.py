@@ -1,0 +1,269 @@
+"""The scheduler: which sequences compute how many tokens in the next step. Pure: no I/O, no torch, no clock of its own.
+
+`preempt`, then `schedule` give a plan, `commit` takes its result. Prompts longer than the budget are chunked and share
+the step with running sequences; blocks are granted as sequences grow; when none is left a sequence gives its blocks
+back and waits to be resumed. Who is next and who gives way depends on what each key was given (`waiting`). Full blocks
+are published once computed, and a sequence that begins with the same tokens starts behind them.
+
+`schedule` may be called again while steps are *in flight*: planned, and not committed yet. It plans over what they
+promise (`Sequence.ahead`): the tokens they compute, one token for each sequence whose known tokens they complete, an
+end for one that has all it may have. Results are committed in the order of the plans, and may exceed the promise: of a
+forced span the step that was planned meanwhile computes one token, and nothing of a sequence that has ended.
+
+Blocks of a sequence that leaves are free at once, though a step in flight may still write to them. Whoever is granted
+them is granted them by a later step, which the shards execute later, and in which their old owner has no row. What can
+be found by its content is published only when committed, and is full: nobody writes there any more.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from math import inf
+
+from funitel.proto.step import Generation, RowUpdate, SequenceStart, StepResult
+from funitel.router.core.request import Sequence
+from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.scheduler.chunk_budget import Allowance, ChunkBudget, StepLoad
+from funitel.router.scheduler.cost.step_cost import StepTimeModel
+from funitel.router.scheduler.cost.ttft_estimate import Forecaster
+from funitel.router.scheduler.decode import Running
+from funitel.router.scheduler.fault_bisect import Suspects
+from funitel.router.scheduler.plan import Policy, StepPlan
+from funitel.router.scheduler.preemption import GivingWay
+from funitel.router.scheduler.prefill import Entrance, SharingOut
+from funitel.router.scheduler.waiting_queue import Shares, WaitingQueue
+
+
+class Scheduler:
+    """Waiting and running sequences over one block pool."""
+
+    def __init__(self, policy: Policy, blocks: BlockAllocator) -> None:
+        self.policy = policy
+        self.blocks = blocks
+        self.step_time = StepTimeModel(policy.target_gap_seconds)
+        self.shares = Shares(credit=policy.max_batch_prefill_tokens)
+        self.waiting = WaitingQueue(self.shares)
+        self.num_preempted = 0
+        self._running = Running(blocks, self.shares)
+        self.running = self._running.by_id  # oldest first
+        self.suspects = Suspects(may_shrink=policy.is_chunked)
+        self._entrance = Entrance(policy, blocks, self.waiting, self._running, self.suspects)
+        self._giving_way = GivingWay(self.shares, self._entrance, self.running)
+        self._sharing_out = SharingOut(self.shares, self._entrance, self._running)
+        self.forecaster = Forecaster(self.step_time, self._entrance, self.running)
+        self._in_flight: deque[StepPlan] = deque()  # oldest first
+        self._steps_since_join = 0
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether a sequence can go on behind tokens that it has got already, here or elsewhere."""
+        return not self.policy.is_plain
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence."""
+        self.shares.join(sequence.request.key)
+        self.waiting.add(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, finished or cancelled, wherever it is; its blocks are free at once."""
+        if not self._running.leave(sequence):
+            if sequence not in self.waiting:
+                return
+            self.waiting.remove(sequence)
+        self.shares.leave(sequence.request.key)
+
+    # Planning -------------------------------------------------------------------------------------------------------
+
+    def preempt(self) -> None:
+        """Take blocks back until every other sequence can compute what it holds, and room for a key short of its share.
+
+        To be called, and the rows of preempted sequences dropped on the shard, before `schedule`. Only with no step in
+        flight: what a sequence is resumed from must be known.
+        """
+        while not self._in_flight and (sequence := self._next_to_give_way()) is not None:
+            self._preempt(sequence)
+
+    def preempt_all(self) -> None:
+        """Take every running sequence's blocks back; all wait to be resumed, in the order they had."""
+        assert not self._in_flight, "steps in flight come first"
+        for sequence in tuple(self.running.values()):
+            self._preempt(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._running.leave(sequence)
+        sequence.num_repeated += sequence.num_computed
+        sequence.num_computed = 0
+        self.waiting.add(sequence)
+        self.num_preempted += 1
+
+    def _next_to_give_way(self) -> Sequence | None:
+        """Who is to be preempted: while blocks are missing, or another key has not had its share of what is taken."""
+        if self._running.missing_blocks() > self.blocks.num_free:
+            return self._giving_way.to_growth()
+        if not self.waiting or self.policy.is_plain:
+            return None
+        return self._giving_way.to_newcomer()
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None when there is nothing to compute before a step in flight is committed."""
+        if self._in_flight and self._next_to_give_way() is not None:
+            return None  # what is in flight comes first
+        if not self.policy.is_chunked:
+            return self._schedule_unchunked()
+        return self._mixed_step(may_enter=True)
+
+    def _mixed_step(self, *, may_enter: bool) -> StepPlan | None:
+        """Let every decoding sequence compute a token, and share out what may be computed of prompts and spans."""
+        part = self._running.decode()
+        starts: list[SequenceStart] = []
+        if part.hungry or (may_enter and self.waiting):
+            starts = self._sharing_out.share_out(
+                self._budget(part.load), part.computed, part.hungry, may_enter=may_enter
+            )
+        rows = [
+            RowUpdate(i, granted, part.computed[i] if pending > 1 else None)
+            for i, (granted, pending) in part.told.items()
+        ]
+        return self._plan(starts, rows, part.computed, part.load)
+
+    def _budget(self, load: StepLoad) -> ChunkBudget:
+        """What may be computed of prompts beside the decoding sequences of `load`."""
+        most = self.policy.max_batch_prefill_tokens
+        if self.suspects.most_tokens is not None:
+            most = min(most, self.suspects.most_tokens)
+        if not self.policy.is_chunked:
+            return ChunkBudget(Allowance(most), load=load)
+        return self.step_time.budget(most, load, has_several_keys=self.shares.num_known_keys > 1)
+
+    def _schedule_unchunked(self) -> StepPlan | None:
+        """Either a prefill of whole prompts by themselves, or a decode of everything that runs."""
+        if self._should_join():
+            budget = self._budget(StepLoad())
+            computed: dict[int, int] = {}
+            starts = self._sharing_out.share_out(budget, computed, [], may_enter=True)
+            if starts:
+                self._steps_since_join = 0
+                return self._plan(starts, [], computed, budget.load, is_alone=True)
+        plan = self._mixed_step(may_enter=False)
+        if plan is not None:
+            self._steps_since_join += 1
+        return plan
+
+    @property
+    def reason_to_join(self) -> str:
+        """Why sequences that the next step lets in would join running ones, in TGI's words."""
+        if self.policy.is_chunked:
+            return "chunking"
+        return "wait_exceeded" if self._has_waited_long else "backpressure"
+
+    @property
+    def _has_waited_long(self) -> bool:
+        """Without chunked prefill: whether so many steps passed that who waits is let in whatever the ratio."""
+        return self._steps_since_join >= self.policy.max_waiting_tokens
+
+    def _should_join(self) -> bool:
+        if not self.running or self._has_waited_long:
+            return True
+        return len(self.waiting) >= max(1, self.policy.waiting_served_ratio * len(self.running))
+
+    def _plan(
+        self,
+        starts: Seq[SequenceStart],
+        rows: Seq[RowUpdate],
+        computed: dict[int, int],
+        load: StepLoad,
+        is_alone: bool = False,
+    ) -> StepPlan | None:
+        if not computed:
+            return None
+        predicted = self.step_time.seconds(load)
+        copies = self.blocks.host.take_copies()
+        plan = StepPlan(tuple(starts), tuple(rows), computed, load, is_alone, copies, predicted)
+        self._in_flight.append(plan)
+        running = self.running
+        for sequence_id, count in computed.items():
+            running[sequence_id].in_flight.append(count)
+        return plan
+
+    def cached_prefix_len(self, sequence: Sequence) -> int:
+        """Tokens at the beginning of a sequence, whoever has it, that are found computed here right now."""
+        return len(self._entrance.prefix(sequence)) * self.blocks.block_size
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens known of every sequence that runs or waits here."""
+        return sum(sequence.num_known for sequence in (*self.running.values(), *self.waiting))
+
+    # Results --------------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult, seconds: float) -> list[tuple[Sequence, Generation]]:
+        """Take the result of the oldest step in flight into account; finished sequences leave.
+
+        Returns what to deliver, in plan order. Sequences that have left since the step was planned are skipped. The
+        result must not contradict the plan (`contradiction`).
+        """
+        assert self._in_flight, "no step is in flight"
+        assert plan is self._in_flight[0], "results come in the order of their plans"
+        by_id = {generation.request_id: generation for generation in result.generations}
+        self._in_flight.popleft()
+        # What the ranks measured, for steps wait for one another; `seconds` when they measured nothing.
+        self.step_time.observe(plan.load, result.total_ns / 1e9 or seconds)
+        self.suspects.succeed()
+        delivered = []
+        running, publishes, size = self.running, self.policy.has_prefix_cache, self.blocks.block_size
+        for sequence_id, count in plan.computed.items():
+            sequence = running.get(sequence_id)
+            if sequence is None:
+                continue
+            del sequence.in_flight[0]
+            begun = sequence.num_computed
+            sequence.num_computed = computed = begun + count
+            if publishes and begun // size != computed // size:
+                self._publish(sequence, begun // size, computed // size)
+            if sequence.num_pending > 0:
+                continue
+            generation = by_id[sequence_id]
+            if not sum(generation.tokens.logprobs) < inf:  # nor a number
+                self._condemn(sequence)
+                delivered.append((sequence, generation))
+                continue
+            ids = generation.tokens.ids
+            sequence.output_ids.extend(ids)
+            if len(ids) != 1:
+                self._note_several(sequence)
+            if generation.finished is not None:
+                self.remove(sequence)
+            delivered.append((sequence, generation))
+        return delivered
+
+    def _condemn(self, sequence: Sequence) -> None:
+        """End a sequence of broken scores; nobody is to find what it computed since its last token, maybe as broken."""
+        sequence.is_broken = True
+        first = sequence.num_cached // self.blocks.block_size if sequence.output_ids else 0
+        self.blocks.withdraw(sequence.blocks[first:])
+        self.remove(sequence)
+
+    def _note_several(self, sequence: Sequence) -> None:
+        """A sequence got more than the one token that was foreseen: the rest of a forced span, or speculated ones."""
+        self._running.unsettle(sequence)
+        if self.policy.is_plain:  # such a shard has computed all but one of those that it speculated
+            sequence.num_computed = sequence.num_known - 1
+
+    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
+        """Make blocks known that have been filled: those from `first` up to `end`."""
+        for i in range(first, end):
+            self.blocks.publish(sequence.blocks[i], sequence.block_key(i, self.blocks.block_size))
+
+    def goals(self, plan: StepPlan) -> dict[int, int]:
+        """By id, the tokens that each running sequence of the oldest step in flight would have computed with it."""
+        running = self.running
+        return {i: running[i].num_computed + count for i, count in plan.computed.items() if i in running}
+
+    def computed(self) -> dict[int, int]:
+        """By id, the tokens computed of every sequence that runs or waits."""
+        return {sequence.id: sequence.num_computed for sequence in (*self.running.values(), *self.waiting)}
+
+    def abandon(self) -> None:
+        """Forget the steps in flight: one has failed, and what the others did is not taken into account."""
+        self.blocks.forget_copies(copy for plan in self._in_flight for copy in plan.copies)
+        self._in_flight.clear()
+        self._running.forget_steps()

@@ -1,0 +1,194 @@
+"""Who waits, and whose turn it is: the key that was given the least goes first. Pure: no clock, no I/O.
+
+Keys share the service fairly, counted in tokens computed. Within a key the order is by priority and arrival: a step of
+priority is worth `AGEING_SECONDS` of waiting, so that whoever waits comes to be first, whatever arrives after it.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heapreplace
+
+from funitel.router.core.request import Sequence
+
+AGEING_SECONDS = 10.0  # of waiting, that outweigh one step of priority
+MAX_IDLE_KEYS = 1000  # remembered for what they were given, while others are busy
+
+
+class Shares:
+    """How many tokens were computed for each key that has sequences, or had some while others were busy.
+
+    A key that comes, or comes back, has its own count, but at least that of the key that was given the least, save for
+    `credit` tokens: time away earns so much and no more. The same holds of the pace, what each busy key would have been
+    given if all had the same: keys that come anew all the time do not go before one that was here for ever.
+    """
+
+    def __init__(self, credit: int = 0) -> None:
+        self._credit = credit
+        self._tokens: dict[bytes, int] = {}
+        self._sequences: Counter[bytes] = Counter()  # waiting or running
+        self._pace = 0.0  # tokens
+        self.num_repeated = 0  # tokens computed again, of all keys
+
+    def join(self, key: bytes) -> None:
+        """Note that a key has one more sequence."""
+        if not self._sequences[key]:
+            self._tokens[key] = self.tokens_of(key)
+        self._sequences[key] += 1
+
+    def leave(self, key: bytes) -> None:
+        """Note that a key has one sequence less."""
+        self._sequences[key] -= 1
+        if self._sequences[key]:
+            return
+        del self._sequences[key]
+        if not self._sequences:
+            self._tokens.clear()
+            self._pace = 0.0
+        elif len(self._tokens) - len(self._sequences) > MAX_IDLE_KEYS:
+            self._tokens = {busy: self._tokens[busy] for busy in self._sequences}
+
+    def _least_on_return(self) -> int:
+        least = min((self._tokens[key] for key in self._sequences if self._sequences[key]), default=0)
+        return max(0, max(least, int(self._pace)) - self._credit)
+
+    def charge(self, sequence: Sequence, num_tokens: int) -> None:
+        """Count tokens that a step computes for a sequence; those lost to preemption are not counted twice."""
+        repeated = min(num_tokens, sequence.num_repeated)
+        sequence.num_repeated -= repeated
+        self.num_repeated += repeated
+        self.charge_key(sequence.request.key, num_tokens - repeated)
+
+    def charge_key(self, key: bytes, num_tokens: int) -> None:
+        """Count tokens of sequences of a key that have lost none."""
+        self._tokens[key] += num_tokens
+        self._pace += num_tokens / len(self._sequences)
+
+    def stays_least(self, key: bytes, num_tokens: int) -> bool:
+        """Whether other keys have sequences, and were all given as much as this one with so many tokens more."""
+        given = self.tokens_of(key) + num_tokens
+        return len(self._sequences) > 1 and all(
+            given <= self._tokens[other] for other in self._sequences if other != key
+        )
+
+    @property
+    def num_known_keys(self) -> int:
+        """Keys that have sequences, or had some while others did."""
+        return len(self._tokens)
+
+    def tokens_of(self, key: bytes) -> int:
+        """What a key was given, by the count that decides whose turn it is."""
+        return max(self._tokens.get(key, 0), 0 if self._sequences[key] else self._least_on_return())
+
+    def sequences_of(self, key: bytes) -> int:
+        """How many sequences of a key wait or run."""
+        return self._sequences[key]
+
+    def level(self, key: bytes) -> tuple[int, int]:
+        """Lower is served sooner: of keys that were given the same, the one with fewer sequences."""
+        return self.tokens_of(key), self._sequences[key]
+
+    @property
+    def sequences(self) -> dict[bytes, int]:
+        """How many sequences each key has."""
+        return dict(self._sequences)
+
+
+class WaitingQueue:
+    """Sequences that wait to enter, or to be resumed."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._by_key: dict[bytes, list[Sequence]] = {}  # each in its order
+        self.num_prompt_tokens = 0  # of all
+        self.num_preempted = 0  # have run, and wait to be resumed
+        self.num_changes = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_key.values()))
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for queue in tuple(self._by_key.values()):
+            yield from tuple(queue)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        queue = self._by_key.get(sequence.request.key, [])
+        place = bisect_left(queue, _rank(sequence), key=_rank)
+        return place < len(queue) and queue[place] is sequence
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait: a new one, or a preempted one, which has the turn it had."""
+        self.num_changes += 1
+        insort(self._by_key.setdefault(sequence.request.key, []), sequence, key=_rank)
+        self.num_prompt_tokens += len(sequence.request.input_ids)
+        self.num_preempted += sequence.was_started
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take out a sequence that waits."""
+        self.num_changes += 1
+        key = sequence.request.key
+        queue = self._by_key[key]
+        place = bisect_left(queue, _rank(sequence), key=_rank)
+        assert queue[place] is sequence
+        del queue[place]
+        if not queue:
+            del self._by_key[key]
+        self.num_prompt_tokens -= len(sequence.request.input_ids)
+        self.num_preempted -= sequence.was_started
+
+    def first(self, passed_over: Mapping[bytes, int] | None = None) -> Sequence | None:
+        """Whose turn it is, save for so many of each key as were `passed_over`: the first in its queue."""
+        over = passed_over or {}
+        heads = (queue[i] for key, queue in self._by_key.items() if (i := over.get(key, 0)) < len(queue))
+        return min(heads, key=self._turn, default=None)
+
+    def _turn(self, sequence: Sequence) -> tuple[tuple[int, int], tuple[float, int]]:
+        return self._shares.level(sequence.request.key), _rank(sequence)
+
+    def in_order(self, most: int) -> list[Sequence]:
+        """The first so many, in the order they would enter if each was charged for its tokens."""
+        heads = [(self._shares.level(key), _rank(queue[0]), key, 0) for key, queue in self._by_key.items()]
+        heapify(heads)
+        found: list[Sequence] = []
+        while heads and len(found) < most:
+            (given, count), _, key, place = heads[0]
+            queue = self._by_key[key]
+            found.append(queue[place])
+            if place + 1 == len(queue):
+                heappop(heads)
+            else:
+                level = given + queue[place].num_known, count
+                heapreplace(heads, (level, _rank(queue[place + 1]), key, place + 1))
+        return found
+
+    def newest_of(self, key: bytes) -> Sequence | None:
+        """The sequence of a key that would enter last, of those that never have."""
+        return next((sequence for sequence in reversed(self._by_key.get(key, [])) if not sequence.was_started), None)
+
+    def ahead_of(self, newcomer: Sequence) -> list[Sequence]:
+        """Those that would enter before a sequence that came now."""
+        shares, key, rank = self._shares, newcomer.request.key, _rank(newcomer)
+        queue = self._by_key.get(key, [])
+        ahead = queue[: bisect_left(queue, rank, key=_rank)]
+        given = shares.tokens_of(key) + sum(sequence.num_known for sequence in ahead)
+        turn = ((given, shares.sequences_of(key) + 1), rank)
+        for other, queue in self._by_key.items():
+            if other != key:
+                ahead += self._before(turn, other, queue)
+        return ahead
+
+    def _before(
+        self, turn: tuple[tuple[int, int], tuple[float, int]], key: bytes, queue: list[Sequence]
+    ) -> Iterator[Sequence]:
+        """The beginning of a queue whose turn comes before `turn`, as each that enters is charged for its tokens."""
+        given, count = self._shares.level(key)
+        for sequence in queue:
+            if ((given, count), _rank(sequence)) > turn:
+                return
+            yield sequence
+            given += sequence.num_known
+
+
+def _rank(sequence: Sequence) -> tuple[float, int]:
+    """The place within a key: lower is sooner. Ageing is linear, so who is ahead of whom never changes."""
+    return sequence.arrived + sequence.request.priority * AGEING_SECONDS, sequence.id

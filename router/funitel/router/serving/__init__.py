@@ -1,0 +1,1 @@
+"""One generation request from its arrival to its last token."""

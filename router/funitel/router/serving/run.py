@@ -1,0 +1,184 @@
+"""Run the sequences of one HTTP request side by side, and count them as one.
+
+What a step brings is taken where the engine delivers it: a stream with a token for each of a thousand clients wakes
+nobody up.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from funitel.proto.errors import FunitelError, Overloaded
+from funitel.proto.step import GeneratedText, Generation
+from funitel.router.auth.token_charge import Tokens, charged
+from funitel.router.core import request_context
+from funitel.router.core.stream import Event, Timings, TokenStream
+from funitel.router.serving.prepare import Job
+from funitel.router.serving.service import Service
+
+Take = Callable[[int, Generation], None]  # is given the place of a job, and what one step brought for it
+
+
+# Streamed answers
+
+
+async def stream_all(jobs: Sequence[Job], take: Take) -> None:
+    """Run jobs side by side to their ends; what they generate is given to `take`, as it comes.
+
+    They count as one request: as a success when every job has finished, else as a failure, of which the caller
+    counts nothing. Leaving early cancels all, and so does the failure of one job, or of `take`, which is raised.
+
+    Raises:
+        Overloaded: they do not all fit in; none runs.
+    """
+    with jobs[0].service.metrics.counting_failures():
+        await _run_all(jobs, take)
+
+
+async def _run_all(jobs: Sequence[Job], take: Take) -> list[tuple[GeneratedText, Timings]]:
+    """Run jobs and count them; return how each ended, and its life."""
+    async with _submitted(jobs) as streams:
+        run = _Run(jobs, streams, take)
+        try:
+            await run.ended
+        finally:
+            _note(jobs, streams, run.endings)
+    endings = [run.endings[place] for place in range(len(jobs))]
+    timings = [stream.timings for stream in streams]
+    jobs[0].succeeded(spanning(timings), sum(ending.num_tokens for ending in endings))
+    return list(zip(endings, timings, strict=True))
+
+
+class _Run:
+    """Jobs while they run: `ended` is done once all have, or one has failed."""
+
+    def __init__(self, jobs: Sequence[Job], streams: Sequence[TokenStream], take: Take) -> None:
+        """Listen to the streams from now on."""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.endings: dict[int, GeneratedText] = {}  # by place
+        self._take = take
+        self._num_jobs = len(jobs)
+        for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
+            stream.listen(partial(self._hear, place, job, stream))
+
+    def _hear(self, place: int, job: Job, stream: TokenStream, event: Event, now: float) -> None:
+        if self.ended.done():
+            return
+        if isinstance(event, FunitelError):
+            self.ended.set_exception(event)
+            return
+        try:
+            job.measure(stream, event, now)
+            self._take(place, event)
+        except Exception as error:  # is the request's, and nobody else's: the engine goes on
+            self.ended.set_exception(error)
+            return
+        if event.finished is not None:
+            self.endings[place] = event.finished
+            if len(self.endings) == self._num_jobs:
+                self.ended.set_result(None)
+
+
+def _note(jobs: Sequence[Job], streams: Sequence[TokenStream], endings: Mapping[int, GeneratedText]) -> None:
+    """Write down what became of jobs that have ended, or are about to be."""
+    note = request_context.current()
+    firsts = {id(job.request.input_ids): job for job in jobs}.values()  # siblings share a prompt
+    note.num_choices = len(jobs)
+    note.prompt_tokens = sum(len(job.request.input_ids) for job in firsts)
+    note.cached_tokens = sum(job.num_cached_tokens for job in firsts)
+    note.tokens = sum(stream.num_tokens for stream in streams)
+    note.finish_reasons = [endings[place].openai_reason for place in sorted(endings)]
+    note.validation_seconds = jobs[0].validation_seconds
+    note.timings = spanning([stream.timings for stream in streams])
+
+
+@asynccontextmanager
+async def _submitted(jobs: Sequence[Job]) -> AsyncIterator[list[TokenStream]]:
+    """Queue all jobs or none; what still runs at the end of the block is cancelled."""
+    for job in jobs:
+        job.arrived.arrive()
+    streams: list[TokenStream] = []
+    with charged(jobs[0].arrived.account, lambda: _most_tokens(jobs), lambda: _used_tokens(jobs, streams)):
+        async with AsyncExitStack() as stack:
+            for job in jobs:
+                streams.append(await stack.enter_async_context(job.service.engine.submit(job.request)))
+            yield streams
+
+
+def _most_tokens(jobs: Sequence[Job]) -> int:
+    return _prompt_tokens(jobs) + sum(job.request.stopping.max_new_tokens for job in jobs)
+
+
+def _used_tokens(jobs: Sequence[Job], streams: Sequence[TokenStream]) -> Tokens:
+    """What was computed for jobs, some of which may not have been queued: prompts that were begun, and completions."""
+    begun = [job for job, stream in zip(jobs, streams, strict=False) if stream.timings.started is not None]
+    return Tokens(_prompt_tokens(begun), sum(job.num_tokens for job in jobs))
+
+
+def _prompt_tokens(jobs: Sequence[Job]) -> int:
+    """Siblings share the object that their prompt is, and count once."""
+    return sum(len(ids) for ids in {id(job.request.input_ids): job.request.input_ids for job in jobs}.values())
+
+
+def spanning(timings: Sequence[Timings]) -> Timings:
+    """One life made of several: from the first to begin until the last to end."""
+    return Timings(
+        submitted=min(each.submitted for each in timings),
+        started=min((each.started for each in timings if each.started is not None), default=None),
+        first_token=min((each.first_token for each in timings if each.first_token is not None), default=None),
+        finished=max((each.finished for each in timings if each.finished is not None), default=None),
+    )
+
+
+# Whole answers
+
+
+@dataclass(slots=True)
+class Answer:
+    """One finished sequence, whole."""
+
+    generations: list[Generation]
+    finished: GeneratedText
+    timings: Timings
+
+    @property
+    def mean_logprob(self) -> float:
+        """Mean log-probability of the tokens."""
+        logprobs = [logprob for generation in self.generations for logprob in generation.tokens.logprobs]
+        return sum(logprobs) / max(len(logprobs), 1)
+
+
+async def collect_all(jobs: Sequence[Job]) -> list[Answer]:
+    """Run jobs side by side to their ends; return their answers in the same order.
+
+    They count as one request that succeeded. Leaving early, or the failure of one, cancels all.
+
+    Raises:
+        Overloaded: they do not all fit in; none runs.
+    """
+    generations: list[list[Generation]] = [[] for _ in jobs]
+    endings = await _run_all(jobs, lambda place, generation: generations[place].append(generation))
+    return [Answer(each, *ending) for each, ending in zip(generations, endings, strict=True)]
+
+
+async def collect_best(jobs: Sequence[Job], best_of: Sequence[int]) -> list[list[Answer]]:
+    """Run so many siblings of each job, all side by side; return each job's answers, likeliest first.
+
+    Raises: as `collect_all`.
+    """
+    answers = iter(await collect_all([each for job, n in zip(jobs, best_of, strict=True) for each in job.siblings(n)]))
+    return [sorted(islice(answers, n), key=lambda answer: answer.mean_logprob, reverse=True) for n in best_of]
+
+
+def check_count(service: Service, field: str, best_of: Sequence[int]) -> None:
+    """Raise Overloaded, as TGI does, for so many prompts, and sequences of each, that they could never run at once.
+
+    To be asked before any prompt is tokenized. A `best_of` that is too large by itself is refused for that, later.
+    """
+    settings = service.settings
+    most, count = settings.max_concurrent_requests, sum(min(each, settings.max_best_of) for each in best_of)
+    if count > most:
+        raise Overloaded(f": `{field}` times `best_of` must be <= {most}. Given: {count}")

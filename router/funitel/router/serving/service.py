@@ -1,0 +1,233 @@
+"""What every handler needs: settings, metrics, and once the shards answer, the engine and the tokenizer.
+
+Knows no HTTP. The engine is reached through the few names of `Inference`, so that another can take its place.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from importlib import metadata
+from typing import Protocol
+
+from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
+from funitel.router.api.responses.store import ResponseStore
+from funitel.router.core.request import Limits, Request
+from funitel.router.core.stream import TokenStream
+from funitel.router.encoder.engine import EncoderEngine
+from funitel.router.encoder.service import EncoderService
+from funitel.router.engine.snapshot import EngineView
+from funitel.router.scheduler.admission import InFlight
+from funitel.router.serving.admission_gate import Door, ReadingRoom
+from funitel.router.settings import RouterSettings
+from funitel.router.telemetry.metrics import Metrics
+from funitel.router.text.grammar import GrammarChecker
+from funitel.router.text.model_files import ModelFacts, RecommendedSampling, find_model_folder, read_recommended
+from funitel.router.text.tokenizer import Tokenizer
+from funitel.router.transport.drain import SHUTTING_DOWN, Drain
+
+logger = logging.getLogger(__name__)
+
+
+class Inference(Protocol):
+    """What turns requests into tokens."""
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of one request."""
+        ...
+
+    @property
+    def compute_type(self) -> str:
+        """Shards and device, such as `2-cpu`; sent as `x-compute-type`."""
+        ...
+
+    def check_room(self, newcomer: Request, entering: InFlight) -> None:
+        """Raise Overloaded or NotReady if a request would be refused, behind those that are about to be submitted."""
+        ...
+
+    @property
+    def views(self) -> dict[int, EngineView]:
+        """What the state of each replica that serves is read from, by its index."""
+        ...
+
+    def submit(self, request: Request) -> TokenStream:
+        """Queue a request, or raise Overloaded or NotReady."""
+        ...
+
+    async def health(self) -> None:
+        """Raise FunitelError when a shard does not answer."""
+        ...
+
+    def fail_all(self, error: FunitelError) -> None:
+        """End whatever runs or waits; clients get the error."""
+        ...
+
+    async def close(self) -> None:
+        """Take no more work and let running requests finish."""
+        ...
+
+
+DEFAULT_MODEL = "tgi"  # what TGI's clients send when they name no model
+
+# Makes the engine, and scales the metrics to its limits.
+Connect = Callable[[RouterSettings, Metrics], Awaitable[Inference | EncoderEngine]]
+
+
+def version() -> str:
+    """The installed version of funitel."""
+    try:
+        return metadata.version("funitel")
+    except metadata.PackageNotFoundError:
+        return "0.0.0"
+
+
+class Service:
+    """One router's life: starting, ready, closed. Asking for engine or tokenizer too early is NotReady."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.metrics.roofline.roof = settings.memory_bandwidth and settings.memory_bandwidth * 1e9
+        self.version = version()
+        self.recommended = RecommendedSampling()
+        self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
+        self.facts = ModelFacts()
+        self.drain = Drain()
+        self._stage = "starting: reading the tokenizer"
+        self._tokenizer: Tokenizer | None = None
+        self._warming: asyncio.Task[None] | None = None
+        self._grammars: GrammarChecker | None = None
+        self._engine: Inference | None = None
+        self._encoder: EncoderService | None = None
+        reading_room = ReadingRoom(settings.max_concurrent_requests, self.metrics)
+        self.door = Door(lambda: self.engine)
+        self.encoder_door = Door(lambda: self.encoder.engine)
+        self.reading_door = Door(lambda: reading_room)
+
+    @property
+    def model_id(self) -> str:
+        """The name clients see for the model."""
+        return self.settings.served_model_name or self.settings.tokenizer_name
+
+    def shown_model(self, asked: str | None) -> str:
+        """The name an answer gives: the one that was asked for, if any was."""
+        return self.model_id if asked in (None, "", DEFAULT_MODEL) else asked
+
+    @property
+    def engine(self) -> Inference:
+        """The engine; raises NotReady until it is connected, and WrongTask where an encoder is served."""
+        self.check_generates()
+        if self._engine is None:
+            raise NotReady(self._stage)
+        return self._engine
+
+    @property
+    def encoder(self) -> EncoderService:
+        """The encoder that is served; raises NotReady until it is connected, and WrongTask where a model generates."""
+        if self._engine is not None:
+            raise WrongTask("the model served here generates text; it gives no embeddings, ranks or predictions")
+        if self._encoder is None:
+            raise NotReady(self._stage)
+        return self._encoder
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it has come to serve."""
+        return self._engine is not None or self._encoder is not None
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether an encoder is served; false too as long as nothing is."""
+        return self._encoder is not None
+
+    def check_generates(self) -> None:
+        """Raise WrongTask where an encoder is served."""
+        if self._encoder is not None:
+            raise WrongTask(f"the model served here does not generate text: it is an encoder for {self._encoder.words}")
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; raises NotReady until the engine is connected too."""
+        if self._tokenizer is None or (self._engine is None and self._encoder is None):
+            raise NotReady(self._stage)
+        return self._tokenizer
+
+    @property
+    def grammars(self) -> GrammarChecker:
+        """What finds out whether a grammar can be kept; raises NotReady until the engine is connected too."""
+        if self._grammars is None or self._engine is None:
+            raise NotReady(self._stage)
+        return self._grammars
+
+    async def check_ready(self) -> None:
+        """Raise NotReady, with the reason, unless requests can be answered: every shard says so."""
+        if self.drain.has_begun:
+            raise NotReady(SHUTTING_DOWN)
+        try:
+            await (self._encoder or self.engine).health()
+        except NotReady:
+            raise
+        except FunitelError as error:
+            raise NotReady(error.message) from error
+
+    async def start(self, connect: Connect, on_failure: Callable[[FunitelError], None]) -> None:
+        """Read the tokenizer and connect to the shards; tell `on_failure` why it cannot."""
+        try:
+            await self._start(connect)
+        except FunitelError as error:
+            self._fail(error, on_failure)
+        except Exception as error:
+            logger.exception("the router cannot start")
+            self._fail(StartupError(f"{type(error).__name__}: {error}"), on_failure)
+
+    async def _start(self, connect: Connect) -> None:
+        settings = self.settings
+        folder = await asyncio.to_thread(find_model_folder, settings.tokenizer_name, settings.revision)
+        self._tokenizer = await asyncio.to_thread(
+            Tokenizer.load, str(folder), settings.tokenizer_config_path, settings.validation_workers
+        )
+        self._warming = asyncio.create_task(self._tokenizer.warm_up())
+        self._grammars = GrammarChecker(folder / "tokenizer.json")
+        self.recommended = read_recommended(folder)
+        self.facts = ModelFacts.of(folder)
+        self._stage = "starting: waiting for the model shards"
+        engine = await connect(settings, self.metrics)
+        limits = engine.limits
+        if isinstance(engine, EncoderEngine):
+            self._encoder = await asyncio.to_thread(EncoderService.load, engine, folder, settings)
+            words = f"encoder for {self._encoder.words}"
+        else:
+            self._engine = engine
+            words = str(self.recommended)
+        logger.info(
+            "ready model=%s %s max_input_tokens=%d max_total_tokens=%d",
+            self.model_id,
+            words,
+            limits.max_input_tokens,
+            limits.max_total_tokens,
+        )
+
+    def _fail(self, error: FunitelError, on_failure: Callable[[FunitelError], None]) -> None:
+        self._stage = f"failed to start: {error.message}"
+        on_failure(error)
+
+    def fail_all(self, error: FunitelError) -> None:
+        """End whatever runs or waits; clients get the error."""
+        if self._engine is not None:
+            self._engine.fail_all(error)
+        if self._encoder is not None:
+            self._encoder.engine.fail_all(error)
+
+    async def close(self) -> None:
+        """Let running requests finish and give everything back."""
+        if self._engine is not None:
+            await self._engine.close()
+        if self._encoder is not None:
+            await self._encoder.close()
+        if self._grammars is not None:
+            await self._grammars.close()
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.gather(self._warming, return_exceptions=True)
+        if self._tokenizer is not None:
+            await self._tokenizer.close()

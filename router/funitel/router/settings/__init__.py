@@ -1,0 +1,362 @@
+"""Every setting of the router process; flags, variables and defaults are TGI's where TGI has them."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from funitel.proto.security.tls import MutualTls
+from funitel.proto.settings.bounds import NOT_NEGATIVE, POSITIVE, Bounds
+from funitel.proto.settings.fields import check_bounds, require, setting
+from funitel.proto.settings.listen_address import is_loopback
+
+TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
+REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
+MOST_GB_S = 1_000_000  # a petabyte a second: no memory gives it
+MOST_TIMEOUT_SECONDS = 86_400  # a day
+MOST_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
+MOST_TARGET_TTFT_MS = 86_400_000  # a day, as for deadlines
+TIMEOUT = Bounds(above=0, most=MOST_TIMEOUT_SECONDS)
+TOKEN_COUNT = Bounds(above=0, most=2**32 - 1)  # the wire counts tokens in 32 bits
+_REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSettings:
+    """Validate, queue and batch HTTP requests and call the model shards."""
+
+    tokenizer_name: str = setting(
+        "smollm2-135m-instruct", "Folder with tokenizer.json and config.json, or a hub repository."
+    )
+    revision: str | None = setting(None, "Revision of the hub repository.")
+    served_model_name: str | None = setting(None, "Name clients see for the model; the tokenizer name when not given.")
+    tokenizer_config_path: str | None = setting(
+        None, "A tokenizer_config.json to use instead of the model's own (chat template)."
+    )
+    master_shard_uds_path: str = setting("/tmp/text-generation-server-0", "Unix socket of the shard with rank 0.")
+    master_shard_address: str | None = setting(
+        None, "host:port of the shard with rank 0, when it listens on TCP instead of a Unix socket."
+    )
+    replica_address: tuple[str, ...] = setting(
+        (),
+        "unix:///path or tcp://host:port of rank 0 of a further replica of the same model, repeatable; the first one "
+        "is where --master-shard-uds-path or --master-shard-address says.",
+    )
+    shard_connect_timeout: int = setting(
+        600,
+        "Seconds that shards may take to answer; 503 is answered meanwhile.",
+        bounds=NOT_NEGATIVE,
+    )
+    shard_return_timeout: int = setting(
+        600,
+        "Seconds that requests wait for lost shards to come back when no replica is left; with 0 they fail at once and "
+        "lost shards are not looked for.",
+        bounds=NOT_NEGATIVE,
+    )
+    step_timeout_s: float = setting(
+        60.0,
+        "Seconds a step may take before its shards are taken to hang, and are started again: five times as many for "
+        "first steps, ten times what was learnt of steps like it for long ones.",
+        bounds=TIMEOUT,
+    )
+    hostname: str | None = setting(
+        None, "Address to listen on; when not given, 0.0.0.0 where clients need a key or certificate, else 127.0.0.1."
+    )
+    default_hostname: str | None = setting(
+        None, "Address to listen on when --hostname is not given, or is this machine's name; the image sets 0.0.0.0."
+    )
+    port: int = setting(3000, "Port to listen on.", short="-p", bounds=Bounds(least=0, most=65535))
+    prometheus_port: int | None = setting(
+        None, "A second port that answers /metrics and nothing else; without it /metrics is on --port only."
+    )
+    max_concurrent_requests: int = setting(
+        128,
+        "Requests in flight at once; more are answered with 429.",
+        bounds=POSITIVE,
+    )
+    max_queued_tokens: int | None = setting(
+        None,
+        "Most prompt tokens that wait for their first step; more are answered with 429. Unbounded when not given.",
+        bounds=POSITIVE,
+    )
+    max_best_of: int = setting(2, "Largest `best_of`.", bounds=POSITIVE)
+    max_stop_sequences: int = setting(4, "Most stop sequences of a request.", bounds=NOT_NEGATIVE)
+    max_top_n_tokens: int = setting(5, "Largest `top_n_tokens` and `top_logprobs`.", bounds=NOT_NEGATIVE)
+    max_input_tokens: int | None = setting(
+        None,
+        "Most prompt tokens of a request; measured when not given.",
+        bounds=TOKEN_COUNT,
+    )
+    max_total_tokens: int | None = setting(
+        None,
+        "Most prompt and completion tokens of a request; measured when not given.",
+        bounds=TOKEN_COUNT,
+    )
+    max_batch_prefill_tokens: int = setting(4096, "Most prompt tokens computed in one step.", bounds=TOKEN_COUNT)
+    max_batch_total_tokens: int | None = setting(
+        None,
+        "Size of the KV pool in tokens; as much as memory allows when not given.",
+        bounds=TOKEN_COUNT,
+    )
+    max_batch_size: int | None = setting(None, "Most sequences running at once.", bounds=POSITIVE)
+    waiting_served_ratio: float = setting(
+        1.2,
+        "Without chunked prefill: waiting per running sequences at which the running ones pause for a prefill.",
+        bounds=NOT_NEGATIVE,
+    )
+    max_waiting_tokens: int = setting(
+        20,
+        "Without chunked prefill: steps after which waiting requests are let in whatever the ratio.",
+        bounds=NOT_NEGATIVE,
+    )
+    target_itl_ms: float | None = setting(
+        None,
+        "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "
+        "2.5 times a step without them when not given.",
+        bounds=Bounds(above=0, most=MOST_TARGET_ITL_MS),
+    )
+    target_ttft_ms: float | None = setting(
+        None,
+        "Most milliseconds until the first token of a request: one for which more is foreseen is refused with 429. "
+        "No bound when not given.",
+        bounds=Bounds(above=0, most=MOST_TARGET_TTFT_MS),
+    )
+    pipeline_steps: int = setting(
+        2,
+        "Steps the shards are sent before the first is answered: 2 hides the router's latency, 1 does not.",
+        bounds=Bounds(least=1, most=2),
+    )
+    max_client_batch_size: int = setting(4, "Most prompts of one completions request.", bounds=POSITIVE)
+    max_client_texts: int = setting(
+        2048,
+        "Most texts of one request for embeddings, ranks or predictions.",
+        bounds=POSITIVE,
+    )
+    disable_grammar_support: bool = setting(False, "Refuse requests that ask for a grammar.")
+    tool_call_parser: str = setting(
+        "auto",
+        "How the model writes tool calls; told from its chat template when auto.",
+        choices=TOOL_CALL_PARSERS,
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "How the model marks what it thinks before it answers; told from its chat template when auto.",
+        choices=REASONING_PARSERS,
+    )
+    validation_workers: int = setting(2, "Threads that tokenize prompts.", bounds=POSITIVE)
+    payload_limit: int = setting(2_000_000, "Largest request body in bytes.", bounds=POSITIVE)
+    max_connections: int | None = setting(
+        None,
+        "Most connections at once; past it the one that has rested for longest gives its place. When not given, 16384, "
+        "or as many as the limit on open files leaves room for.",
+        bounds=POSITIVE,
+    )
+    max_header_bytes: int = setting(
+        32_768,
+        "Largest header of a request in bytes; a larger one is answered with 431.",
+        bounds=POSITIVE,
+    )
+    header_timeout_seconds: float = setting(
+        20.0,
+        "Seconds from the first byte of a request to the end of its header.",
+        bounds=TIMEOUT,
+    )
+    body_timeout_seconds: float = setting(
+        60.0,
+        "Seconds from the end of a header to the end of its body.",
+        bounds=TIMEOUT,
+    )
+    # Longer than the pools of common clients and proxies keep an idle connection.
+    idle_timeout_seconds: float = setting(
+        75.0,
+        "Seconds that a connection is kept open for another request.",
+        bounds=TIMEOUT,
+    )
+    max_total_body_bytes: int = setting(
+        256_000_000,
+        "Most bytes of bodies that are not whole yet, over all connections; past it the largest is cut.",
+        bounds=POSITIVE,
+    )
+    max_unread_bytes: int = setting(
+        4_000_000,
+        "Most bytes of a streamed answer that wait for a client to read; past it its connection is cut.",
+        bounds=POSITIVE,
+    )
+    max_total_unread_bytes: int = setting(
+        256_000_000,
+        "Most bytes that wait to be read, over all connections; past it the one with most of them is cut.",
+        bounds=POSITIVE,
+    )
+    unread_timeout_seconds: float = setting(
+        60.0,
+        "Seconds that a client may leave what it was sent unread; then its connection is cut.",
+        bounds=TIMEOUT,
+    )
+    max_stored_responses: int = setting(
+        1000,
+        "Most answers of /v1/responses kept in memory; 0 keeps none.",
+        bounds=NOT_NEGATIVE,
+    )
+    max_stored_response_bytes: int = setting(
+        64_000_000,
+        "Most bytes of JSON that those answers may take.",
+        bounds=POSITIVE,
+    )
+    api_key: str | None = setting(None, "Bearer token that requests must carry.")
+    api_key_file: str | None = setting(
+        None,
+        "File of keys, one a line, of which a request must carry one; read again when it changes. See docs/access.md.",
+    )
+    protect_all_routes: bool = setting(
+        False, "Ask for a key on every route but those of health: for /metrics, /info, /docs and /v1/models too."
+    )
+    tls_cert: str | None = setting(None, "PEM file of a certificate and its chain: answer HTTPS, with --tls-key.")
+    tls_key: str | None = setting(None, "PEM file of the key of --tls-cert, without a passphrase.")
+    tls_client_ca: str | None = setting(None, "PEM file of authorities: a client must show a certificate of theirs.")
+    shard_tls_cert: str | None = setting(
+        None, "PEM file of a certificate that is shown to shards on TCP; with --shard-tls-key and -ca.", env=None
+    )
+    shard_tls_key: str | None = setting(None, "PEM file of the key of --shard-tls-cert.", env=None)
+    shard_tls_ca: str | None = setting(
+        None, "PEM file of authorities: a shard on TCP must show a certificate of theirs.", env=None
+    )
+    cors_allow_origin: tuple[str, ...] = setting((), "Allowed CORS origin, repeatable; any when not given.")
+    aip_predict_route: str | None = setting(None, "A further path of /vertex; Vertex AI names it in this variable.")
+    aip_health_route: str | None = setting(None, "A further path of /health; Vertex AI names it in this variable.")
+    compute_type: str | None = setting(None, "What `x-compute-type` says; shards and device when not given.")
+    git_sha: str | None = setting(None, "Commit the server was built from, for /info.")
+    docker_label: str | None = setting(None, "Label of the container image, for /info.")
+    otlp_endpoint: str | None = setting(
+        None, "Where spans are sent by OTLP over gRPC, such as http://localhost:4317; nowhere when not given."
+    )
+    otlp_service_name: str = setting("text-generation-inference.router", "What the spans say they are from.")
+    otlp_decode_tokens: int = setting(
+        32,
+        "Tokens of an answer for which a trace has one span; 1 shows every step, and costs as much.",
+        bounds=POSITIVE,
+    )
+    memory_bandwidth: float | None = setting(
+        None,
+        "GB/s that a shard's memory gives at best, as `funitel bench kernels` finds; the metrics then tell what share "
+        "of it decoding steps reach.",
+        bounds=Bounds(above=0, most=MOST_GB_S),
+    )
+    debug_routes: bool = setting(
+        False, "Answer /debug/scheduler, which `funitel top` shows; with a key, or on loopback, only."
+    )
+    json_output: bool = setting(False, "Log JSON lines.")
+    log_level: str = setting("info", "Least severe log level: debug, info, warning, error.")
+    listen_fd: tuple[int, ...] = setting(
+        (),
+        "Descriptor of a socket that listens already, instead of opening --port; a second one for --prometheus-port.",
+        env=None,
+    )
+    ready_fd: int | None = setting(
+        None,
+        "Descriptor to write to once the shards are ready; connections are taken from then on, not from the start.",
+        env=None,
+    )
+    exit_with_parent: int | None = setting(
+        None, "Process id of the one that starts this one; it stops when that one ends.", env=None
+    )
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        check_api_key(self.api_key)
+        check_access(self)
+        require(
+            not self.debug_routes or bool(self.api_key or self.api_key_file) or self._is_local,
+            "--debug-routes needs --api-key or --api-key-file, or --hostname 127.0.0.1, given "
+            f"{self.hostname or self.default_hostname}",
+        )
+        for name in ("aip_predict_route", "aip_health_route"):
+            path = getattr(self, name)
+            require(
+                path is None or path.startswith("/"),
+                f"--{name.replace('_', '-')} must be a path that begins with /, given {path!r}",
+            )
+        for address in self.replica_address:
+            require(
+                bool(_REPLICA_ADDRESS.fullmatch(address)),
+                f"--replica-address must be unix:///path or tcp://host:port, given {address!r}",
+            )
+            require(
+                [self.master_url, *self.replica_address].count(address) == 1,
+                f"--replica-address {address} is the address of two replicas",
+            )
+        require(
+            self.shard_tls is None or any(url.startswith("tcp:") for url in (self.master_url, *self.replica_address)),
+            "--shard-tls-cert, --shard-tls-key and --shard-tls-ca are for shards on TCP, of which no address is given",
+        )
+        check_prometheus_port(self.prometheus_port, self.port)
+        check_token_limits(self.max_input_tokens, self.max_total_tokens, self.max_batch_total_tokens)
+        require(
+            self.max_batch_total_tokens is None or self.max_batch_prefill_tokens <= self.max_batch_total_tokens,
+            f"--max-batch-prefill-tokens {self.max_batch_prefill_tokens} must be <= "
+            f"--max-batch-total-tokens {self.max_batch_total_tokens}",
+        )
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether only this machine reaches the HTTP port, whatever names mean elsewhere."""
+        hostname = self.hostname or self.default_hostname
+        return not is_guarded(self) if hostname is None else is_loopback(hostname)
+
+    @property
+    def shard_tls(self) -> MutualTls | None:
+        """How shards on TCP are reached; None for plain connections."""
+        return MutualTls.of(self.shard_tls_cert, self.shard_tls_key, self.shard_tls_ca)
+
+    @property
+    def master_url(self) -> str:
+        """Where rank 0 of the first replica listens."""
+        if self.master_shard_address is not None:
+            return f"tcp://{self.master_shard_address}"
+        return f"unix://{self.master_shard_uds_path}"
+
+
+def check_api_key(api_key: str | None) -> None:
+    """Raise SettingsError for a key that a request without one would match."""
+    require(api_key != "", "--api-key must not be empty: leave it out to let every request in")
+
+
+def is_guarded(settings: Any) -> bool:
+    """Whether clients must show who they are, by the settings of a router or a launcher."""
+    return any(value is not None for value in (settings.api_key, settings.api_key_file, settings.tls_client_ca))
+
+
+def check_access(settings: Any) -> None:
+    """Raise SettingsError when settings of keys and certificates, a router's or a launcher's, lack one another."""
+    has_key = settings.api_key is not None or settings.api_key_file is not None
+    require(has_key or not settings.protect_all_routes, "--protect-all-routes needs --api-key or --api-key-file")
+    require(
+        (settings.tls_cert is None) == (settings.tls_key is None),
+        f"--tls-cert and --tls-key need each other, given {settings.tls_cert or settings.tls_key} alone",
+    )
+    require(
+        settings.tls_client_ca is None or settings.tls_cert is not None,
+        f"--tls-client-ca {settings.tls_client_ca} needs --tls-cert and --tls-key",
+    )
+
+
+def check_prometheus_port(prometheus_port: int | None, port: int) -> None:
+    """Raise SettingsError when the second port is none, or the first one."""
+    require(
+        prometheus_port is None or 1 <= prometheus_port <= 65535,
+        f"--prometheus-port must be within 1..65535, given {prometheus_port}",
+    )
+    require(
+        prometheus_port != port,
+        f"--prometheus-port {prometheus_port} is --port: leave it out, /metrics is answered there anyway",
+    )
+
+
+def check_token_limits(max_input: int | None, max_total: int | None, max_batch_total: int | None) -> None:
+    """Raise SettingsError when the given limits, in tokens, contradict each other."""
+    require(
+        max_input is None or max_total is None or max_input < max_total,
+        f"--max-input-tokens {max_input} must be < --max-total-tokens {max_total}",
+    )
+    require(
+        max_total is None or max_batch_total is None or max_total <= max_batch_total,
+        f"--max-total-tokens {max_total} must be <= --max-batch-total-tokens {max_batch_total}",
+    )

@@ -1,0 +1,1 @@
+"""The client of the shards: gRPC, step socket, fencing, capabilities."""

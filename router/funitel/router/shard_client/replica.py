@@ -1,0 +1,236 @@
+"""One replica as the engine sees it: a step goes to every rank, one answer comes back. Event loop only.
+
+It tracks which batches the ranks keep, so that callers think in sequences. How a call reaches the ranks is theirs to
+know: `shards` calls processes over gRPC, `funitel.llm` an executor of this process.
+"""
+
+from collections.abc import Awaitable, Container
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from funitel.proto.errors import ShardUnsound
+from funitel.proto.step import (
+    BlockCopy,
+    CachedBatch,
+    Capability,
+    GrammarType,
+    RowUpdate,
+    SequenceStart,
+    ShardInfo,
+    ShardMemory,
+    StepResult,
+    WarmupLimits,
+    WarmupResult,
+)
+from funitel.router.scheduler.plan import StepPlan
+
+
+class Ranks(Protocol):
+    """The ranks of one model copy, called together; results are in rank order.
+
+    Steps, filters and clears are sent by the plain call, before anything is awaited, and executed in the order they
+    were sent; several may be under way where the ranks take numbered calls (`Capability.STEP_SEQ`). A call raises
+    InvalidRequest when every rank refused it and changed nothing, StepFailed when it failed and the ranks are sound,
+    ShardFailed when a rank is lost.
+    """
+
+    infos: tuple[ShardInfo, ...]
+
+    async def warmup(self, sequences: Seq[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
+        """Size the pool."""
+        ...
+
+    async def health(self) -> Seq[ShardMemory]:
+        """What memory the ranks hold, if they say; raise ShardFailed unless every rank answers."""
+        ...
+
+    def prefill(
+        self,
+        batch_id: int,
+        starts: Seq[SequenceStart],
+        cached: CachedBatch | None,
+        rows: Seq[RowUpdate],
+        copies: Seq[BlockCopy],
+        step_seq: int | None,
+    ) -> Awaitable[tuple[StepResult, ...]]:
+        """Take new sequences in and run one step, together with `cached` if given."""
+        ...
+
+    def decode(
+        self, batches: Seq[CachedBatch], rows: Seq[RowUpdate], copies: Seq[BlockCopy], step_seq: int | None
+    ) -> Awaitable[tuple[StepResult, ...]]:
+        """Run one step of cached batches."""
+        ...
+
+    def filter(self, batch_id: int, request_ids: Seq[int], step_seq: int | None) -> Awaitable[CachedBatch]:
+        """Keep some rows of a cached batch."""
+        ...
+
+    async def compile_grammar(self, kind: GrammarType, text: str) -> None:
+        """Compile a grammar beside the steps; a failure leaves steps sound. Raises InvalidRequest for a bad one."""
+        ...
+
+    def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> Awaitable[None]:
+        """Drop one cached batch; or all, and begin the numbering of calls again."""
+        ...
+
+    async def dismiss(self, reason: str) -> None:
+        """Have ranks end that cannot be killed: no answer of theirs is taken any more."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of the ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswer:
+    """All ranks' results of one step, in rank order, and their combination."""
+
+    combined: StepResult
+    by_rank: tuple[StepResult, ...]
+    ended: frozenset[int] = frozenset()  # rows that the ranks dropped with it
+
+
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """A step on its way: the rows it names, and the ranks' results to come."""
+
+    batch_id: int
+    request_ids: tuple[int, ...]
+    results: Awaitable[tuple[StepResult, ...]]
+
+
+class Replica:
+    """The ranks of one model copy and the batches they keep.
+
+    Batches are known ahead: `_batches` are those that the ranks will keep once they have executed every call sent,
+    unless rows finish; these are learnt of as steps are settled, in the order they were sent.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.infos = ranks.infos
+        self.capabilities = frozenset.intersection(*(info.capabilities for info in ranks.infos))
+        self._batches: list[CachedBatch] = []
+        self._next_batch_id = 0
+        self._step_seq = 0
+
+    @property
+    def info(self) -> ShardInfo:
+        """Facts all ranks share; those of the last rank, as TGI takes them."""
+        return self.infos[-1]
+
+    @property
+    def num_batches(self) -> int:
+        """Batches the ranks keep."""
+        return len(self._batches)
+
+    async def warmup(self, sequences: Seq[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
+        """Size the pool; every rank's result, in rank order."""
+        return await self.ranks.warmup(sequences, limits)
+
+    async def health(self) -> Seq[ShardMemory]:
+        """What memory the ranks hold, if they say; raise ShardFailed unless every rank answers."""
+        return await self.ranks.health()
+
+    async def compile_grammar(self, kind: GrammarType, text: str) -> None:
+        """Compile a grammar on every rank, so that the step it comes with does not wait; may run beside steps."""
+        if Capability.GRAMMARS in self.capabilities:
+            await self.ranks.compile_grammar(kind, text)
+
+    async def clear(self) -> None:
+        """Drop every cached batch on every rank; numbering starts again. With no other call under way."""
+        self._batches = []
+        self._step_seq = 0
+        await self.ranks.clear()
+
+    def drop_all_but(self, keep: Container[int]) -> list[Awaitable[object]]:
+        """Send what drops the rows of all sequences but `keep`; the answers say only whether it failed."""
+        calls: list[Awaitable[object]] = []
+        for batch in tuple(self._batches):
+            kept = tuple(request_id for request_id in batch.request_ids if request_id in keep)
+            if len(kept) == len(batch.request_ids):
+                continue
+            self._batches.remove(batch)
+            if kept:
+                self._batches.append(CachedBatch(batch.id, kept))
+                calls.append(self.ranks.filter(batch.id, kept, self._number()))
+            else:
+                calls.append(self.ranks.clear(batch.id, self._number()))
+        return calls
+
+    def send(self, plan: StepPlan) -> SentStep:
+        """Send one step to every rank, at once."""
+        cached = list(self._batches)
+        if not plan.starts:
+            batch_id = cached[0].id
+            results = self.ranks.decode(cached, plan.rows, plan.copies, self._number())
+        else:
+            if plan.is_alone:
+                cached = []
+            assert len(cached) <= 1, "batches are joined by the first decode"
+            own_id = self._next_batch_id
+            self._next_batch_id += 1
+            batch_id = cached[0].id if cached else own_id
+            joined = cached[0] if cached else None
+            results = self.ranks.prefill(own_id, plan.starts, joined, plan.rows, plan.copies, self._number())
+        request_ids = [request_id for batch in cached for request_id in batch.request_ids]
+        request_ids += [start.request_id for start in plan.starts]
+        self._batches = [batch for batch in self._batches if batch not in cached]
+        self._batches.append(CachedBatch(batch_id, tuple(request_ids)))
+        return SentStep(batch_id, tuple(request_ids), results)
+
+    def settle(self, step: SentStep, results: tuple[StepResult, ...]) -> StepAnswer:
+        """Take the ranks' results of the oldest step sent into account, and combine them as TGI's client does.
+
+        Raises:
+            ShardUnsound: ranks disagree, or keep what they were not given.
+        """
+        if len({result.batch and result.batch.request_ids for result in results}) > 1:
+            raise ShardUnsound("the shards disagree about which sequences are running")
+        ended = self._note_kept(step, results[-1].batch)
+        slowest = max(results, key=lambda result: result.total_ns)
+        combined = StepResult(
+            generations=tuple(g for result in reversed(results) for g in result.generations),
+            batch=results[-1].batch,
+            forward_ns=slowest.forward_ns,
+            decode_ns=slowest.decode_ns,
+            total_ns=slowest.total_ns,
+            concat_ns=slowest.concat_ns,
+        )
+        return StepAnswer(combined, results, ended)
+
+    def _note_kept(self, step: SentStep, kept: CachedBatch | None) -> frozenset[int]:
+        """Forget the rows that ended with a step because all of its batch did; returns them."""
+        if kept is not None and kept.id != step.batch_id:
+            raise ShardUnsound(f"the shards keep batch {kept.id} of a step of batch {step.batch_id}")
+        if kept is not None and kept.request_ids == step.request_ids:
+            # As the ranks describe it, which is how TGI's want to hear of it again.
+            self._batches = [kept if batch.request_ids == kept.request_ids else batch for batch in self._batches]
+            return frozenset()
+        rows = frozenset(step.request_ids)
+        ended = rows.difference(kept.request_ids if kept is not None else ())
+        if kept is not None and (strangers := set(kept.request_ids) - rows):
+            raise ShardUnsound(f"the shards keep request {min(strangers)}, which was not in the step")
+        rest = [
+            CachedBatch(batch.id, tuple(request_id for request_id in batch.request_ids if request_id not in ended))
+            for batch in self._batches
+        ]
+        self._batches = [batch for batch in rest if batch.request_ids]
+        return ended
+
+    def _number(self) -> int | None:
+        if Capability.STEP_SEQ not in self.capabilities:
+            return None
+        self._step_seq += 1
+        return self._step_seq
+
+    async def dismiss(self, reason: str) -> None:
+        """Have ranks end that cannot be killed: no answer of theirs is taken any more."""
+        await self.ranks.dismiss(reason)
+
+    async def close(self) -> None:
+        """Let go of the ranks."""
+        await self.ranks.close()

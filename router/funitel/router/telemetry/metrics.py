@@ -1,0 +1,403 @@
+"""Every metric of the router, by TGI's names where TGI has one; dashboards made for TGI keep working.
+
+Knows neither the engine nor HTTP: each calls the small methods below. One registry per `Metrics`, so that
+several routers in one process do not share numbers.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+
+from funitel.proto.errors import FunitelError
+from funitel.proto.step import ShardMemory, StepResult
+from funitel.router.core.request import Limits
+from funitel.router.core.stream import Timings
+from funitel.router.telemetry.collectors import CounterTally, HistogramTally, SummaryTally
+from funitel.router.telemetry.roofline import Roofline
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))  # TGI's, 0.15 ms .. 146 s
+SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+UNKNOWN_LIMIT = 2048  # scale of the token histograms until the limits are measured
+
+# prometheus_client adds `_total` to every counter; TGI's names have no suffix.
+_TGI_COUNTER = re.compile(rb"^((?:# (?:HELP|TYPE) )?tgi_\w+)_total(?=[ {])", re.MULTILINE)
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+
+def _linear(top: int) -> tuple[float, ...]:
+    """TGI's hundred equal buckets up to `top`."""
+    return tuple(top * k / 100 for k in range(1, 101))
+
+
+class Metrics:
+    """Counters, gauges and histograms of one router. Not thread-safe: call it on the event loop."""
+
+    _first_rank = 0  # of several replicas, whose ranks are numbered through, each has its own
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._make_request_metrics()
+        self._make_batch_metrics()
+        self._make_engine_metrics()
+        self._make_token_histograms(UNKNOWN_LIMIT, UNKNOWN_LIMIT)
+
+    def exposition(self) -> bytes:
+        """Render everything in Prometheus' text format."""
+        return _TGI_COUNTER.sub(rb"\1", generate_latest(self.registry))
+
+    # Requests
+
+    def set_limits(self, limits: Limits) -> None:
+        """Scale the token histograms to the measured limits; forgets what they held."""
+        for histogram in (self._input_length, self._generated_tokens, self._max_new_tokens):
+            self.registry.unregister(histogram)
+        self._make_token_histograms(limits.max_input_tokens, limits.max_total_tokens)
+
+    def set_connections(self, count: int) -> None:
+        """Set how many connections are open."""
+        self._connections.set(count)
+
+    def count_cut(self, reason: str) -> None:
+        """Note that a connection was refused or cut, because of a bound it passed or the place it took."""
+        self._cut.labels(reason).inc()
+
+    def count_request(self) -> None:
+        """Note that a request for a generation arrived."""
+        self._request_count.inc()
+
+    def count_response(self, route: str, status: int) -> None:
+        """Note that an answer began, of whatever route."""
+        self._responses.labels(route, status).inc()
+
+    @contextmanager
+    def counting_failures(self) -> Iterator[None]:
+        """Count what leaves the block as an error, by its `metric`; leaving by cancellation is `dropped`."""
+        try:
+            yield
+        except FunitelError as error:
+            self._request_failure.labels(error.metric).inc()
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            self._request_failure.labels("dropped").inc()
+            raise
+        except Exception:
+            self._request_failure.labels(FunitelError.metric).inc()
+            raise
+
+    def observe_prompt(self, num_tokens: int, max_new_tokens: int) -> None:
+        """Note the lengths of a request that passed validation."""
+        self._input_length.observe(num_tokens)
+        self._max_new_tokens.observe(max_new_tokens)
+
+    def observe_first_token(self, seconds: float, num_tokens: int) -> None:
+        """Note the time from submission to a request's first token, and how many came with it."""
+        self._first_token.observe(seconds)
+        self._skipped_tokens.observe(num_tokens - 1)
+
+    def observe_next_token(self, seconds: float, num_tokens: int) -> None:
+        """Note the time between two tokens of one request, and how many came with the second."""
+        self._inter_token.observe(seconds)
+        self._skipped_tokens.observe(num_tokens - 1)
+
+    def observe_success(self, validation_seconds: float, timings: Timings, num_tokens: int) -> None:
+        """Note that a request got its whole answer of so many tokens."""
+        inference = timings.inference_seconds
+        queue = timings.queue_seconds
+        self._request_success.inc()
+        self._request_duration.observe(validation_seconds + queue + inference)
+        self._validation_duration.observe(validation_seconds)
+        self._queue_duration.observe(queue)
+        self._inference_duration.observe(inference)
+        self._token_duration.observe(inference / max(num_tokens, 1))
+        self._generated_tokens.observe(num_tokens)
+
+    def observe_texts(self, validation_seconds: float, timings: Timings, lengths: Sequence[int]) -> None:
+        """Note that a request got the rows of all its texts, of so many tokens each."""
+        self._request_success.inc()
+        self._request_duration.observe(validation_seconds + timings.queue_seconds + timings.inference_seconds)
+        self._validation_duration.observe(validation_seconds)
+        self._queue_duration.observe(timings.queue_seconds)
+        self._inference_duration.observe(timings.inference_seconds)
+        for length in lengths:
+            self._input_length.observe(length)
+
+    # Steps
+
+    def count_step(self, method: str) -> None:
+        """Note that a step is about to be sent; `method` is `prefill`, `decode` or `encode`."""
+        self._inference_count.inc(1, method)
+
+    def count_step_failure(self, method: str) -> None:
+        """Note that a step was answered by an error."""
+        self._inference_failure.labels(method).inc()
+
+    def observe_step(self, method: str, seconds: float, results: Sequence[StepResult]) -> None:
+        """Note one answered step: the time the call took and every rank's result, in rank order."""
+        slowest = max(results, key=lambda result: result.total_ns)
+        self._inference_success.inc(1, method)
+        self._step_duration.observe(seconds, method)
+        self._forward_duration.observe(slowest.forward_ns / 1e9, method)
+        self._decode_duration.observe(slowest.decode_ns / 1e9, method)
+        if slowest.concat_ns is not None:
+            # TGI's label, whatever the method.
+            self._concat_duration.labels("decode").observe(slowest.concat_ns / 1e9)
+        if all(result.batch is None and not result.generations for result in results):
+            return  # planned before it was known that every sequence ends with the step before: nothing was computed
+        self._steps.inc()
+        for rank, result in enumerate(results):
+            self._forwards.inc(result.num_forwards, str(self._first_rank + rank))
+        self._forward_rows.observe(results[0].num_forward_rows)
+        self._forward_tokens.inc(results[0].num_forward_tokens)
+
+    def observe_filter(self, method: str, seconds: float) -> None:
+        """Note the time it took to drop finished sequences after a step."""
+        self._filter_duration.labels(method).observe(seconds)
+
+    def observe_encoding(self, num_texts: int, num_tokens: int, seconds: float, forward_seconds: float) -> None:
+        """Note one batch of an encoder that was answered: the time the call took, and the shard's own."""
+        self._steps.inc()
+        self._forwards.inc(1, str(self._first_rank))
+        self._forward_rows.observe(num_texts)
+        self._forward_tokens.inc(num_tokens)
+        self._inference_success.inc(1, "encode")
+        self._step_duration.observe(seconds, "encode")
+        self._forward_duration.observe(forward_seconds, "encode")
+
+    def observe_new_batch(self, size: int, reason: str | None = None) -> None:
+        """Note that so many waiting sequences were let in.
+
+        Args:
+            size: sequences that start together.
+            reason: why they joined running ones: `backpressure`, `wait_exceeded`, `chunking`; or None.
+        """
+        self._next_size.observe(size)
+        if reason is not None:
+            self._concat.labels(reason).inc()
+
+    def observe_decode(self, context_tokens: int, results: Sequence[StepResult]) -> None:
+        """Note a step that did nothing but decode: what it had to read, and the time it took."""
+        self.roofline.observe(self._first_rank, context_tokens, results)
+
+    # State
+
+    def set_sequences(self, waiting: int, running: int) -> None:
+        """Set how many sequences wait and run."""
+        self._queue_size.set(waiting)
+        self._current_size.set(running)
+        self._sequences.labels("waiting").set(waiting)
+        self._sequences.labels("running").set(running)
+
+    def set_batch_tokens(self, num_tokens: int) -> None:
+        """Set how many tokens the running sequences may come to hold."""
+        self._current_max_tokens.set(num_tokens)
+
+    def set_pool(self, used: int, free: int, cached: int) -> None:
+        """Set how many KV blocks are used and free; and how many of the free ones are kept for their content."""
+        self._blocks.labels("cached").set(cached)
+        self._blocks.labels("used").set(used)
+        self._blocks.labels("free").set(free)
+
+    def set_pool_tokens(self, num_tokens: int) -> None:
+        """Set the size of the KV pool in tokens."""
+        self._max_total_tokens.set(num_tokens)
+
+    def set_cached_batches(self, count: int) -> None:
+        """Set how many batches the shards keep."""
+        self._cached_batches.set(count)
+
+    def set_weights(self, rank: int, num_bytes: int, sharded_bytes: int) -> None:
+        """Set what a rank holds of the weights, and how much of that is split between ranks."""
+        self._weight_bytes.labels(rank).set(num_bytes)
+        self._sharded_weight_bytes.labels(rank).set(sharded_bytes)
+
+    def set_kv(self, rank: int, num_bytes: int) -> None:
+        """Set the size of a rank's KV pool."""
+        self._kv_bytes.labels(rank).set(num_bytes)
+
+    def set_reads(self, rank: int, weight_bytes: int, token_bytes: float) -> None:
+        """Set what a decoding step of a rank reads: the weights, and so much for each token of a context."""
+        self.roofline.set_reads(self._first_rank + rank, weight_bytes, token_bytes)
+
+    def set_tasks(self, count: int) -> None:
+        """Set how many tasks the router's event loop has."""
+        self._tasks.set(count)
+
+    def set_memory(self, rank: int, memory: ShardMemory) -> None:
+        """Set what a rank holds of its host's memory, if it says."""
+        if memory.resident_bytes:
+            self._memory.labels(rank, "resident").set(memory.resident_bytes)
+            self._memory.labels(rank, "peak").set(memory.peak_bytes)
+
+    def count_cancelled(self) -> None:
+        """Note that a sequence was cancelled."""
+        self._cancelled.inc()
+
+    def count_prefix(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Note how many tokens of a prompt were found computed by earlier requests."""
+        self._prefix_queried.inc(prompt_tokens)
+        self._prefix_hits.inc(cached_tokens)
+
+    def set_replicas(self, serving: int, lost: int) -> None:
+        """Set how many replicas serve, and how many are lost."""
+        self._replicas.labels("serving").set(serving)
+        self._replicas.labels("lost").set(lost)
+
+    def count_return(self) -> None:
+        """Note that a replica serves again that was lost."""
+        self._returns.inc()
+
+    def count_moved(self) -> None:
+        """Note that a sequence goes on with another replica than the one that was lost."""
+        self._moved.inc()
+
+    def set_queue(self, num_preempted: int, num_tokens: int) -> None:
+        """Set how many of the waiting sequences wait to be resumed, and the prompt tokens of all that wait."""
+        self._waiting_preempted.set(num_preempted)
+        self._queued_tokens.set(num_tokens)
+
+    def count_refused(self, reason: str) -> None:
+        """Note that a request found no place, and by which bound: see docs/scheduling.md."""
+        self._refused.labels(reason).inc()
+
+    def count_key_request(self, key: str) -> None:
+        """Note that a request with an API key, by the key's name, was let in."""
+        self._key_requests.labels(key).inc()
+
+    def count_key_refused(self, key: str, reason: str) -> None:
+        """Note that an API key did not suffice: `route`, `model`, `requests`, `tokens` or `concurrency`."""
+        self._key_refused.labels(key, reason).inc()
+
+    def count_key_tokens(self, key: str, prompt: int, completion: int) -> None:
+        """Note the tokens that a request with an API key has taken."""
+        self._key_tokens.labels(key, "prompt").inc(prompt)
+        self._key_tokens.labels(key, "completion").inc(completion)
+
+    def count_expired(self, state: str) -> None:
+        """Note that the deadline of a sequence passed while it was `arriving`, `waiting` or `running`."""
+        self._expired.labels(state).inc()
+
+    def count_preempted(self, num_sequences: int, num_tokens: int) -> None:
+        """Note sequences that gave their blocks back to wait again, and tokens computed again by resumed ones."""
+        self._preempted.inc(num_sequences)
+        self._recomputed.inc(num_tokens)
+
+    # Making
+
+    def _make_request_metrics(self) -> None:
+        self._request_count = self._counter("tgi_request_count", "Requests for a generation.")
+        self._request_success = self._counter("tgi_request_success", "Requests that got their whole answer.")
+        self._request_failure = self._counter("tgi_request_failure", "Requests that failed.", "err")
+        self._responses = self._counter("funitel_responses", "HTTP answers.", "route", "status")
+        self._connections = self._gauge("funitel_connections", "Connections that are open.")
+        self._cut = self._counter("funitel_cut_connections", "Connections refused or cut.", "reason")
+        self._key_requests = self._counter("funitel_key_requests", "Requests let in, by name of the API key.", "key")
+        self._key_refused = self._counter(
+            "funitel_key_refused", "Requests an API key did not suffice for.", "key", "reason"
+        )
+        self._key_tokens = self._counter(
+            "funitel_key_tokens", "Tokens of requests, by name of the API key.", "key", "kind"
+        )
+        self._request_duration = self._duration("tgi_request_duration", "Arrival until the whole answer.")
+        self._validation_duration = self._duration("tgi_request_validation_duration", "Arrival until queued.")
+        self._queue_duration = self._duration("tgi_request_queue_duration", "Queued until its first step.")
+        self._inference_duration = self._duration("tgi_request_inference_duration", "First step until the end.")
+        self._token_duration = self._duration(
+            "tgi_request_mean_time_per_token_duration", "Inference time by token of a request."
+        )
+        self._skipped_tokens = SummaryTally(
+            "tgi_request_skipped_tokens", "Tokens beyond the first that a step gave.", self.registry
+        )
+        self._first_token = self._duration("funitel_time_to_first_token_seconds", "Submitted until the first token.")
+        self._inter_token = self._tally("funitel_inter_token_latency_seconds", "Time between two tokens.")
+
+    def _make_batch_metrics(self) -> None:
+        self._queue_size = self._gauge("tgi_queue_size", "Waiting sequences.")
+        self._current_size = self._gauge("tgi_batch_current_size", "Running sequences.")
+        self._current_max_tokens = self._gauge(
+            "tgi_batch_current_max_tokens", "Tokens the running sequences may come to hold."
+        )
+        self._max_total_tokens = self._gauge("tgi_batch_max_total_tokens", "Size of the KV pool in tokens.")
+        self._next_size = Histogram(
+            "tgi_batch_next_size", "Sequences let in together.", buckets=SIZE_BUCKETS, registry=self.registry
+        )
+        self._concat = self._counter("tgi_batch_concat", "Batches that joined a running one.", "reason")
+        self._concat_duration = self._duration("tgi_batch_concat_duration", "Time to join batches.", "method")
+        self._inference_count = CounterTally("tgi_batch_inference_count", "Steps sent.", self.registry, "method")
+        self._inference_success = CounterTally(
+            "tgi_batch_inference_success", "Steps answered.", self.registry, "method"
+        )
+        self._inference_failure = self._counter("tgi_batch_inference_failure", "Steps failed.", "method")
+        self._step_duration = self._tally("tgi_batch_inference_duration", "Time of a step's call.", "method")
+        self._forward_duration = self._tally("tgi_batch_forward_duration", "Time of a forward pass.", "method")
+        self._decode_duration = self._tally("tgi_batch_decode_duration", "Time to settle texts and stops.", "method")
+        self._filter_duration = self._duration(
+            "tgi_batch_filter_duration", "Time to drop finished sequences.", "method"
+        )
+
+    def _make_engine_metrics(self) -> None:
+        self._steps = CounterTally("funitel_steps", "Steps answered.", self.registry)
+        self._forwards = CounterTally("funitel_forwards", "Forward passes of a rank.", self.registry, "rank")
+        self._forward_rows = HistogramTally("funitel_forward_rows", "Sequences in a step.", SIZE_BUCKETS, self.registry)
+        self._forward_tokens = CounterTally("funitel_forward_tokens", "Tokens computed.", self.registry)
+        self._weight_bytes = self._gauge("funitel_weight_bytes", "Weights a rank holds.", "rank")
+        self._sharded_weight_bytes = self._gauge(
+            "funitel_sharded_weight_bytes", "Weights a rank holds that are split between ranks.", "rank"
+        )
+        self._kv_bytes = self._gauge("funitel_kv_bytes", "Size of a rank's KV pool.", "rank")
+        self._memory = self._gauge("funitel_memory_bytes", "Memory of its host that a rank holds.", "rank", "kind")
+        self.roofline = Roofline(self.registry)
+        self._blocks = self._gauge("funitel_blocks", "KV blocks.", "state")
+        self._sequences = self._gauge("funitel_sequences", "Sequences.", "state")
+        self._cached_batches = self._gauge("funitel_cached_batches", "Batches the shards keep.")
+        self._tasks = self._gauge("funitel_tasks", "Tasks of the router's event loop.")
+        self._cancelled = self._counter("funitel_cancelled", "Sequences cancelled.")
+        self._replicas = self._gauge("funitel_replicas", "Replicas.", "state")
+        self._returns = self._counter("funitel_replica_returns", "Replicas that served again after they were lost.")
+        self._moved = self._counter("funitel_moved", "Sequences moved to another replica when theirs was lost.")
+        self._waiting_preempted = self._gauge("funitel_queue_preempted", "Waiting sequences that are to be resumed.")
+        self._queued_tokens = self._gauge("funitel_queue_tokens", "Prompt tokens of waiting sequences.")
+        self._refused = self._counter("funitel_refused", "Sequences that found no place.", "reason")
+        self._expired = self._counter("funitel_expired", "Sequences whose deadline passed.", "state")
+        self._preempted = self._counter("funitel_preempted", "Sequences preempted.")
+        self._recomputed = self._counter("funitel_recomputed_tokens", "Tokens computed again after a preemption.")
+        self._prefix_queried = self._counter("funitel_prefix_cache_queried_tokens", "Prompt tokens of new sequences.")
+        self._prefix_hits = self._counter(
+            "funitel_prefix_cache_hit_tokens", "Those of them that were computed already."
+        )
+
+    def _make_token_histograms(self, max_input: int, max_total: int) -> None:
+        self._input_length = self._tokens("tgi_request_input_length", "Prompt tokens of a request.", max_input)
+        self._generated_tokens = self._tokens(
+            "tgi_request_generated_tokens", "Completion tokens of a request.", max_total
+        )
+        self._max_new_tokens = self._tokens(
+            "tgi_request_max_new_tokens", "Completion tokens a request may have.", max_total
+        )
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(name, help, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
+        return Gauge(name, help, labels, registry=self.registry)
+
+    def _duration(self, name: str, help: str, *labels: str) -> Histogram:
+        return Histogram(name, help, labels, buckets=DURATION_BUCKETS, registry=self.registry)
+
+    def _tally(self, name: str, help: str, label: str | None = None) -> HistogramTally:
+        return HistogramTally(name, help, DURATION_BUCKETS, self.registry, label)
+
+    def _tokens(self, name: str, help: str, top: int) -> Histogram:
+        return Histogram(name, help, buckets=_linear(top), registry=self.registry)

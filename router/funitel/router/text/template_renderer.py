@@ -1,0 +1,96 @@
+"""Renders a model's chat template in processes of its own.
+
+Templates come with models, and what they are given with requests: either may be a bomb. It costs its sender a refusal,
+and nobody else anything. Event loop only.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from funitel.proto.errors import TemplateError
+from funitel.router.sandbox.pool import CannotWork, KillablePool, Killed
+
+logger = logging.getLogger(__name__)
+
+TIME_LIMIT_SECONDS = 5.0  # the longest chats take tenths of one
+MEMORY_LIMIT_BYTES = 1 << 30
+MOST_PROMPT_CHARACTERS = 1 << 24  # longer than any model's context
+JSON_BYTES = 12  # of a character, at most
+RETRY_SECONDS = 60.0  # a busy machine may be why a process did not start
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateTexts:
+    """A model's chat template, the one for chats with tools where it has a text of its own, and special tokens."""
+
+    source: str
+    special_tokens: Mapping[str, str]
+    tool_source: str | None = None
+
+
+class TemplateRenderer:
+    """Makes prompts of chats as `ChatTemplate` does, within limits."""
+
+    def __init__(
+        self,
+        texts: TemplateTexts,
+        most: int,
+        *,
+        time_limit: float = TIME_LIMIT_SECONDS,
+        memory_limit: int = MEMORY_LIMIT_BYTES,
+    ) -> None:
+        """Start nothing yet; at most `most` processes will render at the same time."""
+        self.texts = texts
+        self._refusal = ""  # why the template cannot be used,
+        self._refused_until = 0.0  # and how long that holds, on the monotonic clock
+        self._pool = KillablePool(
+            "funitel.router.text.template_worker",
+            {"texts": asdict(texts), "most_characters": MOST_PROMPT_CHARACTERS},
+            most=most,
+            time_limit=time_limit,
+            memory_limit=memory_limit,
+            most_answer_bytes=JSON_BYTES * MOST_PROMPT_CHARACTERS,
+        )
+
+    async def warm_up(self) -> None:
+        """Have a process ready for the first chat, and log it where the template cannot be used."""
+        try:
+            await self._pool.warm_up()
+        except CannotWork as problem:
+            self._refuse(problem)
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **wishes: Any) -> str:
+        """Return the prompt of a chat, with the wishes `ChatTemplate.render` takes.
+
+        Raises:
+            TemplateError: the template cannot be used, refused the messages, or took too much time or memory.
+            RecursionError: the messages are nested too deeply.
+        """
+        if time.monotonic() < self._refused_until:
+            raise TemplateError(self._refusal)
+        try:
+            answer: dict[str, str] = await self._pool.ask({"messages": list(messages), **wishes})
+        except Killed as limit:
+            raise TemplateError(f"{limit} to render this chat") from None
+        except CannotWork as problem:
+            self._refuse(problem)
+            raise TemplateError(self._refusal) from None
+        if "error" in answer:
+            raise TemplateError(answer["error"])
+        return answer["text"]
+
+    def _refuse(self, problem: CannotWork) -> None:
+        now = time.monotonic()
+        if now < self._refused_until:  # all who waited are told
+            return
+        self._refusal = str(problem)
+        self._refused_until = math.inf if problem.is_final else now + RETRY_SECONDS
+        logger.warning("chat is off: %s", problem)
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._pool.close()

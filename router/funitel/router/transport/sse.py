@@ -1,0 +1,163 @@
+"""Server-Sent Events, and answers that end the work behind them when the client leaves.
+
+Knows no route: a producer puts in records or finished frames, and how an error looks is the route's business.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from funitel.proto.errors import Cancelled, FunitelError
+from funitel.router.core import request_context
+from funitel.router.transport.connection import without_chunks
+from funitel.router.transport.memory_budget import CLIENT
+from funitel.router.transport.sse_frames import Event, frame
+from funitel.router.transport.stream_writer import Outlet
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Put = Callable[[Event], None]  # sends an event, now or once the client reads again
+Producer = Callable[[Put], Awaitable[None]]
+
+KEEP_ALIVE_SECONDS = 15.0
+KEEP_ALIVE = b":\n\n"
+DONE = b"data: [DONE]\n\n"
+DIRECT = "funitel.send"  # in a request's scope: sends bodies past the layers that look at an answer's start only
+HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`; end it at once when the client leaves.
+
+    Args:
+        receive: the request's, once its body was read.
+        work: cancelled, and waited for, when the client leaves.
+
+    Raises:
+        Cancelled: the client left.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Cancelled("the client left")
+    finally:
+        await _end(working, watching)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: "asyncio.Future[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class DirectSend:
+    """Around an application: note in a request's scope how to send past all of its layers.
+
+    They look at nothing but the start of an answer, and each would cost every token a call.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("http_version") == "1.0":
+            send = without_chunks(send)
+        scope[DIRECT] = send
+        await self._app(scope, receive, send)
+
+
+class EventStream(Response):
+    """Send what a producer puts in as events.
+
+    An error before the first event is raised, to become an ordinary answer with its own status; only when
+    nothing comes for the keep-alive time are the headers sent early. A later error becomes the last event.
+    When the client leaves, the producer is cancelled at once.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        error_event: Callable[[FunitelError], BaseModel],
+        *,
+        done: bool = False,
+        headers: Mapping[str, str] | None = None,
+        frame: Callable[[BaseModel], bytes] = frame,
+        keep_alive: bytes = KEEP_ALIVE,
+        keep_alive_seconds: float = KEEP_ALIVE_SECONDS,
+    ) -> None:
+        """Prepare a stream; nothing runs yet.
+
+        Args:
+            producer: puts in the events until it returns; its first event decides between an answer of its own and an
+                ordinary error. What a client does not read waits for it, until it is cut off.
+            error_event: shapes an error as the route's clients expect it.
+            done: whether `[DONE]` ends the stream, after an error too.
+            headers: further response headers.
+            frame: writes a record for the wire.
+            keep_alive: what is sent while there are no events; a comment, unless the route's clients expect else.
+            keep_alive_seconds: idle time after which it is sent.
+        """
+        self.status_code = 200
+        self.background = None
+        self.init_headers(HEADERS | dict(headers or {}))
+        self._producer = producer
+        self._error_event = error_event
+        self._done = done
+        self._frame = frame
+        self._keep_alive = keep_alive
+        self._keep_alive_seconds = keep_alive_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outlet = Outlet(send, scope.get(DIRECT, send), self.raw_headers, scope.get(CLIENT))
+        try:
+            await run_until_disconnect(receive, self._run(outlet))
+        except Cancelled as error:
+            if not outlet.is_ended:  # else the server ends the connection, which looks the same
+                request_context.current().error = error
+                logger.debug("the client left a stream")
+        finally:
+            outlet.abandon()
+
+    async def _run(self, outlet: Outlet) -> None:
+        keep_alive = asyncio.ensure_future(outlet.repeat(self._keep_alive, self._keep_alive_seconds))
+        try:
+            await self._produce(outlet)
+            await outlet.end(DONE if self._done else b"")
+        finally:
+            await _end(keep_alive)
+
+    async def _produce(self, outlet: Outlet) -> None:
+        write, frame = outlet.write, self._frame
+
+        def put(event: Event) -> None:
+            write(event if isinstance(event, bytes) else frame(event))
+
+        try:
+            await self._producer(put)
+        except FunitelError as error:
+            if not outlet.is_started:
+                raise
+            self._fail(put, error)
+        except Exception:
+            if not outlet.is_started:
+                raise
+            logger.exception("a stream failed")
+            self._fail(put, FunitelError("internal error"))
+
+    def _fail(self, put: Put, error: FunitelError) -> None:
+        """End a stream that has begun with an error."""
+        request_context.current().error = error
+        put(self._error_event(error))

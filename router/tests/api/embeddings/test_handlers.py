@@ -1,0 +1,508 @@
+"""`/embed`, `/rerank`, `/predict` and `/v1/embeddings` over shards that compute by a rule anyone can follow."""
+
+import asyncio
+import base64
+import json
+import struct
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fakes import FakeEngine, Serve, eventually
+
+from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed, StepFailed
+from funitel.proto.step import EncoderFacts, EncoderInput, EncoderResult, EncoderTask, ShardInfo
+from funitel.router.encoder.engine import start
+from funitel.router.settings import RouterSettings
+from funitel.router.telemetry.metrics import Metrics
+from funitel_testing.words import word_tokenizer
+
+WIDTH = 4
+EMBEDS = EncoderFacts(tasks=frozenset([EncoderTask.EMBED]), width=WIDTH, max_tokens=20, usual_tokens=12, pooling="mean")
+RANKS = EncoderFacts(
+    tasks=frozenset([EncoderTask.CLASSIFY]), width=WIDTH, max_tokens=20, usual_tokens=20, labels=("score",)
+)
+CLASSES = EncoderFacts(
+    tasks=frozenset([EncoderTask.CLASSIFY]), width=WIDTH, max_tokens=20, usual_tokens=20, labels=("bad", "so", "good")
+)
+FILLS = EncoderFacts(
+    tasks=frozenset([EncoderTask.EMBED, EncoderTask.FILL]), width=WIDTH, max_tokens=20, usual_tokens=20
+)
+
+
+@dataclass(eq=False)
+class FakeEncoder:
+    """A vector is the last word's id, the number of tokens, and zeros; scores count tokens."""
+
+    facts: EncoderFacts = EMBEDS
+    batches: list[list[EncoderInput]] = field(default_factory=list)
+    errors: list[FunitelError] = field(default_factory=list)  # of the next calls
+    poison: int | None = None  # a token that makes a batch fail
+    broken: int | None = None  # a token that makes a row no number
+    pause: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.infos = (ShardInfo(device_type="fake", dtype="torch.float32", encoder=self.facts),)
+        self.pause.set()
+
+    async def encode(self, task: EncoderTask, inputs: Sequence[EncoderInput]) -> EncoderResult:
+        self.batches.append(list(inputs))
+        await self.pause.wait()
+        if self.errors:
+            raise self.errors.pop(0)
+        if any(self.poison in text.input_ids for text in inputs):
+            raise StepFailed("a poisoned batch")
+        broken = tuple(row for row, text in enumerate(inputs) if self.broken in text.input_ids)
+        if task is EncoderTask.FILL:
+            width = max(text.top_n for text in inputs)
+            rows = [[0.5**place for place in range(1, width + 1)] for _ in inputs]
+            return EncoderResult(width, _bytes(rows), tuple(5 + i for _ in inputs for i in range(width)), broken)
+        if task is EncoderTask.CLASSIFY:
+            rows = [[len(text.input_ids) - 6.0 + place for place in range(len(self.facts.labels))] for text in inputs]
+        else:
+            rows = [[float(text.input_ids[-2]), float(len(text.input_ids)), 0.0, 0.0] for text in inputs]
+        return EncoderResult(len(rows[0]), _bytes(rows), (), broken)
+
+    async def health(self) -> None:
+        pass
+
+    def fence(self) -> None:
+        pass
+
+    async def disconnected(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass
+
+
+def _bytes(rows: list[list[float]]) -> bytes:
+    return b"".join(struct.pack(f"<{len(row)}f", *row) for row in rows)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    word_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    prompts = {"prompts": {"query": "birds fly "}, "default_prompt_name": None}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return tmp_path
+
+
+@pytest.fixture
+def encoding(serve: Serve) -> Any:
+    """`async with encoding(*fakes, **settings) as client`."""
+
+    @asynccontextmanager
+    async def serving(*fakes: FakeEncoder, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+        async def connect(settings: RouterSettings, metrics: Metrics) -> Any:
+            return start(fakes, settings, metrics)  # type: ignore[arg-type]
+
+        async with serve(FakeEngine(), connect=connect, **{"shard_return_timeout": 0, **settings}) as client:
+            yield client
+
+    return serving
+
+
+async def test_vectors_come_in_the_order_of_their_texts(encoding: Any) -> None:
+    shard = FakeEncoder()
+    async with encoding(shard) as client:
+        response = await client.post("/embed", json={"inputs": ["sea", "the blue sea", "sea is", "the"]})
+    assert response.status_code == 200
+    assert response.json() == [[6, 3, 0, 0], [6, 5, 0, 0], [7, 4, 0, 0], [5, 3, 0, 0]]
+    assert response.headers["x-compute-tokens"] == "15"
+    [batch] = shard.batches
+    assert [len(text.input_ids) for text in batch] == [5, 4, 3, 3]
+    assert all(text.is_normalized for text in batch)
+
+
+async def test_one_text_is_a_list_of_one_vector(encoding: Any) -> None:
+    async with encoding(FakeEncoder()) as client:
+        assert (await client.post("/embed", json={"inputs": "sea"})).json() == [[6, 3, 0, 0]]
+
+
+async def test_tokens_are_taken_as_they_are(encoding: Any) -> None:
+    async with encoding(FakeEncoder()) as client:
+        assert (await client.post("/embed", json={"inputs": [9, 8, 7]})).json() == [[8, 3, 0, 0]]
+        assert (await client.post("/embed", json={"inputs": [[9, 8], [5, 5, 5]]})).json() == [
+            [9, 2, 0, 0],
+            [5, 3, 0, 0],
+        ]
+
+
+async def test_wishes_reach_the_shard(encoding: Any) -> None:
+    shard = FakeEncoder()
+    async with encoding(shard) as client:
+        body = {"inputs": "sea", "normalize": False, "dimensions": 2, "prompt_name": "query"}
+        assert (await client.post("/embed", json=body)).json() == [[6, 5]]
+    [[text]] = shard.batches
+    assert (text.dimensions, text.is_normalized) == (2, False)
+    assert len(text.input_ids) == 5
+
+
+@pytest.mark.parametrize(("direction", "last"), [("Right", 6), ("Left", 5)])
+async def test_long_texts_are_cut_when_asked(direction: str, last: int, encoding: Any) -> None:
+    async with encoding(FakeEncoder()) as client:
+        body = {"inputs": "sea " * 20 + "the", "truncate": True, "truncation_direction": direction}
+        assert (await client.post("/embed", json=body)).json() == [[last, 12, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words", "param"),
+    [
+        ("/embed", {}, "inputs: this field is required", None),
+        ("/embed", {"inputs": []}, "inputs: must not be empty. Given: []", None),
+        ("/embed", {"inputs": ""}, "`inputs` cannot be empty", None),
+        ("/embed", {"inputs": ["sea", ""]}, "item 1 of `inputs` cannot be empty", None),
+        ("/embed", {"inputs": ["sea", 5]}, "item 1 must be a string, as item 0 is. Given: 5", None),
+        ("/embed", {"inputs": 5}, "must be a string, an array of strings", None),
+        ("/embed", {"inputs": [9999]}, "`inputs` names tokens by id, < 64. Given: 9999", None),
+        ("/embed", {"inputs": "sea " * 11}, "`inputs` must have at most 12 tokens. Given: 13", None),
+        ("/embed", {"inputs": ["a", "sea " * 11]}, "item 1 of `inputs` must have at most 12 tokens. Given: 13", None),
+        ("/embed", {"inputs": [5] * 13}, "`inputs` must have at most 12 tokens. Given: 13", None),
+        ("/embed", {"inputs": ["sea"] * 9}, "`inputs` may hold at most 8 texts. Given: 9", None),
+        ("/embed", {"inputs": "sea", "dimensions": 5}, "`dimensions` must be <= 4, those of the model. Given: 5", None),
+        ("/embed", {"inputs": "sea", "dimensions": 0}, "dimensions: must be greater than or equal to 1", None),
+        ("/embed", {"inputs": "sea", "prompt_name": "x"}, "`prompt_name` must be one of the model's: query.", None),
+        ("/embed", {"inputs": "sea", "truncate": "yes"}, "truncate: must be a valid boolean", None),
+        ("/v1/embeddings", {"input": ""}, "`input` cannot be empty", "input"),
+        ("/v1/embeddings", {"input": "sea " * 11}, "`input` must have at most 12 tokens", "input"),
+        ("/v1/embeddings", {"input": "sea", "dimensions": 5}, "`dimensions` must be <= 4", "dimensions"),
+        ("/v1/embeddings", {"input": "sea", "encoding_format": "hex"}, "encoding_format: must be", "encoding_format"),
+        ("/v1/embeddings", {"input": "sea", "colour": 1}, "colour: unknown field", "colour"),
+    ],
+)
+async def test_what_is_wrong_is_said_in_one_line(
+    path: str, body: Any, words: str, param: str | None, encoding: Any
+) -> None:
+    async with encoding(FakeEncoder(), max_client_texts=8) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code == 422
+    error = response.json()["error"]
+    if path == "/embed":
+        assert words in error
+    else:
+        assert words in error["message"]
+        assert error["param"] == param
+        assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64", None])
+async def test_openai_gets_vectors_and_usage(encoding_format: str | None, encoding: Any) -> None:
+    shard = FakeEncoder()
+    async with encoding(shard, served_model_name="mini") as client:
+        body = {"model": "text-embedding", "input": ["the sea", "sea"], "encoding_format": encoding_format, "user": "u"}
+        answer = (await client.post("/v1/embeddings", json=body)).json()
+    found = [entry["embedding"] for entry in answer["data"]]
+    if encoding_format == "base64":
+        found = [list(struct.unpack("<4f", base64.b64decode(text))) for text in found]
+    assert found == [[6, 4, 0, 0], [6, 3, 0, 0]]
+    assert [(entry["object"], entry["index"]) for entry in answer["data"]] == [("embedding", 0), ("embedding", 1)]
+    assert (answer["object"], answer["model"]) == ("list", "text-embedding")
+    assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+
+
+async def test_dimensions_cut_base64_too(encoding: Any) -> None:
+    async with encoding(FakeEncoder()) as client:
+        body = {"input": "sea", "dimensions": 3, "encoding_format": "base64"}
+        answer = (await client.post("/v1/embeddings", json=body)).json()
+    assert len(base64.b64decode(answer["data"][0]["embedding"])) == 12
+
+
+async def test_ranks_are_sorted_and_squeezed(encoding: Any) -> None:
+    shard = FakeEncoder(RANKS)
+    body = {"query": "sea", "texts": ["the", "the blue sea", "is it"]}
+    async with encoding(shard) as client:
+        ranks = (await client.post("/rerank", json=body)).json()
+        raw = (await client.post("/rerank", json=body | {"raw_scores": True, "return_text": True})).json()
+    assert [rank["index"] for rank in ranks] == [1, 2, 0]
+    assert [round(rank["score"], 4) for rank in ranks] == [0.7311, 0.5, 0.2689]
+    assert "text" not in ranks[0]
+    assert raw[0] == {"index": 1, "text": "the blue sea", "score": 1.0}
+    assert shard.batches[0][0].type_ids == (0, 0, 0, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"query": "sea", "texts": []}, "`texts` cannot be empty"),
+        ({"query": "", "texts": ["a"]}, "`query` cannot be empty"),
+        ({"query": "sea", "texts": ["a", 5]}, "texts.1: must be a valid string. Given: 5"),
+        ({"query": "sea", "texts": ["sea " * 20]}, "`texts` must have at most 20 tokens. Given: 24"),
+        ({"texts": ["sea"]}, "query: this field is required"),
+    ],
+)
+async def test_bad_ranks_are_refused(body: Any, words: str, encoding: Any) -> None:
+    async with encoding(FakeEncoder(RANKS)) as client:
+        response = await client.post("/rerank", json=body)
+    assert response.status_code == 422
+    assert words in response.json()["error"]
+
+
+async def test_classes_of_texts_pairs_and_batches(encoding: Any) -> None:
+    shard = FakeEncoder(CLASSES)
+    async with encoding(shard) as client:
+        one = (await client.post("/predict", json={"inputs": "sea"})).json()
+        pair = (await client.post("/predict", json={"inputs": ["sea", "the"], "raw_scores": True})).json()
+        batch = (await client.post("/predict", json={"inputs": [["sea"], ["sea", "the"]], "top_k": 1})).json()
+    assert [entry["label"] for entry in one] == ["good", "so", "bad"]
+    assert sum(entry["score"] for entry in one) == pytest.approx(1)
+    assert pair == [{"score": 1.0, "label": "good"}, {"score": 0.0, "label": "so"}, {"score": -1.0, "label": "bad"}]
+    assert [[entry["label"] for entry in each] for each in batch] == [["good"], ["good"]]
+    assert sorted(text.type_ids for text in shard.batches[2]) == [(0, 0, 0), (0, 0, 0, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (["a", "b", "c"], "must be one or two strings: a text or a pair"),
+        ([["a"], "b"], "item 1 must be an array, as item 0 is. Given: 'b'"),
+        ([["a"], []], "item 1 must be one or two strings"),
+        ([["a", 1]], "item 0 must be one or two strings"),
+        ({"a": 1}, "must be a string, a pair of strings"),
+        ("", "`inputs` cannot be empty"),
+    ],
+)
+async def test_bad_predictions_are_refused(inputs: Any, words: str, encoding: Any) -> None:
+    async with encoding(FakeEncoder(CLASSES)) as client:
+        response = await client.post("/predict", json={"inputs": inputs})
+    assert response.status_code == 422
+    assert words in response.json()["error"]
+
+
+async def test_masks_are_filled(encoding: Any) -> None:
+    async with encoding(FakeEncoder(FILLS)) as client:
+        answer = (await client.post("/predict", json={"inputs": "the [MASK] is blue", "top_k": 2})).json()
+        usual = (await client.post("/predict", json={"inputs": [["[MASK]"], ["the [MASK]"]]})).json()
+        none = await client.post("/predict", json={"inputs": [["[MASK]"], ["the sea"]]})
+        raw = await client.post("/predict", json={"inputs": "[MASK]", "raw_scores": True})
+    assert answer == [{"score": 0.5, "label": "the", "token": 5}, {"score": 0.25, "label": "sea", "token": 6}]
+    assert [len(each) for each in usual] == [5, 5]
+    assert (none.status_code, raw.status_code) == (422, 422)
+    assert "item 1 of `inputs` must have one mask token. Given: 0" in none.json()["error"]
+    assert "`raw_scores` is for classes" in raw.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "path", "body", "words"),
+    [
+        (RANKS, "/embed", {"inputs": "sea"}, "an encoder for ranks"),
+        (EMBEDS, "/predict", {"inputs": "sea"}, "an encoder for embeddings"),
+        (EMBEDS, "/rerank", {"query": "sea", "texts": ["sea"]}, "an encoder for embeddings; ranks need"),
+        (CLASSES, "/rerank", {"query": "sea", "texts": ["sea"]}, "an encoder for classes; ranks need"),
+        (EMBEDS, "/generate", {"inputs": "sea"}, "does not generate text: it is an encoder for embeddings"),
+        (EMBEDS, "/generate_stream", {"inputs": "sea"}, "does not generate text"),
+        (EMBEDS, "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "does not generate text"),
+        (EMBEDS, "/v1/completions", {"prompt": "sea"}, "does not generate text"),
+        (EMBEDS, "/v1/responses", {"input": "sea"}, "does not generate text"),
+    ],
+)
+async def test_what_the_model_is_not_for_is_refused(
+    facts: EncoderFacts, path: str, body: Any, words: str, encoding: Any
+) -> None:
+    async with encoding(FakeEncoder(facts)) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code == 422
+    answer = response.json()
+    if path.startswith("/v1"):
+        assert words in answer["error"]["message"]
+        assert answer["error"]["code"] == "model_not_supported"
+    else:
+        assert words in answer["error"]
+        assert answer["error_type"] == "wrong_task"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/embed", {"inputs": "sea"}),
+        ("/rerank", {"query": "sea", "texts": ["sea"]}),
+        ("/predict", {"inputs": "sea"}),
+        ("/v1/embeddings", {"input": "sea"}),
+    ],
+)
+async def test_a_model_that_generates_refuses_what_encoders_do(serve: Serve, path: str, body: Any) -> None:
+    async with serve(FakeEngine()) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code == 422
+    assert "the model served here generates text" in str(response.json()["error"])
+
+
+async def test_info_and_metrics_say_what_is_served(encoding: Any) -> None:
+    async with encoding(FakeEncoder(), FakeEncoder(), max_batch_prefill_tokens=64) as client:
+        assert (await client.get("/health")).status_code == 200
+        await client.post("/embed", json={"inputs": ["sea", "the sea"]})
+        info = (await client.get("/info")).json()
+        metrics = (await client.get("/metrics")).text
+    assert info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert (info["model_dtype"], info["max_input_length"], info["max_batch_tokens"]) == ("float32", 12, 64)
+    assert info["max_input_tokens"] == 12
+    assert "tgi_request_count 1.0" in metrics
+    assert "tgi_request_success 1.0" in metrics
+    assert "funitel_forward_tokens_total 7.0" in metrics
+    assert 'tgi_batch_inference_success{method="encode"} 1.0' in metrics
+
+
+async def test_classes_are_told_by_info(encoding: Any) -> None:
+    async with encoding(FakeEncoder(CLASSES)) as client:
+        found = (await client.get("/info")).json()["model_type"]
+    assert found["classifier"]["id2label"] == {"0": "bad", "1": "so", "2": "good"}
+    assert found["classifier"]["label2id"] == {"bad": 0, "so": 1, "good": 2}
+
+
+# What goes wrong
+
+
+async def test_a_failing_batch_fails_only_who_is_at_fault(encoding: Any) -> None:
+    shard = FakeEncoder(poison=8)  # "deep"
+    shard.pause.clear()
+    async with encoding(shard, pipeline_steps=1) as client:
+        first = asyncio.create_task(client.post("/embed", json={"inputs": "sea"}))
+        await eventually(lambda: _true(shard.batches), "the first batch")
+        others = [
+            asyncio.create_task(client.post("/embed", json={"inputs": [text, "sea"]})) for text in ("the", "deep", "it")
+        ]
+
+        async def all_wait() -> bool:
+            return "tgi_queue_size 6.0" in (await client.get("/metrics")).text
+
+        await eventually(all_wait, "six texts that wait")
+        shard.pause.set()
+        answers = [await task for task in (first, *others)]
+    assert [answer.status_code for answer in answers] == [200, 200, 424, 200]
+    assert "a poisoned batch" in answers[2].json()["error"]
+    assert len(shard.batches[1]) == 6
+
+
+async def _true(value: object) -> bool:
+    return bool(value)
+
+
+async def test_a_row_that_is_no_number_fails_its_request(encoding: Any) -> None:
+    async with encoding(FakeEncoder(broken=8)) as client:
+        bad = await client.post("/embed", json={"inputs": ["sea", "deep"]})
+        good = await client.post("/embed", json={"inputs": ["sea"]})
+    assert (bad.status_code, good.status_code) == (424, 200)
+    assert "numbers for text 1 are not finite" in bad.json()["error"]
+
+
+async def test_another_replica_takes_over_what_a_lost_one_had(encoding: Any) -> None:
+    lost, well = FakeEncoder(errors=[ShardFailed("gone"), ShardFailed("gone")]), FakeEncoder()
+    async with encoding(lost, well, max_batch_prefill_tokens=8) as client:
+        answer = await client.post("/embed", json={"inputs": ["sea", "the sea", "it", "is", "deep", "blue"]})
+        metrics = (await client.get("/metrics")).text
+    assert answer.status_code == 200
+    assert [row[0] for row in answer.json()] == [6, 6, 15, 7, 8, 10]
+    assert 'funitel_replicas{state="lost"} 1.0' in metrics
+
+
+async def test_the_last_replica_is_kept_and_its_failure_told(encoding: Any) -> None:
+    async with encoding(FakeEncoder(errors=[ShardFailed("gone")])) as client:
+        bad = await client.post("/embed", json={"inputs": "sea"})
+        good = await client.post("/embed", json={"inputs": "sea"})
+    assert (bad.status_code, good.status_code) == (424, 200)
+
+
+async def test_texts_wait_for_the_only_replica_to_come_back(encoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, fresh = FakeEncoder(errors=[ShardFailed("gone")]), FakeEncoder()
+    is_back = asyncio.Event()
+
+    async def connect(address: str, patience_seconds: float, tls: object) -> FakeEncoder:
+        await is_back.wait()
+        return fresh
+
+    monkeypatch.setattr("funitel.router.replica_set.failover.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.replica_set.failover.Shards.connect", connect)
+    async with encoding(lost, shard_return_timeout=60) as client:
+        before = asyncio.create_task(client.post("/embed", json={"inputs": ["sea", "the sea"]}))
+        await eventually(lambda: _true(lost.batches), "the batch that is lost")
+
+        async def is_lost() -> bool:
+            return (await client.get("/health")).status_code == 503
+
+        await eventually(is_lost, "the loss is seen")
+        since = asyncio.create_task(client.post("/embed", json={"inputs": "deep"}))
+        late = await client.post("/embed", json={"inputs": "sea"}, headers={"x-request-timeout": "0.4"})
+        assert not before.done()
+        is_back.set()
+        answers = [await before, await since]
+        assert (await client.get("/health")).status_code == 200
+        metrics = (await client.get("/metrics")).text
+    assert late.status_code == 504
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert [row[0] for row in answers[0].json()] == [6, 6]
+    assert 'funitel_replicas{state="serving"} 1.0' in metrics
+    assert "funitel_replica_returns_total 1.0" in metrics
+
+
+async def test_texts_that_were_with_every_lost_replica_fail(encoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def connect(address: str, patience_seconds: float, tls: object) -> FakeEncoder:
+        return FakeEncoder(errors=[ShardFailed("gone")])
+
+    monkeypatch.setattr("funitel.router.replica_set.failover.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.replica_set.failover.Shards.connect", connect)
+    async with encoding(FakeEncoder(errors=[ShardFailed("gone")]), shard_return_timeout=60) as client:
+        answer = await client.post("/embed", json={"inputs": "sea"})
+    assert answer.status_code == 424
+
+
+async def test_a_batch_in_each_of_two_steps_is_one_loss(encoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that dies takes both with it; the request was with two lost replicas, and may go to a third."""
+    lost = [FakeEncoder(errors=[ShardFailed("gone"), ShardFailed("gone")]) for _ in range(2)]
+    left = [lost[1], FakeEncoder()]
+
+    async def connect(address: str, patience_seconds: float, tls: object) -> FakeEncoder:
+        return left.pop(0)
+
+    monkeypatch.setattr("funitel.router.replica_set.failover.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.replica_set.failover.Shards.connect", connect)
+    for shard in lost:
+        shard.pause.clear()
+    async with encoding(lost[0], shard_return_timeout=60, max_batch_size=1) as client:
+        asking = asyncio.create_task(client.post("/embed", json={"inputs": ["sea", "the sea"]}))
+        for shard in lost:
+            await eventually(lambda shard=shard: _true(len(shard.batches) == 2), "both batches are with it")  # type: ignore[misc]
+            shard.pause.set()
+        assert (await asking).status_code == 200
+
+
+async def test_a_shard_that_hangs_is_lost(encoding: Any) -> None:
+    shard = FakeEncoder()
+    shard.pause.clear()
+    async with encoding(shard, step_timeout_s=0.01) as client:
+        answer = await client.post("/embed", json={"inputs": "sea"}, timeout=5)
+    assert answer.status_code == 424
+    assert "has not answered for 0.05 s" in answer.json()["error"]
+
+
+async def test_too_many_requests_are_told_when_to_come_again(encoding: Any) -> None:
+    shard = FakeEncoder()
+    shard.pause.clear()
+    async with encoding(shard, max_concurrent_requests=1) as client:
+        running = asyncio.create_task(client.post("/embed", json={"inputs": "sea"}))
+        await eventually(lambda: _true(shard.batches), "the first batch")
+        refused = await client.post("/embed", json={"inputs": "sea"})
+        shard.pause.set()
+        assert (await running).status_code == 200
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error_type"] == "overloaded"
+
+
+async def test_a_deadline_ends_the_wait(encoding: Any) -> None:
+    shard = FakeEncoder()
+    shard.pause.clear()
+    async with encoding(shard) as client:
+        late = await client.post("/embed", json={"inputs": "sea"}, headers={"x-request-timeout": "0.05"})
+        shard.pause.set()
+        assert (await client.post("/embed", json={"inputs": "sea"})).status_code == 200
+    assert late.status_code == 504
+
+
+async def test_a_refusal_by_the_shard_is_the_clients(encoding: Any) -> None:
+    async with encoding(FakeEncoder(errors=[InvalidRequest("no such token")])) as client:
+        response = await client.post("/embed", json={"inputs": "sea"})
+    assert response.status_code == 422

@@ -1,0 +1,65 @@
+"""The allocator: no block in two hands, none lost, block 0 never given."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from funitel.router.kv_cache.block_pool import BlockAllocator
+
+
+@given(st.lists(st.one_of(st.integers(1, 6), st.just(0)), max_size=60))
+def test_every_block_is_free_or_owned_once(requests: list[int]) -> None:
+    allocator = BlockAllocator(num_blocks=20, block_size=16)
+    owned: list[tuple[int, ...]] = []
+    for count in requests:
+        if count == 0 and owned:
+            allocator.free(owned.pop(0))
+        elif 0 < count <= allocator.num_free:
+            owned.append(allocator.allocate(count))
+        held = [block for blocks in owned for block in blocks]
+        assert len(held) == len(set(held)) == allocator.num_used
+        assert 0 not in held
+        assert allocator.num_free + allocator.num_used == 20
+
+
+def test_misuse_is_caught() -> None:
+    allocator = BlockAllocator(2, 16)
+    blocks = allocator.allocate(2)
+    with pytest.raises(AssertionError, match="1 blocks asked for, 0 free"):
+        allocator.allocate(1)
+    allocator.free(blocks)
+    with pytest.raises(AssertionError, match="is not in use"):
+        allocator.free(blocks[:1])
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(0, 3)), max_size=80))
+def test_used_free_and_cached_blocks_are_all_blocks(actions: list[tuple[int, int, int]]) -> None:
+    """Allocate, publish, share and free in any order, beside a model that counts users."""
+    allocator = BlockAllocator(num_blocks=12, block_size=16)
+    holders: list[list[int]] = []
+    for action, count, which in actions:
+        if action == 0 and count <= allocator.num_free:
+            holders.append(list(allocator.allocate(count)))
+        elif action == 1 and holders:
+            allocator.free(holders.pop(which % len(holders)))
+        elif action == 2 and holders:
+            for i, block in enumerate(holders[which % len(holders)]):
+                allocator.publish(block, bytes([count, i]))
+        elif action == 3:
+            found = allocator.match(bytes([count, i]) for i in range(4))
+            allocator.share(found)
+            holders.append(list(found))
+        held = {block for blocks in holders for block in blocks}
+        assert allocator.num_used == len(held)
+        assert allocator.num_free + allocator.num_used == 12
+        assert 0 <= allocator.num_cached <= allocator.num_free
+        assert 0 not in held
+    for blocks in holders:
+        allocator.free(blocks)
+    taken = allocator.allocate(12)
+    assert sorted(taken) == list(range(1, 13))
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
+def test_blocks_for(tokens: int, blocks: int) -> None:
+    assert BlockAllocator(1, 16).blocks_for(tokens) == blocks

@@ -1,0 +1,3 @@
+"""Prompts of tests."""
+
+LONG = 30  # tokens

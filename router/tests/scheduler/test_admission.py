@@ -1,0 +1,209 @@
+"""Bounds and estimates by themselves, and an engine over fake shards that keeps them."""
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import expected, request, run, running
+from queues import waiting
+from sequences import make_sequence
+
+from funitel.proto.errors import DeadlineExceeded, Overloaded
+from funitel.router.core.request import Sequence
+from funitel.router.scheduler.admission import DEFAULT_TOKENS_PER_SECOND, Admission, InFlight, Throughput
+from funitel.router.scheduler.waiting_queue import Shares, WaitingQueue
+
+A, B = b"a", b"b"
+
+
+def check(
+    admission: Admission,
+    newcomer: Sequence,
+    num_requests: int,
+    queue: WaitingQueue,
+    shares: Shares,
+    running: list[Sequence],
+) -> Sequence | None:
+    in_flight = InFlight(num_requests, shares.sequences_of(newcomer.request.key))
+    return admission.check(newcomer, in_flight, queue, shares, running)
+
+
+def test_throughput_is_what_was_measured_lately() -> None:
+    throughput = Throughput()
+    assert throughput.tokens_per_second == DEFAULT_TOKENS_PER_SECOND
+    for step in range(1000):
+        throughput.observe_step(50, 0.2, now=step * 0.1)  # sent while the one before was computed
+    assert throughput.tokens_per_second == pytest.approx(500, rel=0.01)
+    for step in range(2000):
+        throughput.observe_step(1, 0.1, now=200 + step * 10.0)  # idle between steps
+    assert throughput.tokens_per_second == pytest.approx(10, rel=0.01)
+
+
+def test_expected_work_follows_how_long_completions_become() -> None:
+    throughput, sequence = Throughput(), make_sequence(0, 30, 100)
+    assert throughput.work_of(sequence) == 130
+    for i in range(200):
+        ended = make_sequence(i, 5, 100)
+        ended.output_ids = [7] * 10
+        throughput.observe_end(ended)
+    assert throughput.work_of(sequence) == pytest.approx(40, abs=1)
+
+
+def test_a_full_house_says_where_one_would_stand_and_how_long() -> None:
+    admission = Admission(4)
+    queue, shares = waiting(*(make_sequence(i, 50, 50) for i in range(4)))
+    with pytest.raises(Overloaded, match=": 4 requests in flight, at most 4") as refused:
+        check(admission, make_sequence(9, 5, 5), 4, queue, shares, [])
+    assert refused.value.position == 5
+    assert refused.value.wait_seconds == 4 * 100 / DEFAULT_TOKENS_PER_SECOND
+    assert refused.value.reason == "requests"
+
+
+def test_a_flood_is_counted_up_once_and_again_when_something_has_happened(monkeypatch: pytest.MonkeyPatch) -> None:
+    admission = Admission(2)
+    asked = []
+    place_of = admission.place_of
+    monkeypatch.setattr(admission, "place_of", lambda newcomer, *rest: asked.append(0) or place_of(newcomer, *rest))
+    queue, shares = waiting(make_sequence(0, 50, 50), make_sequence(1, 50, 50))
+
+    def refused(priority: int = 0, num_running: int = 0) -> tuple[int | None, float | None]:
+        running = [make_sequence(50 + i, 50, 50) for i in range(num_running)]
+        newcomer = make_sequence(9, 5, 5)
+        newcomer.request = replace(newcomer.request, priority=priority)
+        with pytest.raises(Overloaded) as refusal:
+            check(admission, newcomer, 2, queue, shares, running)
+        return refusal.value.position, refusal.value.wait_seconds
+
+    assert [refused() for _ in range(5)] == [(3, 2.0)] * 5
+    assert len(asked) == 1
+    admission.throughput.observe_step(100, 0.5, now=1.0)
+    assert refused() == (3, pytest.approx(1.5, rel=0.1)), "it is faster than was thought"
+    assert refused(num_running=1)[1] == pytest.approx(2.25, rel=0.1)
+    queue.add(make_sequence(2, 50, 50))
+    assert refused()[0] == 4
+    assert refused(priority=-1)[0] == 1
+    assert len(asked) == 5
+    assert [refused()[0], refused(priority=-1)[0]] == [4, 1]
+    assert len(asked) == 5
+
+
+def test_the_key_with_most_gives_its_last_place_to_one_with_fewer() -> None:
+    admission = Admission(4)
+    flood = [make_sequence(i, 5, 5, key=A) for i in range(4)]
+    flood[1].request = replace(flood[1].request, priority=5)
+    queue, shares = waiting(*flood)
+    assert check(admission, make_sequence(9, 5, 5, key=B), 4, queue, shares, []) is flood[1]
+    for sequence in flood:
+        sequence.was_started = True  # what has begun is not thrown away
+    with pytest.raises(Overloaded):
+        check(admission, make_sequence(9, 5, 5, key=B), 4, queue, shares, [])
+
+
+def test_places_are_not_passed_to_and_fro() -> None:
+    admission = Admission(4)
+    queue, shares = waiting(*(make_sequence(i, 5, 5, key=A if i < 2 else B) for i in range(4)))
+    for key in (A, B):
+        with pytest.raises(Overloaded):
+            check(admission, make_sequence(9, 5, 5, key=key), 4, queue, shares, [])
+
+
+def test_one_of_several_keys_leaves_places_to_the_others() -> None:
+    admission = Admission(16, has_several_keys=True)
+    queue, shares = waiting(*(make_sequence(i, 5, 5, key=A) for i in range(14)))
+    with pytest.raises(Overloaded, match=": 14 requests of this API key in flight, at most 14") as refused:
+        check(admission, make_sequence(20, 5, 5, key=A), 14, queue, shares, [])
+    assert refused.value.reason == "key"
+    assert check(admission, make_sequence(20, 5, 5, key=B), 14, queue, shares, []) is None
+    only = Admission(1, has_several_keys=True)
+    assert check(only, make_sequence(0, 5, 5, key=A), 0, *waiting(), []) is None
+
+
+def test_prompt_tokens_that_wait_are_bounded_but_one_prompt_may_always_wait() -> None:
+    admission = Admission(100, max_queued_tokens=20)
+    assert check(admission, make_sequence(0, 50, 5), 0, *waiting(), []) is None
+    queue, shares = waiting(make_sequence(0, 15, 5))
+    assert check(admission, make_sequence(1, 5, 5), 1, queue, shares, []) is None
+    with pytest.raises(Overloaded, match=": 21 prompt tokens would wait, at most 20") as refused:
+        check(admission, make_sequence(1, 6, 5), 1, queue, shares, [])
+    assert refused.value.reason == "queued_tokens"
+
+
+def test_who_would_wait_longer_than_its_deadline_is_refused_at_once() -> None:
+    admission = Admission(100)
+    queue, shares = waiting(make_sequence(0, 150, 50))
+    for seconds, fits in ((3.0, True), (1.5, False)):
+        hurried = make_sequence(1, 5, 5, deadline=10.0 + seconds)
+        hurried.arrived = 10.0
+        if fits:
+            assert check(admission, hurried, 1, queue, shares, []) is None
+        else:
+            with pytest.raises(Overloaded, match=r": it would wait 2.0 s, more than the 1.5 s it has"):
+                check(admission, hurried, 1, queue, shares, [])
+
+
+async def test_a_deadline_ends_a_running_sequence_and_frees_its_blocks_before_the_next_step(tmp_path: Path) -> None:
+    async with running(tmp_path) as (engine, (fake,), metrics):
+        hurried = replace(request(5, 100), deadline=time.monotonic() + 0.1)
+        stream = engine.submit(hurried)
+        await anext(aiter(stream))
+        fake.pause.clear()  # the next step stands still until long after
+        with pytest.raises(DeadlineExceeded, match="the deadline passed after [0-9]+ tokens"):
+            await stream.last()
+        assert engine._scheduler.blocks.num_used == 0
+        sent = len(fake.steps)
+        fake.pause.set()
+        assert await run(engine, request(first=3)) == expected(request(first=3))
+        assert all(0 not in step for step in fake.steps[sent + 1 :]), "one was under way"
+        assert metrics.registry.get_sample_value("funitel_expired_total", {"state": "running"}) == 1.0
+
+
+async def test_a_deadline_ends_what_waits_and_what_comes_too_late(tmp_path: Path) -> None:
+    async with running(tmp_path, max_batch_size=1) as (engine, (fake,), metrics):
+        fake.pause.clear()
+        first = asyncio.create_task(run(engine, request()))
+        await asyncio.sleep(0.02)
+        engine._reception._admission.throughput._tokens = 1e9  # nothing is foreseen
+        with pytest.raises(DeadlineExceeded, match="before its first token"):
+            await run(engine, replace(request(), deadline=time.monotonic() + 0.05))
+        with pytest.raises(DeadlineExceeded, match="before the request was queued"):
+            engine.submit(replace(request(), deadline=time.monotonic() - 1))
+        fake.pause.set()
+        assert await first == expected(request())
+        for state in ("waiting", "arriving"):
+            assert metrics.registry.get_sample_value("funitel_expired_total", {"state": state}) == 1.0
+
+
+async def test_a_deadline_kept_disturbs_nobody(tmp_path: Path) -> None:
+    async with running(tmp_path) as (engine, _, metrics):
+        assert await run(engine, replace(request(), deadline=time.monotonic() + 0.3)) == expected(request())
+        await asyncio.sleep(0.35)
+        assert engine._requests._deadlines._timers == {}
+        assert await run(engine, request()) == expected(request())
+        assert "funitel_expired_total{" not in metrics.exposition().decode()
+
+
+async def test_a_flood_gives_way_at_the_door_and_in_the_batch(tmp_path: Path) -> None:
+    """One key fills every place; another's request takes the place of one that waits, and is served next."""
+    async with running(tmp_path, max_concurrent_requests=8, max_batch_size=2) as (engine, (fake,), metrics):
+        fake.pause.clear()
+        flood = [asyncio.create_task(run(engine, replace(request(5, 40, first=i), key=A))) for i in range(8)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(Overloaded) as refused:
+            engine.submit(replace(request(), key=A))
+        assert refused.value.position == 7
+        other = replace(request(5, 3, first=50), key=B)
+        answer = asyncio.create_task(run(engine, other))
+        await asyncio.sleep(0.02)
+        fake.pause.set()
+        assert await answer == expected(other)
+        assert not any(task.done() and task.exception() is None for task in flood), "it was served before the flood"
+        answers = await asyncio.gather(*flood, return_exceptions=True)
+        assert [type(answer) for answer in answers].count(Overloaded) == 1
+        assert isinstance(answers[-1], Overloaded), "the last to come leaves"
+        for i, answer in enumerate(answers[:-1]):
+            assert answer == expected(request(5, 40, first=i)), "preempted, and resumed as it would have been"
+        assert metrics.registry.get_sample_value("funitel_preempted_total") >= 1.0
+        for reason in ("displaced", "requests"):
+            assert metrics.registry.get_sample_value("funitel_refused_total", {"reason": reason}) == 1.0

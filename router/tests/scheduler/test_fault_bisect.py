@@ -1,0 +1,150 @@
+"""Whom failed steps are put down to, whatever fails them: only who fails alone, and after few steps that fail."""
+
+from collections.abc import Callable
+from math import ceil, log2
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from funitel.router.scheduler.chunk_budget import MIN_CHUNK_TOKENS
+from funitel.router.scheduler.fault_bisect import PATIENCE_STEPS, Suspects
+
+PROMPT = 8  # tokens
+
+
+class Trial:
+    """Sequences that compute one token a step, all that may in each, and a model that fails some of the steps."""
+
+    def __init__(self, lengths: list[int], fails: Callable[[set[int], int], bool], *, lacks_memory: bool) -> None:
+        self.suspects = Suspects(may_shrink=lacks_memory)
+        self.fails = fails
+        self.lacks_memory = lacks_memory
+        self.known = dict.fromkeys(range(len(lengths)), PROMPT)  # tokens of each that has not ended
+        self.ends = {i: PROMPT + length for i, length in enumerate(lengths)}
+        self.computed: dict[int, int] = {}  # of those that run
+        self.blamed: list[int] = []
+        self.sizes_failed: list[int] = []
+        self.has_had_witness: list[bool] = []  # at each blame
+
+    def run(self) -> None:
+        for _ in range(20_000):
+            if not self.known:
+                return
+            self.step()
+        raise AssertionError(f"{self.known} do not end")
+
+    def step(self) -> None:
+        while self.suspects.is_trying and self.suspects.has_passed(self.known_computed()):
+            if self.suspects.has_others:
+                self.computed.clear()
+            self.suspects.go_on()
+        most = self.suspects.most_sequences or len(self.known)
+        for i in self.known:
+            if len(self.computed) < most and self.suspects.may_enter(i):
+                self.computed.setdefault(i, 0)
+        assert self.computed, "nobody may enter"
+        counts = {i: self.known[i] - done for i, done in self.computed.items()}
+        budget = self.suspects.most_tokens or 1 << 30
+        for i in counts:
+            counts[i] = min(counts[i], max(1, budget))
+            budget -= counts[i]
+        if self.fails(set(counts), sum(counts.values())):
+            self.sizes_failed.append(len(counts))
+            goals = {i: self.computed[i] + count for i, count in counts.items()}
+            found = self.suspects.fail(goals, sum(counts.values()), lacks_memory=self.lacks_memory)
+            self.computed.clear()
+            if found is not None:
+                self.blamed.append(found)
+                self.has_had_witness.append(self.suspects.has_witness)
+                del self.known[found]
+            return
+        self.suspects.succeed()
+        for i, count in counts.items():
+            self.computed[i] += count
+            if self.computed[i] == self.known[i]:
+                self.known[i] += 1
+            if self.known[i] == self.ends[i]:
+                del self.known[i], self.computed[i]
+
+    def known_computed(self) -> dict[int, int]:
+        return {i: self.computed.get(i, 0) for i in self.known}
+
+
+lengths = st.lists(st.integers(1, 12), min_size=1, max_size=24)
+
+
+@given(lengths=lengths, data=st.data())
+def test_only_culprits_are_blamed_and_each_after_few_steps(lengths: list[int], data: st.DataObject) -> None:
+    culprits = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
+    trial = Trial(lengths, lambda ids, _: bool(ids & culprits), lacks_memory=False)
+    trial.run()
+    assert set(trial.blamed) == culprits
+    assert len(trial.blamed) == len(culprits)
+    assert len(trial.sizes_failed) <= len(culprits) * (ceil(log2(len(lengths))) + 1)
+
+
+@given(lengths=lengths, most=st.integers(1, 24), lacks_memory=st.booleans())
+def test_of_those_that_only_fail_together_nobody_is_blamed(lengths: list[int], most: int, lacks_memory: bool) -> None:
+    trial = Trial(lengths, lambda ids, _: len(ids) > most, lacks_memory=lacks_memory)
+    trial.run()
+    assert trial.blamed == []
+    # Either half passes, and then steps are of halves, or it happens once more before they are.
+    assert len(trial.sizes_failed) <= (ceil(log2(len(lengths) + 1)) + 1) * (1 if lacks_memory else 2)
+
+
+@given(lengths=lengths, most=st.integers(MIN_CHUNK_TOKENS, 64))
+def test_where_memory_lacks_steps_have_fewer_tokens_until_they_fit(lengths: list[int], most: int) -> None:
+    trial = Trial(lengths, lambda _, num_tokens: num_tokens > most, lacks_memory=True)
+    trial.run()
+    assert trial.blamed == []
+
+
+def test_who_lacks_memory_in_the_smallest_step_is_to_blame_and_the_others_get_all_of_it_again() -> None:
+    trial = Trial([3] * 6, lambda ids, _: 4 in ids, lacks_memory=True)
+    trial.run()
+    assert trial.blamed == [4]
+    assert (trial.suspects.most_tokens, trial.suspects.most_sequences) == (None, None)
+
+
+def test_a_whim_costs_nobody_anything_but_one_more_step() -> None:
+    whims = [True]
+    trial = Trial([9] * 8, lambda ids, _: len(ids) == 8 and bool(whims) and whims.pop(), lacks_memory=False)
+    trial.run()
+    assert trial.blamed == []
+    assert trial.sizes_failed == [8]
+    assert trial.suspects.most_sequences is None
+
+
+def test_steps_are_large_again_after_many_that_succeed() -> None:
+    suspects = Suspects(may_shrink=True)
+    assert suspects.fail({1: 64}, 64, lacks_memory=True) is None
+    assert suspects.most_tokens == 32
+    assert suspects.has_passed({1: 64})
+    suspects.go_on()
+    for _ in range(PATIENCE_STEPS):
+        assert suspects.most_tokens == 32
+        suspects.succeed()
+    assert suspects.most_tokens is None
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 9])
+def test_where_nothing_succeeds_there_is_no_witness_against_anyone(num_sequences: int) -> None:
+    trial = Trial([2] * num_sequences, lambda ids, _: True, lacks_memory=False)
+    trial.run()
+    assert trial.has_had_witness == [False] * num_sequences
+    innocent = Trial([2] * num_sequences + [5], lambda ids, _: num_sequences in ids, lacks_memory=False)
+    innocent.run()
+    assert innocent.has_had_witness == [True]
+
+
+def test_who_leaves_while_on_trial_holds_nobody_up() -> None:
+    suspects = Suspects(may_shrink=False)
+    assert suspects.fail({1: 5, 2: 5, 3: 5, 4: 5}, 4) is None
+    assert [suspects.may_enter(i) for i in (1, 2, 3, 4, 9)] == [True, True, False, False, False]
+    assert suspects.has_passed({3: 0, 4: 0})
+    suspects.go_on()
+    assert [suspects.may_enter(i) for i in (1, 2, 3, 4, 9)] == [False, False, True, True, False]
+    assert suspects.has_passed({})
+    suspects.go_on()
+    assert not suspects.is_trying

@@ -1,0 +1,314 @@
+"""What holds of the scheduler and its pool in any order of arrivals, cancellations, forced spans and failures.
+
+A shard that keeps the content of every block stands in for the model, so a block in wrong hands shows as wrong content.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from funitel.proto.step import (
+    FinishReason,
+    GeneratedText,
+    Generation,
+    SamplingParams,
+    SequenceStart,
+    StepResult,
+    StoppingParams,
+    Tokens,
+)
+from funitel.router.core.request import Request, Sequence
+from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.scheduler.plan import Policy, StepPlan
+from funitel.router.scheduler.scheduler import Scheduler
+
+BLOCK = 4
+BUDGET = 24
+MOST_PROMPT, MOST_COMPLETION = 22, 18
+STEPS_TO_END = 3000
+
+
+@dataclass
+class Wish:
+    """What the model will say to one request: so many tokens, several at once where they are forced."""
+
+    sequence: Sequence
+    num_tokens: int
+    has_spans: bool
+
+    @property
+    def outputs(self) -> list[int]:
+        tokens = list(self.sequence.request.input_ids)
+        for _ in range(self.num_tokens):
+            tokens.append(next_token(tokens))
+        return tokens[len(self.sequence.request.input_ids) :]
+
+
+def next_token(tokens: list[int]) -> int:
+    return (sum(tokens[-7:]) * 31 + len(tokens)) % 97
+
+
+@dataclass
+class ShardRow:
+    wish: Wish
+    tokens: list[int]
+    blocks: list[int]
+    num_computed: int
+    has_ended: bool = False
+
+
+@dataclass
+class Shard:
+    """Rows and the content of blocks; refuses what a shard could not do."""
+
+    wishes: dict[int, Wish]
+    rows: dict[int, ShardRow] = field(default_factory=dict)
+    memory: dict[tuple[int, int], int] = field(default_factory=dict)  # (block, offset) -> token
+
+    def step(self, plan: StepPlan) -> StepResult:
+        asked: dict[int, int | None] = {}
+        for update in plan.rows:
+            assert update.request_id in self.rows, "an update of a row that is not there"
+            self.rows[update.request_id].blocks += update.blocks
+            asked[update.request_id] = update.chunk_len
+        for start in plan.starts:
+            assert start.request_id not in self.rows, "a row enters twice"
+            self.rows[start.request_id] = self._enter(start)
+            asked[start.request_id] = start.chunk_len
+        for sequence_id, count in plan.computed.items():
+            assert asked.get(sequence_id, 1) in (count, None)
+            assert asked.get(sequence_id) is not None or count == 1 or plan.is_alone
+        given = (self._compute(self.rows[sequence_id], count) for sequence_id, count in plan.computed.items())
+        return StepResult(tuple(generation for generation in given if generation is not None), None)
+
+    def _enter(self, start: SequenceStart) -> ShardRow:
+        wish = self.wishes[start.request_id]
+        expected = wish.outputs[: len(start.output_ids)]
+        assert list(start.output_ids) == expected, "resumed with other tokens"
+        tokens = [*start.input_ids, *start.output_ids]
+        return ShardRow(wish, tokens, list(start.blocks), start.cache_len)
+
+    def _compute(self, row: ShardRow, count: int) -> Generation | None:
+        if row.has_ended:
+            return None
+        end = row.num_computed + count
+        assert end <= len(row.tokens), "more tokens than are known"
+        assert end <= len(row.blocks) * BLOCK, "a token has no slot"
+        for position in range(row.num_computed, end):
+            self.memory[row.blocks[position // BLOCK], position % BLOCK] = row.tokens[position]
+        for position in range(end):
+            found = self.memory[row.blocks[position // BLOCK], position % BLOCK]
+            assert found == row.tokens[position], "another's content"
+        row.num_computed = end
+        if end < len(row.tokens) or count == 0:
+            return None
+        return self._generate(row)
+
+    def _generate(self, row: ShardRow) -> Generation:
+        request, new = row.wish.sequence.request, []
+        while True:
+            new.append(next_token(row.tokens))
+            row.tokens.append(new[-1])
+            row.has_ended = len(row.tokens) == len(request.input_ids) + row.wish.num_tokens
+            if row.has_ended or not row.wish.has_spans or new[-1] % 3 == 0:  # what follows any other token is forced
+                break
+        tokens = Tokens(tuple(new), (0.0,) * len(new), ("",) * len(new))
+        finished = GeneratedText("", row.wish.num_tokens, FinishReason.EOS_TOKEN) if row.has_ended else None
+        return Generation(row.wish.sequence.id, tokens, finished=finished)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """A client, an engine and a shard that do as they please, one act at a time."""
+
+    @initialize(
+        num_blocks=st.integers(10, 24),
+        max_batch_size=st.sampled_from([None, None, 2, 4]),
+        is_chunked=st.sampled_from([True, True, True, False]),
+        has_prefix_cache=st.booleans(),
+        most_steps=st.sampled_from([1, 2, 2]),
+    )
+    def begin(
+        self, num_blocks: int, max_batch_size: int | None, is_chunked: bool, has_prefix_cache: bool, most_steps: int
+    ) -> None:
+        policy = Policy(
+            max_batch_prefill_tokens=BUDGET if is_chunked else MOST_PROMPT + MOST_COMPLETION,
+            max_batch_size=max_batch_size,
+            is_chunked=is_chunked,
+            has_prefix_cache=has_prefix_cache,
+        )
+        self.most_steps = most_steps  # in flight at once
+        self.scheduler = Scheduler(policy, BlockAllocator(num_blocks, BLOCK))
+        self.wishes: dict[int, Wish] = {}
+        self.shard = Shard(self.wishes)
+        self.live: dict[int, Wish] = {}
+        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self.ended: dict[int, list[int]] = {}
+
+    # Clients
+
+    @rule(
+        prompt_len=st.integers(1, MOST_PROMPT),
+        own=st.integers(0, 3),
+        family=st.integers(0, 1),
+        max_new_tokens=st.integers(1, MOST_COMPLETION),
+        ends_early=st.booleans(),
+        has_spans=st.booleans(),
+        key=st.sampled_from([b"", b"", b"a", b"b"]),
+        priority=st.sampled_from([0, 0, -2, 2]),
+    )
+    def submit(
+        self,
+        prompt_len: int,
+        own: int,
+        family: int,
+        max_new_tokens: int,
+        ends_early: bool,
+        has_spans: bool,
+        key: bytes,
+        priority: int,
+    ) -> None:
+        number = len(self.wishes)
+        shared = max(0, prompt_len - own)  # prompts of a family begin alike
+        request = Request(
+            input_ids=(*range(family, family + shared), *((50 + number % 40),) * (prompt_len - shared)),
+            sampling=SamplingParams(),
+            stopping=StoppingParams(max_new_tokens=max_new_tokens),
+            key=key,
+            priority=priority,
+        )
+        num_tokens = 1 + max_new_tokens // 3 if ends_early else max_new_tokens
+        wish = Wish(Sequence(number, request, arrived=float(number)), num_tokens, has_spans)
+        self.wishes[number] = self.live[number] = wish
+        self.scheduler.add(wish.sequence)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.live)))
+        self.scheduler.remove(self.live.pop(number).sequence)
+
+    # The engine
+
+    @rule()
+    def send(self) -> None:
+        """Plan and send a step, if one may be."""
+        scheduler = self.scheduler
+        if len(self.in_flight) >= self.most_steps:
+            return
+        scheduler.preempt()
+        self.shard.rows = {i: row for i, row in self.shard.rows.items() if i in scheduler.running}
+        plan = scheduler.schedule()
+        if plan is None:
+            return
+        policy = scheduler.policy
+        assert plan.load.num_prompt_tokens <= policy.max_batch_prefill_tokens
+        assert sum(plan.computed.values()) <= policy.max_batch_prefill_tokens + len(scheduler.running)
+        assert policy.max_batch_size is None or len(scheduler.running) <= policy.max_batch_size
+        assert {start.request_id for start in plan.starts} <= set(plan.computed)
+        self.in_flight.append((plan, self.shard.step(plan)))
+
+    @precondition(lambda self: self.in_flight)
+    @rule(seconds=st.sampled_from([0.001, 0.01, 0.3]))
+    def settle(self, seconds: float) -> None:
+        """Take the oldest answer into account."""
+        plan, result = self.in_flight.popleft()
+        for sequence, generation in self.scheduler.commit(plan, result, seconds):
+            if generation.finished is not None:
+                self.ended[sequence.id] = list(sequence.output_ids)
+                del self.live[sequence.id]
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def fail(self) -> None:
+        """The oldest step under way fails, and with it its sequences; all others begin again."""
+        plan, _ = self.in_flight.popleft()
+        self.in_flight.clear()
+        self.scheduler.abandon()
+        for number in plan.computed:
+            if number in self.live:
+                self.scheduler.remove(self.live.pop(number).sequence)
+        self.scheduler.preempt_all()
+        self.shard.rows.clear()
+
+    # What always holds
+
+    @invariant()
+    def every_block_is_accounted_for(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        blocks, running = self.scheduler.blocks, self.scheduler.running.values()
+        owners = Counter(block for sequence in running for block in sequence.blocks)
+        assert len(owners) == blocks.num_used
+        assert blocks.num_used + blocks.num_free == blocks.num_blocks
+        assert 0 <= blocks.num_cached <= blocks.num_free
+        assert owners.keys() <= set(range(1, blocks.num_blocks + 1))
+        assert all(not sequence.blocks for sequence in self.scheduler.waiting)
+        self._check_sharing(owners)
+
+    def _check_sharing(self, owners: Counter[int]) -> None:
+        """A block with two owners is full, computed by both, and begins both in the same way."""
+        begins: dict[int, tuple[int, ...]] = {}
+        for sequence in self.scheduler.running.values():
+            known = (*sequence.request.input_ids, *sequence.output_ids)
+            for index, block in enumerate(sequence.blocks):
+                if owners[block] == 1:
+                    continue
+                end = (index + 1) * BLOCK
+                assert self.scheduler.policy.has_prefix_cache
+                assert end <= sequence.num_computed
+                assert begins.setdefault(block, known[:end]) == known[:end]
+
+    @invariant()
+    def only_who_is_settled_is_not_looked_at(self) -> None:
+        """Whoever just decodes has blocks for as many steps as foreseen, and does not end in them."""
+        if not hasattr(self, "scheduler"):
+            return
+        for i, sequence in self.scheduler.running.items():
+            count = sequence.num_plain_steps
+            assert (count == 0) == (i in self.scheduler._running.unsettled)
+            if count:
+                computed, pending = sequence.ahead()
+                assert pending == 1
+                assert computed + count <= len(sequence.blocks) * BLOCK
+                assert computed + count < sequence.num_prompt + sequence.request.stopping.max_new_tokens
+
+    @invariant()
+    def what_is_found_by_its_tokens_is_there(self) -> None:
+        for wish in getattr(self, "wishes", {}).values():
+            sequence = wish.sequence
+            known = (*sequence.request.input_ids, *sequence.output_ids)
+            found = self.scheduler.blocks.match(sequence.block_key(i, BLOCK) for i in range(len(known) // BLOCK))
+            for position in range(len(found) * BLOCK):
+                assert self.shard.memory[found[position // BLOCK], position % BLOCK] == known[position]
+
+    @invariant()
+    def outputs_are_what_the_model_said_in_order(self) -> None:
+        for number, wish in getattr(self, "wishes", {}).items():
+            said = self.ended.get(number, wish.sequence.output_ids)
+            assert said == wish.outputs[: len(said)]
+
+    def teardown(self) -> None:
+        """Nothing more comes: every request that was let in ends, with all it should say, and the pool is empty."""
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(STEPS_TO_END):
+            self.send()
+            if not self.in_flight:
+                break
+            self.settle(0.01)
+            self.every_block_is_accounted_for()
+        assert not self.live
+        assert not self.scheduler.running
+        assert not self.scheduler.waiting
+        assert self.scheduler.blocks.num_used == 0
+        for number, outputs in self.ended.items():
+            assert outputs == self.wishes[number].outputs
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=80, stateful_step_count=50, derandomize=True, deadline=None, database=None
+)
+TestScheduler = SchedulerMachine.TestCase

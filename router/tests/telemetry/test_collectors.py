@@ -1,0 +1,56 @@
+"""Tallies show what prometheus_client's own metrics would."""
+
+import math
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
+
+from funitel.router.telemetry.collectors import CounterTally, HistogramTally, SummaryTally
+from funitel.router.telemetry.metrics import DURATION_BUCKETS
+
+VALUES = (0.0, 0.15e-3, 0.0001 * 1.5**3, 0.1, 1.0, 1.5, 146.0, 1e9, math.inf)
+
+
+@pytest.mark.parametrize("buckets", [DURATION_BUCKETS, (1, 2, 4), (0.5, 1.0, 100.0)])
+def test_a_histogram_is_exposed_as_the_library_does(buckets: tuple[float, ...]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally = HistogramTally("some_seconds", "Words.", buckets, ours)
+    histogram = Histogram("some_seconds", "Words.", buckets=buckets, registry=theirs)
+    assert generate_latest(ours) == generate_latest(theirs)
+    for value in (*VALUES, *buckets):
+        tally.observe(value)
+        histogram.observe(value)
+        assert generate_latest(ours) == generate_latest(theirs)
+
+
+def test_a_summary_is_exposed_as_the_library_does() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally, summary = SummaryTally("some", "Words.", ours), Summary("some", "Words.", registry=theirs)
+    for value in (0, 3, 0.5):
+        tally.observe(value)
+        summary.observe(value)
+    assert generate_latest(ours) == generate_latest(theirs)
+
+
+def test_series_are_exposed_as_the_library_does() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally = HistogramTally("some_seconds", "Words.", (0.5, 1.0), ours, "method")
+    histogram = Histogram("some_seconds", "Words.", ["method"], buckets=(0.5, 1.0), registry=theirs)
+    assert generate_latest(ours) == generate_latest(theirs)
+    for value, method in ((0.1, "decode"), (0.7, "prefill"), (9.0, "decode")):
+        tally.observe(value, method)
+        histogram.labels(method).observe(value)
+        assert generate_latest(ours) == generate_latest(theirs)
+
+
+def test_a_counter_is_exposed_as_the_library_does() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    plain, by_rank = CounterTally("all", "Words.", ours), CounterTally("some", "Words.", ours, "rank")
+    counter, counters = Counter("all", "Words.", registry=theirs), Counter("some", "Words.", ["rank"], registry=theirs)
+    assert generate_latest(ours) == generate_latest(theirs)
+    for rank in (0, 1, 0):
+        plain.inc()
+        by_rank.inc(2.5, str(rank))
+        counter.inc()
+        counters.labels(rank).inc(2.5)
+        assert generate_latest(ours) == generate_latest(theirs)
