@@ -18,7 +18,7 @@ import torch
 
 from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.native import load_library
-from funitel.model_server.cpu.precision import Kind
+from funitel.model_server.cpu.precision import MatrixKind
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
 from funitel_testing.products import kept, product
 
@@ -40,7 +40,7 @@ def main() -> None:
     table = []
     for num_inputs in options.num_inputs:
         weight, x = torch.randn(NUM_OUTPUTS, num_inputs), torch.randn(NUM_ROWS, num_inputs)
-        for kind in Kind:
+        for kind in MatrixKind:
             given, made = kept(kind, weight)
             found = product(library, kind, given, x).double()
             figures = {

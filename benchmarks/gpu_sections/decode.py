@@ -8,7 +8,7 @@ import torch
 from funitel.model_server.attention.backend import AttentionBackend, TorchAttention
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.layers.elementwise import Glue, TorchGlue
+from funitel.model_server.layers.elementwise import ElementwiseOps, TorchGlue
 from funitel.model_server.models.decoder import Decoder, Forward
 from gpu_sections import layouts, profile, roofs, timing
 from gpu_sections.figures import Facts, Line
@@ -70,7 +70,7 @@ def _agreement(plan: Plan, decoder: Decoder, forward: Forward, batch: ForwardBat
     return float((found.argmax(-1) == expected.argmax(-1)).float().mean())
 
 
-def _compute_with(decoder: Decoder, attention: AttentionBackend, glue: Glue) -> None:
+def _compute_with(decoder: Decoder, attention: AttentionBackend, glue: ElementwiseOps) -> None:
     decoder.adopt(glue)
     for layer in decoder.layers:
         layer.attention.backend = attention

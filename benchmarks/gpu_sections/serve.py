@@ -12,7 +12,7 @@ from funitel.launcher.bench.apis import IGNORE_EOS
 from funitel.launcher.bench.figures import Timeline
 from funitel.launcher.bench.http import Endpoint
 from funitel.launcher.bench.load import Level, Run, press
-from funitel.launcher.bench.target import Prompt, Target
+from funitel.launcher.bench.target import PreparedRequest, Target
 from funitel_testing.servers import Server, cpu_seconds, serving
 from gpu_sections import checkpoint
 from gpu_sections.figures import Facts, Line
@@ -102,6 +102,6 @@ def _streams(plan: Plan, server: Server, numbers: Iterator[int]) -> Iterator[Lin
 def _press(plan: Plan, server: Server, streams: int, prompt: int, answer: int, numbers: Iterator[int]) -> Run:
     """So many requests at once, with prompts that none had before."""
     vocab_size = plan.config["vocab_size"]
-    prompts = [Prompt(checkpoint.prompt_of(next(numbers), prompt, vocab_size), answer) for _ in range(streams)]
+    prompts = [PreparedRequest(checkpoint.prompt_of(next(numbers), prompt, vocab_size), answer) for _ in range(streams)]
     target = Target("", "tgi", Endpoint(server.url), model="", wishes=frozenset({IGNORE_EOS}), timeout=TIMEOUT)
     return asyncio.run(press(target, Level(concurrency=streams), prompts, (), lambda timeline: None))

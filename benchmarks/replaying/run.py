@@ -11,8 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from funitel.router.kv_cache.block_pool import BlockAllocator
-from funitel.router.scheduler.plan import Policy
+from funitel.router.kv_cache.block_pool import BlockPool
+from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
 from replaying.costs import StepCosts
 from replaying.measures import Measures
@@ -47,14 +47,14 @@ class Variant:
         one step after the other.
         """
         grows = self.policy == "grow"
-        policy = Policy(
+        policy = SchedulerPolicy(
             max_batch_prefill_tokens=self.max_batch_prefill_tokens,
             max_batch_size=self.max_batch_size,
             is_chunked=grows,
             has_prefix_cache=grows and self.has_prefix_cache,
             target_gap_seconds=self.target_gap_seconds if grows else None,
         )
-        return Scheduler(policy, BlockAllocator(self.num_blocks, self.block_size))
+        return Scheduler(policy, BlockPool(self.num_blocks, self.block_size))
 
     def arrivals(self) -> Iterable[Arrival]:
         """The trace, from its beginning."""

@@ -20,7 +20,7 @@ from funitel.proto.step import (
 )
 from funitel.router.core.request import Request, Sequence
 from funitel.router.engine.step_pipeline import plan_after
-from funitel.router.replica_set.load_balancer import Standing, place
+from funitel.router.replica_set.load_balancer import ReplicaLoad, choose_replica
 from funitel.router.scheduler.admission import Admission, InFlight
 from funitel.router.scheduler.plan import StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
@@ -284,4 +284,6 @@ def choose(replicas: Seq[SimulatedReplica], sequence: Sequence) -> int:
     """Which replica a sequence goes to, by the router's rule."""
     if len(replicas) == 1:
         return 0
-    return place([Standing(each.load_tokens, each.scheduler.cached_prefix_len(sequence)) for each in replicas])
+    return choose_replica(
+        [ReplicaLoad(each.load_tokens, each.scheduler.cached_prefix_len(sequence)) for each in replicas]
+    )

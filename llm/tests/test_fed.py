@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from funitel.llm import LLM, Grammar, SamplingParams, loaded
-from funitel.model_server.executor.async_executor import FeedingExecutor
+from funitel.model_server.executor.async_executor import AsyncExecutor
 from funitel.model_server.gpu_sampling.ops import TorchMaths
 from funitel.model_server.loading import decoder
 from funitel.proto.step import ShardInfo
@@ -35,10 +35,10 @@ def test_steps_launched_ahead_give_the_same_tokens(model: Path, monkeypatch: pyt
     expected = generated(model)
     load, made = loaded.load_generator, []
 
-    def load_fed(*arguments: Any) -> tuple[FeedingExecutor, ShardInfo]:
+    def load_fed(*arguments: Any) -> tuple[AsyncExecutor, ShardInfo]:
         executor, info = load(*arguments)
         parts = executor.spec, executor.decoder, executor.pools, executor.codec, executor.parallel, executor.options
-        made.append(FeedingExecutor(*parts, TorchMaths()))
+        made.append(AsyncExecutor(*parts, TorchMaths()))
         return made[-1], info
 
     monkeypatch.setattr(loaded, "load_generator", load_fed)

@@ -17,7 +17,7 @@ from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
 from funitel.router.core.request import Limits, Request
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.snapshot import EngineView
-from funitel.router.sandbox.pool import CannotWork
+from funitel.router.sandbox.pool import WorkerUnavailable
 from funitel.router.sandbox.worker import Answer
 from funitel.router.scheduler.admission import InFlight
 from funitel.router.settings import RouterSettings
@@ -46,7 +46,7 @@ class RendersHere:
         try:
             self._answer = self._answer or template_worker.prepare(self._setup)
         except TemplateError as error:
-            raise CannotWork(error.message, is_final=True) from None
+            raise WorkerUnavailable(error.message, is_final=True) from None
 
     async def ask(self, question: Any) -> Any:
         await self.warm_up()

@@ -12,7 +12,7 @@ from fakes import eventually
 
 from funitel.proto.step import SamplingParams, StoppingParams
 from funitel.router.core.request import Request
-from funitel.router.replica_set.replica_set import Fleet, connect
+from funitel.router.replica_set.replica_set import ReplicaSet, connect
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 
@@ -21,7 +21,7 @@ from funitel.router.telemetry.metrics import Metrics
 class Running:
     """A fleet, its fake shards by replica and rank, and its metrics."""
 
-    fleet: Fleet
+    fleet: ReplicaSet
     folders: list[Path]
     replicas: list[list[FakeShard]]
     metrics: Metrics
@@ -63,7 +63,7 @@ async def running(
             **({"max_batch_prefill_tokens": 32, "shard_return_timeout": 0} | settings),
         )
         fleet = await connect(chosen, metrics)
-        assert isinstance(fleet, Fleet)
+        assert isinstance(fleet, ReplicaSet)
         yield Running(fleet, folders, replicas, metrics, stack, shard or {})
         for fake in (fake for replica in replicas for fake in replica):
             fake.pause.set()
@@ -86,7 +86,7 @@ def expected(asked: Request) -> list[int]:
     return tokens[len(asked.input_ids) :]
 
 
-async def run(fleet: Fleet, asked: Request, began: asyncio.Event | None = None) -> list[int]:
+async def run(fleet: ReplicaSet, asked: Request, began: asyncio.Event | None = None) -> list[int]:
     ids: list[int] = []
     async with fleet.submit(asked) as stream:
         async for generation in stream:

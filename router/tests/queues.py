@@ -1,11 +1,11 @@
 """A queue with sequences in it."""
 
 from funitel.router.core.request import Sequence
-from funitel.router.scheduler.waiting_queue import Shares, WaitingQueue
+from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
 
-def waiting(*sequences: Sequence) -> tuple[WaitingQueue, Shares]:
-    shares = Shares()
+def waiting(*sequences: Sequence) -> tuple[WaitingQueue, FairShares]:
+    shares = FairShares()
     queue = WaitingQueue(shares)
     for sequence in sequences:
         shares.join(sequence.request.key)

@@ -9,7 +9,7 @@ import torch
 
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.layers.elementwise import Glue, HeadRule
+from funitel.model_server.layers.elementwise import ElementwiseOps, HeadRule
 from funitel.model_server.layers.linear import HeadNorm, NormLayer
 from funitel.model_server.layers.rotary import Rotary, Turn
 from funitel.model_server.spec.model_spec import ModelSpec, Norm, QkNorm, RotarySpec
@@ -42,7 +42,7 @@ class Join:
     scale: float
     before: NormLayer | None
 
-    def through(self, glue: Glue) -> list[torch.Tensor]:
+    def through(self, glue: ElementwiseOps) -> list[torch.Tensor]:
         """What the glue makes of them."""
         normed = [] if self.before is None else [glue.norm(self.before, self.x)]
         return [*normed, *glue.join(self.x, self.result, self.after, self.scale, self.before)]
@@ -62,7 +62,7 @@ class Placing:
     spec: ModelSpec
     kv_dtype: torch.dtype
 
-    def through(self, glue: Glue) -> list[torch.Tensor]:
+    def through(self, glue: ElementwiseOps) -> list[torch.Tensor]:
         """Queries, and the pool."""
         num_tokens, device = len(self.qkv), self.qkv.device
         num_blocks = 1 + -(-num_tokens // BLOCK_SIZE)

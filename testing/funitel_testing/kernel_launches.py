@@ -22,7 +22,7 @@ from funitel.model_server.layers.linear import HeadNorm, NormLayer
 from funitel.model_server.layers.rotary import Turn
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.matmul_kernels import multiply, unpack
-from funitel.model_server.quantized.packed_matrix import Kind, PackedMatrix
+from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
 from funitel.model_server.spec.model_spec import Activation, ModelSpec, Norm, QkNorm
 from funitel_testing.random_weights import RandomWeights
 
@@ -217,18 +217,18 @@ def _sampling_launches() -> dict[str, Launch]:
     return launches
 
 
-def _codes(kind: Kind, num_inputs: int, *, is_reordered: bool, has_zeros: bool) -> Codes:
+def _codes(kind: CodeKind, num_inputs: int, *, is_reordered: bool, has_zeros: bool) -> Codes:
     num_outputs, num_groups = 128, num_inputs // 128
     groups = torch.arange(num_inputs) // 128
     return Codes(
-        codes=torch.zeros(num_outputs, num_inputs, dtype=FLOAT8 if kind is Kind.FLOAT8 else torch.uint8),
-        scales=torch.ones(num_outputs, num_groups, dtype=FLOAT32 if kind is Kind.FLOAT8 else FLOAT16),
+        codes=torch.zeros(num_outputs, num_inputs, dtype=FLOAT8 if kind is CodeKind.FLOAT8 else torch.uint8),
+        scales=torch.ones(num_outputs, num_groups, dtype=FLOAT32 if kind is CodeKind.FLOAT8 else FLOAT16),
         zeros=torch.full((num_outputs, num_groups), 1 if has_zeros else kind.middle, dtype=torch.uint8),
         groups=groups.flip(0) if is_reordered else groups,
     )
 
 
-def _product(kind: Kind, dtype: torch.dtype, num_rows: int, **changes: bool) -> None:
+def _product(kind: CodeKind, dtype: torch.dtype, num_rows: int, **changes: bool) -> None:
     """Whose inputs are cut into parts where a tile has few rows."""
     matrix = PackedMatrix.of(_codes(kind, 2048, **changes), kind)
     multiply(torch.zeros(num_rows, 2048, dtype=dtype), matrix, torch.zeros(128, dtype=dtype), 16 if num_rows > 1 else 1)
@@ -238,7 +238,7 @@ def _product_launches() -> dict[str, Launch]:
     """Few and many rows, whole and cut inputs, for every kind of code; then groups in an order, and zero points."""
     launches = {}
     plain = {"is_reordered": False, "has_zeros": False}
-    for kind in Kind:
+    for kind in CodeKind:
         for dtype in (BFLOAT16, FLOAT16):
             name = f"{kind.name.lower()}-{str(dtype).removeprefix('torch.')}"
             for num_rows in (1, 16, 32, 64):
@@ -246,15 +246,15 @@ def _product_launches() -> dict[str, Launch]:
                 launches[f"product-{num_rows}-{name}"] = Launch(
                     call=partial(_product, kind, dtype, num_rows, **plain),
                     kernels=("_multiply_tile", *(["_merge"] * is_cut)),
-                    is_quick=kind is Kind.INT4 and dtype is BFLOAT16 and num_rows == 16,
+                    is_quick=kind is CodeKind.INT4 and dtype is BFLOAT16 and num_rows == 16,
                 )
         for num_rows in (1, 64):
-            call = partial(_product, kind, BFLOAT16, num_rows, is_reordered=True, has_zeros=kind is not Kind.FLOAT8)
+            call = partial(_product, kind, BFLOAT16, num_rows, is_reordered=True, has_zeros=kind is not CodeKind.FLOAT8)
             kernels = ("_multiply_tile", *(["_merge"] * (num_rows > 1)))
             launches[f"product-{num_rows}-{kind.name.lower()}-reordered"] = Launch(call=call, kernels=kernels)
         matrix = PackedMatrix.of(_codes(kind, 256, **plain), kind)
         launches[f"unpack-{kind.name.lower()}"] = Launch(
-            call=partial(unpack, matrix, BFLOAT16), kernels=("_unpack_tile",), is_quick=kind is Kind.INT4
+            call=partial(unpack, matrix, BFLOAT16), kernels=("_unpack_tile",), is_quick=kind is CodeKind.INT4
         )
     return launches
 

@@ -7,7 +7,7 @@ import torch
 
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.matmul_triton import TritonProducts
-from funitel.model_server.quantized.packed_matrix import Kind
+from funitel.model_server.quantized.packed_matrix import CodeKind
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of a weight that is made in float32 and put in another precision; Triton's interpreter cuts bfloat16 off, cards round.
@@ -22,7 +22,7 @@ class ProductCase:
     """Some rows times one or two matrices on the same input."""
 
     seed: int
-    kind: Kind
+    kind: CodeKind
     dtype: torch.dtype
     num_rows: int
     num_inputs: int
@@ -48,7 +48,7 @@ def draw(seed: int, *, is_short: bool = False) -> ProductCase:
     most_inputs, most_outputs = (200, 60) if is_short else (1500, 300)
     return ProductCase(
         seed=seed,
-        kind=list(Kind)[seed % 3],
+        kind=list(CodeKind)[seed % 3],
         dtype=DTYPES[seed // 3 % 3],
         num_rows=int(random.choice([1, 2, 5, 16, 17, 40] if is_short else [1, 3, 16, 31, 64, 100, 256, 257])),
         num_inputs=int(random.integers(20, most_inputs)),
@@ -68,7 +68,7 @@ def codes_of(case: ProductCase, num_outputs: int, groups: torch.Tensor, random: 
     scales = torch.from_numpy(random.uniform(0.5, 1.5, (num_outputs, num_groups)).astype(np.float32) / 16).half()
     zeros = torch.full((num_outputs, num_groups), case.kind.middle, dtype=torch.uint8)
     size = (num_outputs, len(groups))
-    if case.kind is Kind.FLOAT8:
+    if case.kind is CodeKind.FLOAT8:
         codes = torch.from_numpy(random.standard_normal(size)).float() * 2.0 ** float(random.integers(-6, 6))
         return Codes(codes.clamp(-448, 448).to(torch.float8_e4m3fn), scales.float(), zeros, groups)
     top = 1 << case.kind.bits

@@ -7,23 +7,23 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
-from funitel.model_server.cpu.native import Batch, Buffer, Code, Engine, Mode, Operation, Shape
-from funitel.model_server.cpu.precision import Kind
+from funitel.model_server.cpu.native import Batch, Buffer, Code, Mode, NativeEngine, NativeOperation, Shape
+from funitel.model_server.cpu.precision import MatrixKind
 
 
-def kept(kind: Kind, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights as `Engine.add_matrix` takes them, and in float64 what the engine makes of them."""
+def kept(kind: MatrixKind, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights as `NativeEngine.add_matrix` takes them, and in float64 what the engine makes of them."""
     if kind.has_blocks:
         number = GGMLQuantizationType[kind.name]
         blocks = gguf.quantize(weight.numpy(), number)
         return torch.from_numpy(blocks), torch.from_numpy(gguf.dequantize(blocks, number)).double()
-    if kind is Kind.INT8:
+    if kind is MatrixKind.INT8:
         scale = weight.abs().amax(dim=1, keepdim=True) / 127
         return weight, (weight / scale).round().double() * scale.double()
-    return weight, (weight.half() if kind is Kind.FLOAT16 else weight).double()
+    return weight, (weight.half() if kind is MatrixKind.FLOAT16 else weight).double()
 
 
-def product(library: ctypes.CDLL, kind: Kind, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def product(library: ctypes.CDLL, kind: MatrixKind, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """The fused product [rows, outputs] of activations [rows, inputs] and one matrix."""
     (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]
     shape = Shape(
@@ -36,13 +36,13 @@ def product(library: ctypes.CDLL, kind: Kind, weight: torch.Tensor, x: torch.Ten
         block_size=16,
         num_threads=1,
     )
-    engine = Engine(library, shape)
+    engine = NativeEngine(library, shape)
     matrix, _ = engine.add_matrix(kind, num_outputs, num_inputs, [[(weight, None)]])
     engine.set_program(
         [
-            Operation(Code.PREPARE, Buffer.X, 0, matrix),
-            Operation(Code.SELECT),
-            Operation(Code.LINEAR, matrix, Mode.STORE, Buffer.LOGITS),
+            NativeOperation(Code.PREPARE, Buffer.X, 0, matrix),
+            NativeOperation(Code.SELECT),
+            NativeOperation(Code.LINEAR, matrix, Mode.STORE, Buffer.LOGITS),
         ]
     )
     y, rows = torch.empty(num_rows, num_outputs), torch.arange(num_rows)

@@ -7,7 +7,7 @@ import numpy as np
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher
-from funitel.model_server.sequence.table import Row
+from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import GrammarType, SamplingParams, SequenceStart, StoppingParams
 
 _CHOICES: tuple[dict[str, tuple[Any, ...]], ...] = (
@@ -39,12 +39,12 @@ def draw_params(generator: np.random.Generator) -> dict[str, Any]:
 
 def make_row(
     index: int, params: dict[str, Any], generator: np.random.Generator, vocab_size: int, top_n: int | None = None
-) -> Row:
+) -> SequenceState:
     """A row with some tokens of prompt and completion; no text is made of them."""
     prompt, output = (tuple(generator.integers(0, vocab_size, generator.integers(1, 9)).tolist()) for _ in range(2))
     sampling = SamplingParams(**params)
     top_n = int(generator.choice([0, 0, 3, 8])) if top_n is None else top_n
-    return Row(
+    return SequenceState(
         index=index,
         start=SequenceStart(request_id=index, sampling=sampling, stopping=StoppingParams(max_new_tokens=100)),
         tokens=[*prompt, *output],

@@ -17,11 +17,11 @@ from funitel.launcher.bench.apis import IGNORE_EOS, USAGE
 from funitel.launcher.bench.command import bench
 from funitel.launcher.bench.figures import Timeline
 from funitel.launcher.bench.http import Endpoint
-from funitel.launcher.bench.load import Client, Level, press
-from funitel.launcher.bench.progress import Progress
+from funitel.launcher.bench.load import ClientLoad, Level, press
+from funitel.launcher.bench.progress import BenchProgress
 from funitel.launcher.bench.report import LevelResult, ServerResult, warnings
 from funitel.launcher.bench.settings import BenchSettings
-from funitel.launcher.bench.target import Prompt, Target
+from funitel.launcher.bench.target import PreparedRequest, Target
 from funitel.launcher.bench.workload import WORDS, Workload
 from funitel.proto.errors import FunitelError, NotReady, SettingsError
 from funitel.proto.settings.options import Counts, Rates
@@ -57,7 +57,7 @@ async def test_times_are_those_of_the_server(start: Start, api: str) -> None:
     server = target(fake, api)
     await server.probe()
     begin = time.perf_counter()
-    one = await server.ask(Prompt("some words", 6))
+    one = await server.ask(PreparedRequest("some words", 6))
     elapsed = time.perf_counter() - begin
     assert one.failure is None
     assert one.is_counted
@@ -71,7 +71,7 @@ async def test_what_is_asked_for(start: Start, api: str) -> None:
     fake = start()
     server = target(fake, api)
     await server.probe()
-    await server.ask(Prompt("some words", 7))
+    await server.ask(PreparedRequest("some words", 7))
     body = fake.bodies[-1]
     if api == "tgi":
         parameters = {"max_new_tokens": 7, "do_sample": False, "details": True, "ignore_eos_token": True}
@@ -104,7 +104,7 @@ async def test_a_server_that_knows_less_is_asked_for_less(
     server = target(start(refuses=refuses, tokens_per_event=2))
     await server.probe()
     assert (server.ignores_eos, server.reports_usage) == (ignores_eos, reports_usage)
-    one = await server.ask(Prompt("some words", 6))
+    one = await server.ask(PreparedRequest("some words", 6))
     assert (one.num_tokens, one.is_counted) == ((6, True) if reports_usage else (3, False))
     assert len(one.arrivals) == 3
 
@@ -125,11 +125,11 @@ async def test_a_server_that_knows_less_is_asked_for_less(
 async def test_failures_have_kinds(start: Start, fate: str, kind: str, message: str) -> None:
     server = target(start(fates=(fate,)), timeout=0.2)
     await server.probe()
-    failed = await server.ask(Prompt("some words", 4))
+    failed = await server.ask(PreparedRequest("some words", 4))
     assert failed.failure is not None
     assert (failed.failure.kind, failed.num_tokens, failed.arrivals) == (kind, 0, ())
     assert message in failed.failure.message
-    assert (await server.ask(Prompt("some words", 4))).failure is None
+    assert (await server.ask(PreparedRequest("some words", 4))).failure is None
 
 
 async def test_an_event_of_another_api_is_a_failure(start: Start) -> None:
@@ -137,14 +137,14 @@ async def test_an_event_of_another_api_is_a_failure(start: Start) -> None:
     server._dialect = type(server._dialect)(
         "/v1/completions", server._dialect.body, server._dialect.read, WISHES, False
     )
-    failed = await server.ask(Prompt("some words", 2))
+    failed = await server.ask(PreparedRequest("some words", 2))
     assert failed.failure is not None
     assert failed.failure.kind == "malformed"
 
 
 async def test_a_server_that_is_gone_is_a_failure_to_connect(start: Start) -> None:
     server = Target("it", "tgi", Endpoint("127.0.0.1:1"), model="", wishes=WISHES, timeout=5.0)
-    failed = await server.ask(Prompt("some words", 2))
+    failed = await server.ask(PreparedRequest("some words", 2))
     assert failed.failure is not None
     assert failed.failure.kind == "connect"
     with pytest.raises(NotReady, match="^no server answers at http://127.0.0.1:1: "):
@@ -194,7 +194,7 @@ async def test_streams_are_kept_busy_and_no_more_than_that(start: Start) -> None
     fake = start(gap_seconds=0.01)
     server = target(fake)
     seen: list[Timeline] = []
-    run = await press(server, Level(concurrency=3), [Prompt(word, 3) for word in WORDS[:8]], (), seen.append)
+    run = await press(server, Level(concurrency=3), [PreparedRequest(word, 3) for word in WORDS[:8]], (), seen.append)
     assert fake.most_in_flight == 3
     assert run.timelines == seen
     assert [fake.prompt_of(body) for body in fake.bodies] == list(WORDS[:8])
@@ -202,7 +202,7 @@ async def test_streams_are_kept_busy_and_no_more_than_that(start: Start) -> None
 
 async def test_requests_with_a_rate_do_not_wait_for_each_other(start: Start) -> None:
     fake = start(first_seconds=0.2)
-    prompts = [Prompt("word", 1) for _ in range(5)]
+    prompts = [PreparedRequest("word", 1) for _ in range(5)]
     run = await press(target(fake), Level(rate=50), prompts, [0.0, 0.01, 0.02, 0.03, 0.1], lambda _: None)
     starts = sorted(timeline.started for timeline in run.timelines)
     assert fake.most_in_flight == 5
@@ -217,10 +217,10 @@ async def test_the_client_notices_what_it_takes_itself(start: Start) -> None:
             pass
 
     begin = time.perf_counter()
-    run = await press(target(start()), Level(concurrency=1), [Prompt("word", 1)] * 2, (), burn)
+    run = await press(target(start()), Level(concurrency=1), [PreparedRequest("word", 1)] * 2, (), burn)
     assert run.client.cpu_share * (time.perf_counter() - begin) >= 0.3
     assert (run.client.lag_ms_p99 or 0) > 50
-    assert Client().lag_ms_p99 is None
+    assert ClientLoad().lag_ms_p99 is None
 
 
 def test_a_client_that_may_limit_the_figures_is_warned_of(start: Start) -> None:
@@ -381,7 +381,7 @@ def test_a_picture_without_matplotlib_is_one_line_before_anything_is_measured(mo
 
 def test_the_bar_is_a_line_for_each_level_in_a_pipe_and_moves_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = io.StringIO()
-    bar = Progress(4, pipe)
+    bar = BenchProgress(4, pipe)
     bar.begin("1 stream")
     bar.report(Timeline(0.0, 1.0, num_tokens=5))
     bar.begin("2 streams")
@@ -390,7 +390,7 @@ def test_the_bar_is_a_line_for_each_level_in_a_pipe_and_moves_on_a_terminal(monk
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("funitel.launcher.bench.progress.LEAST_SECONDS", 0.0)
-    bar = Progress(2, terminal)
+    bar = BenchProgress(2, terminal)
     bar.begin("1 stream")
     bar.report(Timeline(0.0, 1.0, num_tokens=5))
     bar.clear()

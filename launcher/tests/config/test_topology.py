@@ -11,7 +11,7 @@ from funitel.launcher.config import resolve as module
 from funitel.launcher.config.child_commands import Commands
 from funitel.launcher.config.replica_settings import settings_of_replica
 from funitel.launcher.config.resolve import decide_num_shard, resolve
-from funitel.launcher.config.topology import Node, Place, places, usable_nodes
+from funitel.launcher.config.topology import Node, ShardPlacement, assign_cores, usable_nodes
 from funitel.launcher.settings import LauncherSettings
 from funitel.proto.errors import SettingsError
 from funitel.proto.process.cores import Cores
@@ -84,13 +84,13 @@ TWO = (node(0, "0", "1", "2"), node(1, "3", "4", "5"))
 def test_shards_get_their_places(
     nodes: tuple[Node, ...], num_shards: int, expected: list[tuple[str, int | None]]
 ) -> None:
-    assert [(str(place.cores), place.memory_node) for place in places(nodes, num_shards)] == expected
+    assert [(str(place.cores), place.memory_node) for place in assign_cores(nodes, num_shards)] == expected
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 12))
 def test_every_shard_has_a_core_and_none_has_anothers_while_there_are_enough(sizes: list[int], num_shards: int) -> None:
     nodes = [Node(n, tuple(Cores([100 * n + i]) for i in range(size))) for n, size in enumerate(sizes)]
-    found = places(nodes, num_shards)
+    found = assign_cores(nodes, num_shards)
     assert len(found) == num_shards
     assert all(place.cores for place in found)
     on_each = [sum(min(place.cores) // 100 == n for place in found) for n in range(len(sizes))]
@@ -126,10 +126,10 @@ def test_each_replicas_shards_are_told_their_places(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "usable_nodes", lambda: TWO)
     settings = resolve(LauncherSettings(numa=True, num_replicas=2), 2, "/tmp/path")
     assert settings.places == (
-        Place(Cores("0-1"), 0),
-        Place(Cores("2"), 0),
-        Place(Cores("3-4"), 1),
-        Place(Cores("5"), 1),
+        ShardPlacement(Cores("0-1"), 0),
+        ShardPlacement(Cores("2"), 0),
+        ShardPlacement(Cores("3-4"), 1),
+        ShardPlacement(Cores("5"), 1),
     )
     assert settings.num_threads is settings.most_threads is None  # as many as a shard has cores
     argv = Commands().shard(settings_of_replica(settings, 1), Path("/model"), 0)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from funitel.llm.outputs import CompletionOutput, RequestOutput, completion
-from funitel.llm.progress import Progress
+from funitel.llm.progress import CompletionProgress
 from funitel.llm.prompts import EncodedPrompt, numbered, room_for
 from funitel.llm.sampling import SamplingParams
 from funitel.proto.errors import FunitelError, Incomplete
@@ -15,7 +15,7 @@ from funitel.router.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompletionJob:
     """A checked prompt with its parameters, and a request for each of its completions."""
 
     place: int
@@ -24,7 +24,9 @@ class Job:
     requests: tuple[Request, ...]
 
     @classmethod
-    def of(cls, place: int, prompt: EncodedPrompt, params: SamplingParams, limits: Limits, vocab_size: int) -> "Job":
+    def of(
+        cls, place: int, prompt: EncodedPrompt, params: SamplingParams, limits: Limits, vocab_size: int
+    ) -> "CompletionJob":
         """Check a prompt's length and what is asked of the vocabulary, and make its requests.
 
         Raises:
@@ -45,7 +47,7 @@ class Job:
         return cls(place, prompt, params, tuple(requests))
 
 
-async def run_jobs(engine: Engine, jobs: Sequence[Job], progress: Progress) -> list[RequestOutput]:
+async def run_jobs(engine: Engine, jobs: Sequence[CompletionJob], progress: CompletionProgress) -> list[RequestOutput]:
     """Run every sequence of every job at once; whoever fails or is cancelled takes all of them out of the engine.
 
     Raises:
@@ -60,7 +62,7 @@ async def run_jobs(engine: Engine, jobs: Sequence[Job], progress: Progress) -> l
     return [task.result() for task in tasks]
 
 
-async def _run_job(engine: Engine, job: Job, progress: Progress) -> RequestOutput:
+async def _run_job(engine: Engine, job: CompletionJob, progress: CompletionProgress) -> RequestOutput:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_complete(engine, job, index, progress)) for index in range(len(job.requests))]
@@ -70,7 +72,7 @@ async def _run_job(engine: Engine, job: Job, progress: Progress) -> RequestOutpu
     return RequestOutput(job.prompt.text, job.prompt.ids, tuple(task.result() for task in tasks))
 
 
-async def _complete(engine: Engine, job: Job, index: int, progress: Progress) -> CompletionOutput:
+async def _complete(engine: Engine, job: CompletionJob, index: int, progress: CompletionProgress) -> CompletionOutput:
     generations = []
     async with engine.submit(job.requests[index]) as stream:
         async for generation in stream:

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from funitel.llm.calls import Job, run_jobs
+from funitel.llm.calls import CompletionJob, run_jobs
 from funitel.llm.loaded import LoadedModel
 from funitel.llm.outputs import RequestOutput
-from funitel.llm.progress import Progress
+from funitel.llm.progress import CompletionProgress
 from funitel.llm.prompts import EncodedPrompt, Message, Prompt, PromptEncoder
 from funitel.llm.sampling import SamplingParams, params_for
 from funitel.model_server.hub import resolve
@@ -167,10 +167,10 @@ class LLM:
         each = params_for(self._default_params if sampling_params is None else sampling_params, len(prompts))
         model = self._model
         jobs = [
-            Job.of(place, prompt, params, model.limits, model.vocab_size)
+            CompletionJob.of(place, prompt, params, model.limits, model.vocab_size)
             for place, (prompt, params) in enumerate(zip(prompts, each, strict=True))
         ]
-        with Progress(sum(params.n for params in each), is_shown=use_tqdm) as progress:
+        with CompletionProgress(sum(params.n for params in each), is_shown=use_tqdm) as progress:
             return model.run(run_jobs(model.engine, jobs, progress), progress.show)
 
 

@@ -12,7 +12,7 @@ class _Bar(tqdm):  # type: ignore[misc]
     monitor_interval = 0
 
 
-class Progress:
+class CompletionProgress:
     """Counted on the engine's thread, shown by the thread that waits; a context manager that ends the bar."""
 
     def __init__(self, num_completions: int, *, is_shown: bool) -> None:
@@ -40,7 +40,7 @@ class Progress:
         self._bar.n = self._num_finished
         self._bar.set_postfix_str(f"{self.tokens_per_second:.1f} tokens/s")
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "CompletionProgress":
         return self
 
     def __exit__(

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from funitel.llm.threads import ComputeThread
-from funitel.model_server.executor.executor import Executor, Step
+from funitel.model_server.executor.executor import Executor, PendingStep
 from funitel.proto.errors import FunitelError, StepFailed
 from funitel.proto.step import (
     BlockCopy,
@@ -95,7 +95,7 @@ class LocalRanks:
         if self._answers is not None:
             self._answers.close()
 
-    def _described(self, call: Callable[[], Step]) -> Awaitable[tuple[StepResult, ...]]:
+    def _described(self, call: Callable[[], PendingStep]) -> Awaitable[tuple[StepResult, ...]]:
         """Queue a step now; its result is put into words beside the next step."""
         return self._finished(self._run(call), lambda step: (step.describe(),))
 

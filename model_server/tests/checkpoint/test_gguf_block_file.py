@@ -19,7 +19,7 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu import build as building
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.footprint import matrix_bytes
-from funitel.model_server.cpu.precision import Kind, Tier
+from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import CONVERSION
@@ -77,21 +77,23 @@ def test_a_product_is_that_of_the_values_whatever_the_rows_beside_it(kind: str) 
     weight, x = torch.randn(85, 192, generator=generator), torch.randn(25, 192, generator=generator)
     weight *= torch.logspace(-3, 3, 85)[:, None]
     x *= torch.logspace(-6, 6, 25)[:, None] * torch.logspace(-1, 1, 6).repeat_interleave(32)
-    given, made = kept(Kind[kind], weight)
+    given, made = kept(MatrixKind[kind], weight)
     for name, needs, _ in building.INSTRUCTION_SETS:
         if needs <= building.cpu_flags():
             library = fused_library(name)
-            found = product(library, Kind[kind], given, x)
+            found = product(library, MatrixKind[kind], given, x)
             sizes = x.double().norm(dim=1)[:, None] * made.norm(dim=1)  # [rows, outputs]
             assert ((found - x.double() @ made.T).abs() / sizes).max() < 2e-5
             for num_rows in range(1, 25):
-                assert torch.equal(product(library, Kind[kind], given, x[:num_rows].contiguous()), found[:num_rows])
+                assert torch.equal(
+                    product(library, MatrixKind[kind], given, x[:num_rows].contiguous()), found[:num_rows]
+                )
 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_next_to_nothing_is_multiplied_as_nothing(kind: str) -> None:
     weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(5))
-    found = product(fused_library(), Kind[kind], kept(Kind[kind], weight)[0], torch.full((1, 32), 5e-35))
+    found = product(fused_library(), MatrixKind[kind], kept(MatrixKind[kind], weight)[0], torch.full((1, 32), 5e-35))
     assert found.abs().max() == 0
 
 
@@ -102,7 +104,7 @@ def test_blocks_lose_next_to_nothing_against_the_weights_they_stand_for(family: 
     folder = save_blocks(family, tmp_path, kind)
     prompts = make_prompts(43, 11, 20)
     decoder = fused_decoder(folder, Tier.GGUF, TensorParallel())
-    assert set(decoder.program.kinds.values()) == {Kind[kind]}
+    assert set(decoder.program.kinds.values()) == {MatrixKind[kind]}
     assert error(logits_of(folder, decoder, prompts), run(folder, TensorParallel(), prompts, 6)) < 1e-3
 
 
@@ -147,12 +149,12 @@ def test_what_is_no_block_is_kept_as_int8_beside_them(tmp_path: Path) -> None:
     decoder = fused_decoder(folder, Tier.GGUF, TensorParallel())
     kinds = {layers[0].rpartition(".")[2]: kind for layers, kind in decoder.program.kinds.items()}
     assert kinds == {
-        "embed_tokens": Kind.INT8,
-        "q_proj": Kind.INT8,
-        "o_proj": Kind.Q4_0,
-        "gate_proj": Kind.Q4_0,
-        "down_proj": Kind.INT8,
-        "lm_head": Kind.Q8_0,
+        "embed_tokens": MatrixKind.INT8,
+        "q_proj": MatrixKind.INT8,
+        "o_proj": MatrixKind.Q4_0,
+        "gate_proj": MatrixKind.Q4_0,
+        "down_proj": MatrixKind.INT8,
+        "lm_head": MatrixKind.Q8_0,
     }
     prompts = make_prompts(30, 9)
     assert error(logits_of(folder, decoder, prompts), run(folder, TensorParallel(), prompts, 6)) < 0.15
@@ -164,7 +166,7 @@ def test_memory_is_that_of_the_blocks(tmp_path: Path) -> None:
     num_bytes = sum(rows.numel() for rows in load_file(folder / BLOCKS).values())
     assert program.sharded_bytes == program.total_sharded_bytes == num_bytes
     assert program.held_bytes == num_bytes + 7 * 96 * 4  # norms
-    assert matrix_bytes(Kind.Q4_0, 17, 64) == 32 * 2 * 18
+    assert matrix_bytes(MatrixKind.Q4_0, 17, 64) == 32 * 2 * 18
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ def test_a_cut_through_a_block_makes_int8_of_that_matrix_alone(tmp_path: Path) -
     folder = save_blocks("llama", tmp_path, "Q4_0", intermediate_size=160)
     shares = [fused_decoder(folder, Tier.GGUF, TensorParallel(rank, 2)).program for rank in range(2)]
     for program in shares:
-        others = {layers[0].rpartition(".")[2] for layers, kind in program.kinds.items() if kind is Kind.INT8}
+        others = {layers[0].rpartition(".")[2] for layers, kind in program.kinds.items() if kind is MatrixKind.INT8}
         assert others == {"down_proj"}
 
 

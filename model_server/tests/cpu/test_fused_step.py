@@ -15,7 +15,7 @@ from funitel.model_server.cpu import build as building
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.footprint import matrix_bytes
-from funitel.model_server.cpu.precision import Kind, Tier, choose_tier
+from funitel.model_server.cpu.precision import MatrixKind, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
@@ -167,7 +167,7 @@ def test_weights_take_the_memory_that_is_reported(tier: Tier, tmp_path: Path) ->
     biases = 3 * (48 + 2 * 24) * 4
     assert program.sharded_bytes == program.total_sharded_bytes + biases
     assert program.held_bytes == program.sharded_bytes + 7 * 48 * 4
-    assert matrix_bytes(Kind.INT8, 17, 5) == 32 * (6 + 4)
+    assert matrix_bytes(MatrixKind.INT8, 17, 5) == 32 * (6 + 4)
 
 
 # Threads --------------------------------------------------------------------------------------------------------------

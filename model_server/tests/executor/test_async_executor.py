@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funitel.model_server.attention.backend import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.executor.async_executor import FeedingExecutor
+from funitel.model_server.executor.async_executor import AsyncExecutor
 from funitel.model_server.executor.executor import Executor, ExecutorOptions
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.gpu_sampling.ops import TorchMaths
@@ -90,7 +90,7 @@ class Both:
     """Two executors over one model: one that knows each step's result at once, one that launches ahead."""
 
     known: Executor
-    ahead: FeedingExecutor
+    ahead: AsyncExecutor
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Both:
         parallel,
         options,
     )
-    both = Both(Executor(*parts), FeedingExecutor(*parts, TorchMaths(), copy=Watched))
+    both = Both(Executor(*parts), AsyncExecutor(*parts, TorchMaths(), copy=Watched))
     for executor in (both.known, both.ahead):
         executor.warmup([start(0, PROMPT)], WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=2000))
     return both

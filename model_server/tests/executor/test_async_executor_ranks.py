@@ -16,8 +16,8 @@ import torch
 from funitel.model_server.attention.backend import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.executor.async_executor import FeedingExecutor
-from funitel.model_server.executor.executor import Executor, ExecutorOptions, Step
+from funitel.model_server.executor.async_executor import AsyncExecutor
+from funitel.model_server.executor.executor import Executor, ExecutorOptions, PendingStep
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.gpu_sampling.ops import TorchMaths
 from funitel.model_server.kv_cache.pool import SpecPools
@@ -95,7 +95,7 @@ def make_known(folder: Path, parallel: ThreadRanks) -> Executor:
 
 
 def make_ahead(folder: Path, parallel: ThreadRanks) -> Executor:
-    return FeedingExecutor(*parts_of(folder, parallel), TorchMaths())
+    return AsyncExecutor(*parts_of(folder, parallel), TorchMaths())
 
 
 def parts_of(folder: Path, parallel: ThreadRanks) -> tuple[Any, ...]:
@@ -121,7 +121,7 @@ def run(executor: Executor, starts: list[SequenceStart], most_unseen: int) -> li
     executor.warmup([start(0, PROMPT)], WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=2000))
     batch = CachedBatch(1, tuple(each.request_id for each in starts))
     answers = []
-    steps: deque[Step] = deque([executor.compute_prefill(1, starts, is_ahead=True)])
+    steps: deque[PendingStep] = deque([executor.compute_prefill(1, starts, is_ahead=True)])
     for _ in range(NUM_STEPS):
         while len(steps) > most_unseen:
             answers.append(list(steps.popleft().describe().generations))

@@ -10,7 +10,7 @@ import torch
 
 from funitel.model_server.device.gpu import CardState
 from funitel.model_server.executor import profile_run
-from funitel.model_server.executor.async_executor import FeedingExecutor
+from funitel.model_server.executor.async_executor import AsyncExecutor
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.executor.gpu_pool_sizing import (
     MOST_DRIVER_BYTES,
@@ -169,7 +169,7 @@ def test_sampling_on_the_device_is_rehearsed_where_steps_do_it(folder: Path) -> 
     card = FakeCard(4_000_000)
     plain, _ = on_card(folder, card)
     parts = plain.spec, plain.decoder, plain.pools, plain.codec, plain.parallel, plain.options
-    executor = FeedingExecutor(*parts, TorchMaths())
+    executor = AsyncExecutor(*parts, TorchMaths())
     executor.memory = plain.memory
     executor.warmup([start(0, range(20))], WarmupLimits(max_batch_size=9, max_batch_total_tokens=2000))
     assert len(executor._states.counts) >= 9  # they need not grow when sequences come

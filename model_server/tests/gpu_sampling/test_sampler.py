@@ -13,7 +13,7 @@ from funitel.model_server.gpu_sampling.row_state import RowStates
 from funitel.model_server.gpu_sampling.sampler import DeviceSampler
 from funitel.model_server.sampling.gumbel_noise import mixed_seeds, noise_key, noise_keys
 from funitel.model_server.sampling.sampler import sample
-from funitel.model_server.sequence.table import Row
+from funitel.model_server.sequence.table import SequenceState
 from funitel_testing.sampled_rows import draw_params, make_masks, make_row
 
 CPU = torch.device("cpu")
@@ -23,14 +23,14 @@ VOCAB = 200
 class Pair:
     """The same rows sampled by the reference and on a device, step by step."""
 
-    def __init__(self, rows: list[Row], seed: int) -> None:
+    def __init__(self, rows: list[SequenceState], seed: int) -> None:
         self.rows = rows
         self.states = RowStates(VOCAB, CPU)
         self.sampler = DeviceSampler(self.states, TorchMaths())
         self.generator = torch.Generator().manual_seed(seed)
         self.numpy = np.random.default_rng(seed)
 
-    def step(self, rows: list[Row], logits: torch.Tensor | None = None) -> None:
+    def step(self, rows: list[SequenceState], logits: torch.Tensor | None = None) -> None:
         """One step of some of the rows."""
         if logits is None:
             logits = torch.randn(len(rows), VOCAB, generator=self.generator) * 3

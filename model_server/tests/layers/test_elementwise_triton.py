@@ -22,7 +22,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import HeadRule, TorchGlue
 from funitel.model_server.layers.elementwise_triton import TritonGlue
 from funitel.model_server.layers.linear import NormLayer
-from funitel.model_server.models.decoder import Decoder, Layer
+from funitel.model_server.models.decoder import Decoder, DecoderLayer
 from funitel.model_server.models.fuse_elementwise import check_glue, fuse_glue
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.spec.model_spec import Activation
@@ -190,6 +190,6 @@ def test_what_fails_the_probe_is_not_used(
     monkeypatch.setattr("funitel.model_server.models.fuse_elementwise.check_glue", lambda *_: None)
     fuse_glue(decoder, heads_of(decoder), torch.device("cuda"), torch.float32, torch.float32)
     layer = decoder.layers[-1]
-    assert isinstance(layer, Layer)
+    assert isinstance(layer, DecoderLayer)
     adopted = [decoder, layer.attention_frame, layer.mlp_frame, layer.attention, *layer.mlp.mlps()]
     assert {each.glue.name for each in adopted} == {"triton"}  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.matmul import Product
 from funitel.model_server.quantized.matmul_kernels import unpack
 from funitel.model_server.quantized.matmul_triton import TritonProducts
-from funitel.model_server.quantized.packed_matrix import Kind, PackedMatrix
+from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
 from funitel.model_server.quantized.select import check
 from funitel_testing.product_cases import ProductCase, codes_of, draw, excess
 
@@ -34,14 +34,18 @@ def test_as_dequantised_over_many_shapes(case: ProductCase) -> None:
     assert excess(case, DEVICE) <= 1
 
 
-def matrix_of(kind: Kind, groups: torch.Tensor, num_outputs: int = 24, **changes: bool) -> tuple[Codes, PackedMatrix]:
+def matrix_of(
+    kind: CodeKind, groups: torch.Tensor, num_outputs: int = 24, **changes: bool
+) -> tuple[Codes, PackedMatrix]:
     random = np.random.default_rng(3)
     codes = codes_of(replace(CASE, kind=kind, **changes), num_outputs, groups, random)
     return codes, PackedMatrix.of(codes.to(DEVICE), kind)
 
 
-@pytest.mark.parametrize(("kind", "size"), [(Kind.INT4, 32), (Kind.INT4, 512), (Kind.INT8, 64), (Kind.FLOAT8, 128)])
-def test_bits_of_the_weights(kind: Kind, size: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "size"), [(CodeKind.INT4, 32), (CodeKind.INT4, 512), (CodeKind.INT8, 64), (CodeKind.FLOAT8, 128)]
+)
+def test_bits_of_the_weights(kind: CodeKind, size: int) -> None:
     """Unpacked, they are what loading would have made of them, bit for bit; words take the bits and nothing more."""
     codes, matrix = matrix_of(kind, torch.arange(512) // size)
     assert torch.equal(unpack(matrix, torch.float32).cpu(), codes.dequantize(torch.float32).t())
@@ -59,34 +63,34 @@ def test_every_float8_is_itself() -> None:
         torch.zeros(1, 1, dtype=torch.uint8),
         torch.zeros(len(every), dtype=torch.int64),
     )
-    found = unpack(PackedMatrix.of(codes.to(DEVICE), Kind.FLOAT8), torch.float32).cpu()[:, 0]
+    found = unpack(PackedMatrix.of(codes.to(DEVICE), CodeKind.FLOAT8), torch.float32).cpu()[:, 0]
     assert torch.equal(found, every.view(torch.float8_e4m3fn).float())
 
 
 def test_zero_points_are_kept_only_where_they_differ() -> None:
-    assert matrix_of(Kind.INT4, torch.zeros(64, dtype=torch.int64), is_symmetric=True)[1].zeros is None
-    assert matrix_of(Kind.INT4, torch.zeros(64, dtype=torch.int64), is_symmetric=False)[1].zeros is not None
+    assert matrix_of(CodeKind.INT4, torch.zeros(64, dtype=torch.int64), is_symmetric=True)[1].zeros is None
+    assert matrix_of(CodeKind.INT4, torch.zeros(64, dtype=torch.int64), is_symmetric=False)[1].zeros is not None
 
 
 def test_an_order_costs_no_more_than_the_ends_of_groups() -> None:
     shuffled = torch.arange(1024)[torch.randperm(1024, generator=torch.Generator().manual_seed(1))] // 128
-    codes, matrix = matrix_of(Kind.INT4, shuffled)
+    codes, matrix = matrix_of(CodeKind.INT4, shuffled)
     assert matrix.words.numel() * 8 == codes.codes.numel()  # whole groups are multiples of a span
     halved = shuffled[:512]  # of two ranks the first
-    codes, matrix = matrix_of(Kind.INT4, halved)
+    codes, matrix = matrix_of(CodeKind.INT4, halved)
     assert codes.codes.numel() < matrix.words.numel() * 8 <= codes.codes.numel() * 1.5
 
 
 def test_a_row_is_the_same_in_company() -> None:
     """Whatever shares the tile; the number of rows may decide how inputs are cut into parts, so that is fixed."""
-    codes, _ = matrix_of(Kind.INT4, torch.arange(256) // 64)
+    codes, _ = matrix_of(CodeKind.INT4, torch.arange(256) // 64)
     product = TritonProducts(1).of([codes.to(DEVICE)], None)
     x = torch.randn(9, 256, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     assert torch.equal(product(x)[:1], product(x[:1]))
 
 
 def test_no_rows() -> None:
-    codes, _ = matrix_of(Kind.INT8, torch.zeros(64, dtype=torch.int64))
+    codes, _ = matrix_of(CodeKind.INT8, torch.zeros(64, dtype=torch.int64))
     assert TritonProducts(16).of([codes.to(DEVICE)], None)(torch.zeros(0, 64, device=DEVICE)).shape == (0, 24)
 
 

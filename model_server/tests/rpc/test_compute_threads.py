@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from funitel.model_server.rpc.compute_threads import BesideLane, ComputeLoop, Lane, OwnLane
+from funitel.model_server.rpc.compute_threads import ComputeLoop, InlineRunner, Lane, ThreadedRunner
 
 
 async def outcomes(lane: Lane, count: int) -> list[str]:
@@ -38,15 +38,15 @@ async def outcomes(lane: Lane, count: int) -> list[str]:
 
 async def test_either_lane_keeps_the_order_and_goes_on_behind_a_failure() -> None:
     expected = ["0", "KeyError(1)", "ValueError(2)", "3", "KeyError(4)"]
-    assert await outcomes(OwnLane(), 5) == expected
+    assert await outcomes(InlineRunner(), 5) == expected
     with ThreadPoolExecutor(1) as compute, ThreadPoolExecutor(1) as answers:
-        assert await outcomes(BesideLane(compute, answers), 5) == expected
+        assert await outcomes(ThreadedRunner(compute, answers), 5) == expected
 
 
 async def test_a_job_runs_while_the_one_before_it_is_finished_beside_it() -> None:
     has_run, ended = threading.Event(), asyncio.Event()
     with ThreadPoolExecutor(1) as compute, ThreadPoolExecutor(1) as answers:
-        lane = BesideLane(compute, answers)
+        lane = ThreadedRunner(compute, answers)
         lane.run(
             lambda: None, lambda _: has_run.wait(10), lambda was_run: ended.set() if was_run else None, pytest.fail
         )
@@ -56,7 +56,7 @@ async def test_a_job_runs_while_the_one_before_it_is_finished_beside_it() -> Non
 
 async def test_the_loop_turns_between_two_jobs_of_its_own_lane() -> None:
     """What the first answers is written in that turn, so it must not wait for the second."""
-    lane, events = OwnLane(), []
+    lane, events = InlineRunner(), []
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     lane.run(
         lambda: events.append("first"), lambda _: None, lambda _: loop.call_soon(events.append, "turn"), events.append
@@ -67,7 +67,7 @@ async def test_the_loop_turns_between_two_jobs_of_its_own_lane() -> None:
 
 
 async def test_a_reply_that_raises_does_not_stop_its_lane() -> None:
-    lane, ended = OwnLane(), asyncio.Event()
+    lane, ended = InlineRunner(), asyncio.Event()
     raised: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context["exception"]))
     error = RuntimeError("the socket is gone")

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from funitel.model_server.executor.executor import Executor
-from funitel.model_server.rpc.compute_threads import BesideLane, OwnLane
-from funitel.model_server.rpc.dispatcher import Calls
+from funitel.model_server.rpc.compute_threads import InlineRunner, ThreadedRunner
+from funitel.model_server.rpc.dispatcher import Dispatcher
 from funitel.model_server.rpc.step_socket_server import StepServer
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import wire
@@ -42,7 +42,7 @@ class Router(StepPeer):
 class Shard:
     """A served executor, the path of its step socket, and the failures that ended it."""
 
-    def __init__(self, calls: Calls, server: StepServer, path: str, failures: list[FunitelError]) -> None:
+    def __init__(self, calls: Dispatcher, server: StepServer, path: str, failures: list[FunitelError]) -> None:
         self.calls = calls
         self.server = server
         self.path = path
@@ -59,8 +59,8 @@ async def shard(request: pytest.FixtureRequest, executor: Executor, tmp_path: Pa
     with ThreadPoolExecutor(1) as compute, ThreadPoolExecutor(1) as answers:
         failures: list[FunitelError] = []
         path = f"{tmp_path}/shard-0.steps"
-        lane = OwnLane() if request.param == "own lane" else BesideLane(compute, answers)
-        calls = Calls(executor, 1, lane, asyncio.get_running_loop(), failures.append)
+        lane = InlineRunner() if request.param == "own lane" else ThreadedRunner(compute, answers)
+        calls = Dispatcher(executor, 1, lane, asyncio.get_running_loop(), failures.append)
         server = StepServer(calls, path)
         await server.start()
         yield Shard(calls, server, path, failures)

@@ -10,7 +10,7 @@ import torch
 
 from funitel.model_server.cpu.build import INSTRUCTION_SETS, CannotBuild, build
 from funitel.model_server.cpu.logits_processors import FusedScores
-from funitel.model_server.cpu.native import Engine, Shape, load_library
+from funitel.model_server.cpu.native import NativeEngine, Shape, load_library
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_key
@@ -29,7 +29,7 @@ def fused(request: pytest.FixtureRequest) -> FusedScores:
         library = load_library(build(cache_dir, request.param))
     except CannotBuild as reason:
         pytest.skip(str(reason))
-    return FusedScores(Engine(library, Shape(num_threads=2, block_size=16)))
+    return FusedScores(NativeEngine(library, Shape(num_threads=2, block_size=16)))
 
 
 def make_scores(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:

@@ -41,6 +41,8 @@ Handlers and the servicer map by attribute, never by `isinstance` ladders.
         └── NotEnoughMemory       weights or pool do not fit
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import grpc
@@ -80,6 +82,17 @@ class FunitelError(Exception):
     def public_message(self) -> str:
         """The text clients see: TGI's prefix for the class, then the message."""
         return self.prefix + self.message
+
+
+@contextmanager
+def translating(make: Callable[[Exception], FunitelError]) -> Iterator[None]:
+    """Raise what a library raises inside as `make(error)`, with its cause. A FunitelError passes unchanged."""
+    try:
+        yield
+    except FunitelError:
+        raise
+    except Exception as error:
+        raise make(error) from error
 
 
 class InvalidRequest(FunitelError):

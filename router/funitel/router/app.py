@@ -19,11 +19,11 @@ from funitel.router.api.common.errors import ErrorBoundary, answer_error, answer
 from funitel.router.api.openapi import Access, Operation
 from funitel.router.api.routes import operations, pages
 from funitel.router.auth.accounts import Accounts
-from funitel.router.core.file_watch import Refreshable, keep_fresh
-from funitel.router.middleware.access_log import Noted
+from funitel.router.core.file_watch import Reloadable, reload_on_change
+from funitel.router.middleware.access_log import AccessLog
 from funitel.router.middleware.auth import KeyCheck
-from funitel.router.middleware.route_context import ResponseCount, RouteNote
-from funitel.router.middleware.tracing import Traced
+from funitel.router.middleware.route_context import ResponseCount, RouteContext
+from funitel.router.middleware.tracing import TracingMiddleware
 from funitel.router.serving.service import Connect, Service
 from funitel.router.settings import RouterSettings
 from funitel.router.transport.drain import DrainGate, LastAnswers
@@ -39,7 +39,7 @@ def build_app(
     settings: RouterSettings,
     connect: Connect,
     on_failure: Callable[[FunitelError], None] = _log_failure,
-    refreshed: Sequence[Refreshable] = (),
+    refreshed: Sequence[Reloadable] = (),
 ) -> Starlette:
     """Make the application.
 
@@ -61,7 +61,7 @@ def build_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         tasks = [
             asyncio.create_task(service.start(connect, on_failure)),
-            asyncio.create_task(keep_fresh([accounts, *refreshed])),
+            asyncio.create_task(reload_on_change([accounts, *refreshed])),
         ]
         try:
             yield
@@ -75,8 +75,8 @@ def build_app(
     app = Starlette(
         routes=[_route(operation, accounts, service) for operation in listed],
         middleware=[
-            Middleware(Noted),
-            *([] if settings.otlp_endpoint is None else [Middleware(Traced, model=service.model_id)]),
+            Middleware(AccessLog),
+            *([] if settings.otlp_endpoint is None else [Middleware(TracingMiddleware, model=service.model_id)]),
             Middleware(ResponseCount, metrics=service.metrics),
             Middleware(LastAnswers, drain=service.drain),
             Middleware(MetricsPort, port=settings.prometheus_port),
@@ -93,7 +93,7 @@ def build_app(
 
 
 def _route(operation: Operation, accounts: Accounts, service: Service) -> Route:
-    middleware = [Middleware(RouteNote, operation=operation)]
+    middleware = [Middleware(RouteContext, operation=operation)]
     if accounts.is_asked_for and operation.is_protected:
         middleware.append(Middleware(KeyCheck, operation=operation, accounts=accounts, model=service.model_id))
     if operation.access is Access.KEY:

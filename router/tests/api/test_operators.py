@@ -15,7 +15,7 @@ from funitel.proto.errors import ShardFailed, StartupError
 from funitel.router.api.routes import OPERATIONS, document
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
-from funitel.router.text.model_files import ModelFacts
+from funitel.router.text.model_files import ModelOrigin
 
 PROTECTED = [("POST", "/"), ("POST", "/generate"), ("POST", "/generate_stream"), ("POST", "/tokenize")]
 PROTECTED += [("POST", "/v1/chat/completions"), ("POST", "/chat_tokenize"), ("POST", "/invocations")]
@@ -147,7 +147,7 @@ async def test_info_tells_where_model_and_server_come_from(tmp_path: Path, serve
 )
 def test_the_purpose_is_what_the_model_card_begins_with(card: str, tag: str | None, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(card)
-    assert ModelFacts.of(tmp_path) == ModelFacts(None, tag)
+    assert ModelOrigin.of(tmp_path) == ModelOrigin(None, tag)
 
 
 async def test_a_key_is_asked_for_where_work_is_done(serve: Serve) -> None:

@@ -15,7 +15,7 @@ from funitel.router.chat.reasoning_parser import REASONING_FORMATS
 from funitel.router.chat.tool_formats import BY_NAME
 from funitel.router.core.request import Request
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import Job
+from funitel.router.serving.prepare import GenerationJob
 from funitel.router.serving.service import Service
 
 SPECIAL = {"[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "</s>", "<tool_call>"}
@@ -33,7 +33,7 @@ def answer(
     request = Request(
         input_ids=(1, 2), sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=99, stop_sequences=stops)
     )
-    job = Job(cast(Service, None), request, arrived=Arrival(0.0))
+    job = GenerationJob(cast(Service, None), request, arrived=Arrival(0.0))
     choice = Choice(job, prompt, top_logprobs=0, parallel_calls=parallel_calls)
     parts = []
     for generation in generations(pieces, stops, strides):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funitel.router.chat.output_parser import CallArguments, CallStart, Parser, Text, Thought
+from funitel.router.chat.output_parser import CallArguments, CallStart, Parser, TextPiece, Thought
 from funitel.router.chat.reasoning_parser import REASONING_FORMATS, ReasoningParser, detect_reasoning
 from funitel.router.chat.tool_formats import BY_NAME, detect_tool_format
 
@@ -29,7 +29,7 @@ def parse(parser: Parser, portions: Sequence[str]) -> Parsed:
     calls: list[tuple[str, str]] = []
     for piece in pieces:
         match piece:
-            case Text():
+            case TextPiece():
                 assert whole[piece.start :].startswith(piece.text)
                 text += piece.text
             case Thought():

@@ -13,7 +13,7 @@ from fleets import running
 from prompts import LONG
 
 from funitel.proto.errors import ShardUnsound
-from funitel.router.engine.step_pipeline import FIRST_FACTOR, LATE_FACTOR, Call, Pipeline, most_seconds
+from funitel.router.engine.step_pipeline import FIRST_FACTOR, LATE_FACTOR, Pipeline, StepCall, most_seconds
 from funitel.router.scheduler.chunk_budget import StepLoad
 from funitel.router.scheduler.plan import StepPlan
 from funitel.router.shard_client.shards import Shards
@@ -79,7 +79,7 @@ async def test_a_call_is_given_up_once_it_was_the_oldest_for_too_long() -> None:
     woken: list[int] = []
     pipeline = Pipeline(None, 2, lambda: woken.append(1))  # type: ignore[arg-type]
     never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-    pipeline._add(Call(never, plan(0.01)))
+    pipeline._add(StepCall(never, plan(0.01)))
     for _ in range(10):
         pipeline.grow_older(0.5, lambda _: 5.0)
     assert not woken

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.kv_cache.block_pool import BlockPool
 
 
 @given(st.lists(st.one_of(st.integers(1, 6), st.just(0)), max_size=60))
 def test_every_block_is_free_or_owned_once(requests: list[int]) -> None:
-    allocator = BlockAllocator(num_blocks=20, block_size=16)
+    allocator = BlockPool(num_blocks=20, block_size=16)
     owned: list[tuple[int, ...]] = []
     for count in requests:
         if count == 0 and owned:
@@ -23,7 +23,7 @@ def test_every_block_is_free_or_owned_once(requests: list[int]) -> None:
 
 
 def test_misuse_is_caught() -> None:
-    allocator = BlockAllocator(2, 16)
+    allocator = BlockPool(2, 16)
     blocks = allocator.allocate(2)
     with pytest.raises(AssertionError, match="1 blocks asked for, 0 free"):
         allocator.allocate(1)
@@ -35,7 +35,7 @@ def test_misuse_is_caught() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5), st.integers(0, 3)), max_size=80))
 def test_used_free_and_cached_blocks_are_all_blocks(actions: list[tuple[int, int, int]]) -> None:
     """Allocate, publish, share and free in any order, beside a model that counts users."""
-    allocator = BlockAllocator(num_blocks=12, block_size=16)
+    allocator = BlockPool(num_blocks=12, block_size=16)
     holders: list[list[int]] = []
     for action, count, which in actions:
         if action == 0 and count <= allocator.num_free:
@@ -62,4 +62,4 @@ def test_used_free_and_cached_blocks_are_all_blocks(actions: list[tuple[int, int
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
 def test_blocks_for(tokens: int, blocks: int) -> None:
-    assert BlockAllocator(1, 16).blocks_for(tokens) == blocks
+    assert BlockPool(1, 16).blocks_for(tokens) == blocks

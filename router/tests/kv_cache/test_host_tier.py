@@ -7,9 +7,9 @@ import pytest
 
 from funitel.proto.step import BlockCopy, Generation, SamplingParams, StepResult, StoppingParams, Tokens
 from funitel.router.core.request import Request, Sequence
-from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.kv_cache.host_tier import HostTier
-from funitel.router.scheduler.plan import Policy, StepPlan
+from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
 
 SIZE = 4
@@ -19,7 +19,7 @@ def key(number: int) -> bytes:
     return number.to_bytes(2, "big")
 
 
-def filled(allocator: BlockAllocator, *numbers: int) -> list[int]:
+def filled(allocator: BlockPool, *numbers: int) -> list[int]:
     """Blocks of known content that nobody uses."""
     blocks = []
     for number in numbers:
@@ -30,7 +30,7 @@ def filled(allocator: BlockAllocator, *numbers: int) -> list[int]:
 
 
 def test_evicted_content_is_saved_before_anything_else_and_loaded_into_another_block() -> None:
-    allocator = BlockAllocator(2, SIZE, host_blocks=2)
+    allocator = BlockPool(2, SIZE, host_blocks=2)
     deep, shallow = filled(allocator, 1, 2)[::-1]
     taken = allocator.allocate(2)
     assert set(taken) == {deep, shallow}
@@ -47,7 +47,7 @@ def test_evicted_content_is_saved_before_anything_else_and_loaded_into_another_b
 
 
 def test_what_is_to_be_loaded_is_not_overwritten_by_what_makes_room_for_it() -> None:
-    allocator = BlockAllocator(1, SIZE, host_blocks=1)
+    allocator = BlockPool(1, SIZE, host_blocks=1)
     filled(allocator, 1)
     allocator.free(allocator.allocate(1))  # 1 is on the host
     (block,) = filled(allocator, 2)
@@ -70,7 +70,7 @@ def test_the_least_recently_used_slot_goes_first() -> None:
 
 
 def test_copies_that_may_not_have_been_carried_out_are_forgotten() -> None:
-    allocator = BlockAllocator(2, SIZE, host_blocks=4)
+    allocator = BlockPool(2, SIZE, host_blocks=4)
     filled(allocator, 1, 2)
     allocator.free(allocator.allocate(2))
     allocator.host.take_copies()
@@ -124,8 +124,8 @@ def result_of(plan: StepPlan, sequences: dict[int, Sequence]) -> StepResult:
 def test_what_a_sequence_begins_behind_is_there(seed: int) -> None:
     """Random prompts of few beginnings in a small pool, two steps in flight, sequences that leave, steps that fail."""
     chance = random.Random(seed)
-    policy = Policy(max_batch_prefill_tokens=24, has_prefix_cache=True)
-    scheduler = Scheduler(policy, BlockAllocator(14, SIZE, host_blocks=10))
+    policy = SchedulerPolicy(max_batch_prefill_tokens=24, has_prefix_cache=True)
+    scheduler = Scheduler(policy, BlockPool(14, SIZE, host_blocks=10))
     machine, sequences = Machine(scheduler), dict[int, Sequence]()
     in_flight: deque[StepPlan] = deque()
     for tick in range(300):

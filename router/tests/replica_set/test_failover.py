@@ -17,7 +17,7 @@ from funitel.proto.errors import DeadlineExceeded, NotReady, Overloaded, ShardFa
 from funitel.proto.security.tls import MutualTls, Pair
 from funitel.proto.step import GrammarType
 from funitel.router.replica_set.failover import LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS, next_pause
-from funitel.router.replica_set.replica_set import Fleet, connect
+from funitel.router.replica_set.replica_set import ReplicaSet, connect
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel_testing.certificates import Authority
@@ -423,7 +423,7 @@ async def test_a_shard_that_wants_a_certificate_is_shown_one_when_it_is_back(tmp
     async with AsyncExitStack() as stack:
         fake = await stack.enter_async_context(guarded_shard(port, files))
         fleet = await connect(settings, Metrics())
-        assert isinstance(fleet, Fleet)
+        assert isinstance(fleet, ReplicaSet)
         fake.pause.clear()
         task = asyncio.create_task(run(fleet, request()))
         await holds(lambda: bool(fake.steps), "it has entered")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from funitel.router.replica_set.load_balancer import Standing, place
+from funitel.router.replica_set.load_balancer import ReplicaLoad, choose_replica
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,8 @@ from funitel.router.replica_set.load_balancer import Standing, place
     ],
 )
 def test_place(standings: list[tuple[int, int]], chosen: int, why: str) -> None:
-    assert place([Standing(*standing) for standing in standings]) == chosen, why
+    assert choose_replica([ReplicaLoad(*standing) for standing in standings]) == chosen, why
 
 
 def test_an_only_replica_gets_everything() -> None:
-    assert place([Standing(10**9, 0)]) == 0
+    assert choose_replica([ReplicaLoad(10**9, 0)]) == 0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fakes import eventually
 
-from funitel.router.sandbox.pool import CannotWork, KillablePool, Killed
+from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
 from funitel.router.sandbox.process import AHEAD_BYTES
 
 MEMORY_LIMIT = 256 << 20
@@ -44,7 +44,7 @@ def prepare(deaths):
 serve(prepare)
 """
 
-Pools = Callable[..., KillablePool]
+Pools = Callable[..., SandboxPool]
 
 
 @pytest.fixture
@@ -52,11 +52,11 @@ async def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     """`pools(most=1, **limits)`: processes that do as they are told, ended at the end."""
     (tmp_path / "obedient_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    made: list[KillablePool] = []
+    made: list[SandboxPool] = []
 
-    def make(most: int = 1, setup: Any = None, **limits: Any) -> KillablePool:
+    def make(most: int = 1, setup: Any = None, **limits: Any) -> SandboxPool:
         limits = {"time_limit": TIME_LIMIT, "memory_limit": MEMORY_LIMIT} | limits
-        made.append(KillablePool("obedient_worker", setup, most=most, **limits))
+        made.append(SandboxPool("obedient_worker", setup, most=most, **limits))
         return made[-1]
 
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -65,12 +65,12 @@ async def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         await pool.close()
 
 
-async def all_ready(pool: KillablePool) -> None:
+async def all_ready(pool: SandboxPool) -> None:
     while len(pool._processes) < pool._most:
         await pool.warm_up()
 
 
-def asking(pool: KillablePool, *questions: tuple[str, Any]) -> list[asyncio.Task[Any]]:
+def asking(pool: SandboxPool, *questions: tuple[str, Any]) -> list[asyncio.Task[Any]]:
     return [asyncio.create_task(pool.ask(question)) for question in questions]
 
 
@@ -133,7 +133,7 @@ async def test_what_somebody_else_kills_as_it_starts_is_started_again(
     if is_ready:
         assert await asked == "well"
     else:
-        with pytest.raises(CannotWork, match="does not start"):
+        with pytest.raises(WorkerUnavailable, match="does not start"):
             await asked
     assert list(deaths.iterdir()) == []
 

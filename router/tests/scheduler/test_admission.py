@@ -13,7 +13,7 @@ from sequences import make_sequence
 from funitel.proto.errors import DeadlineExceeded, Overloaded
 from funitel.router.core.request import Sequence
 from funitel.router.scheduler.admission import DEFAULT_TOKENS_PER_SECOND, Admission, InFlight, Throughput
-from funitel.router.scheduler.waiting_queue import Shares, WaitingQueue
+from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
 A, B = b"a", b"b"
 
@@ -23,7 +23,7 @@ def check(
     newcomer: Sequence,
     num_requests: int,
     queue: WaitingQueue,
-    shares: Shares,
+    shares: FairShares,
     running: list[Sequence],
 ) -> Sequence | None:
     in_flight = InFlight(num_requests, shares.sequences_of(newcomer.request.key))

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from funitel.router.scheduler.chunk_budget import MIN_CHUNK_TOKENS
-from funitel.router.scheduler.fault_bisect import PATIENCE_STEPS, Suspects
+from funitel.router.scheduler.fault_bisect import PATIENCE_STEPS, FaultBisector
 
 PROMPT = 8  # tokens
 
@@ -17,7 +17,7 @@ class Trial:
     """Sequences that compute one token a step, all that may in each, and a model that fails some of the steps."""
 
     def __init__(self, lengths: list[int], fails: Callable[[set[int], int], bool], *, lacks_memory: bool) -> None:
-        self.suspects = Suspects(may_shrink=lacks_memory)
+        self.suspects = FaultBisector(may_shrink=lacks_memory)
         self.fails = fails
         self.lacks_memory = lacks_memory
         self.known = dict.fromkeys(range(len(lengths)), PROMPT)  # tokens of each that has not ended
@@ -117,7 +117,7 @@ def test_a_whim_costs_nobody_anything_but_one_more_step() -> None:
 
 
 def test_steps_are_large_again_after_many_that_succeed() -> None:
-    suspects = Suspects(may_shrink=True)
+    suspects = FaultBisector(may_shrink=True)
     assert suspects.fail({1: 64}, 64, lacks_memory=True) is None
     assert suspects.most_tokens == 32
     assert suspects.has_passed({1: 64})
@@ -139,7 +139,7 @@ def test_where_nothing_succeeds_there_is_no_witness_against_anyone(num_sequences
 
 
 def test_who_leaves_while_on_trial_holds_nobody_up() -> None:
-    suspects = Suspects(may_shrink=False)
+    suspects = FaultBisector(may_shrink=False)
     assert suspects.fail({1: 5, 2: 5, 3: 5, 4: 5}, 4) is None
     assert [suspects.may_enter(i) for i in (1, 2, 3, 4, 9)] == [True, True, False, False, False]
     assert suspects.has_passed({3: 0, 4: 0})

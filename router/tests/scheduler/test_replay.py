@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from simulations import BENCHMARKS, costs, measures, run, simulation, trace
 
-from funitel.router.kv_cache.block_pool import BlockAllocator
-from funitel.router.scheduler.plan import Policy
+from funitel.router.kv_cache.block_pool import BlockPool
+from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
 
 COSTS = costs.StepCosts(base=1.0, prompt_token=0.1, decode_row=0.01, context_token=0.001, prompt_pair=0.0001)
@@ -29,7 +29,7 @@ def simulate(arrivals: list[Any], num_blocks: int = 100, num_replicas: int = 1, 
     policy = {"max_batch_prefill_tokens": 64, "has_prefix_cache": True} | policy
     found = measures.Measures()
     replicas = [
-        simulation.SimulatedReplica(Scheduler(Policy(**policy), BlockAllocator(num_blocks, 4)), COSTS, found, steps)
+        simulation.SimulatedReplica(Scheduler(SchedulerPolicy(**policy), BlockPool(num_blocks, 4)), COSTS, found, steps)
         for _ in range(num_replicas)
     ]
     simulation.simulate(arrivals, replicas, lambda count: None)
@@ -130,8 +130,8 @@ def test_a_key_that_asks_now_and_then_hardly_notices_the_flood_of_another(
         asks = [arrival(10.03 + 2.1 * i, prompt_tokens, 8, key="other") for i in range(7)]
         warm_up = [arrival(0.0, 4, 8), *(arrival(1.0 + i, 183, 8) for i in range(3))]
         found = measures.Measures()
-        policy = Policy(max_batch_prefill_tokens=4096, has_prefix_cache=True, max_batch_size=8)
-        replica = simulation.SimulatedReplica(Scheduler(policy, BlockAllocator(2500, 16)), costs.DEMO_COSTS, found, 2)
+        policy = SchedulerPolicy(max_batch_prefill_tokens=4096, has_prefix_cache=True, max_batch_size=8)
+        replica = simulation.SimulatedReplica(Scheduler(policy, BlockPool(2500, 16)), costs.DEMO_COSTS, found, 2)
         simulation.simulate([*warm_up, *sorted([*others, *asks], key=lambda a: a.at)], [replica], lambda count: None)
         return float(found.to_first_token_of["other"].percentile(0.5))
 

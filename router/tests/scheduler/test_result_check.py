@@ -6,9 +6,9 @@ import pytest
 from sequences import BLOCK, make_sequence
 
 from funitel.proto.step import FinishReason, GeneratedText, Generation, StepResult, Tokens
-from funitel.router.kv_cache.block_pool import BlockAllocator
-from funitel.router.scheduler.plan import Policy, StepPlan
-from funitel.router.scheduler.result_check import contradiction
+from funitel.router.kv_cache.block_pool import BlockPool
+from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
+from funitel.router.scheduler.result_check import check_result
 from funitel.router.scheduler.scheduler import Scheduler
 
 
@@ -23,7 +23,7 @@ def last(request_id: int) -> Generation:
 @pytest.fixture
 def planned() -> tuple[Scheduler, StepPlan]:
     """Requests 0 and 1 get their first token, 2 computes a part of its prompt."""
-    scheduler = Scheduler(Policy(max_batch_prefill_tokens=16), BlockAllocator(20, BLOCK))
+    scheduler = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=16), BlockPool(20, BLOCK))
     for i, length in enumerate((4, 5, 30)):
         scheduler.add(make_sequence(i, length, 3))
     plan = scheduler.schedule()
@@ -49,7 +49,7 @@ def test_what_cannot_be(
     planned: tuple[Scheduler, StepPlan], generations: tuple[Generation, ...], ended: tuple[int, ...], problem: str
 ) -> None:
     scheduler, plan = planned
-    found = contradiction(plan, StepResult(generations, None), frozenset(ended), scheduler.running)
+    found = check_result(plan, StepResult(generations, None), frozenset(ended), scheduler.running)
     assert found == problem
 
 
@@ -57,4 +57,4 @@ def test_of_those_that_have_left_nothing_is_wrong(planned: tuple[Scheduler, Step
     scheduler, plan = planned
     for sequence in tuple(scheduler.running.values()):
         scheduler.remove(sequence)
-    assert contradiction(plan, StepResult((token(0),), None), frozenset({0, 1, 2}), scheduler.running) is None
+    assert check_result(plan, StepResult((token(0),), None), frozenset({0, 1, 2}), scheduler.running) is None

@@ -20,9 +20,9 @@ from funitel.proto.step import (
     Tokens,
 )
 from funitel.router.core.request import Request, Sequence
-from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.chunk_budget import StepLoad
-from funitel.router.scheduler.plan import Policy, StepPlan
+from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
 
 
@@ -130,13 +130,13 @@ def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
 ) -> None:
     if not is_chunked:
         budget = 64  # whole prompts must fit
-    policy = Policy(
+    policy = SchedulerPolicy(
         max_batch_prefill_tokens=budget,
         max_batch_size=max_batch_size,
         is_chunked=is_chunked,
         has_prefix_cache=has_prefix_cache,
     )
-    scheduler = Scheduler(policy, BlockAllocator(num_blocks, BLOCK))
+    scheduler = Scheduler(policy, BlockPool(num_blocks, BLOCK))
     arrivals: dict[int, list[Sequence]] = {}
     for i, (when, prompt_len, max_new_tokens, key, priority) in enumerate(specs):
         sequence = make_sequence(i, prompt_len, max_new_tokens, key=key, priority=priority)
@@ -153,7 +153,7 @@ def test_every_request_ends_with_its_own_tokens_whatever_the_pool(
 
 def test_the_same_arrivals_give_the_same_plans() -> None:
     def plans() -> list[StepPlan]:
-        scheduler = Scheduler(Policy(max_batch_prefill_tokens=16), BlockAllocator(30, BLOCK))
+        scheduler = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=16), BlockPool(30, BLOCK))
         shard, seen = FakeShard(), []
         for i in range(5):
             scheduler.add(make_sequence(i, 10 + i, 6))
@@ -171,7 +171,7 @@ def test_the_same_arrivals_give_the_same_plans() -> None:
 
 
 def test_a_long_prompt_is_chunked_beside_a_running_sequence() -> None:
-    scheduler = Scheduler(Policy(max_batch_prefill_tokens=8), BlockAllocator(100, BLOCK))
+    scheduler = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=8), BlockPool(100, BLOCK))
     shard = FakeShard()
     scheduler.add(make_sequence(0, 4, 50))
     plan = scheduler.schedule()
@@ -190,7 +190,7 @@ def test_a_long_prompt_is_chunked_beside_a_running_sequence() -> None:
 
 
 def test_the_newest_is_preempted_and_resumes_where_it_was() -> None:
-    scheduler = Scheduler(Policy(max_batch_prefill_tokens=64), BlockAllocator(6, BLOCK))
+    scheduler = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=64), BlockPool(6, BLOCK))
     outputs = replay(scheduler, {0: [make_sequence(0, 8, 12), make_sequence(1, 6, 12)]}, {})
     assert scheduler.num_preempted > 0
     assert outputs == {0: expected_output(make_sequence(0, 8, 12)), 1: expected_output(make_sequence(1, 6, 12))}
@@ -199,7 +199,7 @@ def test_the_newest_is_preempted_and_resumes_where_it_was() -> None:
 @pytest.mark.parametrize("is_chunked", [True, False])
 @pytest.mark.parametrize("late", [False, True])
 def test_tokens_that_shards_put_behind_prompts_have_places_of_their_own(is_chunked: bool, late: bool) -> None:
-    scheduler = Scheduler(Policy(max_batch_prefill_tokens=8, is_chunked=is_chunked), BlockAllocator(12, BLOCK))
+    scheduler = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=8, is_chunked=is_chunked), BlockPool(12, BLOCK))
     # The prompts fill their blocks to the last place.
     sequences = [replace(make_sequence(i, 2 * BLOCK, 12), num_opening=1) for i in range(3)]
     outputs = replay(scheduler, {0: sequences}, {}, late=(late,), num_opening=1)
@@ -211,10 +211,10 @@ def test_tokens_that_shards_put_behind_prompts_have_places_of_their_own(is_chunk
 def test_without_chunks_waiting_requests_join_by_ratio_or_by_patience(
     ratio: float, max_waiting: int, joins_at: int
 ) -> None:
-    policy = Policy(
+    policy = SchedulerPolicy(
         max_batch_prefill_tokens=64, is_chunked=False, waiting_served_ratio=ratio, max_waiting_tokens=max_waiting
     )
-    scheduler = Scheduler(policy, BlockAllocator(100, BLOCK))
+    scheduler = Scheduler(policy, BlockPool(100, BLOCK))
     shard = FakeShard()
     scheduler.add(make_sequence(0, 4, 50))
     joined = None
@@ -232,8 +232,8 @@ def test_without_chunks_waiting_requests_join_by_ratio_or_by_patience(
 
 
 def test_a_plain_peer_gets_whole_requests_with_slots_and_text() -> None:
-    policy = Policy(max_batch_prefill_tokens=64, is_chunked=False, is_plain=True)
-    scheduler = Scheduler(policy, BlockAllocator(100, BLOCK))
+    policy = SchedulerPolicy(max_batch_prefill_tokens=64, is_chunked=False, is_plain=True)
+    scheduler = Scheduler(policy, BlockPool(100, BLOCK))
     scheduler.add(make_sequence(0, 6, 5))
     plan = scheduler.schedule()
     assert plan is not None
@@ -246,7 +246,7 @@ def test_a_plain_peer_gets_whole_requests_with_slots_and_text() -> None:
 
 
 def test_without_chunks_a_sequence_that_outgrew_the_budget_resumes() -> None:
-    scheduler = Scheduler(Policy(max_batch_prefill_tokens=8, is_chunked=False), BlockAllocator(20, BLOCK))
+    scheduler = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=8, is_chunked=False), BlockPool(20, BLOCK))
     sequence, shard = make_sequence(0, 6, 8), FakeShard()
     scheduler.add(sequence)
     for _ in range(5):
@@ -265,7 +265,7 @@ def test_without_chunks_a_sequence_that_outgrew_the_budget_resumes() -> None:
 
 def cached_scheduler(num_blocks: int = 100, **policy: Any) -> Scheduler:
     policy = {"max_batch_prefill_tokens": 64, "has_prefix_cache": True} | policy
-    return Scheduler(Policy(**policy), BlockAllocator(num_blocks, BLOCK))
+    return Scheduler(SchedulerPolicy(**policy), BlockPool(num_blocks, BLOCK))
 
 
 def run_to_end(scheduler: Scheduler, shard: FakeShard) -> list[SequenceStart]:
@@ -369,8 +369,8 @@ def test_a_preempted_sequence_finds_what_it_had_computed() -> None:
 
 @pytest.mark.parametrize("has_prefix_cache", [False, True])
 def test_tokens_computed_again_are_counted(has_prefix_cache: bool) -> None:
-    policy = Policy(max_batch_prefill_tokens=64, has_prefix_cache=has_prefix_cache)
-    scheduler, shard = Scheduler(policy, BlockAllocator(7, BLOCK)), FakeShard()
+    policy = SchedulerPolicy(max_batch_prefill_tokens=64, has_prefix_cache=has_prefix_cache)
+    scheduler, shard = Scheduler(policy, BlockPool(7, BLOCK)), FakeShard()
     asked = [make_sequence(i, 8, 14, cache_salt=salt) for i, salt in enumerate("ab")]
     for sequence in asked:
         scheduler.add(sequence)
@@ -382,7 +382,7 @@ def test_tokens_computed_again_are_counted(has_prefix_cache: bool) -> None:
 
 def test_a_full_pool_is_used_but_for_a_small_reserve() -> None:
     """Many short sequences: a free block for each of them would be a third of the pool."""
-    scheduler, shard = Scheduler(Policy(max_batch_prefill_tokens=64), BlockAllocator(100, BLOCK)), FakeShard()
+    scheduler, shard = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=64), BlockPool(100, BLOCK)), FakeShard()
     for i in range(200):
         scheduler.add(make_sequence(i, 4 + i % 3, 8 + i % 11))
     shares = []
@@ -402,7 +402,7 @@ def test_a_full_pool_is_used_but_for_a_small_reserve() -> None:
 
 
 def test_forced_tokens_are_a_chunk_that_takes_its_share_of_the_budget() -> None:
-    scheduler = Scheduler(Policy(max_batch_prefill_tokens=8), BlockAllocator(100, BLOCK))
+    scheduler = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=8), BlockPool(100, BLOCK))
     for i in range(2):
         scheduler.add(make_sequence(i, 2, 60))
     plan = scheduler.schedule()
@@ -421,8 +421,8 @@ def test_forced_tokens_are_a_chunk_that_takes_its_share_of_the_budget() -> None:
 
 
 def test_several_tokens_of_a_plain_peer_were_speculated_and_are_computed() -> None:
-    policy = Policy(max_batch_prefill_tokens=64, is_chunked=False, is_plain=True)
-    scheduler = Scheduler(policy, BlockAllocator(100, BLOCK))
+    policy = SchedulerPolicy(max_batch_prefill_tokens=64, is_chunked=False, is_plain=True)
+    scheduler = Scheduler(policy, BlockPool(100, BLOCK))
     sequence = make_sequence(0, 6, 9)
     scheduler.add(sequence)
     for _ in range(2):

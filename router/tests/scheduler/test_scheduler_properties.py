@@ -21,8 +21,8 @@ from funitel.proto.step import (
     Tokens,
 )
 from funitel.router.core.request import Request, Sequence
-from funitel.router.kv_cache.block_pool import BlockAllocator
-from funitel.router.scheduler.plan import Policy, StepPlan
+from funitel.router.kv_cache.block_pool import BlockPool
+from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
 
 BLOCK = 4
@@ -133,14 +133,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(
         self, num_blocks: int, max_batch_size: int | None, is_chunked: bool, has_prefix_cache: bool, most_steps: int
     ) -> None:
-        policy = Policy(
+        policy = SchedulerPolicy(
             max_batch_prefill_tokens=BUDGET if is_chunked else MOST_PROMPT + MOST_COMPLETION,
             max_batch_size=max_batch_size,
             is_chunked=is_chunked,
             has_prefix_cache=has_prefix_cache,
         )
         self.most_steps = most_steps  # in flight at once
-        self.scheduler = Scheduler(policy, BlockAllocator(num_blocks, BLOCK))
+        self.scheduler = Scheduler(policy, BlockPool(num_blocks, BLOCK))
         self.wishes: dict[int, Wish] = {}
         self.shard = Shard(self.wishes)
         self.live: dict[int, Wish] = {}

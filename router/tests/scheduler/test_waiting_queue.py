@@ -10,10 +10,10 @@ from sequences import BLOCK, FakeShard, make_sequence
 
 from funitel.proto.step import FinishReason, GeneratedText, Generation, StepResult, Tokens
 from funitel.router.core.request import Sequence
-from funitel.router.kv_cache.block_pool import BlockAllocator
-from funitel.router.scheduler.plan import Policy, StepPlan
+from funitel.router.kv_cache.block_pool import BlockPool
+from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
-from funitel.router.scheduler.waiting_queue import AGEING_SECONDS, MAX_IDLE_KEYS, Shares, WaitingQueue
+from funitel.router.scheduler.waiting_queue import AGEING_SECONDS, MAX_IDLE_KEYS, FairShares, WaitingQueue
 
 FLOODER, OTHER = b"flooder", b"other"
 
@@ -52,11 +52,11 @@ def steps(scheduler: Scheduler, shard: FakeShard | QuickShard) -> Iterator[dict[
 
 
 def make_scheduler(num_blocks: int = 400, budget: int = 16, **policy: object) -> Scheduler:
-    chosen = Policy(max_batch_prefill_tokens=budget, **policy)  # type: ignore[arg-type]
-    return Scheduler(chosen, BlockAllocator(num_blocks, BLOCK))
+    chosen = SchedulerPolicy(max_batch_prefill_tokens=budget, **policy)  # type: ignore[arg-type]
+    return Scheduler(chosen, BlockPool(num_blocks, BLOCK))
 
 
-def entering(queue: WaitingQueue, shares: Shares) -> Iterator[Sequence]:
+def entering(queue: WaitingQueue, shares: FairShares) -> Iterator[Sequence]:
     """Everyone who waits, in turn; each is given its prompt."""
     while (sequence := queue.first()) is not None:
         queue.remove(sequence)
@@ -150,7 +150,7 @@ def test_time_away_earns_no_credit_and_leaving_clears_no_debt() -> None:
 
 
 def test_time_away_earns_some_credit_where_it_is_given() -> None:
-    shares = Shares(credit=400)
+    shares = FairShares(credit=400)
     busy = make_sequence(0, 5, 5, key=b"busy")
     shares.join(b"busy")
     shares.charge(busy, 1000)
@@ -166,7 +166,7 @@ def test_time_away_earns_some_credit_where_it_is_given() -> None:
 
 
 def test_who_stays_least_is_seen_from_all_that_have_requests() -> None:
-    shares = Shares()
+    shares = FairShares()
     for key in (b"a", b"b"):
         assert not shares.stays_least(b"a", 0), "nobody to compare with"
         shares.join(key)
@@ -181,7 +181,7 @@ def test_who_stays_least_is_seen_from_all_that_have_requests() -> None:
 
 
 def test_idle_keys_are_not_remembered_without_end() -> None:
-    shares = Shares()
+    shares = FairShares()
     shares.join(b"busy")
     for number in range(3 * MAX_IDLE_KEYS):
         sequence = make_sequence(number, 1, 1, key=str(number).encode())

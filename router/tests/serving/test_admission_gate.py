@@ -13,7 +13,7 @@ from fleets import running as running_fleet
 from funitel.proto.errors import DeadlineExceeded, NotReady, Overloaded
 from funitel.router.core.request import Request
 from funitel.router.scheduler.admission import InFlight
-from funitel.router.serving.admission_gate import Door, ReadingRoom, newcomer
+from funitel.router.serving.admission_gate import AdmissionGate, TokenizeLimit, newcomer
 from funitel.router.telemetry.metrics import Metrics
 
 NOBODY = InFlight(0, 0)
@@ -35,7 +35,7 @@ class Room:
 
 def test_whoever_was_let_in_counts_until_it_has_arrived() -> None:
     room = Room(2)
-    door = Door(lambda: room)
+    door = AdmissionGate(lambda: room)
     first, second = door.enter(newcomer(A)), door.enter(newcomer(A))
     with pytest.raises(Overloaded):
         door.check(newcomer(B))
@@ -55,13 +55,13 @@ def test_a_room_that_is_not_there_yet() -> None:
         raise NotReady("starting")
 
     with pytest.raises(NotReady):
-        Door(room).enter(newcomer())
+        AdmissionGate(room).enter(newcomer())
 
 
 def test_so_many_read_at_once() -> None:
     metrics = Metrics()
-    reading_room = ReadingRoom(2, metrics)
-    door = Door(lambda: reading_room)
+    reading_room = TokenizeLimit(2, metrics)
+    door = AdmissionGate(lambda: reading_room)
     entries = [door.enter(newcomer()) for _ in range(2)]
     with pytest.raises(Overloaded, match=": 2 requests are being tokenized, at most 2"):
         door.enter(newcomer())

@@ -13,7 +13,7 @@ from funitel.proto.errors import FunitelError, Overloaded, ShardFailed
 from funitel.proto.step import Generation
 from funitel.router.api.native.schema import GenerateParameters
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import Job, Prompt, prepare
+from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
 from funitel.router.serving.run import collect_all, stream_all
 from funitel.router.serving.service import Service
 from funitel.router.serving.timing_headers import stream_headers, summed_headers
@@ -23,7 +23,7 @@ NUM_TOKENS = len(PIECES) + 1
 
 
 @asynccontextmanager
-async def _job(model: Path, engine: FakeEngine, seed: int = 7) -> AsyncIterator[Job]:
+async def _job(model: Path, engine: FakeEngine, seed: int = 7) -> AsyncIterator[GenerationJob]:
     service = Service(RouterSettings(tokenizer_name=str(model)))
 
     def fail(error: FunitelError) -> None:
@@ -37,12 +37,12 @@ async def _job(model: Path, engine: FakeEngine, seed: int = 7) -> AsyncIterator[
         await service.close()
 
 
-def _sample(job: Job, name: str) -> float:
+def _sample(job: GenerationJob, name: str) -> float:
     value = job.service.metrics.registry.get_sample_value(name)
     return 0.0 if value is None else value
 
 
-async def _texts(jobs: list[Job]) -> list[str]:
+async def _texts(jobs: list[GenerationJob]) -> list[str]:
     texts = [""] * len(jobs)
 
     def take(place: int, generation: Generation) -> None:
@@ -52,7 +52,7 @@ async def _texts(jobs: list[Job]) -> list[str]:
     return texts
 
 
-async def _leave_after_one(jobs: list[Job]) -> None:
+async def _leave_after_one(jobs: list[GenerationJob]) -> None:
     came = asyncio.Event()
     running = asyncio.create_task(stream_all(jobs, lambda place, generation: came.set()))
     await came.wait()

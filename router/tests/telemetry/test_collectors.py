@@ -5,7 +5,7 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
 
-from funitel.router.telemetry.collectors import CounterTally, HistogramTally, SummaryTally
+from funitel.router.telemetry.collectors import FastCounter, FastHistogram, FastSummary
 from funitel.router.telemetry.metrics import DURATION_BUCKETS
 
 VALUES = (0.0, 0.15e-3, 0.0001 * 1.5**3, 0.1, 1.0, 1.5, 146.0, 1e9, math.inf)
@@ -14,7 +14,7 @@ VALUES = (0.0, 0.15e-3, 0.0001 * 1.5**3, 0.1, 1.0, 1.5, 146.0, 1e9, math.inf)
 @pytest.mark.parametrize("buckets", [DURATION_BUCKETS, (1, 2, 4), (0.5, 1.0, 100.0)])
 def test_a_histogram_is_exposed_as_the_library_does(buckets: tuple[float, ...]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tally = HistogramTally("some_seconds", "Words.", buckets, ours)
+    tally = FastHistogram("some_seconds", "Words.", buckets, ours)
     histogram = Histogram("some_seconds", "Words.", buckets=buckets, registry=theirs)
     assert generate_latest(ours) == generate_latest(theirs)
     for value in (*VALUES, *buckets):
@@ -25,7 +25,7 @@ def test_a_histogram_is_exposed_as_the_library_does(buckets: tuple[float, ...]) 
 
 def test_a_summary_is_exposed_as_the_library_does() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tally, summary = SummaryTally("some", "Words.", ours), Summary("some", "Words.", registry=theirs)
+    tally, summary = FastSummary("some", "Words.", ours), Summary("some", "Words.", registry=theirs)
     for value in (0, 3, 0.5):
         tally.observe(value)
         summary.observe(value)
@@ -34,7 +34,7 @@ def test_a_summary_is_exposed_as_the_library_does() -> None:
 
 def test_series_are_exposed_as_the_library_does() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    tally = HistogramTally("some_seconds", "Words.", (0.5, 1.0), ours, "method")
+    tally = FastHistogram("some_seconds", "Words.", (0.5, 1.0), ours, "method")
     histogram = Histogram("some_seconds", "Words.", ["method"], buckets=(0.5, 1.0), registry=theirs)
     assert generate_latest(ours) == generate_latest(theirs)
     for value, method in ((0.1, "decode"), (0.7, "prefill"), (9.0, "decode")):
@@ -45,7 +45,7 @@ def test_series_are_exposed_as_the_library_does() -> None:
 
 def test_a_counter_is_exposed_as_the_library_does() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    plain, by_rank = CounterTally("all", "Words.", ours), CounterTally("some", "Words.", ours, "rank")
+    plain, by_rank = FastCounter("all", "Words.", ours), FastCounter("some", "Words.", ours, "rank")
     counter, counters = Counter("all", "Words.", registry=theirs), Counter("some", "Words.", ["rank"], registry=theirs)
     assert generate_latest(ours) == generate_latest(theirs)
     for rank in (0, 1, 0):

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import GrammarType
 from funitel.router.sandbox import pool as killable
-from funitel.router.sandbox.pool import KillablePool
-from funitel.router.sandbox.process import Process, Question
+from funitel.router.sandbox.pool import SandboxPool
+from funitel.router.sandbox.process import SandboxProcess, SandboxTask
 from funitel.router.text import grammar as module
 from funitel.router.text.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarChecker
 
@@ -131,13 +131,13 @@ async def test_many_who_ask_the_same_wait_for_one_answer(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    ask = KillablePool.ask
+    ask = SandboxPool.ask
 
-    async def counting(pool: KillablePool, question: Any) -> Any:
+    async def counting(pool: SandboxPool, question: Any) -> Any:
         asked.append(question["text"])
         return await ask(pool, question)
 
-    monkeypatch.setattr(KillablePool, "ask", counting)
+    monkeypatch.setattr(SandboxPool, "ask", counting)
     waiting = [asyncio.create_task(checker.check(Grammar.regex("same"))) for _ in range(20)]
     await asyncio.sleep(0.01)
     waiting[0].cancel()
@@ -168,15 +168,15 @@ async def test_a_grammar_whose_workers_are_all_killed_is_refused(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = []
-    give = Process.give
+    give = SandboxProcess.give
 
-    def die(process: Process, question: Question) -> None:
+    def die(process: SandboxProcess, question: SandboxTask) -> None:
         if b"text" in question.frame:
             killed.append(process)
             os.kill(process.pid, signal.SIGKILL)
         give(process, question)
 
-    monkeypatch.setattr(Process, "give", die)
+    monkeypatch.setattr(SandboxProcess, "give", die)
     assert "MiB to compile" in await refusal(checker, Grammar.regex("a"))
     assert len(killed) == killable.MOST_DEATHS
 

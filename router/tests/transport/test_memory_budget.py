@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from funitel.router.transport.memory_budget import Ledger
+from funitel.router.transport.memory_budget import MemoryBudget
 
 
 class FakeClient:
@@ -23,7 +23,7 @@ class FakeClient:
 
 
 def test_the_largest_share_goes_whoever_asks_for_more() -> None:
-    ledger = Ledger(100, "much")
+    ledger = MemoryBudget(100, "much")
     small, large, newcomer = FakeClient(), FakeClient(), FakeClient()
     ledger.add(small, 10)
     ledger.add(large, 80)
@@ -42,7 +42,7 @@ def test_the_largest_share_goes_whoever_asks_for_more() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-50, 50))))
 def test_the_sum_is_that_of_the_shares_and_never_too_large(changes: list[tuple[int, int]]) -> None:
-    ledger, clients = Ledger(100, "much"), [FakeClient() for _ in range(4)]
+    ledger, clients = MemoryBudget(100, "much"), [FakeClient() for _ in range(4)]
     for place, num_bytes in changes:
         ledger.add(clients[place], num_bytes)
         assert ledger.num_bytes == sum(ledger._kept.values()) <= 100

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from funitel.router.transport.connection import chunk_writer
 from funitel.router.transport.sse import DirectSend, EventStream, Put
-from funitel.router.transport.stream_writer import Outlet
+from funitel.router.transport.stream_writer import StreamWriter
 
 EVENT = b"data: " + b"x" * 1000 + b"\n\n"
 
@@ -40,8 +40,8 @@ class Connection:
             self.bodies.append(message["body"])
 
 
-def outlet_to(connection: Connection) -> Outlet:
-    return Outlet(connection.send, connection.send, [])
+def outlet_to(connection: Connection) -> StreamWriter:
+    return StreamWriter(connection.send, connection.send, [])
 
 
 async def test_what_is_written_is_sent_with_the_next_turn_each_by_itself() -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from funitel.launcher.bench.figures import Failure, Timeline
-from funitel.launcher.bench.http import Reply
+from funitel.launcher.bench.http import HttpReply
 
 JSON = Any
 
@@ -15,7 +15,7 @@ IGNORE_EOS, USAGE = "ignore_eos", "usage"
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class GenerationQuery:
     """What is asked for. An empty `model` is left out."""
 
     model: str
@@ -39,13 +39,13 @@ class Dialect:
     """One API: where it is asked, how, and what its events mean."""
 
     path: str
-    body: Callable[[Question], JSON]
+    body: Callable[[GenerationQuery], JSON]
     read: Callable[[Mapping[str, Any]], Event]
     wishes: frozenset[str]
     needs_model: bool
 
 
-def read_reply(dialect: Dialect, started: float, reply: Reply) -> Timeline:
+def read_reply(dialect: Dialect, started: float, reply: HttpReply) -> Timeline:
     """Turn an answer into the timeline of its request."""
     timeline = Timeline(started=started, ended=reply.ended)
     if reply.status != 200:
@@ -110,7 +110,7 @@ def _parsed(content: bytes) -> JSON:
         return None
 
 
-def _openai_body(question: Question, prompt: Mapping[str, Any]) -> JSON:
+def _openai_body(question: GenerationQuery, prompt: Mapping[str, Any]) -> JSON:
     return {
         **({"model": question.model} if question.model else {}),
         **prompt,
@@ -122,15 +122,15 @@ def _openai_body(question: Question, prompt: Mapping[str, Any]) -> JSON:
     }
 
 
-def _chat_body(question: Question) -> JSON:
+def _chat_body(question: GenerationQuery) -> JSON:
     return _openai_body(question, {"messages": [{"role": "user", "content": question.prompt}]})
 
 
-def _completions_body(question: Question) -> JSON:
+def _completions_body(question: GenerationQuery) -> JSON:
     return _openai_body(question, {"prompt": question.prompt})
 
 
-def _tgi_body(question: Question) -> JSON:
+def _tgi_body(question: GenerationQuery) -> JSON:
     wishes = {"ignore_eos_token": True} if IGNORE_EOS in question.wishes else {}
     parameters = {"max_new_tokens": question.num_tokens, "do_sample": False, "details": True, **wishes}
     return {"inputs": question.prompt, "parameters": parameters}

@@ -13,7 +13,7 @@ from funitel.launcher.bench.figures import Objectives, summarise
 from funitel.launcher.bench.http import Endpoint
 from funitel.launcher.bench.load import Level, press
 from funitel.launcher.bench.plot import check_plot, plot
-from funitel.launcher.bench.progress import Progress, progress
+from funitel.launcher.bench.progress import BenchProgress, progress
 from funitel.launcher.bench.report import LevelResult, ServerResult, summary, tables, warnings
 from funitel.launcher.bench.settings import BenchSettings
 from funitel.launcher.bench.target import Target
@@ -100,7 +100,7 @@ class Bench:
                         await self._measure(server, place, number, bar)
         return results
 
-    async def _warm_up(self, target: Target, bar: Progress) -> None:
+    async def _warm_up(self, target: Target, bar: BenchProgress) -> None:
         """Press a server without looking, so that no level pays for first times."""
         count = self._settings.warmup
         streams = max((level.concurrency or 4) for level in self._levels)
@@ -113,7 +113,7 @@ class Bench:
             bar.begin(f"{target.name}: warm-up")
             await press(target, Level(concurrency=streams), prompts, (), lambda timeline: None)
 
-    async def _measure(self, server: ServerResult, place: int, number: int, bar: Progress) -> None:
+    async def _measure(self, server: ServerResult, place: int, number: int, bar: BenchProgress) -> None:
         """One level of one server; all servers are asked the same in a round, and something else in the next."""
         level, targets = self._levels[place], [target.endpoint.url for target in self._targets]
         # One server that is given twice, to compare its APIs, must not know the prompts from the first time.

@@ -25,7 +25,7 @@ class RequestFailed(Exception):
 
 
 @dataclass(slots=True)
-class Reply:
+class HttpReply:
     """A whole answer: its pieces with the seconds (`time.perf_counter`) at which they came."""
 
     status: int = 0
@@ -52,14 +52,14 @@ class Endpoint:
         key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._head = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n{key}"
 
-    async def request(self, method: str, path: str, body: bytes, seconds: float) -> Reply:
+    async def request(self, method: str, path: str, body: bytes, seconds: float) -> HttpReply:
         """Return the whole answer, whatever its status.
 
         Raises:
             RequestFailed: of kind `connect`, `cut`, `timeout` or `malformed`.
         """
         loop = asyncio.get_running_loop()
-        reply = Reply()
+        reply = HttpReply()
         over: asyncio.Future[None] = loop.create_future()
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
@@ -83,9 +83,9 @@ class Endpoint:
 
 
 class _Connection(asyncio.Protocol):
-    """Reads one answer into a `Reply`; `over` ends with it, or fails."""
+    """Reads one answer into a `HttpReply`; `over` ends with it, or fails."""
 
-    def __init__(self, reply: Reply, over: "asyncio.Future[None]") -> None:
+    def __init__(self, reply: HttpReply, over: "asyncio.Future[None]") -> None:
         self._reply, self._over = reply, over
         self._parser = httptools.HttpResponseParser(self)
         self._now = 0.0

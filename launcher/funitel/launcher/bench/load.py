@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from funitel.launcher.bench.figures import Timeline, percentile
-from funitel.launcher.bench.target import Prompt, Target
+from funitel.launcher.bench.target import PreparedRequest, Target
 
 TICK_SECONDS = 0.05
 BUSY_SHARE = 0.5  # of one core: from here on events wait for the client rather than the client for events
@@ -27,7 +27,7 @@ class Level:
 
 
 @dataclass(slots=True)
-class Client:
+class ClientLoad:
     """What the load generator did to itself: its share of one core, and how late its own wake-ups came."""
 
     cpu_share: float = 0.0
@@ -45,14 +45,14 @@ class Run:
     """All requests of one level in one round."""
 
     timelines: list[Timeline]
-    client: Client
+    client: ClientLoad
 
 
 Report = Callable[[Timeline], None]
 
 
 async def press(
-    target: Target, level: Level, prompts: Sequence[Prompt], instants: Iterable[float], report: Report
+    target: Target, level: Level, prompts: Sequence[PreparedRequest], instants: Iterable[float], report: Report
 ) -> Run:
     """Send every prompt and wait for the last answer.
 
@@ -60,7 +60,7 @@ async def press(
         instants: seconds from the start at which each prompt is sent, for levels with a rate.
         report: told of each answer.
     """
-    client = Client()
+    client = ClientLoad()
     ticker = asyncio.create_task(_tick(client.lags))
     wall, cpu = time.perf_counter(), time.process_time()
     try:
@@ -74,7 +74,9 @@ async def press(
     return Run(timelines, client)
 
 
-async def _closed(target: Target, concurrency: int, prompts: Sequence[Prompt], report: Report) -> list[Timeline]:
+async def _closed(
+    target: Target, concurrency: int, prompts: Sequence[PreparedRequest], report: Report
+) -> list[Timeline]:
     """Each stream makes its next request when its last one is answered."""
     timelines: list[Timeline] = []
     left = iter(prompts)
@@ -90,12 +92,14 @@ async def _closed(target: Target, concurrency: int, prompts: Sequence[Prompt], r
     return timelines
 
 
-async def _open(target: Target, prompts: Sequence[Prompt], instants: Iterable[float], report: Report) -> list[Timeline]:
+async def _open(
+    target: Target, prompts: Sequence[PreparedRequest], instants: Iterable[float], report: Report
+) -> list[Timeline]:
     """Requests come when they come; time counts from when one should have been sent, so that nothing waits unseen."""
     timelines: list[Timeline] = []
     begin = time.perf_counter()
 
-    async def ask(prompt: Prompt, due: float) -> None:
+    async def ask(prompt: PreparedRequest, due: float) -> None:
         timelines.append(await target.ask(prompt, due))
         report(timelines[-1])
 

@@ -14,7 +14,7 @@ BAR_COLUMNS = 24
 LEAST_SECONDS = 0.1  # between two states of the bar: drawing takes processor time from what is measured
 
 
-class Progress:
+class BenchProgress:
     """All levels of all rounds as one bar, whose text says which one runs and what it gave so far."""
 
     def __init__(self, num_requests: int, stream: TextIO | None = None) -> None:
@@ -65,9 +65,9 @@ class Progress:
 
 
 @contextmanager
-def progress(num_requests: int) -> Iterator[Progress]:
+def progress(num_requests: int) -> Iterator[BenchProgress]:
     """A bar for the length of a `with`."""
-    bar = Progress(num_requests)
+    bar = BenchProgress(num_requests)
     try:
         yield bar
     finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from funitel.launcher.bench.apis import DIALECTS, IGNORE_EOS, USAGE, Question, read_reply
+from funitel.launcher.bench.apis import DIALECTS, IGNORE_EOS, USAGE, GenerationQuery, read_reply
 from funitel.launcher.bench.figures import Failure, Timeline
 from funitel.launcher.bench.http import Endpoint, RequestFailed
 from funitel.launcher.bench.workload import WORDS, Ask
@@ -22,7 +22,7 @@ TOKENIZE_FIELDS = ("prompt", "content", "inputs")
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PreparedRequest:
     """A request ready to be sent."""
 
     text: str
@@ -87,7 +87,7 @@ class Target:
         failure: Failure | None = None
         for wishes in _subsets(self._wishes):
             self._wishes = wishes
-            timeline = await self.ask(Prompt(text, output_tokens=2))
+            timeline = await self.ask(PreparedRequest(text, output_tokens=2))
             failure = timeline.failure
             if failure is None:
                 return timeline
@@ -124,7 +124,7 @@ class Target:
         tokens = answer.get("tokens") if isinstance(answer, dict) else answer
         return len(tokens) if isinstance(tokens, list) else None
 
-    async def prepare(self, asks: Sequence[Ask]) -> list[Prompt]:
+    async def prepare(self, asks: Sequence[Ask]) -> list[PreparedRequest]:
         """Cut prompts to their lengths, what the server adds included.
 
         Raises:
@@ -136,9 +136,9 @@ class Target:
         except RequestFailed as error:
             raise NotReady(str(error)) from error
 
-    async def _prepare(self, ask: Ask, prefix: str) -> Prompt:
+    async def _prepare(self, ask: Ask, prefix: str) -> PreparedRequest:
         text = await self._fit(ask.words, ask.prompt_tokens - self._overhead, prefix)
-        return Prompt(text, ask.output_tokens)
+        return PreparedRequest(text, ask.output_tokens)
 
     async def _fit(self, words: Sequence[str], num_tokens: int, prefix: str) -> str:
         """The prefix and as many of the words as have `num_tokens` together, at least one word."""
@@ -159,13 +159,13 @@ class Target:
             taken += step
         return cut(min(max(taken, 1), len(words)))
 
-    async def ask(self, prompt: Prompt, started: float | None = None) -> Timeline:
+    async def ask(self, prompt: PreparedRequest, started: float | None = None) -> Timeline:
         """Make one request and return what was seen of it, failures too.
 
         Args:
             started: when it should have been made, by `time.perf_counter`; now when not given.
         """
-        question = Question(self.model, prompt.text, prompt.output_tokens, self._wishes)
+        question = GenerationQuery(self.model, prompt.text, prompt.output_tokens, self._wishes)
         body = json.dumps(self._dialect.body(question)).encode()
         began = time.perf_counter() if started is None else started
         try:

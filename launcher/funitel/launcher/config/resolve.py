@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from funitel.launcher.config.sockets import free_port, free_ports
-from funitel.launcher.config.topology import Place, places, usable_nodes
+from funitel.launcher.config.topology import ShardPlacement, assign_cores, usable_nodes
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.settings.shard_count import is_auto
 from funitel.model_server.settings import ModelServerSettings
@@ -48,7 +48,7 @@ class ResolvedSettings(LauncherSettings):
     hostname: str
     is_local_by_default: bool = False  # nobody has chosen an address, and nobody is asked for a key
     most_threads: int | None = None  # of each shard, where the number is left to it
-    places: tuple[Place, ...] = ()  # of every shard of every replica, with --numa
+    assign_cores: tuple[ShardPlacement, ...] = ()  # of every shard of every replica, with --numa
     gpus: tuple[str, ...] = ()  # to be shared out between several replicas, as CUDA names them
     task: str = "generate"  # what the model is for: this, "embed" or "classify"
 
@@ -100,7 +100,7 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tup
     return resolved
 
 
-def _places(num_shards: int) -> tuple[Place, ...]:
+def _places(num_shards: int) -> tuple[ShardPlacement, ...]:
     """Where the shards run; what is not as --numa would have it is said in one line."""
     nodes = usable_nodes()
     num_cores = sum(len(core) for node in nodes for core in node.cores)
@@ -110,7 +110,7 @@ def _places(num_shards: int) -> tuple[Place, ...]:
         logger.info("--numa: this machine has one NUMA node, so shards are pinned to their shares of its cores")
     elif num_shards < len(nodes):
         logger.warning("--numa: %d shards use as many of %d NUMA nodes, one each", num_shards, len(nodes))
-    return places(nodes, num_shards)
+    return assign_cores(nodes, num_shards)
 
 
 def _master_ports(settings: LauncherSettings) -> tuple[int, ...]:

@@ -57,14 +57,14 @@ def _read(path: Path) -> frozenset[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardPlacement:
     """Where one shard runs; `memory_node` is None where there is no choice of memory."""
 
     cores: Cores
     memory_node: int | None
 
 
-def places(nodes: Sequence[Node], num_shards: int) -> tuple[Place, ...]:
+def assign_cores(nodes: Sequence[Node], num_shards: int) -> tuple[ShardPlacement, ...]:
     """A place for every shard; neighbours in rank are neighbours on a node.
 
     With fewer shards than nodes the nodes with most cores get one each. Cores belong to one shard while there are
@@ -74,10 +74,10 @@ def places(nodes: Sequence[Node], num_shards: int) -> tuple[Place, ...]:
     if num_shards < len(nodes):
         largest = sorted(nodes, key=lambda node: -len(node.cores))[:num_shards]
         nodes = sorted(largest, key=lambda node: node.number)
-    found: list[Place] = []
+    found: list[ShardPlacement] = []
     for node, count in zip(nodes, _shares(num_shards, len(nodes)), strict=True):
         memory_node = node.number if has_choice and node.has_memory else None
-        found += [Place(cores, memory_node) for cores in _divided(node.cores, count)]
+        found += [ShardPlacement(cores, memory_node) for cores in _divided(node.cores, count)]
     return tuple(found)
 
 

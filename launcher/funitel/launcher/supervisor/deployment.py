@@ -15,7 +15,7 @@ from funitel.launcher.config.resolve import ResolvedSettings, probe_context
 from funitel.launcher.config.sockets import remove_sockets
 from funitel.launcher.supervisor.health import router_answers
 from funitel.launcher.supervisor.process import Child, relay
-from funitel.launcher.supervisor.replica import Replica, blamed, stop_all
+from funitel.launcher.supervisor.replica import ReplicaProcesses, blamed, stop_all
 from funitel.proto.errors import FunitelError, ShardFailed
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ HURRY_SECONDS = 5.0  # for a router that is to tell its clients that their time 
 Probe = Callable[[], Awaitable[bool]]
 
 
-class Generation:
+class Deployment:
     """Children that are started, watched and stopped together."""
 
     def __init__(
@@ -50,7 +50,9 @@ class Generation:
         """
         self.settings = settings
         self.is_ready = False
-        self._replicas = [Replica(index, settings, environ, commands, folder) for index in range(settings.num_replicas)]
+        self._replicas = [
+            ReplicaProcesses(index, settings, environ, commands, folder) for index in range(settings.num_replicas)
+        ]
         self._router_argv = partial(commands.route, settings, folder)
         self._router_environ = router_environ(settings, environ)
         self._listeners = listeners
@@ -135,7 +137,7 @@ class Generation:
             ShardFailed, FunitelError: the last replica has ended for good, or the router has ended.
         """
         router = self._running_router
-        serving: dict[asyncio.Task[str], Replica] = {
+        serving: dict[asyncio.Task[str], ReplicaProcesses] = {
             asyncio.create_task(each.serve(self.settings.max_restarts)): each for each in self._replicas
         }
         goodbyes: list[asyncio.Task[None]] = []

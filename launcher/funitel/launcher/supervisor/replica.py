@@ -25,7 +25,7 @@ BUSY_FACTOR = 10  # of the time that a step is given, which the router gives mor
 RESTART_GRACE_SECONDS = 2.0  # for shards that have lost a peer: they may hang, and streams wait for the next ones
 
 
-class Replica:
+class ReplicaProcesses:
     """The shards of one copy of the model."""
 
     def __init__(

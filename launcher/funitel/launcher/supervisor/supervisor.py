@@ -23,7 +23,7 @@ import typer
 from funitel.launcher.config.child_commands import Commands, download_environ
 from funitel.launcher.config.resolve import ResolvedSettings, describe, fit_to_model
 from funitel.launcher.supervisor.announce import announce
-from funitel.launcher.supervisor.deployment import Generation, end
+from funitel.launcher.supervisor.deployment import Deployment, end
 from funitel.launcher.supervisor.download import Download
 from funitel.launcher.supervisor.process import stop_child
 from funitel.proto.errors import FunitelError, SettingsError
@@ -74,7 +74,7 @@ class Supervisor:
         self._again = again
         self._commands = commands or Commands()
         self._download: Download | None = None
-        self._generations: dict[Generation, asyncio.Task[None]] = {}  # oldest first, each with its watch
+        self._generations: dict[Deployment, asyncio.Task[None]] = {}  # oldest first, each with its watch
         self._num_generations = 0
         self._handing_over: set[asyncio.Task[None]] = set()
         self._asked_to_stop = asyncio.Event()
@@ -116,12 +116,12 @@ class Supervisor:
             self._asked_to_upgrade.clear()
             current = await self._upgrade(current, watching)
 
-    async def _start(self, settings: ResolvedSettings, environ: Mapping[str, str]) -> Generation:
+    async def _start(self, settings: ResolvedSettings, environ: Mapping[str, str]) -> Deployment:
         """Start a generation and return it once it serves."""
         folder = await self._fetch(settings, environ)
         settings = fit_to_model(settings, folder)
         logger.info("settings: %s", describe(settings))
-        generation = Generation(settings, environ, self._commands, folder, self._listeners)
+        generation = Deployment(settings, environ, self._commands, folder, self._listeners)
         starting = self._generations[generation] = asyncio.create_task(generation.start(is_first=not self._is_ready))
         await starting
         self._generations[generation] = asyncio.create_task(generation.watch())
@@ -134,7 +134,7 @@ class Supervisor:
 
     # Upgrades -----------------------------------------------------------------------------------------------
 
-    async def _upgrade(self, current: Generation, watching: "asyncio.Task[None]") -> Generation:
+    async def _upgrade(self, current: Deployment, watching: "asyncio.Task[None]") -> Deployment:
         """Put another generation in the place of the current one; where that cannot be, this one goes on."""
         logger.info("upgrading: starting beside what serves")
         began = time.monotonic()
@@ -162,7 +162,7 @@ class Supervisor:
         farewell.add_done_callback(self._handing_over.discard)
         return fresh
 
-    async def _start_another(self) -> Generation:
+    async def _start_another(self) -> Deployment:
         """Start a generation by what the settings are now."""
         self._num_generations += 1
         anew = self._again(self._num_generations)
@@ -171,14 +171,14 @@ class Supervisor:
         except SettingsError as error:
             raise anew.blamed(error.message) from error
 
-    async def _give_up(self, current: Generation) -> None:
+    async def _give_up(self, current: Deployment) -> None:
         """Stop a generation that was to take the place of the current one."""
         for generation, task in [each for each in self._generations.items() if each[0] is not current]:
             if not generation.is_ready:
                 await generation.stop(task)
                 del self._generations[generation]
 
-    async def _retire(self, old: Generation, watching: "asyncio.Task[None]") -> None:
+    async def _retire(self, old: Deployment, watching: "asyncio.Task[None]") -> None:
         await old.hand_over(watching)
         del self._generations[old]
         logger.info("what served before the upgrade has ended")

@@ -20,7 +20,7 @@ from funitel.model_server.files.integrity import weight_files
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.config import Quantization, find_quantization
-from funitel.model_server.quantized.matmul import Products, rounded
+from funitel.model_server.quantized.matmul import QuantizedMatmul, rounded
 from funitel.proto.errors import WeightsError
 
 _KV_SCALE = re.compile(r"\.(q|k|v|kv|prob)_scale$")
@@ -47,7 +47,7 @@ class Weights:
     ) -> None:
         self.dtype = dtype
         self.takes_blocks = False
-        self.products: Products | None = None
+        self.products: QuantizedMatmul | None = None
         self.scales_kv = False
         self.device = device
         self.held_bytes = 0

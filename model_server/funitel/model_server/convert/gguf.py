@@ -43,7 +43,7 @@ _CHUNK_ELEMENTS = 1 << 24  # of a matrix on its way to the new file
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class GgufSource:
     """A tensor of the file, or one expert's matrix of a stack there; the name and role it has in the checkpoint."""
 
     gguf_name: str
@@ -169,18 +169,18 @@ class Layout:
             source for name in gguf.tensors if name in expected for source in self._of(name, *expected[name])
         ]
 
-    def _of(self, gguf_name: str, hf_name: str, role: str) -> Iterator[Source]:
+    def _of(self, gguf_name: str, hf_name: str, role: str) -> Iterator[GgufSource]:
         """What becomes of a tensor of the file."""
         experts = self._spec.experts
         if experts is None or not role.startswith("expert_"):
-            yield Source(gguf_name, hf_name, role)
+            yield GgufSource(gguf_name, hf_name, role)
             return
         shape = self._gguf.shape(gguf_name)
         if len(shape) != 3 or shape[0] != experts.num_experts:
             found = f"{self._gguf.path}: tensor {gguf_name} has shape {list(shape)}"
             raise WeightsError(f"{found}, expected {experts.num_experts} matrices")
         for j in range(experts.num_experts):
-            yield Source(gguf_name, hf_name.format(j=j), role, j)
+            yield GgufSource(gguf_name, hf_name.format(j=j), role, j)
 
     def write(self, folder: Path) -> None:
         """Write float32 safetensors, and the blocks of matrices that are computed on as they are, if there are any."""
@@ -204,16 +204,16 @@ class Layout:
             write_safetensors(folder / BLOCKS, blocks, types, f"copying blocks of {gguf.path.name}")
             record_weights(folder, path)
 
-    def _shape(self, source: Source) -> tuple[int, ...]:
+    def _shape(self, source: GgufSource) -> tuple[int, ...]:
         shape = self._gguf.shape(source.gguf_name)
         if source.role == "shared_share" and len(shape) == 1:  # one output
             return (1, *shape)
         return shape if source.expert is None else shape[1:]
 
-    def _is_turned(self, source: Source) -> bool:
+    def _is_turned(self, source: GgufSource) -> bool:
         return self._spec.names.is_transposed and source.is_weight and source.role not in _UNTURNED
 
-    def _values(self, source: Source) -> Iterator[npt.NDArray[np.float32]]:
+    def _values(self, source: GgufSource) -> Iterator[npt.NDArray[np.float32]]:
         """A tensor's values as the checkpoint lays them out, in parts where nothing has to be put in another order."""
         name = source.gguf_name
         if source.expert is not None:
@@ -229,14 +229,14 @@ class Layout:
         for start in range(0, shape[0], step):
             yield self._gguf.dequantise(name, slice(start, start + step))
 
-    def _block_rows(self, source: Source) -> Iterator[npt.NDArray[np.uint8]]:
+    def _block_rows(self, source: GgufSource) -> Iterator[npt.NDArray[np.uint8]]:
         yield self._reordered(source, self._gguf.tensors[source.gguf_name].data)
 
-    def _reorders(self, source: Source) -> bool:
+    def _reorders(self, source: GgufSource) -> bool:
         is_grouped = source.role == "qkv" and self._spec.qkv_layout is QkvLayout.GROUPED
         return is_grouped or (self._is_permuted and source.role in ("q", "k"))
 
-    def _reordered(self, source: Source, rows: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    def _reordered(self, source: GgufSource, rows: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
         """A tensor's rows, of values or of blocks, in the checkpoint's order."""
         spec = self._spec
         if not self._reorders(source):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.storage import Range
-from funitel.model_server.cpu.precision import Kind, Tier
+from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.layers.linear import mlp_parts, qkv_parts
 from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement, Position, QkNorm
@@ -20,15 +20,15 @@ _OPERAND_BYTES = {Tier.FLOAT32: 4.0, Tier.FLOAT16: 4.0, Tier.INT8: 2.0, Tier.GGU
 BlockTypeOf = Callable[[str, Range | None], BlockType | None]
 
 
-def matrix_bytes(kind: Kind, num_outputs: int, num_inputs: int, num_parts: int = 1) -> int:
+def matrix_bytes(kind: MatrixKind, num_outputs: int, num_inputs: int, num_parts: int = 1) -> int:
     """Bytes a matrix takes in the engine, biases left out."""
     panels = -(-num_outputs // _LANES) * num_parts
     outputs = (panels + panels % 2) * _LANES  # panels lie in pairs
     if kind.has_blocks:
         return outputs * BlockType[kind.name].row_bytes(num_inputs)
-    if kind is Kind.INT8:
+    if kind is MatrixKind.INT8:
         return outputs * (num_inputs + num_inputs % 2 + 4)  # pairs of inputs, a scale
-    return outputs * num_inputs * (4 if kind is Kind.FLOAT32 else 2)
+    return outputs * num_inputs * (4 if kind is MatrixKind.FLOAT32 else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def weight_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_ty
         if tier is Tier.GGUF:
             types = {block_type(layer, matrix.columns) for layer in matrix.layers}
             found = types.pop() if len(types) == 1 else None
-            kind = kind if found is None else Kind[found.name]
+            kind = kind if found is None else MatrixKind[found.name]
         total += matrix_bytes(kind, matrix.num_outputs, matrix.num_inputs, matrix.num_parts)
         if matrix.has_bias:
             total += -(-matrix.num_outputs // _LANES) * matrix.num_parts * _LANES * _FLOAT

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from funitel.model_server.cpu.native import Engine, Warp
+from funitel.model_server.cpu.native import NativeEngine, Warp
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.proto.step import SamplingParams
 
@@ -13,7 +13,7 @@ from funitel.proto.step import SamplingParams
 class FusedScores:
     """Rows of scores on the threads of an engine. Kept tokens are those of `TorchScores`, up to rounding."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
 
     def allow(self, scores: torch.Tensor, masks: TokenMasks | None) -> None:

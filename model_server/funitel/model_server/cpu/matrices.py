@@ -8,8 +8,8 @@ import torch
 from funitel.model_server.checkpoint.storage import Range
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import matrix_bytes
-from funitel.model_server.cpu.native import Engine
-from funitel.model_server.cpu.precision import Kind, Tier
+from funitel.model_server.cpu.native import NativeEngine
+from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.layers.linear import Part
 from funitel.model_server.spec.model_spec import ModelSpec
@@ -34,11 +34,13 @@ class Matrices:
     says how each matrix is kept, by the names of its layers.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, tier: Tier, engine: Engine) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, tier: Tier, engine: NativeEngine
+    ) -> None:
         self.held_bytes = 0
         self.sharded_bytes = 0
         self.total_sharded_bytes = 0
-        self.kinds: dict[tuple[str, ...], Kind] = {}
+        self.kinds: dict[tuple[str, ...], MatrixKind] = {}
         self._spec, self._weights, self._parallel = spec, weights, parallel
         self._tier, self._engine = tier, engine
 
@@ -85,18 +87,18 @@ class Matrices:
         self.total_sharded_bytes += matrix_bytes(kind, all_outputs, parts[0][0].num_inputs, len(parts))
         return index
 
-    def _kind(self, pieces: list[_Piece]) -> Kind:
+    def _kind(self, pieces: list[_Piece]) -> MatrixKind:
         """How the matrix of these pieces is kept: as blocks where all have the same type and no block is cut."""
         kind = self._tier.kind
         if self._tier is Tier.GGUF:
             types = {self._weights.block_type(piece.layer, piece.columns) for piece in pieces}
             found = types.pop() if len(types) == 1 else None
-            kind = kind if found is None else Kind[found.name]
+            kind = kind if found is None else MatrixKind[found.name]
         self.kinds[tuple(dict.fromkeys(piece.layer for piece in pieces))] = kind
         return kind
 
-    def _read(self, piece: _Piece, kind: Kind, is_transposed: bool) -> torch.Tensor:
-        """Weights as `Engine.add_matrix` takes them."""
+    def _read(self, piece: _Piece, kind: MatrixKind, is_transposed: bool) -> torch.Tensor:
+        """Weights as `NativeEngine.add_matrix` takes them."""
         sizes = piece.layer, piece.num_outputs, piece.num_inputs
         if kind.has_blocks:
             return self._weights.read_blocks(*sizes, rows=piece.rows, columns=piece.columns)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from funitel.model_server.cpu.precision import Kind
+from funitel.model_server.cpu.precision import MatrixKind
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.proto.errors import NotEnoughMemory
 
@@ -54,7 +54,7 @@ class Mode(IntEnum):
     GATE = 3
 
 
-class Operation(ctypes.Structure):
+class NativeOperation(ctypes.Structure):
     """One operation; what its operands mean depends on the code, see `program.h`."""
 
     _fields_ = [
@@ -161,7 +161,7 @@ class Warp(ctypes.Structure):
     ]
 
 
-class Engine:
+class NativeEngine:
     """One engine with its threads and weights; released with the object."""
 
     def __init__(self, library: ctypes.CDLL, shape: Shape) -> None:
@@ -190,7 +190,7 @@ class Engine:
         _checked(self._library.funitel_reserve(self._handle, num_bytes), "weights")
 
     def add_matrix(
-        self, kind: Kind, num_outputs: int, num_inputs: int, parts: Sequence[Sequence[tuple[torch.Tensor, Any]]]
+        self, kind: MatrixKind, num_outputs: int, num_inputs: int, parts: Sequence[Sequence[tuple[torch.Tensor, Any]]]
     ) -> tuple[int, int]:
         """Pack a matrix and return its index and its bytes.
 
@@ -228,9 +228,9 @@ class Engine:
         place = values.data_ptr(), values.numel()
         return _checked(self._library.funitel_turn(self._handle, *place, amplitude, is_interleaved), "weights")
 
-    def set_program(self, operations: Sequence[Operation]) -> None:
+    def set_program(self, operations: Sequence[NativeOperation]) -> None:
         """Say what a step does."""
-        program = (Operation * len(operations))(*operations)
+        program = (NativeOperation * len(operations))(*operations)
         self._library.funitel_program(self._handle, program, len(operations))
 
     def join(self, ranks: SharedMemoryRanks) -> None:

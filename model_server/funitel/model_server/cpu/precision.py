@@ -6,7 +6,7 @@ from funitel.model_server.quantized.config import Quantization
 from funitel.proto.errors import SettingsError
 
 
-class Kind(IntEnum):
+class MatrixKind(IntEnum):
     """How one matrix is kept, as the C++ side numbers it. Activations are float32, for int8 and blocks int16 levels."""
 
     FLOAT32 = 0
@@ -19,7 +19,7 @@ class Kind(IntEnum):
     @property
     def has_blocks(self) -> bool:
         """Whether it is one of GGUF's types: 32 inputs of an output share a scale."""
-        return self >= Kind.Q4_0
+        return self >= MatrixKind.Q4_0
 
 
 class Tier(Enum):
@@ -36,9 +36,9 @@ class Tier(Enum):
         return self.value
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MatrixKind:
         """The kind of a matrix that is not kept as blocks."""
-        return {Tier.FLOAT32: Kind.FLOAT32, Tier.FLOAT16: Kind.FLOAT16}.get(self, Kind.INT8)
+        return {Tier.FLOAT32: MatrixKind.FLOAT32, Tier.FLOAT16: MatrixKind.FLOAT16}.get(self, MatrixKind.INT8)
 
     @property
     def has_half_kv(self) -> bool:

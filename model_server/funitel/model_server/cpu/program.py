@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.matrices import Matrices
-from funitel.model_server.cpu.native import Buffer, Code, Engine, Mode, Operation, Shape
+from funitel.model_server.cpu.native import Buffer, Code, Mode, NativeEngine, NativeOperation, Shape
 from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.cpu.vectors import NONE, Vectors
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
@@ -52,9 +52,9 @@ class Program:
         self._tier = tier
         self._heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         self._units = parallel.split(spec.intermediate_size)
-        self._operations: list[Operation] = []
+        self._operations: list[NativeOperation] = []
         self._starts: list[int] = []  # of each layer's operations, and where the last one's end
-        self.engine = Engine(library, self._shape(block_size, num_threads))
+        self.engine = NativeEngine(library, self._shape(block_size, num_threads))
         self._matrices = Matrices(spec, weights, parallel, tier, self.engine)
         weights.takes_blocks = tier is Tier.GGUF
         # Before memory is taken by what config.json says: that may be of another model.
@@ -118,7 +118,7 @@ class Program:
     def _do(
         self, code: Code, a: int = 0, b: int = 0, c: int = 0, d: int = 0, *, scale: float = 1.0, cap: float = 0.0
     ) -> None:
-        self._operations.append(Operation(code, a, b, c, d, scale, cap))
+        self._operations.append(NativeOperation(code, a, b, c, d, scale, cap))
 
     def _embed(self, table: int) -> None:
         spec = self._spec

@@ -6,7 +6,7 @@ import torch
 
 from funitel.model_server.checkpoint.storage import Range
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.cpu.native import Engine, NormRecord
+from funitel.model_server.cpu.native import NativeEngine, NormRecord
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.layers.linear import read_head_norm
 from funitel.model_server.layers.rotary import Rotary, alibi_slopes, sinusoids
@@ -23,7 +23,7 @@ class Vectors:
         slopes: index of this rank's slopes of ALiBi, or `NONE`.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Weights, heads: HeadSplit, engine: Engine) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, heads: HeadSplit, engine: NativeEngine) -> None:
         self.held_bytes = 0
         self._spec, self._weights, self._heads, self._engine = spec, weights, heads, engine
         rotaries = dict.fromkeys(spec.rotary_of(i) for i in range(spec.num_layers))

@@ -14,7 +14,7 @@ class CardState:
     held: int
 
 
-class Card:
+class Gpu:
     """One CUDA device."""
 
     def __init__(self, device: torch.device) -> None:

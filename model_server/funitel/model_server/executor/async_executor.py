@@ -20,18 +20,18 @@ from typing import TypeVar
 import torch
 
 from funitel.model_server.device.tensor_parallel import TensorParallel
-from funitel.model_server.executor.executor import ComputedStep, Executor, ExecutorOptions, Step, wants_words
+from funitel.model_server.executor.executor import ComputedStep, Executor, ExecutorOptions, PendingStep, wants_words
 from funitel.model_server.executor.launched_step import Launch, LaunchedStep
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.gpu_sampling.ops import ScoreMaths
 from funitel.model_server.gpu_sampling.result_copy import Copy, HostCopy
 from funitel.model_server.gpu_sampling.row_state import RowStates, held_token
 from funitel.model_server.gpu_sampling.sampler import follows_tokens
-from funitel.model_server.gpu_sampling.step_sampler import Chooser, Due, due_of
+from funitel.model_server.gpu_sampling.step_sampler import Due, StepSampler, due_of
 from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.models.decoder import Forward
 from funitel.model_server.sequence.detokenizer import TextCodec
-from funitel.model_server.sequence.table import Row
+from funitel.model_server.sequence.table import SequenceState
 from funitel.model_server.spec.model_spec import ModelFacts
 from funitel.proto.errors import InvalidRequest, UnknownBatch
 from funitel.proto.step import BlockCopy, CachedBatch, RowUpdate, SequenceStart, StepResult
@@ -39,7 +39,7 @@ from funitel.proto.step import BlockCopy, CachedBatch, RowUpdate, SequenceStart,
 T = TypeVar("T")
 
 
-class FeedingExecutor(Executor):
+class AsyncExecutor(Executor):
     """Runs steps as its base does, and answers the same. Calls come from one thread, steps are described on another."""
 
     describing_waits = True
@@ -58,7 +58,7 @@ class FeedingExecutor(Executor):
         super().__init__(spec, decoder, pools, codec, parallel, options)
         self._copy = copy
         self._states = RowStates(spec.vocab_size, options.device)
-        self._chooser = Chooser(self._states, maths, parallel, options.watermark)
+        self._chooser = StepSampler(self._states, maths, parallel, options.watermark)
         self._lock = RLock()
         self._under_way: deque[LaunchedStep] = deque()  # oldest first: those whose ends do not count yet
         self._last_ready = 0
@@ -74,7 +74,7 @@ class FeedingExecutor(Executor):
         copies: Sequence[BlockCopy] = (),
         *,
         is_ahead: bool = False,
-    ) -> Step:
+    ) -> PendingStep:
         """See the base."""
         step = super().compute_prefill
         return self._carried_out(is_ahead, lambda: step(batch_id, starts, cached, updates, copies, is_ahead=is_ahead))
@@ -86,7 +86,7 @@ class FeedingExecutor(Executor):
         copies: Sequence[BlockCopy] = (),
         *,
         is_ahead: bool = False,
-    ) -> Step:
+    ) -> PendingStep:
         """See the base."""
         step = super().compute_decode
         return self._carried_out(is_ahead, lambda: step(cached, updates, copies, is_ahead=is_ahead))
@@ -146,7 +146,9 @@ class FeedingExecutor(Executor):
 
     # Launching ------------------------------------------------------------------------------------------------------
 
-    def _step(self, batch_id: int, rows: list[Row], counts: Sequence[int], begin: int, concat_ns: int | None) -> Step:
+    def _step(
+        self, batch_id: int, rows: list[SequenceState], counts: Sequence[int], begin: int, concat_ns: int | None
+    ) -> PendingStep:
         """Launch a step; its result is described later."""
         self._batches[batch_id] = rows
         self._ended = {}
@@ -163,7 +165,7 @@ class FeedingExecutor(Executor):
         return step
 
     @torch.inference_mode()
-    def _launch(self, active: list[tuple[Row, int]]) -> Launch:
+    def _launch(self, active: list[tuple[SequenceState, int]]) -> Launch:
         """Launch the forward of all active rows, sample for those whose known tokens are done, begin to copy that."""
         due, logits = Due(), None
         if active:
@@ -189,11 +191,11 @@ class FeedingExecutor(Executor):
         prompts = [(row, len(logprobs)) for row, logprobs in due.prompts]
         return Launch(due.rows, self._copy(numbers), choice, prompts, in_words)
 
-    def _tokens(self, row: Row, end: int) -> list[int]:
+    def _tokens(self, row: SequenceState, end: int) -> list[int]:
         tokens = super()._tokens(row, end)
         return tokens if row.num_cached + len(tokens) == end else [*tokens, held_token(row)]
 
-    def _rehearse_sampling(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
+    def _rehearse_sampling(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:
         """As steps do it; the counts that penalties need stay where they are, and need not grow later."""
         self._states.reserve(len(rows))
         self._chooser.choose(rows, list(range(len(rows))), logits)
@@ -254,7 +256,7 @@ class FeedingExecutor(Executor):
             find()
 
     def _known_batch(
-        self, batch_id: int, rows: Sequence[Row], num_cached: Sequence[int], num_blocks: Sequence[int]
+        self, batch_id: int, rows: Sequence[SequenceState], num_cached: Sequence[int], num_blocks: Sequence[int]
     ) -> CachedBatch:
         """A batch by what is known of its rows, of which so much was computed; without those of a batch that ended."""
         held = [i for i, row in enumerate(rows) if not row.has_left]

@@ -21,7 +21,7 @@ from funitel.model_server.models.encoder_decoder.forced_tokens import DecodingRu
 from funitel.model_server.sampling.grammar import GrammarState
 from funitel.model_server.sampling.sampler import SampledToken
 from funitel.model_server.sequence.detokenizer import TextCodec
-from funitel.model_server.sequence.table import Row
+from funitel.model_server.sequence.table import SequenceState
 from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
 from funitel.proto.errors import InvalidRequest, SettingsError
 from funitel.proto.step import SequenceStart, WarmupLimits, WarmupResult
@@ -57,7 +57,7 @@ class Seq2SeqExecutor(Executor):
         result = super().warmup(starts, limits)
         return replace(result, max_input_tokens=min(result.max_input_tokens, most))
 
-    def _row(self, start: SequenceStart, prompt: list[int], tokens: list[int]) -> Row:
+    def _row(self, start: SequenceStart, prompt: list[int], tokens: list[int]) -> SequenceState:
         """The row of a sequence; penalties, text and grammars know the decoder's tokens only."""
         if len(prompt) > self.source_context:
             raise InvalidRequest(
@@ -80,7 +80,7 @@ class Seq2SeqExecutor(Executor):
         row.source_len = len(prompt)
         return row
 
-    def _span(self, row: Row, count: int) -> RowSpan:
+    def _span(self, row: SequenceState, count: int) -> RowSpan:
         span = super()._span(row, count)
         is_read = span.start <= row.source_len < span.end
         return replace(
@@ -107,7 +107,7 @@ class Seq2SeqExecutor(Executor):
         """The decoder's first token, behind one that the encoder has read."""
         return RowSpan([self.rules.start], 1, np.zeros(2, np.int32), source_len=1)
 
-    def _sample(self, due: Sequence[Row], logits: torch.Tensor) -> list[list[SampledToken]]:
+    def _sample(self, due: Sequence[SequenceState], logits: torch.Tensor) -> list[list[SampledToken]]:
         """Sample where nothing is forced; the end of what a grammar describes never is."""
         forced = {i: token_id for i, row in enumerate(due) if (token_id := self._forced(row)) is not None}
         if not forced:
@@ -125,7 +125,7 @@ class Seq2SeqExecutor(Executor):
             start = replace(start, output_ids=start.output_ids[1:])
         return super()._grammar(start)
 
-    def _forced(self, row: Row) -> int | None:
+    def _forced(self, row: SequenceState) -> int | None:
         stopping = row.start.stopping
         ignores_eos = stopping.ignore_eos or bool(row.start.sampling.grammar)
         return self.rules.forced(

@@ -17,12 +17,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from funitel.model_server.device.gpu import Card
+from funitel.model_server.device.gpu import Gpu
 from funitel.model_server.device.pinned_memory import page_locked
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor import profile_run
 from funitel.model_server.executor.gpu_pool_sizing import CardMemory
-from funitel.model_server.executor.output import Settled, Settler
+from funitel.model_server.executor.output import OutputProcessor, StepOutput
 from funitel.model_server.executor.pool_sizing import (
     HostMemory,
     PoolMemory,
@@ -40,7 +40,7 @@ from funitel.model_server.sampling.logits_processors import ScoreMath, TorchScor
 from funitel.model_server.sampling.sampler import SampledToken, SamplingState, sample, token_logprobs
 from funitel.model_server.sampling.watermark import Watermark
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher, TextCodec
-from funitel.model_server.sequence.table import Row, SequenceTable
+from funitel.model_server.sequence.table import SequenceState, SequenceTable
 from funitel.model_server.spec.model_spec import ModelFacts
 from funitel.proto.errors import (
     FunitelError,
@@ -86,7 +86,7 @@ class ExecutorOptions:
     wipes_blocks: bool = True  # the last block of a row is read whole: what others left in it must not be catching
 
 
-class Step(Protocol):
+class PendingStep(Protocol):
     """A step after which the next may be computed."""
 
     def describe(self) -> StepResult:
@@ -97,12 +97,12 @@ class Step(Protocol):
 class ComputedStep:
     """A step whose result is still to be put into words."""
 
-    settler: Settler
-    settled: Sequence[Settled]
+    settler: OutputProcessor
+    settled: Sequence[StepOutput]
     result: StepResult  # without generations
 
     def describe(self) -> StepResult:
-        """See `Step`."""
+        """See `PendingStep`."""
         begin = time.perf_counter_ns()
         generations = tuple(map(self.settler.describe, self.settled))
         spent = time.perf_counter_ns() - begin
@@ -115,7 +115,7 @@ class ComputedStep:
 class Executor:
     """Runs steps over a paged KV pool. Created loaded; `warmup` sizes the pool and must come first."""
 
-    describing_waits = False  # whether `Step.describe` may take as long as the step: not for an event loop
+    describing_waits = False  # whether `PendingStep.describe` may take as long as the step: not for an event loop
 
     def __init__(
         self,
@@ -136,16 +136,16 @@ class Executor:
         self.pools = pools
         self.memory: PoolMemory = HostMemory(options.memory_fraction, parallel)
         if options.device.type == "cuda":
-            self.memory = CardMemory(Card(options.device), options.memory_fraction)
+            self.memory = CardMemory(Gpu(options.device), options.memory_fraction)
         self.max_prefill_tokens = spec.max_position_embeddings
         self.takes_first_token = False  # of a request; see `Capability.FIRST_TOKEN`
         self._cache: KVCache | None = None
         self._host: HostBlocks | None = None
         self._host_memory: torch.Tensor | None = None
-        self._batches: dict[int, list[Row]] = {}
+        self._batches: dict[int, list[SequenceState]] = {}
         self._ended: dict[int, frozenset[int]] = {}  # batches that ended in the step before, with their requests
         self._table = SequenceTable(max_blocks=1)
-        self._settler = Settler(codec, parallel, options.eos_token_ids)
+        self._settler = OutputProcessor(codec, parallel, options.eos_token_ids)
         self._grammars = GrammarCompiler(codec.path, spec.vocab_size, options.eos_token_ids)
 
     # Steps ----------------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Executor:
         copies: Sequence[BlockCopy] = (),
         *,
         is_ahead: bool = False,
-    ) -> Step:
+    ) -> PendingStep:
         """Take new sequences in and run one step, together with `cached` in the same forward if given.
 
         `copies` between blocks and the host's memory come first. The resulting batch has the id of `cached`, else
@@ -190,7 +190,7 @@ class Executor:
         if not starts:
             raise InvalidRequest("a prefill needs at least one request")
         updates = self._of_rows_left(updates, is_ahead)
-        new: list[Row] = []
+        new: list[SequenceState] = []
         try:
             for start in starts:
                 new.append(self._admit(start))
@@ -215,7 +215,7 @@ class Executor:
         copies: Sequence[BlockCopy] = (),
         *,
         is_ahead: bool = False,
-    ) -> Step:
+    ) -> PendingStep:
         """Run one step of one or more cached batches, concatenated under the id of the first.
 
         `copies`, `is_ahead` and what is raised: as for `compute_prefill`.
@@ -269,7 +269,7 @@ class Executor:
         return self._cached_batch(batch_id)
 
     def begin_filter(self, batch_id: int, request_ids: Sequence[int], *, is_ahead: bool) -> Callable[[], CachedBatch]:
-        """`filter`; what is returned gives its result, once it may be waited for, as `Step.describe` does."""
+        """`filter`; what is returned gives its result, once it may be waited for, as `PendingStep.describe` does."""
         kept = self.filter(batch_id, request_ids, is_ahead=is_ahead)
         return lambda: kept
 
@@ -294,7 +294,7 @@ class Executor:
         """Rows held, finished ones included."""
         return len(self._table)
 
-    def _rows_of(self, batch_id: int, is_ahead: bool) -> list[Row]:
+    def _rows_of(self, batch_id: int, is_ahead: bool) -> list[SequenceState]:
         if batch_id in self._batches:
             return self._batches[batch_id]
         if is_ahead and batch_id in self._ended:
@@ -316,7 +316,7 @@ class Executor:
 
     # Admission ------------------------------------------------------------------------------------------------------
 
-    def _admit(self, start: SequenceStart) -> Row:
+    def _admit(self, start: SequenceStart) -> SequenceState:
         """Make the row of a new sequence."""
         check_supported(start, self.spec.vocab_size, takes_first_token=self.takes_first_token)
         prompt = list(start.input_ids) or self._encode(start)
@@ -337,7 +337,7 @@ class Executor:
             raise
         return row
 
-    def _row(self, start: SequenceStart, prompt: list[int], tokens: list[int]) -> Row:
+    def _row(self, start: SequenceStart, prompt: list[int], tokens: list[int]) -> SequenceState:
         grammar = self._grammar(start)
         detokenizer = Detokenizer(self.codec, prompt)
         stops = StopMatcher(start.stopping.stop_sequences)
@@ -347,7 +347,7 @@ class Executor:
         sampling = SamplingState.over(
             start.sampling, start.top_n_tokens, prompt, start.output_ids, self.options.watermark
         )
-        return Row(
+        return SequenceState(
             index=self._table.take(),  # last of all that can fail
             start=start,
             tokens=tokens,
@@ -372,12 +372,12 @@ class Executor:
         ids = self.codec.encode(start.inputs, add_special_tokens=start.add_special_tokens)
         return ids[-start.truncate :] if start.truncate else ids
 
-    def _grant(self, rows: Sequence[Row], updates: Sequence[RowUpdate]) -> None:
+    def _grant(self, rows: Sequence[SequenceState], updates: Sequence[RowUpdate]) -> None:
         by_id = {row.request_id: row for row in rows}
         for update in updates:
             self._table.grant(by_id[update.request_id], update.blocks)
 
-    def _wipe(self, new: Sequence[Row], updates: Sequence[RowUpdate]) -> None:
+    def _wipe(self, new: Sequence[SequenceState], updates: Sequence[RowUpdate]) -> None:
         """Zero what rows are granted beyond what they find computed, where that is read before it is written."""
         if not self.options.wipes_blocks:
             return
@@ -388,7 +388,11 @@ class Executor:
             self._pool.wipe(granted)
 
     def _counts(
-        self, running: Sequence[Row], new: Sequence[Row], updates: Sequence[RowUpdate], is_ahead: bool
+        self,
+        running: Sequence[SequenceState],
+        new: Sequence[SequenceState],
+        updates: Sequence[RowUpdate],
+        is_ahead: bool,
     ) -> list[int]:
         """Tokens each row computes in this step.
 
@@ -428,7 +432,9 @@ class Executor:
 
     # One step -------------------------------------------------------------------------------------------------------
 
-    def _step(self, batch_id: int, rows: list[Row], counts: Sequence[int], begin: int, concat_ns: int | None) -> Step:
+    def _step(
+        self, batch_id: int, rows: list[SequenceState], counts: Sequence[int], begin: int, concat_ns: int | None
+    ) -> PendingStep:
         """Forward, sample, settle; keep the batch unless every row has finished."""
         self._batches[batch_id] = rows
         self._ended = {}
@@ -459,12 +465,12 @@ class Executor:
         )
         return ComputedStep(self._settler, [one for one in settled if one is not None], result)
 
-    def _given_up(self, error: Exception, batch_id: int, active: Sequence[tuple[Row, int]]) -> Exception:
+    def _given_up(self, error: Exception, batch_id: int, active: Sequence[tuple[SequenceState, int]]) -> Exception:
         """Drop the batch of a step that failed; returns the error to raise."""
         self.clear(batch_id)
         return self._without_memory(error, active) if is_out_of_memory(error) else error
 
-    def _without_memory(self, error: Exception, active: Sequence[tuple[Row, int]]) -> FunitelError:
+    def _without_memory(self, error: Exception, active: Sequence[tuple[SequenceState, int]]) -> FunitelError:
         """Give back what a step took that found no more memory; returns the error to raise."""
         traceback.clear_frames(error.__traceback__)  # they hold its tensors
         give_back(self.options.device)
@@ -475,7 +481,9 @@ class Executor:
         return ResourceExhausted(said)
 
     @torch.inference_mode()
-    def _forward(self, active: Sequence[tuple[Row, int]]) -> tuple[list[Row], list[list[SampledToken]]]:
+    def _forward(
+        self, active: Sequence[tuple[SequenceState, int]]
+    ) -> tuple[list[SequenceState], list[list[SampledToken]]]:
         """Compute the tokens of all active rows in one forward; sample for rows whose known tokens are done.
 
         Returns those rows, and what follows in each: the token sampled, and those its grammar forces after it.
@@ -496,12 +504,12 @@ class Executor:
             row.num_cached += count
         return due, following
 
-    def _sample(self, due: Sequence[Row], logits: torch.Tensor) -> list[list[SampledToken]]:
+    def _sample(self, due: Sequence[SequenceState], logits: torch.Tensor) -> list[list[SampledToken]]:
         masks = TokenMasks.of([row.grammar for row in due], logits.shape[1])
         sampled = sample(logits, [row.sampling for row in due], [len(row.tokens) for row in due], masks, self.scores)
         return [self._with_forced(row, token) for row, token in zip(due, sampled, strict=True)]
 
-    def _with_forced(self, row: Row, token: SampledToken) -> list[SampledToken]:
+    def _with_forced(self, row: SequenceState, token: SampledToken) -> list[SampledToken]:
         """A token and those that alone can follow it, which need no forward to be chosen.
 
         Rows that want the model's own log-probabilities get none: those do need the forward.
@@ -520,7 +528,7 @@ class Executor:
         with_top = row.sampling.top_n > 0
         return [token, *(SampledToken.forced(token_id, with_top=with_top) for token_id in grammar.forced(most))]
 
-    def _span(self, row: Row, count: int) -> RowSpan:
+    def _span(self, row: SequenceState, count: int) -> RowSpan:
         end = row.num_cached + count
         wanted = "last" if count == row.num_pending else "none"
         if row.owes_prompt_logprobs:
@@ -528,11 +536,11 @@ class Executor:
         tokens, table = self._tokens(row, end), self._table.block_table(row)
         return RowSpan(tokens, row.num_cached, table, wanted, row.prompt_len)
 
-    def _tokens(self, row: Row, end: int) -> list[int]:
+    def _tokens(self, row: SequenceState, end: int) -> list[int]:
         """The tokens of a row to be computed up to `end`."""
         return row.tokens[row.num_cached : end]
 
-    def _agree(self, due: Sequence[Row], following: list[list[SampledToken]]) -> list[list[SampledToken]]:
+    def _agree(self, due: Sequence[SequenceState], following: list[list[SampledToken]]) -> list[list[SampledToken]]:
         """Give every rank what rank 0 chose, and the log-probabilities of prompts that are complete."""
         if self.parallel.size == 1 or not due:
             return following
@@ -551,7 +559,7 @@ class Executor:
         return [[SampledToken(int(token_id), logprob)] for token_id, logprob in pairs.tolist()]
 
     def _take_prompt_logprobs(
-        self, active: Sequence[tuple[Row, int]], spans: Sequence[RowSpan], logits: torch.Tensor
+        self, active: Sequence[tuple[SequenceState, int]], spans: Sequence[RowSpan], logits: torch.Tensor
     ) -> torch.Tensor:
         """Note the log-probabilities of prompt tokens where asked for; return the logits of the rows due."""
         if not any(span.logits == "all" for span in spans):
@@ -648,7 +656,7 @@ class Executor:
             profile_run.describe_prompts(logits[: len(logits) - num_rows])
             self._rehearse_sampling(profile_run.rows_of(num_rows, self.codec), logits[len(logits) - num_rows :])
 
-    def _rehearse_sampling(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
+    def _rehearse_sampling(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:
         self._sample(rows, logits)
 
     def _warmup_tokens(self, start: SequenceStart) -> list[int]:
@@ -678,7 +686,7 @@ class Executor:
         return num_blocks * size
 
 
-def wants_words(due: Sequence[Row]) -> bool:
+def wants_words(due: Sequence[SequenceState]) -> bool:
     """Whether a step says more of some row due than one token and its log-probability."""
     return any(row.sampling.top_n or row.owes_prompt_logprobs or row.start.sampling.grammar for row in due)
 

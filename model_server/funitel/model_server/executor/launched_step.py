@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from funitel.model_server.gpu_sampling.result_copy import Choice, Copy, read_plain
+from funitel.model_server.gpu_sampling.result_copy import Copy, SampledBatch, read_plain
 from funitel.model_server.sampling.sampler import SampledToken
-from funitel.model_server.sequence.table import Row
+from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import StepResult
 
 
@@ -18,10 +18,10 @@ class Launch:
     prompts that come behind it.
     """
 
-    due: list[Row]
+    due: list[SequenceState]
     copy: Copy
-    choice: Choice | None
-    prompts: list[tuple[Row, int]]
+    choice: SampledBatch | None
+    prompts: list[tuple[SequenceState, int]]
     is_shared_in_words: bool  # by the rank that sampled, once it has read
 
     def read(self) -> list[SampledToken]:
@@ -43,8 +43,8 @@ class LaunchedStep:
     """
 
     batch_id: int
-    rows: list[Row]  # of its batch
-    active: list[tuple[Row, int]]  # with the tokens they compute
+    rows: list[SequenceState]  # of its batch
+    active: list[tuple[SequenceState, int]]  # with the tokens they compute
     num_cached: list[int]  # of each row of the batch, this step included
     num_blocks: list[int]
     begin: int
@@ -53,7 +53,7 @@ class LaunchedStep:
     settle: Callable[["LaunchedStep"], None]
     ready: int = 0  # 0: nobody has waited for it
     described: Callable[[], StepResult] | None = None
-    finished: list[Row] = field(default_factory=list)  # with this step
+    finished: list[SequenceState] = field(default_factory=list)  # with this step
     has_ended: bool = False  # the batch did, with this step
     then: list[Callable[[], None]] = field(default_factory=list)  # to be done once it is settled
 

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.sampling.sampler import SampledToken
 from funitel.model_server.sequence.detokenizer import StopMatch, TextCodec
-from funitel.model_server.sequence.table import Row
+from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class StepOutput:
     """What a step gave a row, before it is described: the tokens taken, their text where it is known, how it ended."""
 
-    row: Row
+    row: SequenceState
     tokens: tuple[SampledToken, ...]
     pieces: list[str] | None
     is_first: bool
@@ -28,7 +28,7 @@ class Settled:
     match: StopMatch | None
 
 
-class Settler:
+class OutputProcessor:
     """Settles sampled tokens. A request is a rank's own if its id modulo the number of ranks is the rank."""
 
     def __init__(self, codec: TextCodec, parallel: TensorParallel, eos_token_ids: frozenset[int]) -> None:
@@ -36,7 +36,7 @@ class Settler:
         self.parallel = parallel
         self.eos_token_ids = eos_token_ids
 
-    def settle(self, row: Row, tokens: Sequence[SampledToken]) -> Settled | None:
+    def settle(self, row: SequenceState, tokens: Sequence[SampledToken]) -> StepOutput | None:
         """Give a row its next tokens, up to the one that finishes it; None if another rank describes it.
 
         What the next step depends on is settled here. Text is needed for that only where stop strings are looked for;
@@ -62,9 +62,9 @@ class Settler:
                 break
         if row.request_id % self.parallel.size != self.parallel.rank:
             return None
-        return Settled(row, tuple(tokens[:count]), pieces, is_first, row.num_generated, row.finish_reason, match)
+        return StepOutput(row, tuple(tokens[:count]), pieces, is_first, row.num_generated, row.finish_reason, match)
 
-    def describe(self, settled: Settled) -> Generation:
+    def describe(self, settled: StepOutput) -> Generation:
         """What is sent of a row's tokens. Each row's in the order they were settled, and never two at a time."""
         row, tokens = settled.row, settled.tokens
         pieces = settled.pieces
@@ -89,7 +89,7 @@ class Settler:
             finished=_ending(settled),
         )
 
-    def _finish_reason(self, row: Row, token: SampledToken) -> FinishReason | None:
+    def _finish_reason(self, row: SequenceState, token: SampledToken) -> FinishReason | None:
         """Length first, then end of sequence: TGI's order. The end of a grammar is one that cannot be ignored."""
         stopping = row.start.stopping
         if row.num_generated >= stopping.max_new_tokens or token.is_cut:
@@ -104,7 +104,7 @@ class Settler:
         specials = tuple(self.codec.special_text(token_id) is not None for token_id in ids)
         return Tokens(tuple(ids), tuple(logprobs), texts, specials)
 
-    def _prompt_tokens(self, row: Row) -> Tokens:
+    def _prompt_tokens(self, row: SequenceState) -> Tokens:
         """Prompt tokens with log-probabilities.
 
         NaN for the first, for those whose KV came from the cache, and for those that an encoder reads.
@@ -115,7 +115,7 @@ class Settler:
         return Tokens(described.ids, described.logprobs, described.texts)
 
 
-def _ending(settled: Settled) -> GeneratedText | None:
+def _ending(settled: StepOutput) -> GeneratedText | None:
     """How a finished row ended. A stop that ended it ends its text; where length did, the text is whole."""
     if settled.finish_reason is None:
         return None

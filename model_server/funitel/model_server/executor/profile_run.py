@@ -7,7 +7,7 @@ import torch
 
 from funitel.model_server.sampling.sampler import SamplingState, token_logprobs
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher, TextCodec
-from funitel.model_server.sequence.table import Row
+from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams
 
 USUAL_BATCH_SIZE = 128  # sequences, where nobody says how many
@@ -31,12 +31,12 @@ def num_rows(max_batch_size: int | None) -> int:
     return min(max_batch_size or USUAL_BATCH_SIZE, MOST_REHEARSED)
 
 
-def rows_of(count: int, codec: TextCodec) -> list[Row]:
+def rows_of(count: int, codec: TextCodec) -> list[SequenceState]:
     """So many sequences that ask for everything sampling can do, in places of the sequence table from 0 on."""
     stopping = StoppingParams(max_new_tokens=2, ignore_eos=True)
     begun = SequenceStart(request_id=0, sampling=HEAVIEST, stopping=stopping, top_n_tokens=TOP_N)
     return [
-        Row(
+        SequenceState(
             index=i,
             start=begun,
             tokens=[0],

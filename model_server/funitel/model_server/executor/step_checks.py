@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from funitel.model_server.sequence.table import Row
+from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import RowUpdate, SequenceStart
 
@@ -59,8 +59,8 @@ def check_addresses(start: SequenceStart, bounds: StepBounds) -> None:
 
 
 def check_step(
-    running: Sequence[Row],
-    new: Sequence[Row],
+    running: Sequence[SequenceState],
+    new: Sequence[SequenceState],
     counts: Sequence[int],
     updates: Sequence[RowUpdate],
     bounds: StepBounds,
@@ -81,7 +81,7 @@ def check_step(
         _check_blocks(row, count, granted[row.request_id], bounds)
 
 
-def _check_blocks(row: Row, count: int, num_granted: int, bounds: StepBounds) -> None:
+def _check_blocks(row: SequenceState, count: int, num_granted: int, bounds: StepBounds) -> None:
     held = row.num_blocks + num_granted
     if held > bounds.max_blocks:
         raise InvalidRequest(f"request {row.request_id} has {held} blocks, at most {bounds.max_blocks} are allowed")
@@ -95,7 +95,7 @@ def _check_blocks(row: Row, count: int, num_granted: int, bounds: StepBounds) ->
         raise InvalidRequest(f"request {row.request_id} needs {needed} blocks for this step, it has {held}")
 
 
-def _check_owners(new: Sequence[Row], updates: Sequence[RowUpdate], block_size: int) -> None:
+def _check_owners(new: Sequence[SequenceState], updates: Sequence[RowUpdate], block_size: int) -> None:
     """Every block that a call grants to be written has one owner; those that are found computed may have several."""
     owners: dict[int, int] = {}
     granted = [(row.request_id, row.start.blocks[-(-row.start.cache_len // block_size) :]) for row in new]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from funitel.model_server.device.upload import upload
-from funitel.model_server.gpu_sampling.row_subset import Some
+from funitel.model_server.gpu_sampling.row_subset import RowSubset
 from funitel.model_server.sampling.gumbel_noise import gumbel_of
 from funitel.model_server.sampling.logits_processors import (
     heated,
@@ -36,7 +36,7 @@ _EVERY_TOKEN = 2**31 - 1
 class Penalties:
     """Rows with penalties, the lines of their counts [rows], and each penalty [rows, 1] float32."""
 
-    some: Some
+    some: RowSubset
     places: torch.Tensor
     repetition: torch.Tensor
     frequency: torch.Tensor
@@ -48,7 +48,7 @@ class Penalties:
 class Draws:
     """Rows whose token is drawn, their seeds as the noise takes them, and what they ask for as `lay_out` gave it."""
 
-    some: Some
+    some: RowSubset
     seeds: np.ndarray
     filters: Any
 
@@ -79,19 +79,21 @@ class ScoreMaths(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class TokenFilter:
     """A rule for which tokens stay, with what some of the rows that are drawn ask of it [rows, 1]."""
 
-    some: Some
+    some: RowSubset
     keep: Keep
     values: torch.Tensor
     most: float
 
     @classmethod
-    def of(cls, asked: Sequence[SamplingParams], keep: Keep, value_of: Ask, device: torch.device) -> "Kept | None":
+    def of(
+        cls, asked: Sequence[SamplingParams], keep: Keep, value_of: Ask, device: torch.device
+    ) -> "TokenFilter | None":
         """None where no row asks for it."""
         values = {i: value for i, p in enumerate(asked) if (value := value_of(p)) is not None}
-        some = Some.of(list(values), len(asked), device)
+        some = RowSubset.of(list(values), len(asked), device)
         if some is None:
             return None
         dtype = np.int64 if keep is keep_top_k else np.float32
@@ -109,7 +111,7 @@ class TorchMaths:
     def lay_out(self, asked: Sequence[SamplingParams], device: torch.device) -> Any:
         """See `ScoreMaths`."""
         temperatures = upload(np.array([[p.temperature] for p in asked], dtype=np.float32), device)
-        kept = (Kept.of(asked, keep, value_of, device) for keep, value_of in _KEEPS)
+        kept = (TokenFilter.of(asked, keep, value_of, device) for keep, value_of in _KEEPS)
         return temperatures, [each for each in kept if each is not None]
 
     def penalise(self, scores: torch.Tensor, penalties: Penalties, counts: torch.Tensor, lengths: torch.Tensor) -> None:
@@ -157,7 +159,7 @@ class TritonMaths:
         floors = [log_of(p.min_p) if p.min_p > 0.0 else -np.inf for p in asked]
         columns = np.array([[p.temperature for p in asked], [p.top_p for p in asked], floors], dtype=np.float32)
         has_filters = bool((top_ks < _EVERY_TOKEN).any()), bool((columns[1] < 1.0).any())
-        return upload(top_ks, device), upload(columns, device), has_filters, Kept.of(asked, *_TYPICAL, device)
+        return upload(top_ks, device), upload(columns, device), has_filters, TokenFilter.of(asked, *_TYPICAL, device)
 
     def penalise(self, scores: torch.Tensor, penalties: Penalties, counts: torch.Tensor, lengths: torch.Tensor) -> None:
         """See `ScoreMaths`."""

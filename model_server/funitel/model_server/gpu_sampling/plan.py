@@ -10,9 +10,9 @@ import torch
 from funitel.model_server.device.upload import upload
 from funitel.model_server.gpu_sampling.ops import Draws, Penalties, ScoreMaths
 from funitel.model_server.gpu_sampling.row_state import RowStates
-from funitel.model_server.gpu_sampling.row_subset import Some
+from funitel.model_server.gpu_sampling.row_subset import RowSubset
 from funitel.model_server.sampling.gumbel_noise import mixed_seeds
-from funitel.model_server.sequence.table import Row
+from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import SamplingParams
 
 MORE_TOPS = 16
@@ -32,23 +32,23 @@ class Biases:
 class SamplingPlan:
     """The plan of some rows, by what they ask for. `slots` [rows] are their places in the sequence table."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SequenceState, ...]
     slots: torch.Tensor
     penalties: Penalties | None
     biases: Biases | None
     draws: Draws | None
-    raw: Some | None  # whose log-probabilities are the model's own
-    tops: Some | None  # of which likely tokens are wanted beside the chosen one
+    raw: RowSubset | None  # whose log-probabilities are the model's own
+    tops: RowSubset | None  # of which likely tokens are wanted beside the chosen one
     num_tops: int  # that are fetched of each
 
     @classmethod
-    def of(cls, rows: Sequence[Row], states: RowStates, maths: ScoreMaths) -> "SamplingPlan":
+    def of(cls, rows: Sequence[SequenceState], states: RowStates, maths: ScoreMaths) -> "SamplingPlan":
         """Lay out what `rows` ask for."""
         device, params = states.device, [row.start.sampling for row in rows]
         vocab_size = states.counts.shape[2]
 
-        def some(is_one: Callable[[Row], object]) -> Some | None:
-            return Some.of([i for i, row in enumerate(rows) if is_one(row)], len(rows), device)
+        def some(is_one: Callable[[SequenceState], object]) -> RowSubset | None:
+            return RowSubset.of([i for i, row in enumerate(rows) if is_one(row)], len(rows), device)
 
         most = max((row.sampling.top_n for row in rows), default=0)
         return cls(
@@ -62,12 +62,12 @@ class SamplingPlan:
             num_tops=min(vocab_size, most + MORE_TOPS),
         )
 
-    def is_of(self, rows: Sequence[Row]) -> bool:
+    def is_of(self, rows: Sequence[SequenceState]) -> bool:
         """Whether it is the plan of just these rows."""
         return len(rows) == len(self.rows) and all(map(operator.is_, rows, self.rows))
 
 
-def _penalties(rows: Sequence[Row], some: Some | None, states: RowStates) -> Penalties | None:
+def _penalties(rows: Sequence[SequenceState], some: RowSubset | None, states: RowStates) -> Penalties | None:
     if some is None:
         return None
     asked = [rows[i].start.sampling for i in some.rows]
@@ -87,7 +87,7 @@ def _biases(params: Sequence[SamplingParams], device: torch.device) -> Biases | 
 
 
 def _draws(
-    params: Sequence[SamplingParams], some: Some | None, maths: ScoreMaths, device: torch.device
+    params: Sequence[SamplingParams], some: RowSubset | None, maths: ScoreMaths, device: torch.device
 ) -> Draws | None:
     if some is None:
         return None

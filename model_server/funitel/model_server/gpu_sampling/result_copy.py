@@ -40,7 +40,7 @@ class HostCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledBatch:
     """What sampling found for some rows, on the device; of `plan.tops` also the best of each, and all of its scores."""
 
     plan: SamplingPlan

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from funitel.model_server.device.upload import upload
-from funitel.model_server.sequence.table import Row
+from funitel.model_server.sequence.table import SequenceState
 
 _LEAST_SLOTS, _LEAST_COUNTED = 1024, 8
 
@@ -25,7 +25,7 @@ class RowStates:
             grown[: len(self.tokens)] = self.tokens
             self.tokens = grown
 
-    def place_of(self, row: Row) -> int:
+    def place_of(self, row: SequenceState) -> int:
         """The line of a row's counts; on the first call for a row what it holds is counted there."""
         if row.counts_place is None:
             place = self._places.setdefault(row.index, len(self._places))
@@ -51,7 +51,7 @@ class RowStates:
             grown[: len(self.counts)] = self.counts
             self.counts = grown
 
-    def _count(self, place: int, row: Row) -> None:
+    def _count(self, place: int, row: SequenceState) -> None:
         lines = self.counts[place]
         lines.zero_()
         for line, (ids, counts) in zip(lines, row.sampling.held(), strict=True):
@@ -60,6 +60,6 @@ class RowStates:
                 line.index_copy_(0, there[0], there[1].int())
 
 
-def held_token(row: Row) -> int:
+def held_token(row: SequenceState) -> int:
     """How a `RowSpan` names the last token of a row that only the device knows."""
     return -1 - row.index

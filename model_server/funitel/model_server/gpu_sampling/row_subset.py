@@ -9,7 +9,7 @@ from funitel.model_server.device.upload import upload
 
 
 @dataclass(frozen=True, slots=True)
-class Some:
+class RowSubset:
     """Rows of a matrix by their places, which the device knows too: [rows] int64."""
 
     rows: list[int]
@@ -17,7 +17,7 @@ class Some:
     is_all: bool  # all rows, in order
 
     @classmethod
-    def of(cls, rows: list[int], num_rows: int, device: torch.device) -> "Some | None":
+    def of(cls, rows: list[int], num_rows: int, device: torch.device) -> "RowSubset | None":
         """Rows out of so many, in order; None for none."""
         if not rows:
             return None

@@ -10,7 +10,7 @@ import torch
 from funitel.model_server.device.upload import upload
 from funitel.model_server.gpu_sampling.ops import Draws, ScoreMaths
 from funitel.model_server.gpu_sampling.plan import SamplingPlan
-from funitel.model_server.gpu_sampling.result_copy import Choice
+from funitel.model_server.gpu_sampling.result_copy import SampledBatch
 from funitel.model_server.gpu_sampling.row_state import RowStates
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_keys
@@ -39,7 +39,7 @@ class DeviceSampler:
         masks: TokenMasks | None = None,
         marks: TokenMasks | None = None,
         delta: float = 0.0,
-    ) -> Choice:
+    ) -> SampledBatch:
         """Choose the next token of every row of `plan`.
 
         Args:
@@ -68,10 +68,10 @@ class DeviceSampler:
         if plan.penalties is not None:
             self._states.count(plan.penalties.places, plan.penalties.some.of_matrix(tokens))
         if plan.tops is None:
-            return Choice(plan, tokens, logprobs)
+            return SampledBatch(plan, tokens, logprobs)
         tops = plan.tops.of_matrix(logits).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         best = tops.topk(plan.num_tops, dim=-1)
-        return Choice(plan, tokens, logprobs, plan.tops.of_matrix(normalisers), best.indices, best.values, tops)
+        return SampledBatch(plan, tokens, logprobs, plan.tops.of_matrix(normalisers), best.indices, best.values, tops)
 
     def _edit(
         self, scores: torch.Tensor, plan: SamplingPlan, positions: np.ndarray, marks: TokenMasks | None, delta: float

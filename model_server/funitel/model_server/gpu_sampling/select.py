@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from funitel.model_server.gpu_sampling.ops import Draws, Penalties, ScoreMaths, TorchMaths, TritonMaths
-from funitel.model_server.gpu_sampling.row_subset import Some
+from funitel.model_server.gpu_sampling.row_subset import RowSubset
 from funitel.model_server.sampling.gumbel_noise import mixed_seeds
 from funitel.proto.step import SamplingParams
 
@@ -41,7 +41,7 @@ def _tried(maths: ScoreMaths, asked: list[SamplingParams], device: torch.device)
     scores = (torch.randn(3, _PROBE_TOKENS, generator=generator) * 3).to(device)
     counts = torch.randint(0, 3, (1, 2, _PROBE_TOKENS), generator=generator, dtype=torch.int32).to(device)
     one = torch.full((1, 1), 1.3, device=device)
-    some, drawn = Some.of([1], 3, device), Some.of([0, 2], 3, device)
+    some, drawn = RowSubset.of([1], 3, device), RowSubset.of([0, 2], 3, device)
     assert some is not None
     assert drawn is not None
     penalties = Penalties(some, torch.zeros(1, dtype=torch.int64, device=device), one, one, one, one)

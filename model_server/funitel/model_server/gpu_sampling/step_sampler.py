@@ -10,25 +10,25 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.device.upload import upload
 from funitel.model_server.gpu_sampling.ops import ScoreMaths
 from funitel.model_server.gpu_sampling.plan import SamplingPlan
-from funitel.model_server.gpu_sampling.result_copy import Choice
+from funitel.model_server.gpu_sampling.result_copy import SampledBatch
 from funitel.model_server.gpu_sampling.row_state import RowStates
 from funitel.model_server.gpu_sampling.sampler import DeviceSampler, follows_tokens
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.sampler import token_logprobs
 from funitel.model_server.sampling.watermark import Watermark
-from funitel.model_server.sequence.table import Row
+from funitel.model_server.sequence.table import SequenceState
 
 
 @dataclass(slots=True)
 class Due:
     """Of a step's logits: the rows due a token with the places of theirs, and log-probabilities of prompts."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[SequenceState] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    prompts: list[tuple[Row, torch.Tensor]] = field(default_factory=list)
+    prompts: list[tuple[SequenceState, torch.Tensor]] = field(default_factory=list)
 
 
-def due_of(active: Sequence[tuple[Row, int]], wanted: Sequence[str], logits: torch.Tensor | None) -> Due:
+def due_of(active: Sequence[tuple[SequenceState, int]], wanted: Sequence[str], logits: torch.Tensor | None) -> Due:
     """Who is due a token. Of a row that the host follows it is known by now whether it has ended."""
     due, at = Due(), 0
     for (row, count), which in zip(active, wanted, strict=True):
@@ -47,7 +47,7 @@ def due_of(active: Sequence[tuple[Row, int]], wanted: Sequence[str], logits: tor
     return due
 
 
-class Chooser:
+class StepSampler:
     """Chooses the tokens of steps, on the rank that has logits."""
 
     def __init__(self, states: RowStates, maths: ScoreMaths, parallel: TensorParallel, watermark: Watermark) -> None:
@@ -57,7 +57,7 @@ class Chooser:
         self._watermark = watermark
         self._plan: SamplingPlan | None = None  # of the rows that were sampled last
 
-    def choose(self, rows: Sequence[Row], places: Sequence[int], logits: torch.Tensor) -> Choice:
+    def choose(self, rows: Sequence[SequenceState], places: Sequence[int], logits: torch.Tensor) -> SampledBatch:
         """Sample for rows, each of which has its logits at one of the places."""
         if len(places) < len(logits):
             logits = logits.index_select(0, upload(np.array(places, dtype=np.int64), logits.device))
@@ -70,7 +70,7 @@ class Chooser:
         marks = TokenMasks.naming(marked, vocab_size)
         return self._sampler.sample(logits, self._plan, positions, masks, marks, self._watermark.delta)
 
-    def shared(self, due: Sequence[Row], choice: Choice | None, *, in_words: bool) -> torch.Tensor:
+    def shared(self, due: Sequence[SequenceState], choice: SampledBatch | None, *, in_words: bool) -> torch.Tensor:
         """What was chosen, as numbers on the device; on every rank, unless they share it in words."""
         num_numbers = 0 if in_words else 2 * len(due)
         device = self._states.device

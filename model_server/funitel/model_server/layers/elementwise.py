@@ -31,7 +31,7 @@ class HeadRule:
         return (self.key_scale, self.value_scale) != (1.0, 1.0)
 
 
-class Glue(Protocol):
+class ElementwiseOps(Protocol):
     """How these are computed; chosen once, when the model is loaded."""
 
     name: str

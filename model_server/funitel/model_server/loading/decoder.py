@@ -12,7 +12,7 @@ from funitel.model_server.attention.backend import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.precision import MADE, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.executor.async_executor import FeedingExecutor
+from funitel.model_server.executor.async_executor import AsyncExecutor
 from funitel.model_server.executor.executor import Executor, ExecutorOptions
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.gpu_sampling.select import choose_maths
@@ -118,7 +118,7 @@ def _finish(
     log_loaded(settings, folder, spec, options.device, loaded)
     if options.device.type == "cuda" and loaded.takes_held_tokens:
         maths = choose_maths(options.device)
-        executor: Executor = FeedingExecutor(spec, loaded.decoder, pools, codec, loaded.parallel, options, maths)
+        executor: Executor = AsyncExecutor(spec, loaded.decoder, pools, codec, loaded.parallel, options, maths)
     else:
         executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, loaded.scores)
     return executor, info_of(settings, options, loaded, spec.vocab_size)

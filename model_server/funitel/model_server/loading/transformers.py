@@ -16,7 +16,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.loading.backend import Loaded
 from funitel.model_server.models.transformers_fallback.attention import Unsuited
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_keeper
-from funitel.model_server.models.transformers_fallback.dynamic_rope import Turns
+from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.load import first_line, hollow, load_model, named, read_config
 from funitel.model_server.models.transformers_fallback.packed import PackedModel
 from funitel.model_server.models.transformers_fallback.padded import StackedModel
@@ -151,7 +151,7 @@ def _choose_way(
     Raises:
         UnsupportedModel: none does.
     """
-    turns = Turns.of(model)
+    turns = DynamicRope.of(model)
     ways: tuple[Way, ...] = (
         lambda model: PackedModel(model, block_size, device, turns),
         lambda model: _stacked(model, device, turns, is_alone=False),
@@ -179,7 +179,7 @@ def _choose_way(
     raise UnsupportedModel(f"the model cannot be served through transformers: {'; '.join(failures)}")
 
 
-def _stacked(model: Any, device: torch.device, turns: Turns, *, is_alone: bool) -> StackedModel:
+def _stacked(model: Any, device: torch.device, turns: DynamicRope, *, is_alone: bool) -> StackedModel:
     keeper = choose_keeper(model, device)
     if not keeper.takes_padding and not is_alone:
         raise Unsuited("its code does not say how to pad")

@@ -10,7 +10,7 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention, LatentAttention, Turns
-from funitel.model_server.layers.elementwise import Glue, TorchGlue
+from funitel.model_server.layers.elementwise import ElementwiseOps, TorchGlue
 from funitel.model_server.layers.linear import Matmul, NormLayer, VocabEmbedding, VocabHead
 from funitel.model_server.layers.mlp import Experts, Mlp
 from funitel.model_server.layers.rotary import Rotary, sinusoids
@@ -54,12 +54,12 @@ class Decoder:
         names = spec.names
         self.spec = spec
         self.attention = attention
-        self.glue: Glue = TorchGlue()
-        self.entrance = Entrance(spec, weights, parallel)
+        self.glue: ElementwiseOps = TorchGlue()
+        self.entrance = Embedding(spec, weights, parallel)
         self.offload = offload
-        self.layers: list[Layer | OffloadedLayer[Layer]] = []
+        self.layers: list[DecoderLayer | OffloadedLayer[DecoderLayer]] = []
         for i in range(spec.num_layers):
-            layer = Layer(spec, weights, parallel, attention, i)
+            layer = DecoderLayer(spec, weights, parallel, attention, i)
             self.layers.append(layer if offload is None else offload.keep(layer, i, (spec, parallel, attention)))
         if offload is not None:
             offload.settle()
@@ -74,11 +74,11 @@ class Decoder:
         tied = (rf"^{names.head}\.weight$",) if spec.is_tied else ()
         weights.finish(names.ignored + tied)
 
-    def adopt(self, glue: Glue) -> None:
+    def adopt(self, glue: ElementwiseOps) -> None:
         """Compute from now on with this glue."""
         self.glue = glue
         for layer in self.layers:
-            (layer if isinstance(layer, Layer) else layer.layer).adopt(glue)
+            (layer if isinstance(layer, DecoderLayer) else layer.layer).adopt(glue)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
@@ -93,7 +93,7 @@ class Decoder:
         entering: torch.Tensor | None = None
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
             # The norm of a layer whose weights come from the host is not there before its turn.
-            frame = following.attention_frame if isinstance(following, Layer) else None
+            frame = following.attention_frame if isinstance(following, DecoderLayer) else None
             x, entering = layer(x, entering, frame, batch, cache, plan, turns)
         if batch.logit_indices.numel() == 0:
             return None
@@ -102,7 +102,7 @@ class Decoder:
         return self.head(x if self.narrow is None else self.narrow(x))
 
 
-class Entrance:
+class Embedding:
     """Tokens and positions -> the hidden states that enter the first layer, and the turns that all layers share."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> None:
@@ -145,7 +145,7 @@ class Entrance:
         }
 
 
-class Layer:
+class DecoderLayer:
     """Attention and MLP, each normalised where the spec says and added to the residual."""
 
     def __init__(
@@ -168,10 +168,10 @@ class Layer:
             self.mlp = Mlp(spec, weights, parallel, index)
         else:
             self.mlp = Experts(spec, experts, weights, parallel, index)
-        self.attention_frame = Frame(spec, weights, names.attention_norm, names.attention_post_norm, index)
-        self.mlp_frame = Frame(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
+        self.attention_frame = ResidualBlock(spec, weights, names.attention_norm, names.attention_post_norm, index)
+        self.mlp_frame = ResidualBlock(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
 
-    def adopt(self, glue: Glue) -> None:
+    def adopt(self, glue: ElementwiseOps) -> None:
         """Compute from now on with this glue."""
         self.attention_frame.glue = self.mlp_frame.glue = glue
         for mlp in self.mlp.mlps():
@@ -183,7 +183,7 @@ class Layer:
         self,
         x: torch.Tensor,
         entering: torch.Tensor | None,
-        following: "Frame | None",
+        following: "ResidualBlock | None",
         batch: ForwardBatch,
         cache: KVCache,
         plan: object,
@@ -211,7 +211,7 @@ class Layer:
         return self.mlp_frame.pass_on(x, result, following)
 
 
-class Frame:
+class ResidualBlock:
     """The norms around one block, and its way back into the residual.
 
     `sum_dtype` is the precision of the residual, where that is not the weights'.
@@ -230,7 +230,7 @@ class Frame:
             name = weights.prefix + template.format(i=index)
             return NormLayer(spec, weights, name, spec.hidden_size, dtype=sum_dtype)
 
-        self.glue: Glue = TorchGlue()
+        self.glue: ElementwiseOps = TorchGlue()
         placement = spec.norm_placement
         has_before = placement in (NormPlacement.PRE, NormPlacement.BOTH) and before
         self.before = norm(before) if has_before else None
@@ -247,7 +247,9 @@ class Frame:
         after, last = (None, self.after) if self.is_last else (self.after, None)
         return self.glue.join(x, result, after, self.scale, last)[1]
 
-    def pass_on(self, x: torch.Tensor, result: torch.Tensor, following: "Frame") -> tuple[torch.Tensor, torch.Tensor]:
+    def pass_on(
+        self, x: torch.Tensor, result: torch.Tensor, following: "ResidualBlock"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual `x` with the block's `result`, and what of it enters the `following` block."""
         if self.is_last:
             x = self.leave(x, result)

@@ -8,8 +8,8 @@ import torch
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention
-from funitel.model_server.layers.elementwise import Glue, TorchGlue
-from funitel.model_server.models.decoder import Decoder, Layer
+from funitel.model_server.layers.elementwise import ElementwiseOps, TorchGlue
+from funitel.model_server.models.decoder import Decoder, DecoderLayer
 from funitel.model_server.spec.model_spec import QkNorm
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,12 @@ def fuse_glue(
 
 
 def check_glue(
-    glue: Glue, decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    glue: ElementwiseOps,
+    decoder: Decoder,
+    heads: HeadSplit,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> None:
     """Raise ValueError unless it gives what the reference gives with the first layer's weights.
 
@@ -74,10 +79,10 @@ def check_glue(
             raise ValueError(f"a probe is off by {error:.2g} of what torch computes, at most {bound:g} is right")
 
 
-def _first_layer(decoder: Decoder) -> Layer:
+def _first_layer(decoder: Decoder) -> DecoderLayer:
     """With its weights there, wherever they are kept."""
     first = decoder.layers[0]
-    if isinstance(first, Layer):
+    if isinstance(first, DecoderLayer):
         return first
     assert decoder.offload is not None
     decoder.offload.begin()
@@ -86,7 +91,12 @@ def _first_layer(decoder: Decoder) -> Layer:
 
 
 def _placed(
-    glue: Glue, decoder: Decoder, attention: Attention, heads: HeadSplit, qkv: torch.Tensor, kv_dtype: torch.dtype
+    glue: ElementwiseOps,
+    decoder: Decoder,
+    attention: Attention,
+    heads: HeadSplit,
+    qkv: torch.Tensor,
+    kv_dtype: torch.dtype,
 ) -> list[torch.Tensor]:
     """Queries and the pool after heads were placed in it."""
     device = qkv.device

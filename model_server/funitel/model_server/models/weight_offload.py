@@ -35,7 +35,7 @@ class Layer(Protocol):
 L = TypeVar("L", bound=Layer)
 
 
-class Courier(Protocol):
+class Prefetcher(Protocol):
     """Copies from the host to the device while that computes."""
 
     def hold(self, num_bytes: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ class Offload:
         courier: copies.
     """
 
-    def __init__(self, num_bytes: int, num_layers: int, device: torch.device, courier: Courier) -> None:
+    def __init__(self, num_bytes: int, num_layers: int, device: torch.device, courier: Prefetcher) -> None:
         self._num_bytes = num_bytes
         self._num_layers = num_layers
         self._device = device

@@ -19,7 +19,7 @@ class Product(Protocol):
         """[num_rows, inputs] -> [num_rows, outputs]."""
 
 
-class Products(Protocol):
+class QuantizedMatmul(Protocol):
     """Multiplies by quantised matrices as they are.
 
     `made` is what matrices become that the checkpoint has in floating point; None leaves them.

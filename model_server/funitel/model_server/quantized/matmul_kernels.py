@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 
 from funitel.model_server.quantized.bit_packing import WORD_BITS
-from funitel.model_server.quantized.packed_matrix import Kind, PackedMatrix
+from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
 
 _IS_INTERPRETED = triton.knobs.runtime.interpret  # Triton's interpreter multiplies bfloat16 as the integers they lie in
 _LEAST_CHUNKS = 4  # of a part: what a program reads to be worth its start
 _MOST_PARTS = 16
-_INT4 = tl.constexpr(int(Kind.INT4))
-_FLOAT8 = tl.constexpr(int(Kind.FLOAT8))
+_INT4 = tl.constexpr(int(CodeKind.INT4))
+_FLOAT8 = tl.constexpr(int(CodeKind.FLOAT8))
 # 2**23 as a float32: an integer below 2**23 in its mantissa's place is that float32 more.
 _MAGIC_BITS = tl.constexpr(0x4B000000)
 _MAGIC = tl.constexpr(8388608.0)

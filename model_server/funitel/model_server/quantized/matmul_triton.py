@@ -8,7 +8,7 @@ from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.config import Quantization
 from funitel.model_server.quantized.matmul import Product
 from funitel.model_server.quantized.matmul_kernels import multiply, unpack
-from funitel.model_server.quantized.packed_matrix import Kind, PackedMatrix
+from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
 
 _MOST_PACKED_ROWS = 256  # beyond, unpacking the matrix once costs less than unpacking it for each tile of rows
 
@@ -57,8 +57,8 @@ class TritonProducts:
         return PackedProduct([PackedMatrix.of(part, _kind_of(part)) for part in parts], bias, self._num_processors)
 
 
-def _kind_of(codes: Codes) -> Kind:
+def _kind_of(codes: Codes) -> CodeKind:
     if codes.codes.dtype is not torch.uint8:
-        return Kind.FLOAT8
+        return CodeKind.FLOAT8
     most = max(int(part.max()) if part.numel() else 0 for part in (codes.codes, codes.zeros))
-    return Kind.INT4 if most < 1 << Kind.INT4.bits else Kind.INT8
+    return CodeKind.INT4 if most < 1 << CodeKind.INT4.bits else CodeKind.INT8

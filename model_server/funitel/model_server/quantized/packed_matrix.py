@@ -17,7 +17,7 @@ _SPANS = (32, 16)  # inputs; the longer one where groups are multiples of it. tl
 NOWHERE = -1  # where an input comes from that fills a span up
 
 
-class Kind(IntEnum):
+class CodeKind(IntEnum):
     """What a code is, as the kernels number it."""
 
     INT4 = 0
@@ -27,19 +27,19 @@ class Kind(IntEnum):
     @property
     def bits(self) -> int:
         """Of a code."""
-        return 4 if self is Kind.INT4 else 8
+        return 4 if self is CodeKind.INT4 else 8
 
     @property
     def middle(self) -> int:
         """The zero point of a matrix that has no zero points of its own."""
-        return 0 if self is Kind.FLOAT8 else 1 << (self.bits - 1)
+        return 0 if self is CodeKind.FLOAT8 else 1 << (self.bits - 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedMatrix:
     """Weights [outputs, inputs] of `kind`; see the module for how they lie."""
 
-    kind: Kind
+    kind: CodeKind
     num_inputs: int
     span: int
     group_spans: int  # of a group, where all have as many and lie one after the other; else 0
@@ -50,7 +50,7 @@ class PackedMatrix:
     groups: torch.Tensor | None  # [num_spans] int32, where `group_spans` does not say it
 
     @classmethod
-    def of(cls, codes: Codes, kind: Kind) -> "PackedMatrix":
+    def of(cls, codes: Codes, kind: CodeKind) -> "PackedMatrix":
         """Pack codes where they are, on whatever device."""
         span, order, span_groups = _laid_out(codes.groups.cpu(), WORD_BITS // kind.bits)
         num_inputs, device = codes.codes.shape[1], codes.codes.device

@@ -6,7 +6,7 @@ import torch
 
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.config import Quantization
-from funitel.model_server.quantized.matmul import FLOAT8, INT8, Products, round_float8
+from funitel.model_server.quantized.matmul import FLOAT8, INT8, QuantizedMatmul, round_float8
 from funitel.proto.errors import SettingsError
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ _PROBE_BOUND = 2e-2  # relative error: what is wrong is off by far more, and bfl
 
 def choose_products(
     quantize: str | None, quantization: Quantization | None, device: torch.device, dtype: torch.dtype
-) -> Products | None:
+) -> QuantizedMatmul | None:
     """What multiplies by quantised weights; None where they become floating point when they are loaded.
 
     Args:
@@ -49,7 +49,7 @@ def choose_products(
     return products
 
 
-def check(products: Products, device: torch.device, dtype: torch.dtype) -> None:
+def check(products: QuantizedMatmul, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ValueError unless products are those of the dequantised weights, for numbers drawn at random."""
     generator = torch.Generator().manual_seed(0)
     num_outputs, num_inputs, group = 192, 640, 128

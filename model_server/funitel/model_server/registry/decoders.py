@@ -13,8 +13,8 @@ from funitel.model_server.registry.row import (
     HIDDEN_SIZE,
     NUM_HEADS,
     NUM_LAYERS,
+    ArchitectureRow,
     Config,
-    Row,
     Rule,
     activation,
     first,
@@ -178,7 +178,7 @@ _IS_WIDENED = lambda c: c.get("word_embed_proj_dim", c["hidden_size"]) != c["hid
 _IS_PRE_NORM = first("do_layer_norm_before", default=True)
 _HAS_TWO_NORMS = lambda c: c.get("new_decoder_architecture") and c.get("num_ln_in_parallel_attn") in (None, 2)  # noqa: E731
 
-FAMILIES: dict[str, Row] = {
+FAMILIES: dict[str, ArchitectureRow] = {
     "LlamaForCausalLM": row(**_ATTENTION_BIASES, has_mlp_bias=first("mlp_bias", default=False)),
     "MistralForCausalLM": row(sliding_windows=windows(default=4096)),
     "Qwen2ForCausalLM": row(has_qkv_bias=True, sliding_windows=_LATER_WINDOWS),

@@ -218,7 +218,7 @@ _SHARED: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ArchitectureRow:
     """One architecture: what differs from a Llama.
 
     `fields` are those of a ModelSpec and `names` those of its TensorNames, each a value or a rule. `fixed` are values
@@ -243,6 +243,8 @@ def read_fields(rules: Mapping[str, Any], config: Config) -> dict[str, Any]:
     return {name: rule(config) if callable(rule) else rule for name, rule in rules.items()}
 
 
-def row(*, names: Mapping[str, Any] | None = None, fixed: Mapping[str, Any] | None = None, **fields: Any) -> Row:
+def row(
+    *, names: Mapping[str, Any] | None = None, fixed: Mapping[str, Any] | None = None, **fields: Any
+) -> ArchitectureRow:
     """A row, its fields as keywords."""
-    return Row(fields, names or {}, fixed or {})
+    return ArchitectureRow(fields, names or {}, fixed or {})

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from funitel.model_server.executor.executor import Executor
-from funitel.model_server.rpc.compute_threads import BesideLane, ComputeLoop, Lane, OwnLane, emptied
-from funitel.model_server.rpc.dispatcher import Calls
+from funitel.model_server.rpc.compute_threads import ComputeLoop, InlineRunner, Lane, ThreadedRunner, emptied
+from funitel.model_server.rpc.dispatcher import Dispatcher
 from funitel.model_server.rpc.step_socket_server import StepServer
 from funitel.proto.errors import FunitelError
 
@@ -21,7 +21,7 @@ class CallServer:
         world_size: ranks of the model.
         step_path: where the step socket is to be; empty for none.
         compute: the compute thread. On a CPU it is taken up by a loop of its own until `stop`.
-        on_fatal: see `Calls`; called on the loop this is made on.
+        on_fatal: see `Dispatcher`; called on the loop this is made on.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class CallServer:
 
         self._turning = ComputeLoop(compute) if executor.options.device.type == "cpu" else None
         self._answers = ThreadPoolExecutor(1, "funitel-answers")  # idle, and without a thread, on a CPU
-        self._lane: Lane = OwnLane() if self._turning is not None else BesideLane(compute, self._answers)
+        self._lane: Lane = InlineRunner() if self._turning is not None else ThreadedRunner(compute, self._answers)
         loop = self._turning.loop if self._turning is not None else here
-        self.calls = Calls(executor, world_size, self._lane, loop, tell)
+        self.calls = Dispatcher(executor, world_size, self._lane, loop, tell)
         self._steps = StepServer(self.calls, step_path) if step_path else None
 
     async def start(self) -> None:

@@ -42,7 +42,7 @@ async def emptied(lane: Lane) -> None:
     await is_last.wait()
 
 
-class BesideLane:
+class ThreadedRunner:
     """Jobs run on the one thread of `compute`, and are finished on that of `answers`, which may wait for a device.
 
     The next job is at hand before the last has ended, and runs while the last is finished.
@@ -81,7 +81,7 @@ class BesideLane:
         self._compute.submit(compute)
 
 
-class OwnLane:
+class InlineRunner:
     """Jobs run on the event loop's thread, one a turn: what one has answered is sent before the next begins."""
 
     def __init__(self) -> None:

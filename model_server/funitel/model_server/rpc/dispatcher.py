@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from funitel.model_server.executor.executor import Executor, Step
+from funitel.model_server.executor.executor import Executor, PendingStep
 from funitel.model_server.executor.pool_sizing import is_out_of_memory
 from funitel.model_server.rpc.call_order import StepOrder
 from funitel.model_server.rpc.compute_threads import Lane
@@ -30,14 +30,14 @@ Q = TypeVar("Q", bound=Request)
 
 
 @dataclass(frozen=True, slots=True)
-class Reply(Generic[R]):
+class ReplyCallbacks(Generic[R]):
     """Who is told what came of a call: one of the two is called, once, on the loop of the calls."""
 
     answer: Callable[[R], object]
     refuse: Callable[[FunitelError], object]
 
 
-class Calls:
+class Dispatcher:
     """The calls of one rank, each with a reply. They are made on `loop`, and there `lane` tells what came of its jobs.
 
     A caller that hangs up stops nothing: other ranks run the call too, and later ones build on it. `on_fatal` is told
@@ -68,7 +68,7 @@ class Calls:
         begun = [instant for instant in (self._begun, self._answering) if instant is not None]
         return time.monotonic_ns() - min(begun) if begun else 0
 
-    def make(self, call: Callable[[Q, Reply[R]], None], request: Q, reply: Reply[R]) -> None:
+    def make(self, call: Callable[[Q, ReplyCallbacks[R]], None], request: Q, reply: ReplyCallbacks[R]) -> None:
         """Make one of the calls below; what it raises itself is answered too, and takes up the call's number."""
         try:
             call(request, reply)
@@ -80,7 +80,7 @@ class Calls:
 
             self._order.begin(_step_seq(request), refuse, refuse)
 
-    def clear_cache(self, request: pb.ClearCacheRequest, reply: Reply[pb.ClearCacheResponse]) -> None:
+    def clear_cache(self, request: pb.ClearCacheRequest, reply: ReplyCallbacks[pb.ClearCacheResponse]) -> None:
         """Drop one or all cached batches; dropping all starts the numbering again."""
         if request.HasField("id"):
             batch_id = request.id
@@ -93,10 +93,10 @@ class Calls:
             self._order.reset()
             reply.answer(response)
 
-        then = Reply(answer, reply.refuse)
+        then = ReplyCallbacks(answer, reply.refuse)
         self._run(None, self._executor.clear, lambda _: pb.ClearCacheResponse(), then)
 
-    def filter_batch(self, request: pb.FilterBatchRequest, reply: Reply[pb.FilterBatchResponse]) -> None:
+    def filter_batch(self, request: pb.FilterBatchRequest, reply: ReplyCallbacks[pb.FilterBatchResponse]) -> None:
         """Keep some rows of a cached batch."""
         step_seq = _step_seq(request)
         self._run(
@@ -106,13 +106,13 @@ class Calls:
             reply,
         )
 
-    def warmup(self, request: pb.WarmupRequest, reply: Reply[pb.WarmupResponse]) -> None:
+    def warmup(self, request: pb.WarmupRequest, reply: ReplyCallbacks[pb.WarmupResponse]) -> None:
         """Size the pool."""
         starts = [wire.decode_sequence(message) for message in request.batch.requests]
         limits = wire.decode_warmup_limits(request)
         self._run(None, lambda: self._executor.warmup(starts, limits), wire.encode_warmup_result, reply)
 
-    def prefill(self, request: pb.PrefillRequest, reply: Reply[pb.PrefillResponse]) -> None:
+    def prefill(self, request: pb.PrefillRequest, reply: ReplyCallbacks[pb.PrefillResponse]) -> None:
         """Take a batch in and run one step."""
         starts = [wire.decode_sequence(message) for message in request.batch.requests]
         cached = wire.decode_cached(request.cached_batch) if request.HasField("cached_batch") else None
@@ -127,7 +127,7 @@ class Calls:
             reply,
         )
 
-    def decode(self, request: pb.DecodeRequest, reply: Reply[pb.DecodeResponse]) -> None:
+    def decode(self, request: pb.DecodeRequest, reply: ReplyCallbacks[pb.DecodeResponse]) -> None:
         """Run one step of cached batches."""
         cached = [wire.decode_cached(message) for message in request.batches]
         rows, copies = wire.decode_rows(request.rows), wire.decode_copies(request.copies)
@@ -139,7 +139,9 @@ class Calls:
             reply,
         )
 
-    def _run(self, step_seq: int | None, call: Callable[[], T], encode: Callable[[T], R], reply: Reply[R]) -> None:
+    def _run(
+        self, step_seq: int | None, call: Callable[[], T], encode: Callable[[T], R], reply: ReplyCallbacks[R]
+    ) -> None:
         """Run `call` on the compute thread in its turn, then `encode` what it returns where the lane does that."""
 
         def compute() -> T:
@@ -185,6 +187,6 @@ def _step_seq(request: Request) -> int | None:
     return request.step_seq
 
 
-def _encoded(step: Step, response: Response, in_columns: bool) -> Response:
+def _encoded(step: PendingStep, response: Response, in_columns: bool) -> Response:
     wire.encode_result(step.describe(), response, in_columns=in_columns)
     return response

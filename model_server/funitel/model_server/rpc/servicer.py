@@ -10,8 +10,8 @@ import grpc
 
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.rpc.base_servicer import Context, End, ShardServicer, abort, end_process
-from funitel.model_server.rpc.dispatcher import Calls, Q, R, Reply
-from funitel.model_server.rpc.tracing import Traced
+from funitel.model_server.rpc.dispatcher import Dispatcher, Q, R, ReplyCallbacks
+from funitel.model_server.rpc.tracing import TracedCalls
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.errors import FunitelError, StartupError
@@ -27,7 +27,7 @@ class Servicer(ShardServicer):
     """One rank of `generate.v3.TextGenerationService`."""
 
     def __init__(
-        self, executor: Executor, info: ShardInfo, urls: list[str], calls: Calls, end: End = end_process
+        self, executor: Executor, info: ShardInfo, urls: list[str], calls: Dispatcher, end: End = end_process
     ) -> None:
         super().__init__(info, urls, end)
         self._executor = executor
@@ -67,7 +67,7 @@ class Servicer(ShardServicer):
         """Run one step of cached batches."""
         return await self._answer(context, self._calls.decode, request)
 
-    async def _answer(self, context: Context, call: Callable[[Q, Reply[R]], None], request: Q) -> R:
+    async def _answer(self, context: Context, call: Callable[[Q, ReplyCallbacks[R]], None], request: Q) -> R:
         """Make a call on its loop and wait for what comes of it here; failures become gRPC statuses."""
         here = asyncio.get_running_loop()
         answered: asyncio.Future[R] = here.create_future()
@@ -83,7 +83,7 @@ class Servicer(ShardServicer):
         def tell(outcome: R | FunitelError) -> None:
             here.call_soon_threadsafe(settle, outcome)
 
-        reply: Reply[R] = Reply(tell, tell)
+        reply: ReplyCallbacks[R] = ReplyCallbacks(tell, tell)
         self._calls.loop.call_soon_threadsafe(self._calls.make, call, request, reply)
         try:
             return await answered
@@ -106,7 +106,7 @@ def make_server(
         StartupError: the address is taken or not ours.
     """
     server = grpc.aio.server(
-        interceptors=[Traced()] if is_traced else [],
+        interceptors=[TracedCalls()] if is_traced else [],
         options=[
             ("grpc.max_receive_message_length", MOST_BYTES),
             ("grpc.max_send_message_length", MOST_BYTES),

@@ -8,7 +8,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from funitel.model_server.rpc.dispatcher import Calls, Reply
+from funitel.model_server.rpc.dispatcher import Dispatcher, ReplyCallbacks
 from funitel.model_server.rpc.tracing import CallSpans, open_spans
 from funitel.proto import generate_pb2 as pb
 from funitel.proto.errors import FunitelError, InvalidRequest, StartupError
@@ -17,7 +17,7 @@ from funitel.proto.step_socket import OK, Frame, FrameProtocol, Method, decode_c
 
 Message = Any  # protobuf messages share no useful base
 Parse = Callable[[bytes], Message]
-Call = Callable[[Message, Reply[Message]], None]
+Call = Callable[[Message, ReplyCallbacks[Message]], None]
 
 FLUSH_SECONDS = 1.0  # that a router has at the end to read what was answered
 
@@ -25,7 +25,7 @@ FLUSH_SECONDS = 1.0  # that a router has at the end to read what was answered
 class StepServer:
     """Listens on the Unix socket at `path`; any number of routers may be connected."""
 
-    def __init__(self, calls: Calls, path: str) -> None:
+    def __init__(self, calls: Dispatcher, path: str) -> None:
         self.methods: dict[int, tuple[Method, Parse, Call]] = {
             Method.PREFILL: (Method.PREFILL, pb.PrefillRequest.FromString, calls.prefill),
             Method.DECODE: (Method.DECODE, pb.DecodeRequest.FromString, calls.decode),
@@ -113,7 +113,9 @@ class StepConnection(FrameProtocol):
             self._refuse(frame.call_id, InvalidRequest(str(error)))
         else:
             spans = open_spans(method.rpc, headers)
-            reply = Reply(partial(self._answer, frame.call_id, spans), partial(self._fail, frame.call_id, spans))
+            reply = ReplyCallbacks(
+                partial(self._answer, frame.call_id, spans), partial(self._fail, frame.call_id, spans)
+            )
             self._server.calls.make(call, request, reply)
 
     def _answer(self, call_id: int, spans: CallSpans, message: Message) -> None:

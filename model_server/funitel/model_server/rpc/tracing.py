@@ -54,7 +54,7 @@ def open_spans(rpc: str, headers: Mapping[str, str]) -> CallSpans:
     return CallSpans(tuple(tracing.begin(name, place, SpanKind.SERVER, attributes) for place in places))
 
 
-class Traced(grpc.aio.ServerInterceptor):
+class TracedCalls(grpc.aio.ServerInterceptor):
     """Record each call as OpenTelemetry's conventions for RPC servers say, under its full method name."""
 
     async def intercept_service(

@@ -16,7 +16,7 @@ from funitel.proto.step import FinishReason, SequenceStart
 
 
 @dataclass(slots=True)
-class Row:
+class SequenceState:
     """One sequence. `tokens` are prompt and completion; KV is computed for the first `num_cached` of them.
 
     Where an encoder reads the prompt, that is the first `source_len` tokens, and the decoder begins behind them.
@@ -89,11 +89,11 @@ class SequenceTable:
             self._free = list(range(2 * capacity - 1, capacity - 1, -1))
         return self._free.pop()
 
-    def release(self, rows: Iterable[Row]) -> None:
+    def release(self, rows: Iterable[SequenceState]) -> None:
         """Give the places of `rows` back."""
         self._free.extend(row.index for row in rows)
 
-    def grant(self, row: Row, blocks: Sequence[int]) -> None:
+    def grant(self, row: SequenceState, blocks: Sequence[int]) -> None:
         """Append blocks to a row's block table.
 
         Raises:
@@ -105,7 +105,7 @@ class SequenceTable:
         self._blocks[row.index, row.num_blocks : end] = blocks
         row.num_blocks = end
 
-    def block_table(self, row: Row) -> np.ndarray:
+    def block_table(self, row: SequenceState) -> np.ndarray:
         """Blocks of a row, in order: [num_blocks] int32."""
         table: np.ndarray = self._blocks[row.index, : row.num_blocks]
         return table

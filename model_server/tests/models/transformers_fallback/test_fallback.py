@@ -15,8 +15,8 @@ from funitel.model_server.executor.executor import Executor
 from funitel.model_server.loading import transformers as loading
 from funitel.model_server.loading.decoder import load
 from funitel.model_server.models.transformers_fallback.attention import Unsuited
-from funitel.model_server.models.transformers_fallback.cache_adapters import Keeper, choose_keeper
-from funitel.model_server.models.transformers_fallback.dynamic_rope import Turns
+from funitel.model_server.models.transformers_fallback.cache_adapters import CacheAdapter, choose_keeper
+from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.pool import FallbackPool
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import InvalidRequest, SettingsError, UnsupportedModel, WeightsError
@@ -69,7 +69,7 @@ def test_a_sequence_turns_by_its_own_length(
     def refuse(*_: Any) -> None:
         raise Unsuited("not asked for")
 
-    def choose_unpadded(*args: Any) -> Keeper:
+    def choose_unpadded(*args: Any) -> CacheAdapter:
         keeper = choose_keeper(*args)
         keeper.takes_padding = False
         return keeper
@@ -91,7 +91,7 @@ def test_code_that_cannot_be_made_to_forget_sequences_is_refused(tmp_path: Path)
         kind="Gemma3Text", model="Gemma3ForCausalLM", config={**ZOO["gemma3"].config, "rope_parameters": given}
     )
     with pytest.raises(UnsupportedModel, match="rope_type dynamic is not supported through transformers for Gemma3"):
-        Turns.of(model.build())
+        DynamicRope.of(model.build())
 
 
 def save(tiny: Tiny, folder: Path) -> Path:

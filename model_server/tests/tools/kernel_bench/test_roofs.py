@@ -7,7 +7,7 @@ import pytest
 
 from funitel.model_server.cpu import build as build_module
 from funitel.model_server.cpu.build import INSTRUCTION_SETS, CannotBuild, build, cpu_flags
-from funitel.model_server.cpu.precision import Kind
+from funitel.model_server.cpu.precision import MatrixKind
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import KernelSettings
 from funitel.model_server.tools.kernel_bench import matmul
@@ -53,7 +53,7 @@ def test_every_matrix_of_a_model_is_measured(tmp_path: Path) -> None:
 
 
 def test_roofs_only_rise(roofs: Roofs) -> None:
-    for kind in Kind:
+    for kind in MatrixKind:
         roofs.multiply_s = 0.0
         before = roofs.read_bytes_s
         roofs.measure(kind, passes=1)

@@ -9,7 +9,7 @@ from funitel.router.auth.accounts import Account
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenCounts:
     """Tokens of a request: a prompt that several sequences share counts once."""
 
     prompt: int = 0
@@ -17,7 +17,7 @@ class Tokens:
 
 
 @contextmanager
-def charged(account: Account | None, most: Callable[[], int], used: Callable[[], Tokens]) -> Iterator[None]:
+def charged(account: Account | None, most: Callable[[], int], used: Callable[[], TokenCounts]) -> Iterator[None]:
     """Let the block run if the account has `most` tokens left, and charge what was `used` by its end.
 
     However it ends: a client that leaves pays for what was computed.

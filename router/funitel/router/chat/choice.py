@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 
 from funitel.proto.step import FinishReason, GeneratedText, Generation
-from funitel.router.chat.output_parser import CallArguments, CallStart, Parser, Piece, Text, Thought
+from funitel.router.chat.output_parser import CallArguments, CallStart, Parser, Piece, TextPiece, Thought
 from funitel.router.chat.parts import (
     ChatUsage,
     EndReason,
@@ -19,13 +19,15 @@ from funitel.router.chat.parts import (
 from funitel.router.chat.prompt import ChatPrompt
 from funitel.router.chat.reasoning_parser import ReasoningParser
 from funitel.router.chat.transcript import Transcript
-from funitel.router.serving.prepare import Job
+from funitel.router.serving.prepare import GenerationJob
 
 
 class Choice:
     """Feed generations of one sequence; get parts."""
 
-    def __init__(self, job: Job, prompt: ChatPrompt, *, top_logprobs: int | None, parallel_calls: bool) -> None:
+    def __init__(
+        self, job: GenerationJob, prompt: ChatPrompt, *, top_logprobs: int | None, parallel_calls: bool
+    ) -> None:
         """`top_logprobs` None: no tokens with their log-probabilities are wanted."""
         self._job = job
         self._wants_tokens = top_logprobs is not None
@@ -64,12 +66,12 @@ class Choice:
 
     def _pieces(self, text: str, start: int, *, is_last: bool) -> Iterator[Piece]:
         """The text parsed: thoughts first, then calls in the rest."""
-        outer = _parsed(self._reasoning, [Text(text, start)] if text else [], is_last)
+        outer = _parsed(self._reasoning, [TextPiece(text, start)] if text else [], is_last)
         return _parsed(self._tools, outer, is_last)
 
     def _part(self, piece: Piece) -> Iterator[Part]:
         match piece:
-            case Text():
+            case TextPiece():
                 skipped = self._transcript.tokens_before(piece.start)
                 tokens = self._transcript.tokens_before(piece.start + len(piece.text))
                 if self._reasoning_tokens:  # what closed the block was skipped
@@ -118,7 +120,7 @@ def _parsed(parser: Parser | None, pieces: Iterable[Piece], is_last: bool) -> It
         yield from pieces
         return
     for piece in pieces:
-        if isinstance(piece, Text):
+        if isinstance(piece, TextPiece):
             yield from parser.feed(piece.text, piece.start)
         else:
             yield piece

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextPiece:
     """Text for the client; `start` is where it begins in the transcript."""
 
     text: str
@@ -34,7 +34,7 @@ class CallArguments:
     delta: str
 
 
-Piece = Text | Thought | CallStart | CallArguments
+Piece = TextPiece | Thought | CallStart | CallArguments
 
 
 class Parser:
@@ -92,7 +92,7 @@ class Parser:
     def _show(self, count: int) -> None:
         text, start = self._take(count)
         if text:
-            self._out.append(Text(text, start))
+            self._out.append(TextPiece(text, start))
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
@@ -102,8 +102,8 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
         match joined[-1] if joined else None, piece:
             case CallArguments(before), CallArguments(after):
                 joined[-1] = CallArguments(before + after)
-            case Text(before, start), Text(after, place) if start + len(before) == place:
-                joined[-1] = Text(before + after, start)
+            case TextPiece(before, start), TextPiece(after, place) if start + len(before) == place:
+                joined[-1] = TextPiece(before + after, start)
             case Thought(before, start), Thought(after, place) if start + len(before) == place:
                 joined[-1] = Thought(before + after, start)
             case _:

@@ -14,7 +14,7 @@ from funitel.router.chat.parts import Part
 from funitel.router.chat.prompt import ChatPrompt, render, render_prompt
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import Job, Prompt, prepare
+from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
 from funitel.router.serving.run import Answer, collect_all, stream_all
 from funitel.router.serving.sampling_request import parameters_of
 from funitel.router.serving.service import Service
@@ -27,7 +27,7 @@ class PreparedChat:
 
     call: ChatCall
     prompt: ChatPrompt
-    jobs: list[Job]
+    jobs: list[GenerationJob]
 
     @property
     def stream_headers(self) -> dict[str, str]:

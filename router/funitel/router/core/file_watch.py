@@ -8,7 +8,7 @@ from typing import Protocol
 POLL_SECONDS = 1.0
 
 
-class Refreshable(Protocol):
+class Reloadable(Protocol):
     """Something that was read from files."""
 
     def refresh(self) -> None:
@@ -41,7 +41,7 @@ def _marks(path: str) -> tuple[int, int, int] | None:
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
-async def keep_fresh(sources: Sequence[Refreshable]) -> None:
+async def reload_on_change(sources: Sequence[Reloadable]) -> None:
     """Have every source refreshed each second, for ever."""
     while sources:
         await asyncio.sleep(POLL_SECONDS)

@@ -15,7 +15,7 @@ from funitel.router.core.stream import Timings
 
 
 @dataclass(slots=True)
-class RequestNote:
+class RequestContext:
     """One request; what was not found out has its default."""
 
     request_id: str = ""
@@ -47,18 +47,18 @@ class RequestNote:
         return self.validation_seconds + timings.first_token - timings.submitted
 
 
-_current: ContextVar[RequestNote | None] = ContextVar("note", default=None)
+_current: ContextVar[RequestContext | None] = ContextVar("note", default=None)
 
 
-def current() -> RequestNote:
+def current() -> RequestContext:
     """The note of the request that the caller works for; one that nobody reads where there is none."""
-    return _current.get() or RequestNote()
+    return _current.get() or RequestContext()
 
 
 @contextmanager
-def noting(request_id: str) -> Iterator[RequestNote]:
+def noting(request_id: str) -> Iterator[RequestContext]:
     """Answer a request within the `with`; what is learnt of it is in its note."""
-    note = RequestNote(request_id)
+    note = RequestContext(request_id)
     token = _current.set(note)
     try:
         yield note

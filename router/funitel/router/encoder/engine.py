@@ -24,7 +24,7 @@ from funitel.proto.step import EncoderFacts, EncoderInput, EncoderResult, Encode
 from funitel.proto.tracing import spans
 from funitel.router.core.request import Limits, Request
 from funitel.router.core.stream import Timings
-from funitel.router.encoder.queue import EncoderQueue, Submission, Text
+from funitel.router.encoder.queue import EncoderQueue, QueuedText, Submission
 from funitel.router.engine.step_pipeline import FIRST_FACTOR
 from funitel.router.replica_set.failover import MOST_LOSSES, NO_REPLICA
 from funitel.router.replica_set.membership import EncoderReplicas
@@ -209,7 +209,7 @@ class EncoderEngine:
             self._report()
             await self._compute(shards, texts)
 
-    async def _compute(self, shards: Shards, texts: Sequence[Text]) -> None:
+    async def _compute(self, shards: Shards, texts: Sequence[QueuedText]) -> None:
         """Have texts encoded; where that fails, each request by itself, so that it fails alone."""
         task = texts[0].submission.task
         began = time.monotonic()
@@ -238,7 +238,7 @@ class EncoderEngine:
             self._throughput.observe_step(num_tokens, now - began, now)
             self._metrics.observe_encoding(len(texts), num_tokens, now - began, result.total_ns / 1e9)
 
-    async def _answer(self, shards: Shards, task: EncoderTask, texts: Sequence[Text]) -> EncoderResult:
+    async def _answer(self, shards: Shards, task: EncoderTask, texts: Sequence[QueuedText]) -> EncoderResult:
         """What a replica makes of texts; raises ShardUnsound where it hangs."""
         most = FIRST_FACTOR * self._settings.step_timeout_s  # it may compute another batch before
         try:
@@ -247,12 +247,12 @@ class EncoderEngine:
         except TimeoutError:
             raise ShardUnsound(f"the shard has not answered for {most:g} s") from None
 
-    def _spans(self, texts: Sequence[Text]) -> list[spans.OpenSpan]:
+    def _spans(self, texts: Sequence[QueuedText]) -> list[spans.OpenSpan]:
         """Those of the requests that texts are of, of the requests that are traced."""
         pending = [self._pending.get(submission) for submission in dict.fromkeys(text.submission for text in texts)]
         return [each.span for each in pending if each is not None and each.span is not None]
 
-    def _settle(self, texts: Sequence[Text], result: EncoderResult) -> None:
+    def _settle(self, texts: Sequence[QueuedText], result: EncoderResult) -> None:
         size, broken = result.width * BYTES, frozenset(result.broken)
         if len(result.values) != size * len(texts):
             raise StepFailed(f"the shard gave {len(result.values)} bytes for {len(texts)} rows of {size}")
@@ -267,13 +267,13 @@ class EncoderEngine:
                 submission.num_losses = 0
                 pending.take(place, result.values[row * size : (row + 1) * size], ids)
 
-    def _fail(self, texts: Sequence[Text], error: FunitelError) -> None:
+    def _fail(self, texts: Sequence[QueuedText], error: FunitelError) -> None:
         for submission in {text.submission for text in texts}:
             if submission in self._pending:
                 self._queue.remove(submission)
                 self._pending[submission].fail(error)
 
-    def _lose(self, shards: Shards, texts: Sequence[Text], error: FunitelError) -> None:
+    def _lose(self, shards: Shards, texts: Sequence[QueuedText], error: FunitelError) -> None:
         """Let other replicas encode what a lost one had, or wait for one; it fails where none can come."""
         can_go_on = self._replicas.lose(shards, error)
         for submission in {text.submission for text in texts}:

@@ -36,7 +36,7 @@ class Submission:
         return sum(len(text.input_ids) for text in self.inputs)
 
 
-class Text(NamedTuple):
+class QueuedText(NamedTuple):
     """One text of a submission, by its place there."""
 
     submission: Submission
@@ -75,7 +75,7 @@ class EncoderQueue:
         self._count(submission, submission.waiting, -1)
         submission.waiting.clear()
 
-    def give_back(self, texts: Sequence[Text]) -> None:
+    def give_back(self, texts: Sequence[QueuedText]) -> None:
         """Let texts that were handed out wait again, at the head of their submissions."""
         for submission, place in texts:
             if submission.is_gone:
@@ -85,9 +85,9 @@ class EncoderQueue:
             submission.waiting.append(place)
             self._count(submission, [place], 1)
 
-    def plan(self) -> list[Text]:
+    def plan(self) -> list[QueuedText]:
         """Hand out the texts of the next batch, all of one task; none when nothing waits."""
-        batch: list[Text] = []
+        batch: list[QueuedText] = []
         passed = []  # those whose turn it is and whose task is another
         left = self._max_tokens
         while self._turns and (self._max_texts is None or len(batch) < self._max_texts):
@@ -104,7 +104,7 @@ class EncoderQueue:
             heappop(self._turns)
             submission.waiting.pop()
             self._count(submission, [place], -1)
-            batch.append(Text(submission, place))
+            batch.append(QueuedText(submission, place))
             left -= length
             self._now = max(self._now, got) - (-length // (len(self._turns) + 1))
             if submission.waiting:

@@ -7,7 +7,7 @@ from pathlib import Path
 from funitel.proto.errors import BatchSizeExceeded, ContextTooLong, InvalidRequest, WrongTask
 from funitel.proto.step import EncoderFacts, EncoderTask
 from funitel.router.encoder.engine import EncoderEngine
-from funitel.router.encoder.tokenize import Encoding, Prompts, TextEncoder, TextOrPair
+from funitel.router.encoder.tokenize import EncodedText, Prompts, TextEncoder, TextOrPair
 from funitel.router.settings import RouterSettings
 
 _WORDS = {EncoderTask.EMBED: "embeddings", EncoderTask.FILL: "masks"}
@@ -82,7 +82,7 @@ class EncoderService:
         if count > self._max_texts:
             raise BatchSizeExceeded(f"`{field}` may hold at most {self._max_texts} texts. Given: {count}", field)
 
-    async def tokens_of(self, texts: Sequence[TextOrPair], wish: Wish) -> list[Encoding]:
+    async def tokens_of(self, texts: Sequence[TextOrPair], wish: Wish) -> list[EncodedText]:
         """Tokenize texts and pairs, none of them empty.
 
         Raises:
@@ -96,7 +96,7 @@ class EncoderService:
         self.check_lengths(encodings, wish.field)
         return encodings
 
-    def check_lengths(self, encodings: Sequence[Encoding], field: str) -> None:
+    def check_lengths(self, encodings: Sequence[EncodedText], field: str) -> None:
         """Raise InvalidRequest for the first text without a token, or with more than the model takes."""
         most = self.engine.limits.max_input_tokens
         for place, encoding in enumerate(encodings):

@@ -20,7 +20,7 @@ _MASKS = ("[MASK]", "<mask>")  # for folders that do not say which token it is
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
+class EncodedText:
     """One text, or a pair, as tokens; `type_ids` is empty where all are 0."""
 
     ids: tuple[int, ...]
@@ -94,7 +94,7 @@ class TextEncoder:
             raise StartupError(f"a text of {max_tokens} tokens has no place beside the model's special ones")
         return cls(tokenizer, max_tokens, files.special_tokens(tokenizer).get("mask_token"), workers)
 
-    async def encode(self, texts: Sequence[TextOrPair], truncate: str | None = None) -> list[Encoding]:
+    async def encode(self, texts: Sequence[TextOrPair], truncate: str | None = None) -> list[EncodedText]:
         """Tokenize texts and pairs; `truncate` cuts them, at their "left" or "right" end.
 
         Raises:
@@ -102,7 +102,7 @@ class TextEncoder:
         """
         return await asyncio.get_running_loop().run_in_executor(self._workers, self._encode, texts, truncate)
 
-    def _encode(self, texts: Sequence[TextOrPair], truncate: str | None) -> list[Encoding]:
+    def _encode(self, texts: Sequence[TextOrPair], truncate: str | None) -> list[EncodedText]:
         tokenizer = self._tokenizer if truncate is None else self._cutting(truncate)
         try:
             found = tokenizer.encode_batch_fast(list(texts))
@@ -110,7 +110,7 @@ class TextEncoder:
             logger.debug("the tokenizer failed: %s", error)
             raise InvalidRequest("`inputs` cannot be tokenized", "inputs") from error
         has_pairs = any(not isinstance(text, str) for text in texts)
-        return [Encoding(tuple(each.ids), tuple(each.type_ids) if has_pairs else ()) for each in found]
+        return [EncodedText(tuple(each.ids), tuple(each.type_ids) if has_pairs else ()) for each in found]
 
     def _make_cutting(self, direction: str) -> tokenizers.Tokenizer:
         """A tokenizer of its own: cutting is a state, and others encode at the same time."""

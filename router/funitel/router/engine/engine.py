@@ -14,7 +14,7 @@ from funitel.router.core.stream import TokenStream
 from funitel.router.engine.request_table import Reception
 from funitel.router.engine.snapshot import EngineView
 from funitel.router.engine.step_loop import StepLoop
-from funitel.router.replica_set.load_balancer import Standing
+from funitel.router.replica_set.load_balancer import ReplicaLoad
 from funitel.router.scheduler.admission import Admission, InFlight
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.settings import RouterSettings
@@ -159,9 +159,9 @@ class Engine:
         """Whether a sequence can go on behind tokens that it has got already, here or elsewhere."""
         return self._scheduler.can_resume
 
-    def standing(self, sequence: Sequence) -> Standing:
+    def standing(self, sequence: Sequence) -> ReplicaLoad:
         """How suitable this replica is for a sequence that is not here."""
-        return Standing(self._scheduler.load_tokens, self._scheduler.cached_prefix_len(sequence))
+        return ReplicaLoad(self._scheduler.load_tokens, self._scheduler.cached_prefix_len(sequence))
 
     def _take(self, sequence: Sequence) -> None:
         if sequence.request.sampling.grammar:

@@ -14,7 +14,7 @@ from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams
 from funitel.router.core.request import Sequence
 from funitel.router.engine.request_table import Requests
 from funitel.router.engine.step_pipeline import Pipeline
-from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.chunk_budget import StepLoad
 from funitel.router.scheduler.plan import StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
@@ -25,7 +25,7 @@ PROBE_ID = 2**64 - 1  # of a sequence that no request has
 PROBE_SECONDS = 30.0  # in which it is answered
 
 
-async def is_sound(replica: Replica, blocks: BlockAllocator) -> bool:
+async def is_sound(replica: Replica, blocks: BlockPool) -> bool:
     """Whether a replica that holds nothing computes a prompt of one token; it holds nothing afterwards."""
     num_tokens = 1 + replica.info.num_opening_tokens
     lent = blocks.allocate(blocks.blocks_for(num_tokens))

@@ -19,7 +19,7 @@ from funitel.router.core.request import Sequence
 from funitel.router.core.stream import TokenStream
 from funitel.router.scheduler.admission import Admission, InFlight
 from funitel.router.scheduler.cost.ttft_estimate import Forecaster
-from funitel.router.scheduler.waiting_queue import Shares, WaitingQueue
+from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 from funitel.router.telemetry.metrics import Metrics
 
 
@@ -48,7 +48,7 @@ class Holder(Protocol):
     """Whoever has the sequences: a scheduler, or the lobby where none runs."""
 
     waiting: WaitingQueue
-    shares: Shares
+    shares: FairShares
 
     @property
     def forecaster(self) -> Forecaster | None:

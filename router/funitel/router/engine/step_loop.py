@@ -23,7 +23,7 @@ from funitel.router.engine.step_pipeline import Pipeline, most_seconds
 from funitel.router.engine.step_traces import StepTraces
 from funitel.router.scheduler.admission import Throughput
 from funitel.router.scheduler.plan import StepPlan
-from funitel.router.scheduler.result_check import contradiction
+from funitel.router.scheduler.result_check import check_result
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.shard_client.replica import Replica
 from funitel.router.telemetry.metrics import Metrics
@@ -200,7 +200,7 @@ class StepLoop:
         if not settled.plan.load.num_prompt_tokens:
             self._metrics.observe_decode(settled.plan.load.decode_context, settled.answer.by_rank)
         combined = settled.answer.combined
-        problem = contradiction(settled.plan, combined, settled.answer.ended, self._scheduler.running)
+        problem = check_result(settled.plan, combined, settled.answer.ended, self._scheduler.running)
         if problem is not None:
             raise ShardUnsound(f"the shards' answer cannot be: {problem}")
         delivered = self._scheduler.commit(settled.plan, combined, settled.seconds)

@@ -64,7 +64,7 @@ MOST_STEPS = 2  # what the ranks tolerate: a step that names rows which have end
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class StepCall:
     """A call under way: a step with its plan, or else one that drops rows. Instants are of the monotonic clock."""
 
     answer: asyncio.Future[Any]
@@ -77,7 +77,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class CompletedCall:
     """A call that succeeded: a step's plan and answer, and seconds it took after the call before it."""
 
     plan: StepPlan | None
@@ -92,7 +92,7 @@ class Pipeline:
         self.num_steps = num_steps
         self._replica = replica
         self._wake = wake
-        self._calls: deque[Call] = deque()
+        self._calls: deque[StepCall] = deque()
         self._last_answered = 0.0
 
     @property
@@ -112,7 +112,7 @@ class Pipeline:
         return begun + plan_after(step.plan.predicted_seconds, now - newest, has_several_keys=has_several_keys) - now
 
     @property
-    def oldest(self) -> Call | None:
+    def oldest(self) -> StepCall | None:
         """The call that is settled next."""
         return self._calls[0] if self._calls else None
 
@@ -124,18 +124,18 @@ class Pipeline:
     def drop_all_but(self, keep: Container[int]) -> None:
         """Send what drops the rows of all sequences but `keep`; later steps are without them."""
         for answer in self._replica.drop_all_but(keep):
-            self._add(Call(asyncio.ensure_future(answer)))
+            self._add(StepCall(asyncio.ensure_future(answer)))
 
     def send(self, plan: StepPlan) -> None:
         """Send a step now: what was planned is what is sent."""
         step = self._replica.send(plan)
-        self._add(Call(asyncio.ensure_future(step.results), plan, step))
+        self._add(StepCall(asyncio.ensure_future(step.results), plan, step))
 
-    def _add(self, call: Call) -> None:
+    def _add(self, call: StepCall) -> None:
         self._calls.append(call)
         call.answer.add_done_callback(lambda _: self._note(call))
 
-    def _note(self, call: Call) -> None:
+    def _note(self, call: StepCall) -> None:
         if call.failure is not None:
             return
         call.answered = time.monotonic()
@@ -157,7 +157,7 @@ class Pipeline:
             call.answered = time.monotonic()
             self._wake()
 
-    def settle(self) -> Settled:
+    def settle(self) -> CompletedCall:
         """Take the oldest call's answer into account; it stays the oldest until it is `done` with.
 
         Raises:
@@ -174,7 +174,7 @@ class Pipeline:
         result = call.answer.result()
         answer = self._replica.settle(call.step, result) if call.step is not None else None
         self._last_answered = call.answered
-        return Settled(call.plan, answer, seconds)
+        return CompletedCall(call.plan, answer, seconds)
 
     def done(self) -> None:
         """Let go of the oldest call."""

@@ -15,9 +15,9 @@ from funitel.proto.step import (
 )
 from funitel.router.core.request import Limits
 from funitel.router.engine.engine import Engine
-from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.admission import Admission
-from funitel.router.scheduler.plan import Policy
+from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.replica import Ranks, Replica
@@ -69,7 +69,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     # A plain peer's pool counts block 0, which must stay unused.
     num_blocks = (smallest.pool_tokens or 0) // block_size - (1 if is_plain else 0)
     limits = _limits(settings, smallest, is_chunked, num_blocks * block_size)
-    policy = Policy(
+    policy = SchedulerPolicy(
         max_batch_prefill_tokens=min(settings.max_batch_prefill_tokens, limits.pool_tokens),
         max_batch_size=settings.max_batch_size,
         is_chunked=is_chunked,
@@ -87,7 +87,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     metrics.set_pool_tokens(limits.pool_tokens)
     logger.info("connected shards=%d %s %s", len(replica.infos), limits, policy)
     host_blocks = min(result.host_blocks for result in results)
-    scheduler = Scheduler(policy, BlockAllocator(num_blocks, block_size, host_blocks))
+    scheduler = Scheduler(policy, BlockPool(num_blocks, block_size, host_blocks))
     # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
     can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
     pipeline_steps = settings.pipeline_steps if can_overlap else 1

@@ -13,7 +13,7 @@ from funitel.proto.step import BlockCopy
 from funitel.router.kv_cache.host_tier import HostTier
 
 
-class BlockAllocator:
+class BlockPool:
     """Blocks 1..num_blocks, each free, in use by one or more sequences, or cached: unused, but with known content."""
 
     def __init__(self, num_blocks: int, block_size: int, host_blocks: int = 0) -> None:

@@ -12,7 +12,7 @@ from funitel.proto.process import logs
 from funitel.proto.process.logs import Fact
 from funitel.router.api.openapi import Operation
 from funitel.router.core import request_context
-from funitel.router.core.request_context import RequestNote
+from funitel.router.core.request_context import RequestContext
 from funitel.router.middleware.route_context import ROUTE, UNKNOWN_ROUTE
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _SANE = re.compile(rb"[\w.:/=+@-]{1,128}", re.ASCII)
 QUIET = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics", "/v2/health/live"})
 
 
-class Noted:
+class AccessLog:
     """Give each request a note and an id, which is the client's where it sends a sane one; log how it ended."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -59,7 +59,7 @@ def _request_id(scope: Scope) -> str:
     return uuid.uuid4().hex
 
 
-def _tell(scope: Scope, status: int, note: RequestNote, seconds: float) -> None:
+def _tell(scope: Scope, status: int, note: RequestContext, seconds: float) -> None:
     operation: Operation | None = scope.get(ROUTE)
     route = operation.path if operation is not None else UNKNOWN_ROUTE
     is_quiet = route in QUIET and status < 400
@@ -75,7 +75,7 @@ def _tell(scope: Scope, status: int, note: RequestNote, seconds: float) -> None:
     )
 
 
-def _facts(note: RequestNote) -> dict[str, Fact | None]:
+def _facts(note: RequestContext) -> dict[str, Fact | None]:
     """What came of work that a model was asked for."""
     timings = note.timings
     was_cancelled = isinstance(note.error, Cancelled)

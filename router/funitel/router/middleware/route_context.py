@@ -19,7 +19,7 @@ def is_native(scope: Scope) -> bool:
     return operation.error is ErrorResponse
 
 
-class RouteNote:
+class RouteContext:
     """Note in a request's scope which route it takes."""
 
     def __init__(self, app: ASGIApp, operation: Operation) -> None:

@@ -9,7 +9,7 @@ from funitel.proto.process import logs
 from funitel.proto.tracing import spans
 from funitel.proto.tracing.spans import NO_SPAN, PARENT, STATE
 from funitel.router.api.openapi import Operation
-from funitel.router.core.request_context import RequestNote, current
+from funitel.router.core.request_context import RequestContext, current
 from funitel.router.middleware.route_context import ROUTE
 from funitel.router.telemetry.genai_attributes import attributes_of
 
@@ -17,7 +17,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE"
 EVENT_STREAM = b"text/event-stream"
 
 
-class Traced:
+class TracingMiddleware:
     """Record each request by OpenTelemetry's conventions for HTTP servers; a streamed answer as `stream` below it."""
 
     def __init__(self, app: ASGIApp, model: str) -> None:
@@ -68,7 +68,7 @@ class _AnswerSpan:
         if any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in message["headers"]):
             self._stream = spans.begin("stream", self._span.place)
 
-    def end(self, scope: Scope, note: RequestNote, model: str) -> None:
+    def end(self, scope: Scope, note: RequestContext, model: str) -> None:
         """Name the request by the route it took, and tell what came of it."""
         operation: Operation | None = scope.get(ROUTE)
         if operation is not None:

@@ -56,7 +56,7 @@ def next_pause(pause_seconds: float) -> float:
     return min(max(2 * pause_seconds, LEAST_PAUSE_SECONDS), MOST_PAUSE_SECONDS)
 
 
-class Patience:
+class ReturnTimeout:
     """How long requests wait while no replica serves. `run_out` is called when that was too long."""
 
     def __init__(self, seconds: int, run_out: Callable[[FunitelError], None]) -> None:

@@ -8,11 +8,11 @@ from funitel.router.core.request import Sequence
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.request_table import Reception
 from funitel.router.scheduler.admission import Admission, InFlight
-from funitel.router.scheduler.waiting_queue import Shares, WaitingQueue
+from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 from funitel.router.telemetry.metrics import Metrics
 
 
-class Lobby:
+class HoldingQueue:
     """Sequences that ran on replicas that are lost, and those that came since."""
 
     def __init__(self, metrics: Metrics, admission: Admission) -> None:
@@ -22,7 +22,7 @@ class Lobby:
             metrics: told who waits.
             admission: bounds and estimates; those of the replica that served last.
         """
-        self.shares = Shares()
+        self.shares = FairShares()
         self.waiting = WaitingQueue(self.shares)
         self.running: Mapping[int, Sequence] = MappingProxyType({})
         self.forecaster = None  # when a replica comes back is not known

@@ -9,7 +9,7 @@ TOKENS_PER_CACHED_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ReplicaLoad:
     """How a replica stands towards one sequence.
 
     `load_tokens` are the tokens known of every sequence that waits or runs there; `cached_tokens` those at the
@@ -20,7 +20,7 @@ class Standing:
     cached_tokens: int
 
 
-def place(standings: Sequence[Standing]) -> int:
+def choose_replica(standings: Sequence[ReplicaLoad]) -> int:
     """Say which of the replicas gets the sequence: the one with its longest computed beginning that is not overloaded.
 
     A replica is overloaded when it has so many more tokens than the least loaded one that the beginning does not make
@@ -28,10 +28,10 @@ def place(standings: Sequence[Standing]) -> int:
     """
     least = min(standing.load_tokens for standing in standings)
     return min(
-        (place for place, standing in enumerate(standings) if not _is_overloaded(standing, least)),
-        key=lambda place: (-standings[place].cached_tokens, standings[place].load_tokens),
+        (choose_replica for choose_replica, standing in enumerate(standings) if not _is_overloaded(standing, least)),
+        key=lambda choose_replica: (-standings[choose_replica].cached_tokens, standings[choose_replica].load_tokens),
     )
 
 
-def _is_overloaded(standing: Standing, least_tokens: int) -> bool:
+def _is_overloaded(standing: ReplicaLoad, least_tokens: int) -> bool:
     return standing.load_tokens - least_tokens > TOKENS_PER_CACHED_TOKEN * standing.cached_tokens

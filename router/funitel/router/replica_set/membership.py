@@ -12,7 +12,7 @@ from typing import Any
 
 from funitel.proto.errors import FunitelError, ShardFailed, StartupError
 from funitel.router.core.background_tasks import Tasks
-from funitel.router.replica_set.failover import NO_REPLICA, STEADY_SECONDS, Patience, comeback, next_pause
+from funitel.router.replica_set.failover import NO_REPLICA, STEADY_SECONDS, ReturnTimeout, comeback, next_pause
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.shards import Shards
 from funitel.router.telemetry.metrics import Metrics
@@ -55,7 +55,7 @@ class EncoderReplicas:
             run_out: called when none has served for too long.
         """
         self.num_replicas = len(found)
-        self.patience = Patience(settings.shard_return_timeout, run_out)
+        self.patience = ReturnTimeout(settings.shard_return_timeout, run_out)
         self._facts = found[0].infos[0].encoder
         self._can_come_back = settings.shard_return_timeout > 0
         self._num_workers = settings.pipeline_steps

@@ -20,10 +20,10 @@ from funitel.router.encoder import engine
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.engine.engine import Engine
 from funitel.router.engine.snapshot import EngineView
-from funitel.router.replica_set.failover import MOST_LOSSES, NO_REPLICA, Patience, comeback
-from funitel.router.replica_set.holding_queue import Lobby
-from funitel.router.replica_set.load_balancer import place
-from funitel.router.replica_set.slot import Member, Seat, check_alike, least_limits
+from funitel.router.replica_set.failover import MOST_LOSSES, NO_REPLICA, ReturnTimeout, comeback
+from funitel.router.replica_set.holding_queue import HoldingQueue
+from funitel.router.replica_set.load_balancer import choose_replica
+from funitel.router.replica_set.slot import ReplicaSlot, ServingReplica, check_alike, least_limits
 from funitel.router.scheduler.admission import InFlight
 from funitel.router.serving.service import Inference
 from funitel.router.settings import RouterSettings
@@ -37,20 +37,20 @@ logger = logging.getLogger(__name__)
 RECHECK_SECONDS = 0.5  # between two looks at a replica whose connection ended and that answers all the same
 
 
-class Fleet:
+class ReplicaSet:
     """`Inference` over the engines of the replicas of one model."""
 
-    def __init__(self, members: Seq[Member], settings: RouterSettings, metrics: Metrics) -> None:
+    def __init__(self, members: Seq[ServingReplica], settings: RouterSettings, metrics: Metrics) -> None:
         self.limits = least_limits([member.engine.limits for member in members])
         self._infos = tuple(info for member in members for info in member.shards.infos)
         self._settings = settings
         self._metrics = metrics
         self._num_replicas = len(members)
-        self._serving: list[Member] = []
-        self._lobby = Lobby(ReplicaMetrics(metrics, 0), members[0].seat.admission)
-        self._patience = Patience(settings.shard_return_timeout, self._fail_lobby)
+        self._serving: list[ServingReplica] = []
+        self._lobby = HoldingQueue(ReplicaMetrics(metrics, 0), members[0].seat.admission)
+        self._patience = ReturnTimeout(settings.shard_return_timeout, self._fail_lobby)
         self._next_id = 0
-        self._newest: tuple[Request, Member] | None = None
+        self._newest: tuple[Request, ServingReplica] | None = None
         self._is_draining = False
         self._tasks = Tasks()
         self._farewells = Tasks()
@@ -115,17 +115,17 @@ class Fleet:
         """Requests of all replicas that have not ended, and those of a key."""
         return sum((member.engine.in_flight(key) for member in self._serving), start=InFlight(0, 0))
 
-    def _home_of_sibling(self, request: Request) -> Member | None:
+    def _home_of_sibling(self, request: Request) -> ServingReplica | None:
         """Where the request before this one went, if it has the same prompt object: `n` and `best_of` make such."""
         if self._newest is None:
             return None
         newest, member = self._newest
         return member if newest.input_ids is request.input_ids and member in self._serving else None
 
-    def _choose(self, sequence: Sequence) -> Member:
+    def _choose(self, sequence: Sequence) -> ServingReplica:
         if len(self._serving) == 1:
             return self._serving[0]
-        return self._serving[place([member.engine.standing(sequence) for member in self._serving])]
+        return self._serving[choose_replica([member.engine.standing(sequence) for member in self._serving])]
 
     async def health(self) -> None:
         """Return once one replica answers; raise a FunitelError when none does."""
@@ -157,12 +157,12 @@ class Fleet:
         await self._tasks.cancel()
         await asyncio.gather(*(member.engine.close() for member in serving), self._farewells.ended())
 
-    def _holders(self) -> list[Lobby | Engine]:
+    def _holders(self) -> list[HoldingQueue | Engine]:
         return [self._lobby, *(member.engine for member in self._serving)]
 
     # Losses ---------------------------------------------------------------------------------------------------------
 
-    async def _watch(self, member: Member) -> None:
+    async def _watch(self, member: ServingReplica) -> None:
         """Notice the end of a replica at once, idle or not."""
         while member in self._serving:
             await member.shards.disconnected()
@@ -173,7 +173,7 @@ class Fleet:
             else:
                 await asyncio.sleep(RECHECK_SECONDS)
 
-    def _lose(self, member: Member, error: FunitelError) -> None:
+    def _lose(self, member: ServingReplica, error: FunitelError) -> None:
         """Go on without a replica: what it had is moved to the others, oldest first, or waits for one to come back."""
         if member not in self._serving:
             return
@@ -182,7 +182,7 @@ class Fleet:
         handed_over = member.engine.give_up()
         member.seat.note_loss(member.since)
         if not self._serving:
-            self._lobby = Lobby(ReplicaMetrics(self._metrics, 0), member.seat.admission)
+            self._lobby = HoldingQueue(ReplicaMetrics(self._metrics, 0), member.seat.admission)
             self._patience.begin()
         num_kept = sum(self._move(sequence, stream, member, error) for sequence, stream in handed_over)
         self._report()
@@ -202,7 +202,7 @@ class Fleet:
         if self._settings.shard_return_timeout:
             self._tasks.start(self._come_back(member.seat))
 
-    def _move(self, sequence: Sequence, stream: TokenStream, lost: Member, error: FunitelError) -> bool:
+    def _move(self, sequence: Sequence, stream: TokenStream, lost: ServingReplica, error: FunitelError) -> bool:
         """Let a sequence go on with another replica, or wait for one; one that cannot gets the error."""
         can_go_on = not sequence.output_ids or lost.engine.can_resume
         if self._patience.is_over or sequence.num_losses >= MOST_LOSSES or not can_go_on:
@@ -220,7 +220,7 @@ class Fleet:
 
     # Returns --------------------------------------------------------------------------------------------------------
 
-    async def _come_back(self, seat: Seat) -> None:
+    async def _come_back(self, seat: ReplicaSlot) -> None:
         """Have a seat taken again as soon as shards answer there: who waits in the lobby goes on."""
         began = time.monotonic()
         member = await comeback(seat.address, self._settings.shard_tls, partial(self._let_in, seat), seat.pause_seconds)
@@ -239,7 +239,7 @@ class Fleet:
             self._num_replicas,
         )
 
-    async def _let_in(self, seat: Seat, shards: Shards) -> Member:
+    async def _let_in(self, seat: ReplicaSlot, shards: Shards) -> ServingReplica:
         """Start an engine over shards that answer again.
 
         Raises:
@@ -270,7 +270,7 @@ class Fleet:
         self._choose(sequence).engine.take_over(sequence, stream)
         return True
 
-    def _welcome(self, member: Member) -> None:
+    def _welcome(self, member: ServingReplica) -> None:
         """Let a replica serve from now on."""
         self._serving.append(member)
         self._serving.sort(key=lambda each: each.seat.index)
@@ -296,8 +296,8 @@ async def connect(settings: RouterSettings, metrics: Metrics) -> Inference | Enc
     check_alike(addresses, [shards.infos[-1] for shards in found])
     first_ranks = [sum(len(shards.infos) for shards in found[:index]) for index in range(len(found))]
     seats = [
-        Seat.of(index, address, ReplicaMetrics(metrics, first_rank), settings)
+        ReplicaSlot.of(index, address, ReplicaMetrics(metrics, first_rank), settings)
         for index, (address, first_rank) in enumerate(zip(addresses, first_ranks, strict=True))
     ]
     members = await asyncio.gather(*(seat.take(shards, settings) for seat, shards in zip(seats, found, strict=True)))
-    return Fleet(members, settings, metrics)
+    return ReplicaSet(members, settings, metrics)

@@ -29,7 +29,7 @@ _ALIKE = (
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
+class ReplicaSlot:
     """What stays of a replica when it is lost: where it comes back, and what was learnt there."""
 
     index: int
@@ -39,11 +39,11 @@ class Seat:
     pause_seconds: float = 0.0  # before another replica is looked for
 
     @classmethod
-    def of(cls, index: int, address: str, metrics: ReplicaMetrics, settings: RouterSettings) -> "Seat":
+    def of(cls, index: int, address: str, metrics: ReplicaMetrics, settings: RouterSettings) -> "ReplicaSlot":
         """A seat that nobody has taken yet."""
         return cls(index, address, metrics, admission_of(settings))
 
-    async def take(self, shards: Shards, settings: RouterSettings) -> "Member":
+    async def take(self, shards: Shards, settings: RouterSettings) -> "ServingReplica":
         """Warm shards up and start an engine over them.
 
         Raises:
@@ -51,7 +51,7 @@ class Seat:
             ShardFailed: they are lost already.
         """
         try:
-            return Member(self, await start(shards, settings, self.metrics, self.admission), shards)
+            return ServingReplica(self, await start(shards, settings, self.metrics, self.admission), shards)
         except BaseException:
             self.metrics.retire()
             raise
@@ -64,10 +64,10 @@ class Seat:
 
 
 @dataclass(eq=False, slots=True)
-class Member:
+class ServingReplica:
     """One replica of a fleet while it serves."""
 
-    seat: Seat
+    seat: ReplicaSlot
     engine: Engine
     shards: Shards
     since: float = field(default_factory=time.monotonic)

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
-from funitel.router.sandbox.process import Process, Question
+from funitel.router.sandbox.process import SandboxProcess, SandboxTask
 
 START_LIMIT_SECONDS = 60.0
 MOST_START_DEATHS = 8  # in a row, of processes that somebody else killed before they were ready
@@ -22,7 +22,7 @@ class Killed(Exception):
     """A question was not answered within the limits; says which one, as in "it takes more than 5 s"."""
 
 
-class CannotWork(Exception):
+class WorkerUnavailable(Exception):
     """A process does not start; or it says why it is of no use, which is `is_final`."""
 
     def __init__(self, message: str, *, is_final: bool) -> None:
@@ -30,7 +30,7 @@ class CannotWork(Exception):
         self.is_final = is_final
 
 
-class KillablePool:
+class SandboxPool:
     """Asks processes of one module, a few at a time; each is kept for the next questions unless it was killed."""
 
     def __init__(
@@ -58,9 +58,9 @@ class KillablePool:
         self._most = most
         self._memory_limit = memory_limit
         self._most_answer_bytes = most_answer_bytes
-        self._waiting: OrderedDict[Question, None] = OrderedDict()  # in their order
-        self._processes: set[Process] = set()  # those too that start, or that are ending
-        self._starting: set[asyncio.Task[CannotWork | None]] = set()
+        self._waiting: OrderedDict[SandboxTask, None] = OrderedDict()  # in their order
+        self._processes: set[SandboxProcess] = set()  # those too that start, or that are ending
+        self._starting: set[asyncio.Task[WorkerUnavailable | None]] = set()
 
     async def ask(self, value: Any) -> Any:
         """Have a question answered.
@@ -70,9 +70,9 @@ class KillablePool:
 
         Raises:
             Killed: it takes too much time or memory.
-            CannotWork: there is no process to ask.
+            WorkerUnavailable: there is no process to ask.
         """
-        question = Question(value)
+        question = SandboxTask(value)
         self._waiting[question] = None
         self._hand_out()
         try:
@@ -81,7 +81,7 @@ class KillablePool:
             self._waiting.pop(question, None)
 
     async def warm_up(self) -> None:
-        """Have one process ready. Raises CannotWork if there cannot be one."""
+        """Have one process ready. Raises WorkerUnavailable if there cannot be one."""
         failure = await self._start()
         if failure is not None:
             raise failure
@@ -98,18 +98,18 @@ class KillablePool:
         await asyncio.gather(*(process.kill() for process in self._processes))
         self._processes.clear()
 
-    def _start(self) -> "asyncio.Task[CannotWork | None]":
+    def _start(self) -> "asyncio.Task[WorkerUnavailable | None]":
         task = asyncio.create_task(self._prepare(self._new()))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
         return task
 
-    def _new(self) -> Process:
-        process = Process(self._most_answer_bytes, self._has_answered, self._has_ended)
+    def _new(self) -> SandboxProcess:
+        process = SandboxProcess(self._most_answer_bytes, self._has_answered, self._has_ended)
         self._processes.add(process)
         return process
 
-    async def _prepare(self, process: Process) -> CannotWork | None:
+    async def _prepare(self, process: SandboxProcess) -> WorkerUnavailable | None:
         """Make a process ready, or say why it cannot be: that is for all who wait, unless there is another one."""
         for num_deaths in range(1, MOST_START_DEATHS + 1):
             try:
@@ -119,13 +119,13 @@ class KillablePool:
                     process = self._new()
                     await asyncio.sleep(START_PAUSE_SECONDS * 2 ** (num_deaths - 1))
                     continue
-                failure = CannotWork(f"the process {self._module} does not start", is_final=False)
+                failure = WorkerUnavailable(f"the process {self._module} does not start", is_final=False)
             else:
                 if problem is None:
                     process.is_ready = True
                     self._hand_out()
                     return None
-                failure = CannotWork(problem, is_final=True)
+                failure = WorkerUnavailable(problem, is_final=True)
             break
         await process.kill()
         self._processes.discard(process)
@@ -135,9 +135,9 @@ class KillablePool:
             self._waiting.clear()
         return failure
 
-    async def _introduce(self, process: Process) -> Any:
+    async def _introduce(self, process: SandboxProcess) -> Any:
         """Run a process and tell it the setup; returns what it has against that. Raises Killed when it has ended."""
-        setup = Question(self._setup)
+        setup = SandboxTask(self._setup)
         setup.num_deaths = MOST_DEATHS  # it is asked nowhere else
         try:
             async with asyncio.timeout(START_LIMIT_SECONDS):
@@ -161,14 +161,14 @@ class KillablePool:
         if num_waiting > len(self._starting) and len(self._processes) < self._most:
             self._start()
 
-    def _give(self, question: Question, process: Process) -> None:
+    def _give(self, question: SandboxTask, process: SandboxProcess) -> None:
         if question.answer.done():  # it was taken back too late, or nobody asks any more
             return
         process.give(question)
         if len(process.asked) == 1:
             self._watch(process)
 
-    def _take_back(self, questions: Iterable[Question], process: Process) -> None:
+    def _take_back(self, questions: Iterable[SandboxTask], process: SandboxProcess) -> None:
         """Have questions that are with a process asked elsewhere, before all that came after them."""
         for question in reversed(list(questions)):
             if question.process is process and not question.answer.done():
@@ -176,7 +176,7 @@ class KillablePool:
                 self._waiting[question] = None
                 self._waiting.move_to_end(question, last=False)
 
-    def _watch(self, process: Process) -> None:
+    def _watch(self, process: SandboxProcess) -> None:
         """Look at a process again when its first question is slow, and then when it is late."""
         if process.watch is not None:
             process.watch.cancel()
@@ -187,7 +187,7 @@ class KillablePool:
                 process.head_since + seconds, self._wait_no_more, process
             )
 
-    def _wait_no_more(self, process: Process) -> None:
+    def _wait_no_more(self, process: SandboxProcess) -> None:
         head, *behind = process.asked
         is_late = process.is_slow or self.time_limit <= SLOW_SECONDS
         if is_late or self._most > 1:
@@ -199,11 +199,11 @@ class KillablePool:
         self._watch(process)
         self._hand_out()
 
-    def _has_answered(self, process: Process) -> None:
+    def _has_answered(self, process: SandboxProcess) -> None:
         self._watch(process)
         self._hand_out()
 
-    def _has_ended(self, process: Process) -> None:
+    def _has_ended(self, process: SandboxProcess) -> None:
         """Blame what a process was answering, unless somebody else has killed it; the rest is asked elsewhere."""
         self._processes.discard(process)
         if process.asked:
@@ -217,5 +217,5 @@ class KillablePool:
         self._hand_out()
 
 
-def _load(process: Process) -> int:
+def _load(process: SandboxProcess) -> int:
     return process.num_bytes

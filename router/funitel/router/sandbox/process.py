@@ -18,7 +18,7 @@ AHEAD_BYTES = 1 << 16  # of questions that are with a process at a time, unless 
 HEAD_BYTES = 4
 
 
-class Question:
+class SandboxTask:
     """What somebody wants to know. Cancelling `answer` is to want it no more.
 
     `process` is the one it was given to last; `num_deaths` counts those that somebody else killed as they answered it.
@@ -30,7 +30,7 @@ class Question:
         payload = json.dumps(value).encode()
         self.frame = len(payload).to_bytes(HEAD_BYTES, "big") + payload
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.process: Process | None = None
+        self.process: SandboxProcess | None = None
         self.num_deaths = 0
 
     def fail(self, error: Exception) -> None:
@@ -39,7 +39,7 @@ class Question:
             self.answer.set_exception(error)
 
 
-class Process(asyncio.SubprocessProtocol):
+class SandboxProcess(asyncio.SubprocessProtocol):
     """Answers one question after the other, the `asked`, until it ends. Only the first of them is being worked on.
 
     `has_answered` is called after answers have come, `has_ended` when the process and all it has written are gone.
@@ -48,10 +48,10 @@ class Process(asyncio.SubprocessProtocol):
     def __init__(
         self,
         most_answer_bytes: int,
-        has_answered: "Callable[[Process], None]",
-        has_ended: "Callable[[Process], None]",
+        has_answered: "Callable[[SandboxProcess], None]",
+        has_ended: "Callable[[SandboxProcess], None]",
     ) -> None:
-        self.asked: deque[Question] = deque()
+        self.asked: deque[SandboxTask] = deque()
         self.num_bytes = 0  # of these
         self.head_since = 0.0  # when the first of them was begun, on the loop's clock, as far as is known here
         self.is_ready = False  # to take questions
@@ -82,13 +82,13 @@ class Process(asyncio.SubprocessProtocol):
         assert self._transport is not None
         return self._transport.get_pid()
 
-    def takes(self, question: Question) -> bool:
+    def takes(self, question: SandboxTask) -> bool:
         """Whether a question may be given to it, behind those it has."""
         if not self.is_ready or not self.asked:
             return self.is_ready
         return not self.is_slow and self.num_bytes + len(question.frame) <= AHEAD_BYTES
 
-    def give(self, question: Question) -> None:
+    def give(self, question: SandboxTask) -> None:
         """Ask it a question, behind those it has."""
         if not self.asked:
             self.head_since = self._loop.time()

@@ -9,8 +9,8 @@ from math import inf
 
 from funitel.proto.errors import Overloaded
 from funitel.router.core.request import Sequence
-from funitel.router.scheduler.cost.ttft_estimate import Forecast, Forecaster
-from funitel.router.scheduler.waiting_queue import Shares, WaitingQueue
+from funitel.router.scheduler.cost.ttft_estimate import Forecaster, TtftEstimate
+from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
 DEFAULT_TOKENS_PER_SECOND = 100.0  # before anything was measured
 MEMORY_SECONDS = 10.0  # of computing, after which a measurement weighs 1 / e
@@ -83,7 +83,7 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueuePosition:
     """Where a sequence stands, or would stand: 1 enters next. Seconds until it enters are an estimate."""
 
     position: int
@@ -114,11 +114,15 @@ class Admission:
         self._max_queued_tokens = max_queued_tokens
         left_to_others = max(1, max_requests // OTHERS_SHARE) if has_several_keys else 0
         self._most_of_a_key = max(1, max_requests - left_to_others)
-        self._places: dict[tuple[bytes, int], Place] = {}  # of newcomers by key and priority, until something happens
-        self._forecasts: dict[tuple[bytes, int], Forecast] = {}  # likewise
+        self._places: dict[
+            tuple[bytes, int], QueuePosition
+        ] = {}  # of newcomers by key and priority, until something happens
+        self._forecasts: dict[tuple[bytes, int], TtftEstimate] = {}  # likewise
         self._happened = (0, 0, 0)
 
-    def _place_of_newcomer(self, newcomer: Sequence, queue: WaitingQueue, running: Collection[Sequence]) -> Place:
+    def _place_of_newcomer(
+        self, newcomer: Sequence, queue: WaitingQueue, running: Collection[Sequence]
+    ) -> QueuePosition:
         """The same for whoever asks until something happens: a flood is refused many times a step."""
         self._forget_what_has_changed(queue, running)
         turn = newcomer.request.key, newcomer.request.priority
@@ -145,10 +149,10 @@ class Admission:
         seconds = forecaster.seconds(newcomer, forecast)
         return seconds if forecast.has_room else seconds + self._seconds(queue.ahead_of(newcomer), running)
 
-    def place_of(self, newcomer: Sequence, queue: WaitingQueue, running: Iterable[Sequence]) -> Place:
+    def place_of(self, newcomer: Sequence, queue: WaitingQueue, running: Iterable[Sequence]) -> QueuePosition:
         """Where a newcomer would stand; with nobody ahead it waits at most for the first running one to end."""
         ahead = queue.ahead_of(newcomer)
-        return Place(len(ahead) + 1, self._seconds(ahead, running) if len(queue) else 0.0)
+        return QueuePosition(len(ahead) + 1, self._seconds(ahead, running) if len(queue) else 0.0)
 
     def waits(self, queue: Iterable[Sequence], running: Iterable[Sequence]) -> list[float]:
         """Seconds until each of a queue enters, who enter in this order."""
@@ -169,7 +173,7 @@ class Admission:
         newcomer: Sequence,
         in_flight: "InFlight",
         queue: WaitingQueue,
-        shares: Shares,
+        shares: FairShares,
         running: Collection[Sequence],
         forecaster: Forecaster | None = None,
     ) -> Sequence | None:
@@ -220,13 +224,13 @@ class Admission:
             self._check_target(seconds, self._place_of_newcomer(newcomer, queue, running))
         return leaving
 
-    def _check_target(self, seconds: float, place: Place) -> None:
+    def _check_target(self, seconds: float, place: QueuePosition) -> None:
         target = self._target_seconds
         if target is not None and seconds > target:
             why = f": its first token would come after {seconds:.1f} s, the target is {target:g} s"
             raise Overloaded(why, place.position, max(place.wait_seconds, seconds - target), "first_token")
 
-    def _last_of_the_greediest(self, own: int, queue: WaitingQueue, shares: Shares) -> Sequence | None:
+    def _last_of_the_greediest(self, own: int, queue: WaitingQueue, shares: FairShares) -> Sequence | None:
         """Who gives its place to a key that has `own` sequences: nobody unless a key has more by two."""
         counts = shares.sequences
         lasts = [last for key in counts if counts[key] > own + 1 and (last := queue.newest_of(key)) is not None]

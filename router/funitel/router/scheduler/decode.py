@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from funitel.router.core.request import Sequence
-from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.chunk_budget import StepLoad
-from funitel.router.scheduler.waiting_queue import Shares
+from funitel.router.scheduler.waiting_queue import FairShares
 
 
 @dataclass(slots=True)
@@ -24,10 +24,10 @@ class DecodePart:
     load: StepLoad = field(default_factory=StepLoad)
 
 
-class Running:
+class RunningSet:
     """Sequences by id, oldest first, with their blocks."""
 
-    def __init__(self, blocks: BlockAllocator, shares: Shares) -> None:
+    def __init__(self, blocks: BlockPool, shares: FairShares) -> None:
         self.by_id: dict[int, Sequence] = {}
         self._blocks = blocks
         self._shares = shares

@@ -15,7 +15,7 @@ from funitel.router.scheduler.chunk_budget import MIN_CHUNK_TOKENS
 PATIENCE_STEPS = 256  # that succeed before steps may be as large again as those that failed
 
 
-class Suspects:
+class FaultBisector:
     """Who may be in a step, and how much of it there may be; without a failure everybody, and everything.
 
     `most_sequences` bounds what runs, `most_tokens` the prompt tokens of a step; None is no bound. `may_shrink` says

@@ -7,7 +7,7 @@ from funitel.router.scheduler.chunk_budget import StepLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class SchedulerPolicy:
     """Limits and rules of scheduling. `max_*` in tokens or sequences as named."""
 
     max_batch_prefill_tokens: int

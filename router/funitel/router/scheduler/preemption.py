@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from funitel.router.core.request import Sequence
-from funitel.router.scheduler.prefill import Entrance
-from funitel.router.scheduler.waiting_queue import Shares
+from funitel.router.scheduler.prefill import PrefillPlanner
+from funitel.router.scheduler.waiting_queue import FairShares
 
 
-class GivingWay:
+class PreemptionPolicy:
     """Chooses among `running`; changes nothing."""
 
-    def __init__(self, shares: Shares, entrance: Entrance, running: Mapping[int, Sequence]) -> None:
+    def __init__(self, shares: FairShares, entrance: PrefillPlanner, running: Mapping[int, Sequence]) -> None:
         self._shares = shares
         self._entrance = entrance
         self._running = running

@@ -10,12 +10,12 @@ from math import ceil
 
 from funitel.proto.step import SequenceStart
 from funitel.router.core.request import Sequence
-from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.chunk_budget import ChunkBudget
-from funitel.router.scheduler.decode import Running
-from funitel.router.scheduler.fault_bisect import Suspects
-from funitel.router.scheduler.plan import Policy
-from funitel.router.scheduler.waiting_queue import Shares, WaitingQueue
+from funitel.router.scheduler.decode import RunningSet
+from funitel.router.scheduler.fault_bisect import FaultBisector
+from funitel.router.scheduler.plan import SchedulerPolicy
+from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,16 @@ class Prefix:
 MOST_RESERVED = 1 / 25
 
 
-class Entrance:
+class PrefillPlanner:
     """From those that wait to those that run, through the blocks that are free or can be shared."""
 
     def __init__(
-        self, policy: Policy, blocks: BlockAllocator, waiting: WaitingQueue, running: Running, suspects: Suspects
+        self,
+        policy: SchedulerPolicy,
+        blocks: BlockPool,
+        waiting: WaitingQueue,
+        running: RunningSet,
+        suspects: FaultBisector,
     ) -> None:
         self.block_size = blocks.block_size
         self._policy = policy
@@ -163,10 +168,10 @@ class Entrance:
 MOST_URGENT_TOKENS = 1024
 
 
-class SharingOut:
+class PrefillSpending:
     """Gives the budget of a step to running sequences that have more to compute and to waiting ones, in fair order."""
 
-    def __init__(self, shares: Shares, entrance: Entrance, running: Running) -> None:
+    def __init__(self, shares: FairShares, entrance: PrefillPlanner, running: RunningSet) -> None:
         self._shares = shares
         self._entrance = entrance
         self._running = running

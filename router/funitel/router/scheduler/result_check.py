@@ -7,7 +7,7 @@ from funitel.router.core.request import Sequence
 from funitel.router.scheduler.plan import StepPlan
 
 
-def contradiction(
+def check_result(
     plan: StepPlan, result: StepResult, ended: frozenset[int], running: Mapping[int, Sequence]
 ) -> str | None:
     """Say what is wrong with the answer to the oldest step in flight; None for nothing.

@@ -21,34 +21,34 @@ from math import inf
 
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StepResult
 from funitel.router.core.request import Sequence
-from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.chunk_budget import Allowance, ChunkBudget, StepLoad
-from funitel.router.scheduler.cost.step_cost import StepTimeModel
+from funitel.router.scheduler.cost.step_cost import StepCostModel
 from funitel.router.scheduler.cost.ttft_estimate import Forecaster
-from funitel.router.scheduler.decode import Running
-from funitel.router.scheduler.fault_bisect import Suspects
-from funitel.router.scheduler.plan import Policy, StepPlan
-from funitel.router.scheduler.preemption import GivingWay
-from funitel.router.scheduler.prefill import Entrance, SharingOut
-from funitel.router.scheduler.waiting_queue import Shares, WaitingQueue
+from funitel.router.scheduler.decode import RunningSet
+from funitel.router.scheduler.fault_bisect import FaultBisector
+from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
+from funitel.router.scheduler.preemption import PreemptionPolicy
+from funitel.router.scheduler.prefill import PrefillPlanner, PrefillSpending
+from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
 
 class Scheduler:
     """Waiting and running sequences over one block pool."""
 
-    def __init__(self, policy: Policy, blocks: BlockAllocator) -> None:
+    def __init__(self, policy: SchedulerPolicy, blocks: BlockPool) -> None:
         self.policy = policy
         self.blocks = blocks
-        self.step_time = StepTimeModel(policy.target_gap_seconds)
-        self.shares = Shares(credit=policy.max_batch_prefill_tokens)
+        self.step_time = StepCostModel(policy.target_gap_seconds)
+        self.shares = FairShares(credit=policy.max_batch_prefill_tokens)
         self.waiting = WaitingQueue(self.shares)
         self.num_preempted = 0
-        self._running = Running(blocks, self.shares)
+        self._running = RunningSet(blocks, self.shares)
         self.running = self._running.by_id  # oldest first
-        self.suspects = Suspects(may_shrink=policy.is_chunked)
-        self._entrance = Entrance(policy, blocks, self.waiting, self._running, self.suspects)
-        self._giving_way = GivingWay(self.shares, self._entrance, self.running)
-        self._sharing_out = SharingOut(self.shares, self._entrance, self._running)
+        self.suspects = FaultBisector(may_shrink=policy.is_chunked)
+        self._entrance = PrefillPlanner(policy, blocks, self.waiting, self._running, self.suspects)
+        self._giving_way = PreemptionPolicy(self.shares, self._entrance, self.running)
+        self._sharing_out = PrefillSpending(self.shares, self._entrance, self._running)
         self.forecaster = Forecaster(self.step_time, self._entrance, self.running)
         self._in_flight: deque[StepPlan] = deque()  # oldest first
         self._steps_since_join = 0

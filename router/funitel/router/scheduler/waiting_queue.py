@@ -15,7 +15,7 @@ AGEING_SECONDS = 10.0  # of waiting, that outweigh one step of priority
 MAX_IDLE_KEYS = 1000  # remembered for what they were given, while others are busy
 
 
-class Shares:
+class FairShares:
     """How many tokens were computed for each key that has sequences, or had some while others were busy.
 
     A key that comes, or comes back, has its own count, but at least that of the key that was given the least, save for
@@ -97,7 +97,7 @@ class Shares:
 class WaitingQueue:
     """Sequences that wait to enter, or to be resumed."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: FairShares) -> None:
         self._shares = shares
         self._by_key: dict[bytes, list[Sequence]] = {}  # each in its order
         self.num_prompt_tokens = 0  # of all

@@ -16,7 +16,7 @@ from funitel.router.scheduler.admission import InFlight
 from funitel.router.telemetry.metrics import Metrics
 
 
-class Room(Protocol):
+class Admits(Protocol):
     """What is behind a door."""
 
     def check_room(self, newcomer: Request, entering: InFlight) -> None:
@@ -32,10 +32,10 @@ def newcomer(key: bytes = b"", priority: int = 0, deadline: float | None = None)
 _ANY, _ONE = SamplingParams(), StoppingParams(max_new_tokens=1)
 
 
-class Door:
+class AdmissionGate:
     """The door to one room, which is asked for whenever somebody comes: it may not be there yet."""
 
-    def __init__(self, room: Callable[[], Room]) -> None:
+    def __init__(self, room: Callable[[], Admits]) -> None:
         self._room = room
         self._entering: Counter[bytes] = Counter()  # by key
 
@@ -49,14 +49,14 @@ class Door:
         entering = InFlight(self._entering.total(), self._entering[request.key])
         self._room().check_room(request, entering)
 
-    def enter(self, request: Request) -> "Entry":
+    def enter(self, request: Request) -> "Reservation":
         """Let a request in, if there is room for it; raises as `check`."""
         self.check(request)
         self._entering[request.key] += 1
-        return Entry(self._entering, request.key)
+        return Reservation(self._entering, request.key)
 
 
-class Entry:
+class Reservation:
     """A request on its way from the door to where it is counted."""
 
     def __init__(self, entering: Counter[bytes], key: bytes) -> None:
@@ -73,7 +73,7 @@ class Entry:
                 del self._entering[self._key]
 
 
-class ReadingRoom:
+class TokenizeLimit:
     """Where texts are tokenized for those who want nothing but their tokens: `most` requests at once."""
 
     def __init__(self, most: int, metrics: Metrics) -> None:

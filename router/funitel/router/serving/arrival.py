@@ -12,7 +12,7 @@ from funitel.router.api.common.schema_base import MOST_PRIORITY
 from funitel.router.auth.accounts import Account
 from funitel.router.core.request import Request
 from funitel.router.middleware.auth import account_of, owner_of_request
-from funitel.router.serving.admission_gate import Entry, newcomer
+from funitel.router.serving.admission_gate import Reservation, newcomer
 
 ARRIVAL = "funitel.arrival"  # in a request's scope, once it was let in
 TIMEOUT, PRIORITY = "x-request-timeout", "x-request-priority"
@@ -28,7 +28,7 @@ class Arrival:
     account: Account | None = None  # that pays, where a key was asked for
     priority: int = 0
     deadline: float | None = None
-    entry: Entry | None = None  # where it was let in by a door
+    entry: Reservation | None = None  # where it was let in by a door
 
     def arrive(self) -> None:
         """Be counted where the work is done from now on, and by the door no more."""

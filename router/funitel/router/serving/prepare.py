@@ -17,7 +17,7 @@ from funitel.router.api.native.schema_grammar import grammar_of
 from funitel.router.core import request_context
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Timings, TokenStream
-from funitel.router.serving.admission_gate import Door
+from funitel.router.serving.admission_gate import AdmissionGate
 from funitel.router.serving.arrival import ARRIVAL, Arrival
 from funitel.router.serving.service import Service
 from funitel.router.serving.validation import build_request, check_parameters, check_prompt_ids, check_token_ids
@@ -82,7 +82,7 @@ def reading_route(handler: Handler) -> Handler:
     return let_in
 
 
-async def _enter(request: HttpRequest, door: Door, handler: Handler) -> Response:
+async def _enter(request: HttpRequest, door: AdmissionGate, handler: Handler) -> Response:
     """Have a request handled if it is let in: asked before its body is read, and once more before it is parsed.
 
     Raises:
@@ -112,7 +112,7 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class Job:
+class GenerationJob:
     """A request on its way to the engine; `validated` is an instant of the monotonic clock."""
 
     service: Service
@@ -143,7 +143,7 @@ class Job:
         """Note that the whole answer was computed."""
         self.service.metrics.observe_success(self.validation_seconds, timings, num_tokens)
 
-    def siblings(self, count: int) -> list["Job"]:
+    def siblings(self, count: int) -> list["GenerationJob"]:
         """This job and others like it, `count` in all; the i-th samples with the seed plus i, modulo 2**64."""
         sampling = self.request.sampling
         seeds = [(sampling.seed + place) % 2**64 for place in range(count)]
@@ -161,7 +161,7 @@ async def prepare(
     count_penalty: float = 0.0,
     raw_logprobs: bool = False,
     grammar: Grammar | None = None,
-) -> Job:
+) -> GenerationJob:
     """Check a request, tokenize its prompt and check its lengths.
 
     The penalties are OpenAI's; `raw_logprobs` are log-probabilities of the scores before any sampling parameter;
@@ -202,7 +202,7 @@ async def prepare(
     request = replace(request, key=arrived.key, priority=priority, deadline=arrived.deadline)
     request = replace(request, request_id=note.request_id, key_name=note.key_name)
     note.operation, note.request = "text_completion", note.request or request
-    return Job(service, request, arrived)
+    return GenerationJob(service, request, arrived)
 
 
 async def _check_grammar(service: Service, grammar: Grammar) -> None:

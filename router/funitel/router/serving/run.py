@@ -13,10 +13,10 @@ from itertools import islice
 
 from funitel.proto.errors import FunitelError, Overloaded
 from funitel.proto.step import GeneratedText, Generation
-from funitel.router.auth.token_charge import Tokens, charged
+from funitel.router.auth.token_charge import TokenCounts, charged
 from funitel.router.core import request_context
 from funitel.router.core.stream import Event, Timings, TokenStream
-from funitel.router.serving.prepare import Job
+from funitel.router.serving.prepare import GenerationJob
 from funitel.router.serving.service import Service
 
 Take = Callable[[int, Generation], None]  # is given the place of a job, and what one step brought for it
@@ -25,7 +25,7 @@ Take = Callable[[int, Generation], None]  # is given the place of a job, and wha
 # Streamed answers
 
 
-async def stream_all(jobs: Sequence[Job], take: Take) -> None:
+async def stream_all(jobs: Sequence[GenerationJob], take: Take) -> None:
     """Run jobs side by side to their ends; what they generate is given to `take`, as it comes.
 
     They count as one request: as a success when every job has finished, else as a failure, of which the caller
@@ -38,7 +38,7 @@ async def stream_all(jobs: Sequence[Job], take: Take) -> None:
         await _run_all(jobs, take)
 
 
-async def _run_all(jobs: Sequence[Job], take: Take) -> list[tuple[GeneratedText, Timings]]:
+async def _run_all(jobs: Sequence[GenerationJob], take: Take) -> list[tuple[GeneratedText, Timings]]:
     """Run jobs and count them; return how each ended, and its life."""
     async with _submitted(jobs) as streams:
         run = _Run(jobs, streams, take)
@@ -55,7 +55,7 @@ async def _run_all(jobs: Sequence[Job], take: Take) -> list[tuple[GeneratedText,
 class _Run:
     """Jobs while they run: `ended` is done once all have, or one has failed."""
 
-    def __init__(self, jobs: Sequence[Job], streams: Sequence[TokenStream], take: Take) -> None:
+    def __init__(self, jobs: Sequence[GenerationJob], streams: Sequence[TokenStream], take: Take) -> None:
         """Listen to the streams from now on."""
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.endings: dict[int, GeneratedText] = {}  # by place
@@ -64,7 +64,7 @@ class _Run:
         for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
             stream.listen(partial(self._hear, place, job, stream))
 
-    def _hear(self, place: int, job: Job, stream: TokenStream, event: Event, now: float) -> None:
+    def _hear(self, place: int, job: GenerationJob, stream: TokenStream, event: Event, now: float) -> None:
         if self.ended.done():
             return
         if isinstance(event, FunitelError):
@@ -82,7 +82,7 @@ class _Run:
                 self.ended.set_result(None)
 
 
-def _note(jobs: Sequence[Job], streams: Sequence[TokenStream], endings: Mapping[int, GeneratedText]) -> None:
+def _note(jobs: Sequence[GenerationJob], streams: Sequence[TokenStream], endings: Mapping[int, GeneratedText]) -> None:
     """Write down what became of jobs that have ended, or are about to be."""
     note = request_context.current()
     firsts = {id(job.request.input_ids): job for job in jobs}.values()  # siblings share a prompt
@@ -96,7 +96,7 @@ def _note(jobs: Sequence[Job], streams: Sequence[TokenStream], endings: Mapping[
 
 
 @asynccontextmanager
-async def _submitted(jobs: Sequence[Job]) -> AsyncIterator[list[TokenStream]]:
+async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenStream]]:
     """Queue all jobs or none; what still runs at the end of the block is cancelled."""
     for job in jobs:
         job.arrived.arrive()
@@ -108,17 +108,17 @@ async def _submitted(jobs: Sequence[Job]) -> AsyncIterator[list[TokenStream]]:
             yield streams
 
 
-def _most_tokens(jobs: Sequence[Job]) -> int:
+def _most_tokens(jobs: Sequence[GenerationJob]) -> int:
     return _prompt_tokens(jobs) + sum(job.request.stopping.max_new_tokens for job in jobs)
 
 
-def _used_tokens(jobs: Sequence[Job], streams: Sequence[TokenStream]) -> Tokens:
+def _used_tokens(jobs: Sequence[GenerationJob], streams: Sequence[TokenStream]) -> TokenCounts:
     """What was computed for jobs, some of which may not have been queued: prompts that were begun, and completions."""
     begun = [job for job, stream in zip(jobs, streams, strict=False) if stream.timings.started is not None]
-    return Tokens(_prompt_tokens(begun), sum(job.num_tokens for job in jobs))
+    return TokenCounts(_prompt_tokens(begun), sum(job.num_tokens for job in jobs))
 
 
-def _prompt_tokens(jobs: Sequence[Job]) -> int:
+def _prompt_tokens(jobs: Sequence[GenerationJob]) -> int:
     """Siblings share the object that their prompt is, and count once."""
     return sum(len(ids) for ids in {id(job.request.input_ids): job.request.input_ids for job in jobs}.values())
 
@@ -151,7 +151,7 @@ class Answer:
         return sum(logprobs) / max(len(logprobs), 1)
 
 
-async def collect_all(jobs: Sequence[Job]) -> list[Answer]:
+async def collect_all(jobs: Sequence[GenerationJob]) -> list[Answer]:
     """Run jobs side by side to their ends; return their answers in the same order.
 
     They count as one request that succeeded. Leaving early, or the failure of one, cancels all.
@@ -164,7 +164,7 @@ async def collect_all(jobs: Sequence[Job]) -> list[Answer]:
     return [Answer(each, *ending) for each, ending in zip(generations, endings, strict=True)]
 
 
-async def collect_best(jobs: Sequence[Job], best_of: Sequence[int]) -> list[list[Answer]]:
+async def collect_best(jobs: Sequence[GenerationJob], best_of: Sequence[int]) -> list[list[Answer]]:
     """Run so many siblings of each job, all side by side; return each job's answers, likeliest first.
 
     Raises: as `collect_all`.

@@ -17,11 +17,11 @@ from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.service import EncoderService
 from funitel.router.engine.snapshot import EngineView
 from funitel.router.scheduler.admission import InFlight
-from funitel.router.serving.admission_gate import Door, ReadingRoom
+from funitel.router.serving.admission_gate import AdmissionGate, TokenizeLimit
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.text.grammar import GrammarChecker
-from funitel.router.text.model_files import ModelFacts, RecommendedSampling, find_model_folder, read_recommended
+from funitel.router.text.model_files import ModelOrigin, RecommendedSampling, find_model_folder, read_recommended
 from funitel.router.text.tokenizer import Tokenizer
 from funitel.router.transport.drain import SHUTTING_DOWN, Drain
 
@@ -91,7 +91,7 @@ class Service:
         self.version = version()
         self.recommended = RecommendedSampling()
         self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
-        self.facts = ModelFacts()
+        self.facts = ModelOrigin()
         self.drain = Drain()
         self._stage = "starting: reading the tokenizer"
         self._tokenizer: Tokenizer | None = None
@@ -99,10 +99,10 @@ class Service:
         self._grammars: GrammarChecker | None = None
         self._engine: Inference | None = None
         self._encoder: EncoderService | None = None
-        reading_room = ReadingRoom(settings.max_concurrent_requests, self.metrics)
-        self.door = Door(lambda: self.engine)
-        self.encoder_door = Door(lambda: self.encoder.engine)
-        self.reading_door = Door(lambda: reading_room)
+        reading_room = TokenizeLimit(settings.max_concurrent_requests, self.metrics)
+        self.door = AdmissionGate(lambda: self.engine)
+        self.encoder_door = AdmissionGate(lambda: self.encoder.engine)
+        self.reading_door = AdmissionGate(lambda: reading_room)
 
     @property
     def model_id(self) -> str:
@@ -189,7 +189,7 @@ class Service:
         self._warming = asyncio.create_task(self._tokenizer.warm_up())
         self._grammars = GrammarChecker(folder / "tokenizer.json")
         self.recommended = read_recommended(folder)
-        self.facts = ModelFacts.of(folder)
+        self.facts = ModelOrigin.of(folder)
         self._stage = "starting: waiting for the model shards"
         engine = await connect(settings, self.metrics)
         limits = engine.limits

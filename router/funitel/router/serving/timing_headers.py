@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from funitel.router.core.request import Request
-from funitel.router.serving.prepare import Job
+from funitel.router.serving.prepare import GenerationJob
 from funitel.router.serving.run import Answer
 
 
-def stream_headers(*jobs: Job) -> dict[str, str]:
+def stream_headers(*jobs: GenerationJob) -> dict[str, str]:
     """Response headers of a streamed answer made by one job or several."""
     service = jobs[0].service
     return {
@@ -16,13 +16,13 @@ def stream_headers(*jobs: Job) -> dict[str, str]:
     }
 
 
-def answer_headers(job: Job, answer: Answer) -> dict[str, str]:
+def answer_headers(job: GenerationJob, answer: Answer) -> dict[str, str]:
     """Response headers of a whole answer that one job gave, by TGI's definitions."""
     total = job.validation_seconds + answer.timings.queue_seconds + answer.timings.inference_seconds
     return {"x-compute-time": f"{total:.6f}"} | summed_headers([job], [answer])  # the one time in seconds
 
 
-def summed_headers(jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, str]:
+def summed_headers(jobs: Sequence[GenerationJob], answers: Sequence[Answer]) -> dict[str, str]:
     """Response headers of a whole answer made by several jobs: times in milliseconds and counts, summed over answers.
 
     The prompt of siblings counts once.
@@ -42,7 +42,7 @@ def summed_headers(jobs: Sequence[Job], answers: Sequence[Answer]) -> dict[str, 
     }
 
 
-def _distinct(jobs: Sequence[Job]) -> list[Request]:
+def _distinct(jobs: Sequence[GenerationJob]) -> list[Request]:
     """One request for each prompt; siblings share theirs."""
     return list({id(job.request.input_ids): job.request for job in jobs}.values())
 

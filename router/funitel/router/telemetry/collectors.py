@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 
-class CounterTally(Collector):
+class FastCounter(Collector):
     """A sum that only grows; exposed as prometheus_client's Counter is."""
 
     def __init__(self, name: str, help: str, registry: CollectorRegistry, label: str | None = None) -> None:
@@ -35,7 +35,7 @@ class CounterTally(Collector):
         yield family
 
 
-class HistogramTally(Collector):
+class FastHistogram(Collector):
     """How many observations fell up to each bound; exposed as prometheus_client's Histogram is."""
 
     def __init__(
@@ -77,7 +77,7 @@ class HistogramTally(Collector):
         yield family
 
 
-class SummaryTally(Collector):
+class FastSummary(Collector):
     """How many observations there were, and their sum; exposed as prometheus_client's Summary is."""
 
     def __init__(self, name: str, help: str, registry: CollectorRegistry) -> None:

@@ -1,13 +1,13 @@
 """A request in the words of OpenTelemetry's conventions for generative AI, and in those of TGI's spans."""
 
 from funitel.proto.tracing.spans import Attribute
-from funitel.router.core.request_context import RequestNote
+from funitel.router.core.request_context import RequestContext
 
 PROVIDER = "funitel"
 LONGEST_NAME = 200  # of what a client calls the model, in characters
 
 
-def attributes_of(note: RequestNote, served_model: str) -> dict[str, Attribute]:
+def attributes_of(note: RequestContext, served_model: str) -> dict[str, Attribute]:
     """Attributes of the span of a request that has ended; none for one that asked for no work of a model."""
     if not note.operation:
         return {}
@@ -31,7 +31,7 @@ def attributes_of(note: RequestNote, served_model: str) -> dict[str, Attribute]:
     return found | _times(note)
 
 
-def _asked(note: RequestNote) -> dict[str, Attribute]:
+def _asked(note: RequestContext) -> dict[str, Attribute]:
     """How the answer is sampled; what was not asked for is as the server decides."""
     if note.request is None:
         return {}
@@ -50,7 +50,7 @@ def _asked(note: RequestNote) -> dict[str, Attribute]:
     return found
 
 
-def _times(note: RequestNote) -> dict[str, Attribute]:
+def _times(note: RequestContext) -> dict[str, Attribute]:
     """TGI's names, in seconds."""
     if note.timings is None:
         return {}

@@ -23,7 +23,7 @@ from funitel.proto.errors import FunitelError
 from funitel.proto.step import ShardMemory, StepResult
 from funitel.router.core.request import Limits
 from funitel.router.core.stream import Timings
-from funitel.router.telemetry.collectors import CounterTally, HistogramTally, SummaryTally
+from funitel.router.telemetry.collectors import FastCounter, FastHistogram, FastSummary
 from funitel.router.telemetry.roofline import Roofline
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -317,7 +317,7 @@ class Metrics:
         self._token_duration = self._duration(
             "tgi_request_mean_time_per_token_duration", "Inference time by token of a request."
         )
-        self._skipped_tokens = SummaryTally(
+        self._skipped_tokens = FastSummary(
             "tgi_request_skipped_tokens", "Tokens beyond the first that a step gave.", self.registry
         )
         self._first_token = self._duration("funitel_time_to_first_token_seconds", "Submitted until the first token.")
@@ -335,10 +335,8 @@ class Metrics:
         )
         self._concat = self._counter("tgi_batch_concat", "Batches that joined a running one.", "reason")
         self._concat_duration = self._duration("tgi_batch_concat_duration", "Time to join batches.", "method")
-        self._inference_count = CounterTally("tgi_batch_inference_count", "Steps sent.", self.registry, "method")
-        self._inference_success = CounterTally(
-            "tgi_batch_inference_success", "Steps answered.", self.registry, "method"
-        )
+        self._inference_count = FastCounter("tgi_batch_inference_count", "Steps sent.", self.registry, "method")
+        self._inference_success = FastCounter("tgi_batch_inference_success", "Steps answered.", self.registry, "method")
         self._inference_failure = self._counter("tgi_batch_inference_failure", "Steps failed.", "method")
         self._step_duration = self._tally("tgi_batch_inference_duration", "Time of a step's call.", "method")
         self._forward_duration = self._tally("tgi_batch_forward_duration", "Time of a forward pass.", "method")
@@ -348,10 +346,10 @@ class Metrics:
         )
 
     def _make_engine_metrics(self) -> None:
-        self._steps = CounterTally("funitel_steps", "Steps answered.", self.registry)
-        self._forwards = CounterTally("funitel_forwards", "Forward passes of a rank.", self.registry, "rank")
-        self._forward_rows = HistogramTally("funitel_forward_rows", "Sequences in a step.", SIZE_BUCKETS, self.registry)
-        self._forward_tokens = CounterTally("funitel_forward_tokens", "Tokens computed.", self.registry)
+        self._steps = FastCounter("funitel_steps", "Steps answered.", self.registry)
+        self._forwards = FastCounter("funitel_forwards", "Forward passes of a rank.", self.registry, "rank")
+        self._forward_rows = FastHistogram("funitel_forward_rows", "Sequences in a step.", SIZE_BUCKETS, self.registry)
+        self._forward_tokens = FastCounter("funitel_forward_tokens", "Tokens computed.", self.registry)
         self._weight_bytes = self._gauge("funitel_weight_bytes", "Weights a rank holds.", "rank")
         self._sharded_weight_bytes = self._gauge(
             "funitel_sharded_weight_bytes", "Weights a rank holds that are split between ranks.", "rank"
@@ -396,8 +394,8 @@ class Metrics:
     def _duration(self, name: str, help: str, *labels: str) -> Histogram:
         return Histogram(name, help, labels, buckets=DURATION_BUCKETS, registry=self.registry)
 
-    def _tally(self, name: str, help: str, label: str | None = None) -> HistogramTally:
-        return HistogramTally(name, help, DURATION_BUCKETS, self.registry, label)
+    def _tally(self, name: str, help: str, label: str | None = None) -> FastHistogram:
+        return FastHistogram(name, help, DURATION_BUCKETS, self.registry, label)
 
     def _tokens(self, name: str, help: str, top: int) -> Histogram:
         return Histogram(name, help, buckets=_linear(top), registry=self.registry)

@@ -15,7 +15,7 @@ from typing import Any
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import GrammarType
-from funitel.router.sandbox.pool import CannotWork, KillablePool, Killed
+from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
 
 TIME_LIMIT_SECONDS = 5.0  # reasonable grammars take milliseconds
 MEMORY_LIMIT_BYTES = 2**31
@@ -88,7 +88,7 @@ class GrammarChecker:
     ) -> None:
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._pending: dict[bytes, asyncio.Task[_Verdict]] = {}
-        self._pool = KillablePool(
+        self._pool = SandboxPool(
             "funitel.router.text.grammar_worker",
             str(tokenizer_path),
             most=NUM_WORKERS,
@@ -135,7 +135,7 @@ class GrammarChecker:
         except Killed as limit:
             error = f"grammar is not valid: {limit} to compile"
             return _Verdict(error, time.monotonic() + LIMIT_VERDICT_SECONDS)
-        except CannotWork as problem:
+        except WorkerUnavailable as problem:
             raise InvalidRequest(f"grammar is not supported: {problem}", "grammar") from None
 
     async def close(self) -> None:

@@ -24,14 +24,14 @@ MAX_CARD_BYTES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelOrigin:
     """The hub's commit, where the folder is a snapshot of one; the purpose, where a model card names it."""
 
     sha: str | None = None
     pipeline_tag: str | None = None
 
     @classmethod
-    def of(cls, folder: Path) -> "ModelFacts":
+    def of(cls, folder: Path) -> "ModelOrigin":
         """Read a model folder."""
         is_snapshot = folder.parent.name == "snapshots" and _SHA.fullmatch(folder.name) is not None
         return cls(folder.name if is_snapshot else None, _pipeline_tag(folder / "README.md"))

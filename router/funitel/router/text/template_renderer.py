@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from funitel.proto.errors import TemplateError
-from funitel.router.sandbox.pool import CannotWork, KillablePool, Killed
+from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class TemplateRenderer:
         self.texts = texts
         self._refusal = ""  # why the template cannot be used,
         self._refused_until = 0.0  # and how long that holds, on the monotonic clock
-        self._pool = KillablePool(
+        self._pool = SandboxPool(
             "funitel.router.text.template_worker",
             {"texts": asdict(texts), "most_characters": MOST_PROMPT_CHARACTERS},
             most=most,
@@ -60,7 +60,7 @@ class TemplateRenderer:
         """Have a process ready for the first chat, and log it where the template cannot be used."""
         try:
             await self._pool.warm_up()
-        except CannotWork as problem:
+        except WorkerUnavailable as problem:
             self._refuse(problem)
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **wishes: Any) -> str:
@@ -76,14 +76,14 @@ class TemplateRenderer:
             answer: dict[str, str] = await self._pool.ask({"messages": list(messages), **wishes})
         except Killed as limit:
             raise TemplateError(f"{limit} to render this chat") from None
-        except CannotWork as problem:
+        except WorkerUnavailable as problem:
             self._refuse(problem)
             raise TemplateError(self._refusal) from None
         if "error" in answer:
             raise TemplateError(answer["error"])
         return answer["text"]
 
-    def _refuse(self, problem: CannotWork) -> None:
+    def _refuse(self, problem: WorkerUnavailable) -> None:
         now = time.monotonic()
         if now < self._refused_until:  # all who waited are told
             return

@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
-from funitel.router.transport.memory_budget import Client, Ledger
+from funitel.router.transport.memory_budget import Client, MemoryBudget
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ class Connections:
 
     def __init__(self, most: int, settings: RouterSettings, metrics: Metrics) -> None:
         self.most = most
-        self.unread = Ledger(settings.max_total_unread_bytes, "total_unread_bytes")
-        self.bodies = Ledger(settings.max_total_body_bytes, "total_body_bytes")
+        self.unread = MemoryBudget(settings.max_total_unread_bytes, "total_unread_bytes")
+        self.bodies = MemoryBudget(settings.max_total_body_bytes, "total_body_bytes")
         self._metrics = metrics
         self._open: set[Client] = set()
         self._resting: OrderedDict[Client, None] = OrderedDict()  # for longest first

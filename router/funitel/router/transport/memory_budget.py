@@ -25,7 +25,7 @@ class Client(Protocol):
         ...
 
 
-class Ledger:
+class MemoryBudget:
     """How many bytes are kept for each client, `most` in all; `reason` is what the one with most of them is cut for."""
 
     def __init__(self, most: int, reason: str) -> None:

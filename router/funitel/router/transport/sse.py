@@ -17,7 +17,7 @@ from funitel.router.core import request_context
 from funitel.router.transport.connection import without_chunks
 from funitel.router.transport.memory_budget import CLIENT
 from funitel.router.transport.sse_frames import Event, frame
-from funitel.router.transport.stream_writer import Outlet
+from funitel.router.transport.stream_writer import StreamWriter
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -121,7 +121,7 @@ class EventStream(Response):
         self._keep_alive_seconds = keep_alive_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outlet = Outlet(send, scope.get(DIRECT, send), self.raw_headers, scope.get(CLIENT))
+        outlet = StreamWriter(send, scope.get(DIRECT, send), self.raw_headers, scope.get(CLIENT))
         try:
             await run_until_disconnect(receive, self._run(outlet))
         except Cancelled as error:
@@ -131,7 +131,7 @@ class EventStream(Response):
         finally:
             outlet.abandon()
 
-    async def _run(self, outlet: Outlet) -> None:
+    async def _run(self, outlet: StreamWriter) -> None:
         keep_alive = asyncio.ensure_future(outlet.repeat(self._keep_alive, self._keep_alive_seconds))
         try:
             await self._produce(outlet)
@@ -139,7 +139,7 @@ class EventStream(Response):
         finally:
             await _end(keep_alive)
 
-    async def _produce(self, outlet: Outlet) -> None:
+    async def _produce(self, outlet: StreamWriter) -> None:
         write, frame = outlet.write, self._frame
 
         def put(event: Event) -> None:

@@ -20,7 +20,7 @@ from funitel.router.transport.connection import chunk_writer
 from funitel.router.transport.memory_budget import Client
 
 
-class Outlet:
+class StreamWriter:
     """Sends one answer whose length is not known before. Event loop only."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Outlet:
             self._start()
         if self._clearing is None:
             if not self._waiting:
-                _Round.of_next_turn(self._loop).outlets.append(self)
+                _FlushBatch.of_next_turn(self._loop).outlets.append(self)
         elif self._clearing.done() and not self._clearing.cancelled():
             self._clearing.result()
         self._waiting.append(data)
@@ -115,10 +115,10 @@ class Outlet:
             self._clearing = self._loop.create_future()
             self._clearing.set_exception(error)
             return
-        self._clearing = asyncio.ensure_future(self._clear(_Rest(steps, awaited)))
+        self._clearing = asyncio.ensure_future(self._clear(_RestOfSend(steps, awaited)))
         self._keep(sum(map(len, self._waiting)))
 
-    async def _clear(self, rest: "_Rest") -> None:
+    async def _clear(self, rest: "_RestOfSend") -> None:
         await rest
         while self._waiting:
             data = b"".join(self._waiting)
@@ -134,31 +134,31 @@ class Outlet:
             self._client.keep_unread(num_bytes)
 
 
-class _Round:
+class _FlushBatch:
     """The outlets that were written to since the loop's last turn: all are sent in the next one."""
 
-    _newest: ClassVar["_Round | None"] = None
+    _newest: ClassVar["_FlushBatch | None"] = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.outlets: list[Outlet] = []
+        self.outlets: list[StreamWriter] = []
         self._loop = loop
         loop.call_soon(self._send)
 
     @classmethod
-    def of_next_turn(cls, loop: asyncio.AbstractEventLoop) -> "_Round":
+    def of_next_turn(cls, loop: asyncio.AbstractEventLoop) -> "_FlushBatch":
         """The round of a loop that has not been sent yet."""
         if cls._newest is None or cls._newest._loop is not loop:
             cls._newest = cls(loop)
         return cls._newest
 
     def _send(self) -> None:
-        if _Round._newest is self:
-            _Round._newest = None
+        if _FlushBatch._newest is self:
+            _FlushBatch._newest = None
         for outlet in self.outlets:
             outlet._send_waiting()
 
 
-class _Rest:
+class _RestOfSend:
     """What is left of an awaitable that was begun by hand, and what it waits for."""
 
     def __init__(self, steps: Generator[Any, None, None], awaited: Any) -> None:

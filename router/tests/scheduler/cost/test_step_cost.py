@@ -17,7 +17,7 @@ from funitel.router.scheduler.cost.step_cost import (
     PROBE_STEPS,
     SHARED_GROWTH,
     URGENT_FACTOR,
-    StepTimeModel,
+    StepCostModel,
 )
 
 Noise = Callable[[], float]
@@ -46,11 +46,11 @@ class Machine:
     per_chunk_step: float = 0.0
     noise: Noise = quiet
     target: float | None = None
-    model: StepTimeModel = field(init=False)
+    model: StepCostModel = field(init=False)
     steps: list[tuple[StepLoad, float, float]] = field(default_factory=list)  # load, true seconds, measured seconds
 
     def __post_init__(self) -> None:
-        self.model = StepTimeModel(self.target)
+        self.model = StepCostModel(self.target)
 
     def seconds(self, load: StepLoad) -> float:
         chunk = self.per_token * load.num_prompt_tokens + self.per_attended * load.num_attended
@@ -224,9 +224,9 @@ def test_chunks_beside_streams_grow_from_the_smallest() -> None:
 
 
 def test_before_anything_is_measured_the_first_chunk_is_modest() -> None:
-    assert StepTimeModel().budget(4096, StepLoad()).fit(0, 4096) == FIRST_ALONE_TOKENS
-    assert StepTimeModel().budget(10, StepLoad()).fit(0, 4096) == 10
-    assert StepTimeModel(0.02).budget(4096, StepLoad(1, 10)).fit(0, 4096) == FIRST_SHARED_TOKENS
+    assert StepCostModel().budget(4096, StepLoad()).fit(0, 4096) == FIRST_ALONE_TOKENS
+    assert StepCostModel().budget(10, StepLoad()).fit(0, 4096) == 10
+    assert StepCostModel(0.02).budget(4096, StepLoad(1, 10)).fit(0, 4096) == FIRST_SHARED_TOKENS
 
 
 def test_alone_a_prompt_takes_big_chunks_but_bounded_steps() -> None:

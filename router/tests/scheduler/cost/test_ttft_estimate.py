@@ -14,10 +14,10 @@ from simulations import costs, measures, simulation, trace
 
 from funitel.proto.errors import Overloaded
 from funitel.router.core.request import Sequence
-from funitel.router.kv_cache.block_pool import BlockAllocator
+from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.admission import MOST_LATENESS, Admission, InFlight, Throughput
 from funitel.router.scheduler.chunk_budget import StepLoad
-from funitel.router.scheduler.plan import Policy
+from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.serving.admission_gate import newcomer
 
@@ -30,7 +30,7 @@ A, B = b"a", b"b"
 def scheduler_of(*sequences: Sequence, is_measured: bool = True, **policy: Any) -> Scheduler:
     """A scheduler where some wait, whose shard has shown what a token of a prompt takes, or has shown nothing."""
     policy = {"max_batch_prefill_tokens": 4096, "has_prefix_cache": True} | policy
-    scheduler = Scheduler(Policy(**policy), BlockAllocator(10_000, 16))
+    scheduler = Scheduler(SchedulerPolicy(**policy), BlockPool(10_000, 16))
     if is_measured:
         measure_prompts(scheduler, SECONDS_OF_A_TOKEN)
     for sequence in sequences:
@@ -151,8 +151,8 @@ def flood(target: float | None, words: dict[str, Any]) -> Any:
     while (at := at + draw.expovariate(100.0)) < BEGIN + 20.0:
         arrivals.append(trace.Arrival(at=at, **lengths))
     found = measures.Measures()
-    policy = Policy(max_batch_prefill_tokens=4096, has_prefix_cache=True, **words)
-    scheduler = Scheduler(policy, BlockAllocator(20_000, 16))
+    policy = SchedulerPolicy(max_batch_prefill_tokens=4096, has_prefix_cache=True, **words)
+    scheduler = Scheduler(policy, BlockPool(20_000, 16))
     admission = Admission(128, target_seconds=target)
     replica = simulation.SimulatedReplica(scheduler, costs.DEMO_COSTS, found, 2, admission)
     simulation.simulate(arrivals, [replica], lambda count: None)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.models.encoder.layers import Dense, Norm, read_dense
+from funitel.model_server.models.encoder.layers import Dense, LayerNorm, read_dense
 from funitel.model_server.models.encoder.packed import Packed
 from funitel.model_server.spec.encoder import EncoderSpec
 
@@ -97,7 +97,7 @@ class FillHead:
         names, size = spec.filler, spec.hidden_size
         assert names.norm is not None
         self.dense = read_dense(weights, names.dense, size, size, spec.filler_activation)
-        self.norm = Norm(weights, names.norm, size, spec.norm_eps)
+        self.norm = LayerNorm(weights, names.norm, size, spec.norm_eps)
         shape = [spec.vocab_size, size]
         own = f"{names.output}.weight"
         matrix = weights.read(own, shape) if weights.has(own) else embedding

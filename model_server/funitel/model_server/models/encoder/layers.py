@@ -62,7 +62,7 @@ def read_dense(weights: Weights, name: str, num_outputs: int, num_inputs: int, a
     return Dense(*read_linear(weights, name, num_outputs, num_inputs), activation)
 
 
-class Norm:
+class LayerNorm:
     """Layer norm; old checkpoints call its two tensors gamma and beta."""
 
     def __init__(self, weights: Weights, name: str, size: int, eps: float) -> None:

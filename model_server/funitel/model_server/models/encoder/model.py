@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.models.encoder.layers import Dense, DistanceBias, Linear, Norm, attend, read_linear
+from funitel.model_server.models.encoder.layers import Dense, DistanceBias, LayerNorm, Linear, attend, read_linear
 from funitel.model_server.models.encoder.packed import Packed
 from funitel.model_server.spec.encoder import EncoderSpec
 
@@ -18,10 +18,10 @@ class LayerWeights:
 
     qkv: Linear
     out: Linear
-    attention_norm: Norm
+    attention_norm: LayerNorm
     up: Linear
     down: Linear
-    mlp_norm: Norm
+    mlp_norm: LayerNorm
 
 
 def read_layer(spec: EncoderSpec, weights: Weights, number: int) -> LayerWeights:
@@ -35,10 +35,10 @@ def read_layer(spec: EncoderSpec, weights: Weights, number: int) -> LayerWeights
     return LayerWeights(
         qkv=(torch.cat([weight for weight, _ in parts]), torch.cat([bias for _, bias in parts])),
         out=read_linear(weights, name(names.out), size, size),
-        attention_norm=Norm(weights, name(names.attention_norm), size, spec.norm_eps),
+        attention_norm=LayerNorm(weights, name(names.attention_norm), size, spec.norm_eps),
         up=read_linear(weights, name(names.up), inner, size),
         down=read_linear(weights, name(names.down), size, inner),
-        mlp_norm=Norm(weights, name(names.mlp_norm), size, spec.norm_eps),
+        mlp_norm=LayerNorm(weights, name(names.mlp_norm), size, spec.norm_eps),
     )
 
 
@@ -57,11 +57,11 @@ class TorchLayers:
 
     def __init__(self, spec: EncoderSpec) -> None:
         self._spec = spec
-        self._layers: list[Layer] = []
+        self._layers: list[EncoderLayer] = []
 
     def take(self, weights: LayerWeights) -> None:
         """See Layers."""
-        self._layers.append(Layer(self._spec, weights))
+        self._layers.append(EncoderLayer(self._spec, weights))
 
     def __call__(self, x: torch.Tensor, packed: Packed, bias: DistanceBias | None) -> torch.Tensor:
         """See Layers."""
@@ -70,7 +70,7 @@ class TorchLayers:
         return x
 
 
-class Layer:
+class EncoderLayer:
     """One layer in torch."""
 
     def __init__(self, spec: EncoderSpec, weights: LayerWeights) -> None:
@@ -97,7 +97,7 @@ class Encoder:
         self.types = None
         if spec.num_types:
             self.types = weights.read(f"{prefix}embeddings.token_type_embeddings.weight", [spec.num_types, size])
-        self.norm = Norm(weights, prefix + spec.names.embedding_norm, size, spec.norm_eps)
+        self.norm = LayerNorm(weights, prefix + spec.names.embedding_norm, size, spec.norm_eps)
         self.bias = None
         if spec.num_buckets:
             name = f"{prefix}encoder.relative_attention_bias"

@@ -16,7 +16,7 @@ from funitel.model_server.spec.encoder_decoder import DistanceBiasSpec
 BIASED_QUERIES = 256
 
 
-class DistanceBias:
+class ShardedDistanceBias:
     """What this rank's heads add to the score of two tokens for their distance. Source: T5, arXiv 1910.10683, 2.1."""
 
     def __init__(
@@ -48,7 +48,7 @@ def _buckets(distances: torch.Tensor, num_buckets: int, longest: int, *, is_caus
     return found if is_causal else found + count * (distances > 0)
 
 
-def attend_whole(qkv: torch.Tensor, packed: Packed, scale: float, bias: DistanceBias | None) -> torch.Tensor:
+def attend_whole(qkv: torch.Tensor, packed: Packed, scale: float, bias: ShardedDistanceBias | None) -> torch.Tensor:
     """Let every token of a prompt see all of its prompt: [num_tokens, 3, heads, head_dim] -> [num_tokens, heads * dim].
 
     Prompts of one length are one call; no token of one sees another's, and there is none that is padding.
@@ -71,7 +71,7 @@ def attend_whole(qkv: torch.Tensor, packed: Packed, scale: float, bias: Distance
     return out
 
 
-def masks_of(views: Sequence[View], bias: DistanceBias | None, dtype: torch.dtype) -> list[torch.Tensor]:
+def masks_of(views: Sequence[View], bias: ShardedDistanceBias | None, dtype: torch.dtype) -> list[torch.Tensor]:
     """For each view what every layer adds to its scores, or which of them count: [rows, heads or 1, queries, slots]."""
     if bias is None:
         return [view.is_seen[:, None] for view in views]

@@ -18,7 +18,7 @@ from funitel.proto.step import EncoderInput
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class EncoderInputs:
     """Prompts that the encoder reads at once, and the slots of the pool of their tokens, in their order."""
 
     packed: Packed
@@ -40,13 +40,13 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepLayout:
     """The sources are the prompts that the encoder reads; all else is about the decoder's tokens.
 
     `kept` are those whose logits are wanted, in the order of the caller's rows.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[EncoderInputs, ...]
     input_ids: torch.Tensor  # [num_tokens]
     positions: torch.Tensor  # [num_tokens], from 0 in each sequence
     slots: Slots
@@ -55,7 +55,7 @@ class Step:
     others: tuple[View, ...]  # what they see of the prompt
 
     @classmethod
-    def of(cls, batch: ForwardBatch, block_size: int, most_read: int) -> "Step":
+    def of(cls, batch: ForwardBatch, block_size: int, most_read: int) -> "StepLayout":
         """Lay a batch out, the encoder reading `most_read` tokens at once; its tensors say where it is computed."""
         device = batch.input_ids.device
         lengths = [len(row.tokens) for row in batch.rows]
@@ -98,7 +98,7 @@ def _read_together(rows: Iterable[RowSpan], most: int) -> list[list[RowSpan]]:
     return parts
 
 
-def _source(rows: Sequence[RowSpan], block_size: int, device: torch.device) -> Source:
+def _source(rows: Sequence[RowSpan], block_size: int, device: torch.device) -> EncoderInputs:
     """The prompts of rows, packed, and the slots of their tokens."""
     packed = pack([EncoderInput(input_ids=tuple(row.source)) for row in rows], device)
     positions = [np.arange(len(row.source)) for row in rows]
@@ -107,7 +107,7 @@ def _source(rows: Sequence[RowSpan], block_size: int, device: torch.device) -> S
     def tensor(parts: Sequence[np.ndarray]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
 
-    return Source(packed, (tensor(blocks), tensor(positions) % block_size))
+    return EncoderInputs(packed, (tensor(blocks), tensor(positions) % block_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,15 @@ from funitel.model_server.layers.linear import (
 )
 from funitel.model_server.layers.mlp import Mlp
 from funitel.model_server.layers.rotary import sinusoids
-from funitel.model_server.models.decoder import Frame
+from funitel.model_server.models.decoder import ResidualBlock
 from funitel.model_server.models.encoder.packed import Packed
-from funitel.model_server.models.encoder_decoder.attention import DistanceBias, attend_views, attend_whole, masks_of
-from funitel.model_server.models.encoder_decoder.layout import Step
+from funitel.model_server.models.encoder_decoder.attention import (
+    ShardedDistanceBias,
+    attend_views,
+    attend_whole,
+    masks_of,
+)
+from funitel.model_server.models.encoder_decoder.layout import StepLayout
 from funitel.model_server.spec.encoder_decoder import CrossNames, Seq2SeqSpec
 from funitel.model_server.spec.model_spec import ModelSpec, Position
 
@@ -41,8 +46,8 @@ class Seq2Seq:
         self.most_read = spec.encoder.max_position_embeddings
         table = _table(decoder, weights)
         embedding = VocabEmbedding(decoder, weights, table, parallel)
-        self.encoder = Encoder(spec, weights, parallel, embedding)
-        self.entrance = Entrance(decoder, weights, embedding, sums)
+        self.encoder = EncoderStack(spec, weights, parallel, embedding)
+        self.entrance = StackEmbedding(decoder, weights, embedding, sums)
         self.bias = _bias(spec, weights, parallel, is_causal=True)
         self.layers = [DecoderLayer(spec, weights, parallel, i) for i in range(decoder.num_layers)]
         self.final_norm = _final_norm(decoder, weights, sums)
@@ -56,7 +61,7 @@ class Seq2Seq:
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
-        step = Step.of(batch, cache.block_size, self.most_read)
+        step = StepLayout.of(batch, cache.block_size, self.most_read)
         for source in step.sources:
             encoded = self.encoder(source.packed)
             for layer in self.layers:
@@ -74,14 +79,14 @@ class Seq2Seq:
         return logits if logits is None or self.logits_bias is None else logits + self.logits_bias
 
 
-class Encoder:
+class EncoderStack:
     """Prompts -> what the decoder looks at: [num_tokens] -> [num_tokens, hidden_size]."""
 
     def __init__(
         self, spec: Seq2SeqSpec, weights: Weights, parallel: TensorParallel, embedding: VocabEmbedding
     ) -> None:
         stack, sums = spec.encoder, _sum_dtype(spec, weights)
-        self.entrance = Entrance(stack, weights, embedding, sums)
+        self.entrance = StackEmbedding(stack, weights, embedding, sums)
         self.bias = _bias(spec, weights, parallel, is_causal=False)
         self.layers = [EncoderLayer(stack, weights, parallel, i, sums) for i in range(stack.num_layers)]
         self.final_norm = _final_norm(stack, weights, sums)
@@ -93,7 +98,7 @@ class Encoder:
         return x if self.final_norm is None else self.final_norm(x)
 
 
-class Entrance:
+class StackEmbedding:
     """Tokens and their positions -> the hidden states that enter the first layer of a stack, of precision `sums`."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, embedding: VocabEmbedding, sums: torch.dtype | None) -> None:
@@ -165,7 +170,7 @@ class CrossAttention:
         keys, values = self.kv(encoded).view(-1, 2, *self.heads).unbind(1)
         cache.write(self.index, slots, keys, values)
 
-    def __call__(self, x: torch.Tensor, step: Step, cache: KVCache, masks: Masks) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: StepLayout, cache: KVCache, masks: Masks) -> torch.Tensor:
         q = self.q(x).view(-1, *self.heads)
         keys, values = cache.keys[self.index], cache.values[self.index]
         return self.out(attend_views(q, keys, values, step.others, masks, self.scale))
@@ -181,7 +186,7 @@ class EncoderLayer:
         self.mlp = Mlp(spec, weights, parallel, index, sums)
         self.attention_frame, self.mlp_frame = _frames(spec, weights, index, sums)
 
-    def __call__(self, x: torch.Tensor, packed: Packed, bias: DistanceBias | None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, packed: Packed, bias: ShardedDistanceBias | None) -> torch.Tensor:
         attention = self.attention
         qkv = attention.project(self.attention_frame.enter(x))
         x = self.attention_frame.leave(x, attention.out(attend_whole(qkv, packed, attention.scale, bias)))
@@ -199,10 +204,10 @@ class DecoderLayer:
         self.look_at = self.cross.look_at
         self.mlp = Mlp(stack, weights, parallel, index, sums)
         self.attention_frame, self.mlp_frame = _frames(stack, weights, index, sums)
-        self.cross_frame = Frame(stack, weights, spec.cross.norm, spec.cross.norm, index, sums)
+        self.cross_frame = ResidualBlock(stack, weights, spec.cross.norm, spec.cross.norm, index, sums)
 
     def __call__(
-        self, x: torch.Tensor, step: Step, cache: KVCache, own_masks: Masks, other_masks: Masks
+        self, x: torch.Tensor, step: StepLayout, cache: KVCache, own_masks: Masks, other_masks: Masks
     ) -> torch.Tensor:
         attention = self.attention
         q, k, v = attention.project(self.attention_frame.enter(x)).unbind(1)
@@ -226,13 +231,15 @@ def _head_of(spec: ModelSpec, weights: Weights, table: str) -> ModelSpec:
     return replace(spec, is_tied=False) if has_own else spec
 
 
-def _bias(spec: Seq2SeqSpec, weights: Weights, parallel: TensorParallel, *, is_causal: bool) -> DistanceBias | None:
+def _bias(
+    spec: Seq2SeqSpec, weights: Weights, parallel: TensorParallel, *, is_causal: bool
+) -> ShardedDistanceBias | None:
     bias = spec.distance_bias
     if bias is None:
         return None
     stack, name = (spec.decoder, bias.decoder) if is_causal else (spec.encoder, bias.encoder)
     heads = _heads(stack, parallel)
-    return DistanceBias(bias, weights.named(name), weights, stack.num_heads, heads, is_causal=is_causal)
+    return ShardedDistanceBias(bias, weights.named(name), weights, stack.num_heads, heads, is_causal=is_causal)
 
 
 def _sum_dtype(spec: Seq2SeqSpec, weights: Weights) -> torch.dtype | None:
@@ -268,10 +275,12 @@ def _way_out(spec: ModelSpec, weights: Weights, name: str, heads: HeadSplit, par
     )
 
 
-def _frames(spec: ModelSpec, weights: Weights, index: int, sums: torch.dtype | None) -> tuple[Frame, Frame]:
+def _frames(
+    spec: ModelSpec, weights: Weights, index: int, sums: torch.dtype | None
+) -> tuple[ResidualBlock, ResidualBlock]:
     """The norms around a layer's attention and around its MLP."""
     names = spec.names
     return (
-        Frame(spec, weights, names.attention_norm, names.attention_post_norm, index, sums),
-        Frame(spec, weights, names.mlp_norm, names.mlp_post_norm, index, sums),
+        ResidualBlock(spec, weights, names.attention_norm, names.attention_post_norm, index, sums),
+        ResidualBlock(spec, weights, names.mlp_norm, names.mlp_post_norm, index, sums),
     )

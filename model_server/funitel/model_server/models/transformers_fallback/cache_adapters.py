@@ -19,15 +19,15 @@ from transformers.cache_utils import (
 
 from funitel.model_server.models.transformers_fallback.attention import Unsuited
 from funitel.model_server.models.transformers_fallback.padded_rows import StackedRows
-from funitel.model_server.models.transformers_fallback.pool import AttentionSize, FallbackPool, Kept, StateSize
+from funitel.model_server.models.transformers_fallback.pool import AttentionSize, CacheLayout, FallbackPool, StateSize
 
 _PROBE_TOKENS = 3
 
 
-class Keeper(Protocol):
+class CacheAdapter(Protocol):
     """Hands a model what it keeps of some rows. `takes_padding`: rows of unequal length can be one batch."""
 
-    kept: Kept
+    kept: CacheLayout
     takes_padding: bool
 
     def give(self, rows: StackedRows, pool: FallbackPool) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class Keeper(Protocol):
         """Put the states that a forward left where they lie."""
 
 
-def choose_keeper(model: Any, device: torch.device) -> Keeper:
+def choose_keeper(model: Any, device: torch.device) -> CacheAdapter:
     """How `model` takes what it keeps, found by a forward of a few tokens.
 
     Raises:
@@ -72,7 +72,7 @@ class CacheKeeper:
         sizes = [_attention_size(probe.layers[i]) for i in self._attending]
         self._states = [(i, *place) for i in self._linear for place in _state_places(probe.layers[i])]
         states = [getattr(probe.layers[i], kind)[index] for i, kind, index in self._states]
-        self.kept = Kept(tuple(sizes), tuple(StateSize(tuple(s.shape[1:]), s.dtype) for s in states))
+        self.kept = CacheLayout(tuple(sizes), tuple(StateSize(tuple(s.shape[1:]), s.dtype) for s in states))
         self._has_mask = has_mask and bool(sizes)
         self.takes_padding = not sizes or (has_positions and has_mask)
 
@@ -183,7 +183,7 @@ class StateListKeeper:
         state = model(input_ids=ids, use_cache=True).state
         if not isinstance(state, list) or not state:
             raise Unsuited("its code keeps a state that is not known here")
-        self.kept = Kept((), tuple(StateSize(tuple(part.shape[1:]), part.dtype) for part in state))
+        self.kept = CacheLayout((), tuple(StateSize(tuple(part.shape[1:]), part.dtype) for part in state))
 
     def give(self, rows: StackedRows, pool: FallbackPool) -> dict[str, Any]:
         """See Keeper."""

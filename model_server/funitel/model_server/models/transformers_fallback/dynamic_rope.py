@@ -11,7 +11,7 @@ from funitel.proto.errors import UnsupportedModel
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class DynamicRope:
     """Which rows turn alike, so that they may share a forward.
 
     Up to `trained` tokens all do; None: at any length. Beyond, rows of equal length do where there are `modules`, those
@@ -22,7 +22,7 @@ class Turns:
     modules: tuple[Any, ...] = ()
 
     @classmethod
-    def of(cls, model: Any) -> "Turns":
+    def of(cls, model: Any) -> "DynamicRope":
         """How `model` turns.
 
         Raises:

@@ -12,8 +12,8 @@ import torch
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.models.transformers_fallback.attention import PagedInterface, Unsuited
-from funitel.model_server.models.transformers_fallback.dynamic_rope import Turns
-from funitel.model_server.models.transformers_fallback.pool import Kept
+from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
+from funitel.model_server.models.transformers_fallback.pool import CacheLayout
 
 _PROBE_TOKENS = 3
 _WINDOWED = "sliding_attention"  # as configurations call layers
@@ -31,7 +31,7 @@ class PackedModel:
 
     name = "packed"
 
-    def __init__(self, model: Any, block_size: int, device: torch.device, turns: Turns) -> None:
+    def __init__(self, model: Any, block_size: int, device: torch.device, turns: DynamicRope) -> None:
         self._model = model
         self._block_size = block_size
         self._device = device
@@ -48,14 +48,14 @@ class PackedModel:
             raise
         self.takes_chunks = self.shares_prefixes = not turns.is_by_length
 
-    def _probe(self) -> Kept:
+    def _probe(self) -> CacheLayout:
         positions = torch.arange(_PROBE_TOKENS, device=self._device)[None]
         with self._interface.recorded():
             self._model(input_ids=positions, position_ids=positions, use_cache=False)
         if not self._interface.sizes:
             raise Unsuited("its code does not use AttentionInterface")
         self._check_kinds(self._model.config.get_text_config(decoder=True))
-        return Kept(tuple(self._interface.sizes))
+        return CacheLayout(tuple(self._interface.sizes))
 
     def _check_kinds(self, config: Any) -> None:
         """Raise Unsuited where the configuration has layers of which the attention function was told nothing."""

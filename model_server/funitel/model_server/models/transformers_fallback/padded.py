@@ -11,8 +11,8 @@ import torch
 
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.models.transformers_fallback.cache_adapters import Keeper
-from funitel.model_server.models.transformers_fallback.dynamic_rope import Turns
+from funitel.model_server.models.transformers_fallback.cache_adapters import CacheAdapter
+from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.packed import places_of
 from funitel.model_server.models.transformers_fallback.padded_rows import StackedRows
 from funitel.model_server.models.transformers_fallback.pool import FallbackPool
@@ -25,7 +25,9 @@ class StackedModel:
     `is_alone`: every row is a forward by itself, for code that is wrong about batches. See PackedModel for `turns`.
     """
 
-    def __init__(self, model: Any, keeper: Keeper, device: torch.device, turns: Turns, *, is_alone: bool) -> None:
+    def __init__(
+        self, model: Any, keeper: CacheAdapter, device: torch.device, turns: DynamicRope, *, is_alone: bool
+    ) -> None:
         self.name = "alone" if is_alone else "stacked"
         self._is_alone = is_alone
         self._model = model

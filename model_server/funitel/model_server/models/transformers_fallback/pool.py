@@ -37,7 +37,7 @@ class StateSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CacheLayout:
     """All that a model keeps of a sequence: by attention layer for each token, and a state of as many tensors."""
 
     layers: tuple[AttentionSize, ...]
@@ -62,7 +62,7 @@ class Kept:
 class FallbackPools:
     """See `Pools`. Parts of a block lie one after the other, so that all of it is touched and freed together."""
 
-    kept: Kept
+    kept: CacheLayout
     block_size: int
     dtype: torch.dtype
     device: torch.device

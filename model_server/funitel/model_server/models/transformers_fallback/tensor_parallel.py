@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 
-from funitel.model_server.models.transformers_fallback.pool import Kept
+from funitel.model_server.models.transformers_fallback.pool import CacheLayout
 from funitel.proto.errors import SettingsError
 
 # Kinds of transformers' rules that divide the weights of a module, by dimension; a packed one in both halves.
@@ -113,7 +113,7 @@ class Split:
                 if hasattr(module, "num_key_value_groups"):
                     module.num_key_value_groups = self.num_heads // self.size
 
-    def kept_of(self, whole: Kept) -> Kept:
+    def kept_of(self, whole: CacheLayout) -> CacheLayout:
         """What a rank keeps of a sequence, of all that the model keeps."""
         if not self.divides_heads:
             return whole

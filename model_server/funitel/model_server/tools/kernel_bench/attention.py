@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from funitel.model_server.cpu.native import Batch, Code, Engine, Operation, Shape
+from funitel.model_server.cpu.native import Batch, Code, NativeEngine, NativeOperation, Shape
 from funitel.model_server.spec.model_spec import ModelSpec
 
 CONTEXT, BLOCK_SIZE, NO_SLOPES = 4096, 16, -1
@@ -42,8 +42,8 @@ def measure_attention(
         has_half_kv=has_half_kv,
         num_threads=num_threads,
     )
-    engine = Engine(library, shape)
-    engine.set_program([Operation(Code.ATTEND, layer, 0, NO_SLOPES) for layer in range(spec.num_layers)])
+    engine = NativeEngine(library, shape)
+    engine.set_program([NativeOperation(Code.ATTEND, layer, 0, NO_SLOPES) for layer in range(spec.num_layers)])
     blocks = np.arange(num_sequences * CONTEXT // BLOCK_SIZE, dtype=np.int32).reshape(num_sequences, -1)
     start, length, first = (np.array([value], dtype=np.int32) for value in (CONTEXT - 1, 1, 0))
     times: list[float] = []

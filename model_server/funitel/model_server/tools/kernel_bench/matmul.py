@@ -25,15 +25,24 @@ from funitel.model_server.checkpoint.gguf_block_types import BLOCK_INPUTS, Block
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.footprint import matrix_bytes
-from funitel.model_server.cpu.native import Batch, Buffer, Code, Engine, Mode, Operation, Shape, load_library
-from funitel.model_server.cpu.precision import Kind, Tier
+from funitel.model_server.cpu.native import (
+    Batch,
+    Buffer,
+    Code,
+    Mode,
+    NativeEngine,
+    NativeOperation,
+    Shape,
+    load_library,
+)
+from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR, resolve
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import KernelSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.tools.kernel_bench.attention import CONTEXT, measure_attention
-from funitel.model_server.tools.kernel_bench.roofs import Roofs, Row, held_against, largest_cache_bytes
+from funitel.model_server.tools.kernel_bench.roofs import RoofRow, Roofs, held_against, largest_cache_bytes
 from funitel.model_server.tools.kernel_bench.step import measure_step
 from funitel.proto.errors import StartupError
 
@@ -41,18 +50,18 @@ LEAST_FOOTPRINT, MOST_FOOTPRINT = 256 << 20, 1 << 30
 SECONDS, LEAST_PASSES = 0.5, 3
 
 
-class Product:
+class BenchedProduct:
     """The product of some rows with matrices of one shape, one after the other."""
 
-    def __init__(self, engine: Engine, kind: Kind, num_outputs: int, num_inputs: int, count: int) -> None:
+    def __init__(self, engine: NativeEngine, kind: MatrixKind, num_outputs: int, num_inputs: int, count: int) -> None:
         self._engine, self._num_inputs, self._count = engine, num_inputs, count
-        program: list[Operation] = []
+        program: list[NativeOperation] = []
         weight = _random_weight(kind, num_outputs, num_inputs)
         engine.reserve(count * matrix_bytes(kind, num_outputs, num_inputs))
         for _ in range(count):
             matrix, _ = engine.add_matrix(kind, num_outputs, num_inputs, [[(weight, None)]])
-            program.append(Operation(Code.PREPARE, Buffer.X, 0, matrix))
-            program.append(Operation(Code.LINEAR, matrix, Mode.STORE, Buffer.HIDDEN))
+            program.append(NativeOperation(Code.PREPARE, Buffer.X, 0, matrix))
+            program.append(NativeOperation(Code.LINEAR, matrix, Mode.STORE, Buffer.HIDDEN))
         engine.set_program(program)
 
     def seconds(self, num_rows: int) -> float:
@@ -84,7 +93,7 @@ def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     }
 
 
-def kinds_of(tier: Tier, spec: ModelSpec, folder: Path) -> dict[str, Kind]:
+def kinds_of(tier: Tier, spec: ModelSpec, folder: Path) -> dict[str, MatrixKind]:
     """How each matrix of `shapes_of` is kept: of a GGUF as the blocks of the first layer.
 
     Raises:
@@ -104,7 +113,7 @@ def kinds_of(tier: Tier, spec: ModelSpec, folder: Path) -> dict[str, Kind]:
     if file is None:
         raise StartupError(f"--tier gguf: {folder} holds no blocks of a GGUF that can be used")
     types = {shape: file.type_of(f"{layer}.weight") for shape, layer in layers.items()}
-    return {shape: Kind[found.name] if found else tier.kind for shape, found in types.items()}
+    return {shape: MatrixKind[found.name] if found else tier.kind for shape, found in types.items()}
 
 
 def measure_kernels(settings: KernelSettings) -> None:
@@ -149,7 +158,7 @@ def measure_kernels(settings: KernelSettings) -> None:
 
 
 def _tell_step(
-    library: ctypes.CDLL, folder: Path, spec: ModelSpec, tier: Tier, num_threads: int, roofs: Roofs, kind: Kind
+    library: ctypes.CDLL, folder: Path, spec: ModelSpec, tier: Tier, num_threads: int, roofs: Roofs, kind: MatrixKind
 ) -> dict[str, Any] | None:
     """Measure a whole step and print its line; what the JSON has of it, None where the fused step is not run."""
     reason = missing(spec)
@@ -177,14 +186,14 @@ def _tell_step(
 
 
 def _rows(
-    kinds: Mapping[str, Kind],
+    kinds: Mapping[str, MatrixKind],
     spec: ModelSpec,
     all_rows: tuple[int, ...],
     library: ctypes.CDLL,
     roofs: Roofs,
     threads: int,
     footprint: int,
-) -> Iterator[Row]:
+) -> Iterator[RoofRow]:
     """Measure all, then hold it against the best that the roofs have been."""
     taken: list[tuple[str, int, float, int, int]] = []
     for name, (num_outputs, num_inputs) in shapes_of(spec).items():
@@ -195,14 +204,14 @@ def _rows(
         # Roofs are measured again beside every shape: on a shared machine one moment says little.
         roofs.measure(kind)
         num_bytes = matrix_bytes(kind, num_outputs, num_inputs)
-        engine = Engine(library, _shape(num_outputs, num_inputs, threads))
-        product = Product(engine, kind, num_outputs, num_inputs, -(-footprint // num_bytes))
+        engine = NativeEngine(library, _shape(num_outputs, num_inputs, threads))
+        product = BenchedProduct(engine, kind, num_outputs, num_inputs, -(-footprint // num_bytes))
         for rows in all_rows:
             taken.append((label, rows, product.seconds(rows), num_bytes, num_outputs * num_inputs))
     attention = measure_attention(
         library,
         spec,
-        has_half_kv=kind is not Kind.FLOAT32,
+        has_half_kv=kind is not MatrixKind.FLOAT32,
         num_threads=threads,
         footprint=footprint,
         seconds=SECONDS,
@@ -223,8 +232,8 @@ def _rows(
         )
 
 
-def _random_weight(kind: Kind, num_outputs: int, num_inputs: int) -> torch.Tensor:
-    """Weights as `Engine.add_matrix` takes them; blocks of any codes with one scale, so that no sum is infinite."""
+def _random_weight(kind: MatrixKind, num_outputs: int, num_inputs: int) -> torch.Tensor:
+    """Weights as `NativeEngine.add_matrix` takes them; blocks of any codes with one scale: no sum is infinite."""
     if not kind.has_blocks:
         return torch.randn(num_outputs, num_inputs)
     size = BlockType[kind.name].value

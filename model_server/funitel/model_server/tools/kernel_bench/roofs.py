@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from funitel.model_server.cpu.build import build
-from funitel.model_server.cpu.precision import Kind
+from funitel.model_server.cpu.precision import MatrixKind
 from funitel.proto.errors import NotEnoughMemory
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -13,7 +13,7 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RoofRow:
     """One shape with one number of rows; times in microseconds, rates in thousand millions a second."""
 
     shape: str
@@ -27,11 +27,11 @@ class Row:
 
 def held_against(
     shape: str, rows: int, seconds: float, *, num_bytes: int, num_weights: int, read_bytes_s: float, multiply_s: float
-) -> Row:
+) -> RoofRow:
     """One product's time as rates, and as a share of the roof that is nearer."""
     reading, multiplying = num_bytes / read_bytes_s, rows * num_weights / multiply_s
     roof, best = ("reads", reading) if reading >= multiplying else ("multiplies", multiplying)
-    return Row(
+    return RoofRow(
         shape, rows, seconds * 1e6, num_bytes / seconds / 1e9, rows * num_weights / seconds / 1e9, roof, best / seconds
     )
 
@@ -62,7 +62,7 @@ class Roofs:
             self._library.funitel_roofs_release(self._handle)
             self._handle = None
 
-    def measure(self, kind: Kind, passes: int = 3) -> None:
+    def measure(self, kind: MatrixKind, passes: int = 3) -> None:
         """Measure both again: `read_bytes_s`, bytes a second, and `multiply_s`, multiply-adds a second."""
         for _ in range(passes):
             for way in range(self._library.funitel_roofs_num_reads()):

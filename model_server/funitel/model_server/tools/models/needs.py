@@ -13,7 +13,7 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.precision import Tier, choose_tier
-from funitel.model_server.device.gpu import Card, CardState
+from funitel.model_server.device.gpu import CardState, Gpu
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.executor.gpu_pool_sizing import pool_budget
 from funitel.model_server.executor.pool_sizing import MOST_POOL_TOKENS, free_bytes, host_share
@@ -34,7 +34,7 @@ from funitel.model_server.tools.spec import choose_spec
 from funitel.proto.errors import NoRow, SettingsError
 
 if TYPE_CHECKING:
-    from funitel.model_server.tools.models.transformers_estimate import Forecast
+    from funitel.model_server.tools.models.transformers_estimate import TransformersEstimate
 
 _META = torch.device("meta")
 
@@ -164,7 +164,7 @@ def _of_encoder(settings: ModelsSettings, folder: Path) -> Needs:
     return replace(facts, free=free_bytes(device))
 
 
-def _of_fallback(settings: ModelsSettings, found: "Forecast", why: str) -> Needs:
+def _of_fallback(settings: ModelsSettings, found: "TransformersEstimate", why: str) -> Needs:
     device = choose_device(settings.device, 0)
     dtype = choose_dtype(settings.dtype, device)
     facts = Needs(
@@ -199,7 +199,7 @@ def with_pool(facts: Needs, settings: ModelsSettings, pools: Sequence[Pools]) ->
         share = host_share(free - sum(facts.weights), fraction, len(facts.weights))
     else:  # each rank has a GPU of its own; what a step takes is known when it is loaded
         held = max(facts.weights)
-        share = pool_budget(CardState(total=Card(device).state().total, free=free - held, held=held), fraction, 0)
+        share = pool_budget(CardState(total=Gpu(device).state().total, free=free - held, held=held), fraction, 0)
     num_blocks = min(share // each.bytes_per_block for each in pools) - 1  # block 0 is never a sequence's
     return replace(
         facts,

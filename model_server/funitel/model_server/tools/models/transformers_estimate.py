@@ -9,10 +9,10 @@ import torch
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.loading.transformers import check_honoured, context_of
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_keeper
-from funitel.model_server.models.transformers_fallback.dynamic_rope import Turns
+from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.load import hollow, named, read_config
 from funitel.model_server.models.transformers_fallback.packed import PackedModel
-from funitel.model_server.models.transformers_fallback.pool import Kept
+from funitel.model_server.models.transformers_fallback.pool import CacheLayout
 from funitel.model_server.models.transformers_fallback.tensor_parallel import Split
 from funitel.model_server.settings import ModelsSettings
 from funitel.proto.errors import NoRow
@@ -21,16 +21,16 @@ _META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class TransformersEstimate:
     """Of one model: elements of the weights of each rank, and what each keeps, None where only loading tells."""
 
     architecture: str
     num_elements: tuple[int, ...]
     context: int
-    kept: Kept | None
+    kept: CacheLayout | None
 
 
-def forecast(settings: ModelsSettings, folder: Path, no_row: NoRow) -> Forecast:
+def forecast(settings: ModelsSettings, folder: Path, no_row: NoRow) -> TransformersEstimate:
     """What loading the model in `folder` would find.
 
     Raises:
@@ -41,7 +41,7 @@ def forecast(settings: ModelsSettings, folder: Path, no_row: NoRow) -> Forecast:
     model = hollow(config, trusts_code=settings.trust_remote_code)
     split = Split.of(model, settings.num_shard) if settings.num_shard > 1 else None
     kept = _kept(model, settings.block_size)
-    return Forecast(
+    return TransformersEstimate(
         architecture=named(read_json(folder / "config.json")),
         num_elements=tuple(_num_elements(model, split, rank) for rank in range(settings.num_shard)),
         context=context_of(config.get_text_config(decoder=True), folder),
@@ -58,9 +58,9 @@ def _num_elements(model: torch.nn.Module, split: Split | None, rank: int) -> int
 
 
 @torch.inference_mode()
-def _kept(model: torch.nn.Module, block_size: int) -> Kept | None:
-    probes: tuple[Callable[[], Kept], ...] = (
-        lambda: PackedModel(model, block_size, _META, Turns()).kept,
+def _kept(model: torch.nn.Module, block_size: int) -> CacheLayout | None:
+    probes: tuple[Callable[[], CacheLayout], ...] = (
+        lambda: PackedModel(model, block_size, _META, DynamicRope()).kept,
         lambda: choose_keeper(model, _META).kept,
     )
     for probe in probes:

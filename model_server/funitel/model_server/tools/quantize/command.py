@@ -26,7 +26,7 @@ from funitel.model_server.tools.quantize.folder import (
     write_json,
 )
 from funitel.model_server.tools.quantize.formats import side_files
-from funitel.model_server.tools.quantize.job import Job, Report
+from funitel.model_server.tools.quantize.job import QuantizeJob, Report
 from funitel.model_server.tools.quantize.upload import check_upload, upload
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel, WeightsError
 
@@ -87,7 +87,7 @@ def quantize(settings: QuantizeSettings, folder: Path) -> Report:
     samples = _samples(settings, folder, spec) if settings.method == "gptq" else []
     try:
         with finished_folder(target) as result, torch.inference_mode():
-            job = Job(settings, folder, spec, weights)
+            job = QuantizeJob(settings, folder, spec, weights)
             check_space(result, job.plan)
             for path in _side_files(folder):
                 shutil.copyfile(path, result / path.name)

@@ -44,14 +44,14 @@ class Report:
     qualities: dict[str, Quality] = field(default_factory=dict)  # by the first layer of those that share an input
 
 
-class Job:
+class QuantizeJob:
     """One quantisation: which tensors the output will have, and the work of filling them."""
 
     def __init__(self, settings: QuantizeSettings, folder: Path, spec: ModelSpec, weights: Weights) -> None:
         self.settings = settings
         self.spec = spec
         self.weights = weights
-        self._source = Source(folder)
+        self._source = CheckpointSource(folder)
         every = [inputs_of(spec, weights.prefix, i) for i in range(spec.num_layers)]
         stems = [stem for layer in every for inputs in layer for stem, _ in inputs.parts]
         self._format = Format(settings, self._source.float_type(f"{stems[0]}.weight"))
@@ -146,7 +146,7 @@ class Job:
         logger.debug("quantised layer=%s error=%.4f rounded_error=%.4f", name, quality.error, quality.rounded)
 
 
-class Source:
+class CheckpointSource:
     """The tensors of the checkpoint's files as they are."""
 
     def __init__(self, folder: Path) -> None:

@@ -18,7 +18,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention
 from funitel.model_server.layers.linear import ColumnLinear, Matmul, RowLinear
 from funitel.model_server.layers.mlp import Mlp
-from funitel.model_server.models.decoder import Entrance, Layer
+from funitel.model_server.models.decoder import DecoderLayer, Embedding
 from funitel.model_server.quantized.matmul import Product
 from funitel.model_server.spec.model_spec import ModelSpec, QkvLayout
 from funitel.model_server.tools.quantize.gptq import Hessian
@@ -33,7 +33,7 @@ class Inputs:
 
     parts: tuple[tuple[str, int], ...]
     num_inputs: int
-    linear: Callable[[Layer], ColumnLinear | RowLinear]
+    linear: Callable[[DecoderLayer], ColumnLinear | RowLinear]
 
     @property
     def num_outputs(self) -> int:
@@ -74,12 +74,12 @@ def inputs_of(spec: ModelSpec, prefix: str, index: int) -> list[Inputs]:
     ]
 
 
-def _attention(layer: Layer) -> Attention:
+def _attention(layer: DecoderLayer) -> Attention:
     assert isinstance(layer.attention, Attention)
     return layer.attention
 
 
-def _mlp(layer: Layer) -> Mlp:
+def _mlp(layer: DecoderLayer) -> Mlp:
     assert isinstance(layer.mlp, Mlp)
     return layer.mlp
 
@@ -112,7 +112,7 @@ class Walk:
         one_layer = dataclasses.replace(spec, num_layers=1)
         self._cache = KVCache(one_layer, heads, len(table) + 1, _BLOCK_SIZE, weights.dtype, weights.device)
         self._batches = [ForwardBatch.build([RowSpan(s, 0, table)], _BLOCK_SIZE, weights.device) for s in samples]
-        self._entrance = Entrance(spec, weights, self._alone)
+        self._entrance = Embedding(spec, weights, self._alone)
         self._hidden = [self._entrance(batch) for batch in self._batches]
 
     @property
@@ -120,13 +120,13 @@ class Walk:
         """Tokens of all samples."""
         return sum(map(len, self.samples))
 
-    def load(self, index: int) -> Layer:
+    def load(self, index: int) -> DecoderLayer:
         """Read one layer of the checkpoint."""
-        layer = Layer(self.spec, self.weights, self._alone, self._attention, index)
+        layer = DecoderLayer(self.spec, self.weights, self._alone, self._attention, index)
         layer.attention.index = 0  # its place in the walk's own cache
         return layer
 
-    def hessian(self, layer: Layer, inputs: Inputs) -> torch.Tensor:
+    def hessian(self, layer: DecoderLayer, inputs: Inputs) -> torch.Tensor:
         """What goes into some linear layers of the layer that comes next, as it now is."""
         linear = inputs.linear(layer)
         product = linear.matmul
@@ -137,11 +137,11 @@ class Walk:
         linear.matmul = product
         return observed.hessian.mean
 
-    def advance(self, layer: Layer) -> None:
+    def advance(self, layer: DecoderLayer) -> None:
         """Go through a layer, as it now is."""
         states = zip(self._hidden, self._batches, strict=True)
         self._hidden = [self._run(layer, hidden, batch) for hidden, batch in states]
 
-    def _run(self, layer: Layer, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def _run(self, layer: DecoderLayer, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         turns = self._entrance.turns(batch, hidden.dtype)
         return layer(hidden, None, None, batch, self._cache, self._attention.plan(batch), turns)[0]

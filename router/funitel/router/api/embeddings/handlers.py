@@ -29,11 +29,11 @@ from funitel.router.api.embeddings.schema import (
     RerankResponse,
 )
 from funitel.router.api.openai.schema_completions import GivenPrompt
-from funitel.router.auth.token_charge import Tokens, charged
+from funitel.router.auth.token_charge import TokenCounts, charged
 from funitel.router.core import request_context
 from funitel.router.encoder.engine import BYTES, Encoded
 from funitel.router.encoder.service import EncoderService, Wish
-from funitel.router.encoder.tokenize import Encoding
+from funitel.router.encoder.tokenize import EncodedText
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import encoder_route, service_of
 from funitel.router.serving.service import Service
@@ -43,7 +43,7 @@ from funitel.router.transport.sse import run_until_disconnect
 @encoder_route
 async def embed(http: HttpRequest) -> Response:
     """`/embed`: a vector for each text."""
-    call = Call.of(http)
+    call = EncoderCall.of(http)
     call.encoder.check_task(EncoderTask.EMBED)
     body = await read_body(http, EmbedRequest, call.service.settings.payload_limit)
     prompt = call.encoder.prompts.pick(body.prompt_name)
@@ -58,7 +58,7 @@ async def embed(http: HttpRequest) -> Response:
 @encoder_route
 async def embeddings(http: HttpRequest) -> Response:
     """`/v1/embeddings`: the same in OpenAI's words."""
-    call = Call.of(http)
+    call = EncoderCall.of(http)
     call.encoder.check_task(EncoderTask.EMBED)
     body = await read_body(http, EmbeddingsRequest, call.service.settings.payload_limit)
     if body.priority is not None:
@@ -80,7 +80,7 @@ async def embeddings(http: HttpRequest) -> Response:
 @encoder_route
 async def rerank(http: HttpRequest) -> Response:
     """`/rerank`: texts by how well they answer a query, the best first."""
-    call = Call.of(http)
+    call = EncoderCall.of(http)
     call.encoder.check_ranker()
     body = await read_body(http, RerankRequest, call.service.settings.payload_limit)
     call.encoder.check_count("texts", len(body.texts))
@@ -103,7 +103,7 @@ async def rerank(http: HttpRequest) -> Response:
 @encoder_route
 async def predict(http: HttpRequest) -> Response:
     """`/predict`: the classes of texts and pairs; or the tokens that may stand behind a mask."""
-    call = Call.of(http)
+    call = EncoderCall.of(http)
     task = call.encoder.check_task(EncoderTask.CLASSIFY, EncoderTask.FILL)
     body = await read_body(http, PredictRequest, call.service.settings.payload_limit)
     call.encoder.check_count("inputs", len(body.texts))
@@ -122,7 +122,7 @@ _OPERATIONS = {EncoderTask.EMBED: "embeddings", EncoderTask.CLASSIFY: "classify"
 
 
 @dataclass(slots=True)
-class Call:
+class EncoderCall:
     """One request to an encoder, from its arrival on; instants are of the monotonic clock."""
 
     service: Service
@@ -133,7 +133,7 @@ class Call:
     validation_seconds: float = 0.0
 
     @classmethod
-    def of(cls, http: HttpRequest) -> "Call":
+    def of(cls, http: HttpRequest) -> "EncoderCall":
         """Note the arrival of a request.
 
         Raises:
@@ -153,14 +153,14 @@ class Call:
         note = request_context.current()
         note.operation, note.prompt_tokens = _OPERATIONS[task], self.num_tokens
         note.validation_seconds = self.validation_seconds
-        taken = Tokens(prompt=self.num_tokens)  # a client that leaves pays: texts are computed whole, and soon
+        taken = TokenCounts(prompt=self.num_tokens)  # a client that leaves pays: texts are computed whole, and soon
         with charged(self.arrived.account, lambda: self.num_tokens, lambda: taken):
             work = self.encoder.engine.encode(task, inputs, priority=self.priority, deadline=self.arrived.deadline)
             try:
                 encoded = await run_until_disconnect(http.receive, work)
             except FunitelError as error:
                 if error.retry_after:  # refused
-                    taken = Tokens()
+                    taken = TokenCounts()
                 raise
         note.timings = encoded.timings
         self.service.metrics.observe_texts(self.validation_seconds, encoded.timings, lengths)
@@ -179,7 +179,7 @@ class Call:
         }
 
 
-async def _encodings(call: Call, given: Sequence[GivenPrompt], prompt: str, wish: Wish) -> list[Encoding]:
+async def _encodings(call: EncoderCall, given: Sequence[GivenPrompt], prompt: str, wish: Wish) -> list[EncodedText]:
     """The tokens of texts behind a prompt; tokens that are given are taken as they are."""
     call.encoder.check_count(wish.field, len(given))
     if given[0].ids is None:
@@ -195,7 +195,7 @@ async def _encodings(call: Call, given: Sequence[GivenPrompt], prompt: str, wish
             raise InvalidRequest(f"`{wish.field}` names tokens by id, < {num_known}. Given: {unknown}", wish.field)
         if wish.truncate is not None:
             ids = ids[-most:] if wish.truncate == "left" else ids[:most]
-        encodings.append(Encoding(ids))
+        encodings.append(EncodedText(ids))
     call.encoder.check_lengths(encodings, wish.field)
     return encodings
 
@@ -209,14 +209,14 @@ def _width(encoder: EncoderService, dimensions: int | None) -> int:
 
 
 async def _embed(
-    http: HttpRequest, call: Call, encodings: Sequence[Encoding], width: int, *, is_normalized: bool
+    http: HttpRequest, call: EncoderCall, encodings: Sequence[EncodedText], width: int, *, is_normalized: bool
 ) -> Encoded:
     inputs = [EncoderInput(input_ids=each.ids, dimensions=width, is_normalized=is_normalized) for each in encodings]
     return await call.encode(http, EncoderTask.EMBED, inputs)
 
 
 async def _classify(
-    http: HttpRequest, call: Call, body: PredictRequest, encodings: Sequence[Encoding]
+    http: HttpRequest, call: EncoderCall, body: PredictRequest, encodings: Sequence[EncodedText]
 ) -> tuple[Encoded, list[list[Prediction]]]:
     facts = call.encoder.facts
     inputs = [EncoderInput(input_ids=each.ids, type_ids=each.type_ids) for each in encodings]
@@ -233,7 +233,7 @@ async def _classify(
 
 
 async def _fill(
-    http: HttpRequest, call: Call, body: PredictRequest, encodings: Sequence[Encoding]
+    http: HttpRequest, call: EncoderCall, body: PredictRequest, encodings: Sequence[EncodedText]
 ) -> tuple[Encoded, list[list[Prediction]]]:
     if body.raw_scores:
         raise InvalidRequest("`raw_scores` is for classes; what stands behind a mask has probabilities", "raw_scores")

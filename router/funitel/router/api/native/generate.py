@@ -27,7 +27,7 @@ from funitel.router.api.native.schema import (
 )
 from funitel.router.core.request import Request
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import Job, Prompt, generation_route, prepare, service_of
+from funitel.router.serving.prepare import GenerationJob, Prompt, generation_route, prepare, service_of
 from funitel.router.serving.run import Answer, collect_best, stream_all
 from funitel.router.serving.service import Service
 from funitel.router.serving.timing_headers import answer_headers, stream_headers
@@ -120,7 +120,7 @@ async def _stream(service: Service, parameters: GenerateParameters, inputs: str,
     return EventStream(partial(_events, job, parameters), native_error, headers=stream_headers(job))
 
 
-async def _events(job: Job, parameters: GenerateParameters, put: Put) -> None:
+async def _events(job: GenerationJob, parameters: GenerateParameters, put: Put) -> None:
     index = 0
 
     def take(_place: int, generation: Generation) -> None:

@@ -25,7 +25,7 @@ from funitel.router.api.openai.schema_completions import (
 )
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import Job, Prompt, generation_route, prepare, service_of
+from funitel.router.serving.prepare import GenerationJob, Prompt, generation_route, prepare, service_of
 from funitel.router.serving.run import Answer, collect_all, stream_all
 from funitel.router.serving.sampling_request import U64_RANGE, ChatSampling, parameters_of
 from funitel.router.serving.service import Service
@@ -56,7 +56,7 @@ class _Batch:
 
     service: Service
     body: CompletionRequest
-    jobs: list[Job]
+    jobs: list[GenerationJob]
 
     @property
     def head(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class _Batch:
             "system_fingerprint": f"{self.service.version}-native",
         }
 
-    def text(self, job: Job) -> CompletionText:
+    def text(self, job: GenerationJob) -> CompletionText:
         """Makes the text of one sequence."""
         body = self.body
         return CompletionText(
@@ -125,7 +125,7 @@ def _check_count(service: Service, num_prompts: int, each: int) -> None:
 
 async def _job(
     service: Service, body: CompletionRequest, sampling: ChatSampling, prompt: GivenPrompt, arrived: Arrival
-) -> Job:
+) -> GenerationJob:
     text = prompt.text
     if prompt.ids is not None:
         _check_ids(prompt.ids, service.tokenizer.num_tokens)
@@ -163,7 +163,7 @@ async def _complete(service: Service, body: CompletionRequest, arrived: Arrival)
     return completion, summed_headers(batch.jobs, answers)
 
 
-def _best(batch: _Batch, answers: Sequence[Answer]) -> list[tuple[Job, Answer]]:
+def _best(batch: _Batch, answers: Sequence[Answer]) -> list[tuple[GenerationJob, Answer]]:
     """For each prompt its `n` answers, likeliest first where there are more to choose from."""
     each, n = batch.body.num_sequences, batch.body.n or 1
     pairs = list(zip(batch.jobs, answers, strict=True))
@@ -173,7 +173,7 @@ def _best(batch: _Batch, answers: Sequence[Answer]) -> list[tuple[Job, Answer]]:
     return [pair for group in groups for pair in group]
 
 
-def _text(batch: _Batch, job: Job, answer: Answer) -> Addition:
+def _text(batch: _Batch, job: GenerationJob, answer: Answer) -> Addition:
     text = batch.text(job)
     return joined([text.feed(generation) for generation in answer.generations])
 

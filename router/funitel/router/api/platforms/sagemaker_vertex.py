@@ -15,7 +15,7 @@ from funitel.router.api.openai.schema_chat import ChatRequest
 from funitel.router.api.platforms.schema import VertexRequest, VertexResponse
 from funitel.router.chat import prepare_chat
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import Handler, Job, Prompt, generation_route, prepare, service_of
+from funitel.router.serving.prepare import GenerationJob, Handler, Prompt, generation_route, prepare, service_of
 from funitel.router.serving.run import check_count, collect_best
 from funitel.router.serving.service import Service
 from funitel.router.serving.timing_headers import summed_headers
@@ -64,14 +64,14 @@ async def _predict(service: Service, body: VertexRequest, arrived: Arrival) -> t
     return VertexResponse(predictions=texts), summed_headers(jobs, list(chain.from_iterable(ranked)))
 
 
-async def _job(service: Service, instance: GenerateRequest | ChatRequest, arrived: Arrival) -> Job:
+async def _job(service: Service, instance: GenerateRequest | ChatRequest, arrived: Arrival) -> GenerationJob:
     if isinstance(instance, ChatRequest):
         return await _chat_job(service, instance, arrived)
     parameters = _vertex_parameters(instance)
     return await prepare(service, parameters, Prompt(instance.inputs), stream=False, arrived=arrived)
 
 
-async def _chat_job(service: Service, body: ChatRequest, arrived: Arrival) -> Job:
+async def _chat_job(service: Service, body: ChatRequest, arrived: Arrival) -> GenerationJob:
     body.refuse_unsupported()
     chat = await prepare_chat(service, body.call, stream=False, arrived=arrived)
     if len(chat.jobs) != 1:

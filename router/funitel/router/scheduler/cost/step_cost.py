@@ -46,7 +46,7 @@ _DECODES, _DECODE_CONTEXT = 8, 8192
 _TOKENS, _ATTENDED, _CONTEXT = 32, 32768, 1024
 
 
-class StepTimeModel:
+class StepCostModel:
     """Learns from every step, and sizes the next. `target_gap_seconds`: most time between a running stream's tokens.
 
     Steps shared with running streams are learnt apart from steps of prompts alone: these are large, and a token costs

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from funitel.router.core.request import Sequence
 from funitel.router.scheduler.chunk_budget import PromptCosts, StepLoad
-from funitel.router.scheduler.cost.step_cost import StepTimeModel
-from funitel.router.scheduler.prefill import Entrance
+from funitel.router.scheduler.cost.step_cost import StepCostModel
+from funitel.router.scheduler.prefill import PrefillPlanner
 
 FIRST_COSTS = PromptCosts(per_token=0.01)  # before anything was measured
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class TtftEstimate:
     """What a newcomer would stand behind.
 
     `has_room`: those ahead could all enter at once. `prompt_seconds`: what their prompts cost, by `costs`.
@@ -31,25 +31,25 @@ class Forecast:
 class Forecaster:
     """Looks ahead for newcomers of one scheduler."""
 
-    def __init__(self, step_time: StepTimeModel, entrance: Entrance, running: Mapping[int, Sequence]) -> None:
+    def __init__(self, step_time: StepCostModel, entrance: PrefillPlanner, running: Mapping[int, Sequence]) -> None:
         self._step_time = step_time
         self._entrance = entrance
         self._running = running
 
-    def behind(self, ahead: Collection[Sequence]) -> Forecast:
+    def behind(self, ahead: Collection[Sequence]) -> TtftEstimate:
         """Look at those that run, and those that would enter before the newcomer."""
         running = self._running.values()
         costs = self._step_time.prompt_costs(has_streams=bool(running))
         prompts = {self._prompt_of(each): each for each in (*running, *ahead) if each.num_pending > 1}
         seconds = sum(_seconds(each, costs or FIRST_COSTS) for each in prompts.values())
         load = StepLoad(len(running) + len(ahead), sum(each.num_known for each in (*running, *ahead)))
-        return Forecast(self._entrance.has_room_for(ahead), costs, load, seconds)
+        return TtftEstimate(self._entrance.has_room_for(ahead), costs, load, seconds)
 
     def _prompt_of(self, sequence: Sequence) -> int:
         """The same for siblings, of `n` and `best_of`, where they find each other's prompt."""
         return id(sequence.request.input_ids) if self._entrance.may_share(sequence) else id(sequence)
 
-    def seconds(self, newcomer: Sequence, forecast: Forecast) -> float:
+    def seconds(self, newcomer: Sequence, forecast: TtftEstimate) -> float:
         """Seconds until the first token of a newcomer that finds room; 0 where nothing was measured nor is ahead.
 
         What of its prompt is found computed costs nothing, and is noted.
