@@ -225,11 +225,11 @@ print(download_weights(sys.argv[1], cache_dir=pathlib.Path(sys.argv[2])))
 
 DIE_WHILE_CONVERTING = """
 import os, signal
-from funitel.model_server import conversion
-class Deadly(conversion.Progress):
+from funitel.model_server.convert import hf_folder
+class Deadly(hf_folder.Progress):
     def advance(self, num_bytes):
         os.kill(os.getpid(), signal.SIGKILL)
-conversion.Progress = Deadly
+hf_folder.Progress = Deadly
 """
 
 
@@ -526,8 +526,9 @@ def test_download_weights_reports_on_stderr(
 
 def test_finding_a_model_that_is_there_imports_nothing_slow(hf_folder: Path) -> None:
     code = (
-        "import sys; from funitel.model_server import __main__, hub; "
-        f"hub.resolve({str(hf_folder)!r}); sys.exit(bool({{'torch', 'numpy', 'huggingface_hub'}} & set(sys.modules)))"
+        "import sys; from funitel.model_server import __main__; from funitel.model_server.hub import resolve; "
+        f"resolve.resolve({str(hf_folder)!r}); "
+        "sys.exit(bool({'torch', 'numpy', 'huggingface_hub'} & set(sys.modules)))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -35,7 +35,9 @@ def test_text_is_one_line_with_time_level_process_and_logger(capsys: pytest.Capt
     logging.getLogger("funitel.router.engine.engine").info("connected shards=%d", 2)
     output = capsys.readouterr()
     assert output.out == ""
-    pattern = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO shard-1 funitel\.router\.engine: connected shards=2\n"
+    pattern = (
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO shard-1 funitel\.router\.engine\.engine: connected shards=2\n"
+    )
     assert re.fullmatch(pattern, output.err)
 
 
