@@ -48,7 +48,7 @@ class ResolvedSettings(LauncherSettings):
     hostname: str
     is_local_by_default: bool = False  # nobody has chosen an address, and nobody is asked for a key
     most_threads: int | None = None  # of each shard, where the number is left to it
-    assign_cores: tuple[ShardPlacement, ...] = ()  # of every shard of every replica, with --numa
+    places: tuple[ShardPlacement, ...] = ()  # of every shard of every replica, with --numa
     gpus: tuple[str, ...] = ()  # to be shared out between several replicas, as CUDA names them
     task: str = "generate"  # what the model is for: this, "embed" or "classify"
 
