@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 10.0
 @pytest.fixture(autouse=True)
 def render_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Render chats in this process."""
-    monkeypatch.setattr(template_renderer, "KillablePool", RendersHere)
+    monkeypatch.setattr(template_renderer, "SandboxPool", RendersHere)
 
 
 @pytest.fixture
