@@ -16,12 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError
 from funitel.router.api.common.errors import ErrorBoundary, answer_error, answer_http_exception
-from funitel.router.api.openapi import Access, Operation
 from funitel.router.api.routes import operations, pages
 from funitel.router.auth.accounts import Accounts
 from funitel.router.core.file_watch import Reloadable, reload_on_change
 from funitel.router.middleware.access_log import AccessLog
 from funitel.router.middleware.auth import KeyCheck
+from funitel.router.middleware.operation import Access, Operation
 from funitel.router.middleware.route_context import ResponseCount, RouteContext
 from funitel.router.middleware.tracing import TracingMiddleware
 from funitel.router.serving.service import Connect, Service

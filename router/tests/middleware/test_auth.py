@@ -12,8 +12,8 @@ from fakes import FakeEngine, Serve, eventually
 
 from funitel.proto.errors import ShardFailed
 from funitel.proto.security.keys import Key, digest_of, line_of
-from funitel.router.api.openapi import Access
 from funitel.router.api.routes import OPERATIONS
+from funitel.router.middleware.operation import Access
 
 BEARER = {"authorization": "Bearer sesame"}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

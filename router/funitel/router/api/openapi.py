@@ -1,22 +1,17 @@
-"""The routes as a table, and the OpenAPI document and the page made from it. Knows no handler's inside."""
+"""The OpenAPI document of the table of routes, and the page made from it."""
 
 import html
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue, models_json_schema
 from pydantic_core import core_schema
-from starlette.requests import Request
-from starlette.responses import Response
+
+from funitel.router.middleware.operation import PATH_PARAMETER, Operation
 
 REFERENCE = "#/components/schemas/{model}"
-_PARAMETER = re.compile(r"{(\w+)(?::path)?}")  # one marked so may have slashes
-
 
 # What a status means, in the document; each has the error's record as its body, save where TGI's has none.
 MEANINGS = {
@@ -38,63 +33,6 @@ READ_FAILURES = (400, 413, 415, 422, 429, 503)  # of a route that reads a body a
 GENERATION_FAILURES = (*READ_FAILURES, 424, 500, 504)
 ANTHROPIC_FAILURES = (400, 413, 415, 500, 503, 504, 529)
 KEY_FAILURES = (401, 403, 429)  # of a route that asks for an API key
-
-
-class Access(Enum):
-    """Who is let in where there are API keys."""
-
-    KEY = "whoever has a key that is for the route"
-    FACT = "everybody, for it tells what the server is, and does nothing"
-    CLOSED_FACT = "whoever has a key that is for the route; as long as the port answers, draining or not"
-    PROBE = "everybody: those who ask for the health have no key"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
-    """One route: who answers it, and what goes in and out.
-
-    Attributes:
-        body: record of the request's JSON body, if it has one.
-        query: record of the query's parameters, if it has any.
-        answer: record of the JSON answer; None for text.
-        event: record of each Server-Sent Event, when the route can stream.
-        text: media type of an answer that is text; None for an empty one.
-        error: record of a failure.
-        failures: statuses a failure can have, besides `KEY_FAILURES` of a protected route.
-        is_array: whether the answer is an array of `answer`.
-        access: who is let in; whoever has a key, unless it says otherwise.
-        is_bodiless_401: whether a refused key is answered without a body, as TGI does.
-    """
-
-    method: str
-    path: str
-    handler: Callable[[Request], Awaitable[Response]]
-    summary: str
-    error: type[BaseModel]
-    failures: tuple[int, ...] = ()
-    body: type[BaseModel] | None = None
-    query: type[BaseModel] | None = None
-    answer: type[BaseModel] | None = None
-    event: type[BaseModel] | None = None
-    text: str | None = None
-    is_array: bool = False
-    access: Access = Access.KEY
-    is_bodiless_401: bool = False
-
-    @property
-    def is_protected(self) -> bool:
-        """Whether an API key is asked for, when there is one."""
-        return self.access in (Access.KEY, Access.CLOSED_FACT)
-
-    @property
-    def documented_path(self) -> str:
-        """The path without our marks of what a parameter may hold."""
-        return _PARAMETER.sub(r"{\1}", self.path)
-
-    @property
-    def answers(self) -> list[type[BaseModel]]:
-        """Every record the route sends."""
-        return [model for model in (self.answer, self.event, self.error) if model is not None]
 
 
 class _Generator(GenerateJsonSchema):
@@ -166,7 +104,7 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
     """Those of the path and those of the query."""
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in _PARAMETER.findall(operation.path)
+        for name in PATH_PARAMETER.findall(operation.path)
     ]
     if operation.query is not None:
         described = operation.query.model_json_schema()["properties"]
@@ -184,7 +122,7 @@ def _failures(operation: Operation, given: _Schemas) -> dict[str, Any]:
     body = {"content": _json_content(given[operation.error])}
     statuses = {*operation.failures, *(KEY_FAILURES if operation.is_protected else ())}
     return {
-        str(status): {"description": MEANINGS[status]} | ({} if status == 401 and operation.is_bodiless_401 else body)
+        str(status): {"description": MEANINGS[status]} | ({} if status == 401 and operation.is_native else body)
         for status in sorted(statuses)
     }
 

@@ -47,7 +47,7 @@ from funitel.router.api.openai.schema_chat import (
     OpenAIErrorResponse,
 )
 from funitel.router.api.openai.schema_completions import Completion, CompletionChunk, CompletionRequest
-from funitel.router.api.openapi import ANTHROPIC_FAILURES, GENERATION_FAILURES, READ_FAILURES, Access, Operation
+from funitel.router.api.openapi import ANTHROPIC_FAILURES, GENERATION_FAILURES, READ_FAILURES
 from funitel.router.api.platforms import kserve, sagemaker_vertex
 from funitel.router.api.platforms.schema import (
     KserveLive,
@@ -75,12 +75,13 @@ from funitel.router.api.responses.schema_response import (
     ResponseStreamEvent,
 )
 from funitel.router.engine.snapshot import SchedulerState
+from funitel.router.middleware.operation import Access, Operation
 from funitel.router.serving.service import version
 from funitel.router.settings import RouterSettings
 
 TITLE = "funitel"
 
-_native = partial(Operation, error=ErrorResponse, is_bodiless_401=True)
+_native = partial(Operation, error=ErrorResponse, is_native=True)
 _openai = partial(Operation, error=OpenAIErrorResponse)
 
 # What reads a body and what generates, behind the key.

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 
 from funitel.proto.step import SamplingParams, StoppingParams
 
+DEFAULT_MODEL = "tgi"  # what TGI's clients send when they name no model
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:

@@ -10,9 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from funitel.proto.errors import Cancelled
 from funitel.proto.process import logs
 from funitel.proto.process.logs import Fact
-from funitel.router.api.openapi import Operation
 from funitel.router.core import request_context
 from funitel.router.core.request_context import RequestContext
+from funitel.router.middleware.operation import Operation
 from funitel.router.middleware.route_context import ROUTE, UNKNOWN_ROUTE
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ import time
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import Unauthorized
-from funitel.router.api.openapi import Operation
 from funitel.router.auth.accounts import Account, Accounts, owner_of
 from funitel.router.core import request_context
-from funitel.router.serving.service import DEFAULT_MODEL
+from funitel.router.core.request import DEFAULT_MODEL
+from funitel.router.middleware.operation import Operation
 
 _ACCOUNT = "funitel.account"  # in a request's scope: the account of the key that was checked
 

@@ -2,8 +2,7 @@
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from funitel.router.api.native.schema import ErrorResponse
-from funitel.router.api.openapi import Operation
+from funitel.router.middleware.operation import Operation
 from funitel.router.telemetry.metrics import Metrics
 
 ROUTE = "funitel.route"  # in a request's scope: the Operation it takes, once one is found
@@ -16,7 +15,7 @@ def is_native(scope: Scope) -> bool:
     if operation is None:
         path: str = scope["path"]
         return not path.startswith("/v1/")
-    return operation.error is ErrorResponse
+    return operation.is_native
 
 
 class RouteContext:

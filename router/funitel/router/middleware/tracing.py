@@ -8,8 +8,8 @@ from funitel.proto.errors import FunitelError
 from funitel.proto.process import logs
 from funitel.proto.tracing import spans
 from funitel.proto.tracing.spans import NO_SPAN, PARENT, STATE
-from funitel.router.api.openapi import Operation
 from funitel.router.core.request_context import RequestContext, current
+from funitel.router.middleware.operation import Operation
 from funitel.router.middleware.route_context import ROUTE
 from funitel.router.telemetry.genai_attributes import attributes_of
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
 from funitel.router.api.responses.store import ResponseStore
-from funitel.router.core.request import Limits, Request
+from funitel.router.core.request import DEFAULT_MODEL, Limits, Request
 from funitel.router.core.stream import TokenStream
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.service import EncoderService
@@ -66,8 +66,6 @@ class Inference(Protocol):
         """Take no more work and let running requests finish."""
         ...
 
-
-DEFAULT_MODEL = "tgi"  # what TGI's clients send when they name no model
 
 # Makes the engine, and scales the metrics to its limits.
 Connect = Callable[[RouterSettings, Metrics], Awaitable[Inference | EncoderEngine]]

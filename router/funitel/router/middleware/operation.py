@@ -1,0 +1,70 @@
+"""One row of the table of routes: `Operation` and its `Access`."""
+
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+PATH_PARAMETER = re.compile(r"{(\w+)(?::path)?}")  # one marked so may have slashes
+
+
+class Access(Enum):
+    """What a route asks for where there are API keys."""
+
+    KEY = "a key that is for the route"
+    FACT = "no key: the route tells what the server is, and does nothing"
+    CLOSED_FACT = "a key that is for the route; answered as long as the port answers, draining or not"
+    PROBE = "no key: health checks have none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One route: its handler, and what goes in and out.
+
+    Attributes:
+        body: record of the request's JSON body, if it has one.
+        query: record of the query's parameters, if it has any.
+        answer: record of the JSON answer; None for text.
+        event: record of each Server-Sent Event, when the route can stream.
+        text: media type of an answer that is text; None for an empty one.
+        error: record of a failure.
+        failures: statuses a failure can have, besides `KEY_FAILURES` of a protected route.
+        is_array: whether the answer is an array of `answer`.
+        access: whether an API key is asked for.
+        is_native: whether it is one of TGI's routes: a refused key is answered without a body, unknown fields are
+            ignored, and an error has TGI's shape.
+    """
+
+    method: str
+    path: str
+    handler: Callable[[Request], Awaitable[Response]]
+    summary: str
+    error: type[BaseModel]
+    failures: tuple[int, ...] = ()
+    body: type[BaseModel] | None = None
+    query: type[BaseModel] | None = None
+    answer: type[BaseModel] | None = None
+    event: type[BaseModel] | None = None
+    text: str | None = None
+    is_array: bool = False
+    access: Access = Access.KEY
+    is_native: bool = False
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether an API key is asked for, when there is one."""
+        return self.access in (Access.KEY, Access.CLOSED_FACT)
+
+    @property
+    def documented_path(self) -> str:
+        """The path without our marks of what a parameter may hold."""
+        return PATH_PARAMETER.sub(r"{\1}", self.path)
+
+    @property
+    def answers(self) -> list[type[BaseModel]]:
+        """Every record the route sends."""
+        return [model for model in (self.answer, self.event, self.error) if model is not None]
