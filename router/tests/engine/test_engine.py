@@ -149,7 +149,7 @@ async def test_an_engine_that_fails_at_recovering_leaves_no_stream_open(
         shards[0].failures.append(grpc.StatusCode.ABORTED)
         with pytest.raises(ShardFailed, match="the engine has stopped"):
             await asyncio.wait_for(run(engine, request()), 5)
-        await asyncio.wait_for(engine._requests.drained(), 5)
+        await asyncio.wait_for(engine.requests.drained(), 5)
 
 
 async def test_a_failed_step_fails_what_ran_and_nothing_later(tmp_path: Path) -> None:

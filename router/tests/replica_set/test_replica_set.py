@@ -61,7 +61,7 @@ async def test_an_overloaded_replica_is_spared(tmp_path: Path) -> None:
         run_.replicas[0][0].pause.clear()
         async with run_.fleet.submit(request(30, first=100)):
             async with run_.fleet.submit(request(9)):
-                assert (first.num_requests, second.num_requests) == (2, 0)  # it had 30 tokens
+                assert (len(first.requests), len(second.requests)) == (2, 0)  # it had 30 tokens
                 assert await run(run_.fleet, request(9)) == expected(request(9))  # it has 39: the other is asked
             run_.replicas[0][0].pause.set()
 
@@ -112,7 +112,7 @@ async def test_whatever_a_lost_replica_had_goes_on_elsewhere(
         late = [request(5, 5, first=1000 + 10 * i) for i in range(6)]
         tasks += [asyncio.create_task(run(run_.fleet, each)) for each in (*long, *late)]
         await asyncio.sleep(0.05)
-        moved = run_.fleet._serving[0].engine.num_requests
+        moved = len(run_.fleet._serving[0].engine.requests)
         assert moved >= 4, "there is something to move"
         await run_.lose(0)
         answers = await asyncio.wait_for(asyncio.gather(*tasks), 10)
@@ -203,9 +203,9 @@ async def test_what_may_have_ended_its_replicas_is_not_let_loose_on_more(
             replica[0].pause.clear()
         task = asyncio.create_task(run(run_.fleet, request()))
         for _ in range(2):
-            await holds(lambda: any(m.engine.num_requests for m in run_.fleet._serving), "it is somewhere")
+            await holds(lambda: any(m.engine.requests for m in run_.fleet._serving), "it is somewhere")
             await asyncio.sleep(0.02)
-            home = next(m.seat.index for m in run_.fleet._serving if m.engine.num_requests)
+            home = next(m.seat.index for m in run_.fleet._serving if m.engine.requests)
             await run_.lose(home)
         with pytest.raises(ShardFailed):
             await asyncio.wait_for(task, 10)

@@ -164,7 +164,7 @@ async def test_a_deadline_ends_what_waits_and_what_comes_too_late(tmp_path: Path
         fake.pause.clear()
         first = asyncio.create_task(run(engine, request()))
         await asyncio.sleep(0.02)
-        engine._reception._admission.throughput._tokens = 1e9  # nothing is foreseen
+        engine.requests._admission.throughput._tokens = 1e9  # nothing is foreseen
         with pytest.raises(DeadlineExceeded, match="before its first token"):
             await run(engine, replace(request(), deadline=time.monotonic() + 0.05))
         with pytest.raises(DeadlineExceeded, match="before the request was queued"):
@@ -179,7 +179,7 @@ async def test_a_deadline_kept_disturbs_nobody(tmp_path: Path) -> None:
     async with running(tmp_path) as (engine, _, metrics):
         assert await run(engine, replace(request(), deadline=time.monotonic() + 0.3)) == expected(request())
         await asyncio.sleep(0.35)
-        assert engine._requests._deadlines._timers == {}
+        assert engine.requests._timers == {}
         assert await run(engine, request()) == expected(request())
         assert "funitel_expired_total{" not in metrics.exposition().decode()
 

@@ -92,7 +92,7 @@ async def test_an_engine_says_at_the_door_what_it_would_say_later(tmp_path: Path
         assert early == (": 4 requests in flight, at most 4", 3, "requests")
         assert metrics.registry.get_sample_value("funitel_refused_total", {"reason": "requests"}) == 3
         engine.check_room(newcomer(B), NOBODY)  # one of the others would leave for it
-        assert engine.num_requests == 4, "and has not yet"
+        assert len(engine.requests) == 4, "and has not yet"
         with pytest.raises(DeadlineExceeded):
             engine.check_room(newcomer(A, deadline=time.monotonic() - 1), NOBODY)
         fake.pause.set()

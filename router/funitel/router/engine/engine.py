@@ -11,7 +11,7 @@ from collections.abc import Callable
 from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StepFailed
 from funitel.router.core.request import Limits, Request, Sequence
 from funitel.router.core.stream import TokenStream
-from funitel.router.engine.request_table import Reception
+from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.snapshot import EngineView
 from funitel.router.engine.step_loop import StepLoop
 from funitel.router.replica_set.load_balancer import ReplicaLoad
@@ -43,13 +43,12 @@ class Engine:
         self._replica = replica
         self._scheduler = scheduler
         self._metrics = metrics
-        self._reception = Reception(scheduler, metrics, admission, wake=self._wake)
-        self._requests = self._reception.requests
+        self.requests = RequestTable(scheduler, metrics, admission, enqueue=self._take, wake=self._wake)
         self._compiling: dict[int, tuple[Sequence, asyncio.Task[None]]] = {}  # by id, while their grammar is compiled
         self._steps = StepLoop(
             replica,
             scheduler,
-            self._requests,
+            self.requests,
             metrics,
             admission.throughput,
             pipeline_steps,
@@ -57,7 +56,7 @@ class Engine:
             decode_tokens,
             step_timeout_s,
         )
-        view = EngineView(scheduler, self._requests.streams, admission, self._steps.past, len(replica.infos))
+        view = EngineView(scheduler, self.requests.streams, admission, self._steps.past, len(replica.infos))
         self.views = {0: view}  # what the state of the only replica is read from
         self._next_id = 0
         self._is_draining = False
@@ -81,7 +80,7 @@ class Engine:
         self._check_open()
         sequence = self._sequence_of(request)
         self._next_id += 1
-        return self.accept(sequence)
+        return self.requests.admit(sequence, self.requests.in_flight(request.key))
 
     def check_room(self, newcomer: Request, entering: InFlight) -> None:
         """Find out whether a request would be queued, behind so many that are about to be submitted.
@@ -89,11 +88,7 @@ class Engine:
         Raises: as `submit`, save for InvalidRequest.
         """
         self._check_open()
-        self.check_place(self._sequence_of(newcomer), self.in_flight(newcomer.key) + entering)
-
-    def check_place(self, sequence: Sequence, in_flight: InFlight) -> None:
-        """Find out whether a sequence would be queued; raises as `accept`."""
-        self._reception.check_place(sequence, in_flight)
+        self.requests.check(self._sequence_of(newcomer), self.requests.in_flight(newcomer.key) + entering)
 
     def _check_open(self) -> None:
         if self._is_draining:
@@ -106,29 +101,12 @@ class Engine:
         num_opening = self._replica.info.num_opening_tokens
         return Sequence(self._next_id, request, num_opening=num_opening, arrived=time.monotonic())
 
-    def accept(self, sequence: Sequence, in_flight: InFlight | None = None) -> TokenStream:
-        """Queue a sequence whose id is new here, if there is a place for it.
-
-        The bounds on requests hold for `in_flight`, when others than those here count too.
-
-        Raises:
-            Overloaded, DeadlineExceeded: as `submit`.
-        """
-        stream = self._reception.accept(sequence, in_flight)
-        self._take(sequence)
-        return stream
-
-    def take_over(self, sequence: Sequence, stream: TokenStream) -> None:
-        """Go on with what another engine gave up, draining or not."""
-        self._reception.take_over(sequence, stream)
-        self._take(sequence)
-
     def tell_of_loss(self, on_lost: Callable[[FunitelError], None]) -> None:
-        """Have `on_lost` called once the shards are gone; it is to call `give_up`."""
+        """Have `on_lost` called once the shards are gone; it must call `evacuate`."""
         self._steps.on_lost = on_lost
 
-    def give_up(self) -> list[tuple[Sequence, TokenStream]]:
-        """Stop, and hand over whatever has not ended, oldest first; the shards are not asked. `close` comes after."""
+    def evacuate(self) -> list[tuple[Sequence, TokenStream]]:
+        """Stop without asking the shards; hand over what has not ended, oldest first. `close` comes after."""
         self._steps.give_up()
         for _, task in self._compiling.values():
             task.cancel()
@@ -140,19 +118,10 @@ class Engine:
         here = {s.id: s for s in (*scheduler.running.values(), *scheduler.waiting, *compiling)}
         handed_over = []
         for _, sequence in sorted(here.items()):
-            stream = self._requests.forget(sequence)
+            stream = self.requests.remove(sequence)
             if stream is not None:  # a client may have left while its grammar is compiled
                 handed_over.append((sequence.afresh(), stream))
         return handed_over
-
-    @property
-    def num_requests(self) -> int:
-        """Requests in flight."""
-        return len(self._requests)
-
-    def in_flight(self, key: bytes) -> InFlight:
-        """Requests in flight: all, and those of an API key."""
-        return self._requests.in_flight(key)
 
     @property
     def can_resume(self) -> bool:
@@ -184,13 +153,13 @@ class Engine:
                 raise ShardFailed("the engine has stopped")
         except FunitelError as error:
             if not await self._steps.has_lost_shards(error, is_beside_steps=True):
-                self._requests.fail(sequence, error)
+                self.requests.fail(sequence, error)
             return
         except Exception as error:  # a stream must not hang
             logger.exception("compiling a grammar failed")
-            self._requests.fail(sequence, StepFailed(f"{type(error).__name__}: {error}"))
+            self.requests.fail(sequence, StepFailed(f"{type(error).__name__}: {error}"))
             return
-        if sequence in self._requests:
+        if sequence in self.requests:
             self._queue(sequence)
 
     def _wake(self) -> None:
@@ -204,18 +173,13 @@ class Engine:
             self._metrics.set_memory(rank, memory)
 
     def fail_all(self, error: FunitelError) -> None:
-        """End whatever is here; clients get the error."""
+        """End every request; clients get the error."""
         for _, task in self._compiling.values():
             task.cancel()
-        self._requests.fail_all(error)
-        self._steps.wake()
+        self.requests.fail_all(error)
 
     async def close(self) -> None:
         """Refuse new requests, let running ones finish, then let go of the shards."""
         self._is_draining = True
-        await self.drained()
+        await self.requests.drained()
         await self._steps.close()
-
-    async def drained(self) -> None:
-        """Return once no request is here."""
-        await self._requests.drained()

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Container
 from funitel.proto.errors import FunitelError, InvalidRequest, ResourceExhausted, ShardFailed, ShardUnsound, StepFailed
 from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams
 from funitel.router.core.request import Sequence
-from funitel.router.engine.request_table import Requests
+from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.step_pipeline import Pipeline
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.chunk_budget import StepLoad
@@ -72,7 +72,7 @@ class Recovery:
         replica: Replica,
         scheduler: Scheduler,
         pipeline: Pipeline,
-        requests: Requests,
+        requests: RequestTable,
         metrics: Metrics,
         compiling: Container[int],
         lose: Callable[[FunitelError], Awaitable[bool]],

@@ -16,7 +16,7 @@ from funitel.proto.step import Generation
 from funitel.proto.tracing import spans as tracing
 from funitel.router.core.request import Sequence
 from funitel.router.engine.recovery import Recovery
-from funitel.router.engine.request_table import Requests
+from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.scheduler_metrics import SchedulerReport
 from funitel.router.engine.snapshot import MOST_STEPS, PastStep, PastSteps
 from funitel.router.engine.step_pipeline import Pipeline, most_seconds
@@ -52,7 +52,7 @@ class StepLoop:
         self,
         replica: Replica,
         scheduler: Scheduler,
-        requests: Requests,
+        requests: RequestTable,
         metrics: Metrics,
         throughput: Throughput,
         pipeline_steps: int,
@@ -60,7 +60,7 @@ class StepLoop:
         decode_tokens: int,
         step_timeout_s: float,
     ) -> None:
-        self.on_lost: Callable[[FunitelError], None] | None = None  # told once shards are gone; is to call `give_up`
+        self.on_lost: Callable[[FunitelError], None] | None = None  # told once shards are gone; must call `evacuate`
         self._replica = replica
         self._scheduler = scheduler
         self._requests = requests
@@ -266,6 +266,6 @@ class StepLoop:
         if sequence.foreseen_seconds:
             self._throughput.observe_first_token(sequence, time.monotonic())
         if generation.finished is not None:
-            self._requests.forget(sequence)
+            self._requests.remove(sequence)
             self._throughput.observe_end(sequence)
         stream.deliver(generation)

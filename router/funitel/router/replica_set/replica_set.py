@@ -83,10 +83,10 @@ class ReplicaSet:
         sequence = self._sequence_of(request)
         self._next_id += 1
         if not self._serving:
-            return self._lobby.accept(sequence)
+            return self._lobby.requests.admit(sequence, self._in_flight(request.key))
         member = self._home_of_sibling(request) or self._choose(sequence)
         self._newest = request, member
-        return member.engine.accept(sequence, self._in_flight(request.key))
+        return member.engine.requests.admit(sequence, self._in_flight(request.key))
 
     def check_room(self, newcomer: Request, entering: InFlight) -> None:
         """Find out whether a request would be queued, behind so many that are about to be submitted.
@@ -95,10 +95,8 @@ class ReplicaSet:
         """
         self._check_open()
         sequence = self._sequence_of(newcomer)
-        if not self._serving:
-            self._lobby.check_place(sequence, entering)
-        else:
-            self._choose(sequence).engine.check_place(sequence, self._in_flight(newcomer.key) + entering)
+        holder = self._choose(sequence).engine if self._serving else self._lobby
+        holder.requests.check(sequence, self._in_flight(newcomer.key) + entering)
 
     def _check_open(self) -> None:
         if self._is_draining:
@@ -113,7 +111,7 @@ class ReplicaSet:
 
     def _in_flight(self, key: bytes) -> InFlight:
         """Requests of all replicas that have not ended, and those of a key."""
-        return sum((member.engine.in_flight(key) for member in self._serving), start=InFlight(0, 0))
+        return sum((holder.requests.in_flight(key) for holder in self._holders()), start=InFlight(0, 0))
 
     def _home_of_sibling(self, request: Request) -> ServingReplica | None:
         """Where the request before this one went, if it has the same prompt object: `n` and `best_of` make such."""
@@ -150,8 +148,8 @@ class ReplicaSet:
     async def close(self) -> None:
         """Refuse new requests, let running ones finish, wherever, then let go of the shards."""
         self._is_draining = True
-        while any(holder.num_requests for holder in self._holders()):
-            await asyncio.gather(*(holder.drained() for holder in self._holders()))
+        while any(holder.requests for holder in self._holders()):
+            await asyncio.gather(*(holder.requests.drained() for holder in self._holders()))
         serving, self._serving = self._serving, []  # none is lost from now on
         self._patience.renew()
         await self._tasks.cancel()
@@ -179,7 +177,7 @@ class ReplicaSet:
             return
         self._serving.remove(member)
         member.shards.fence()
-        handed_over = member.engine.give_up()
+        handed_over = member.engine.evacuate()
         member.seat.note_loss(member.since)
         if not self._serving:
             self._lobby = HoldingQueue(ReplicaMetrics(self._metrics, 0), member.seat.admission)
@@ -209,10 +207,10 @@ class ReplicaSet:
             stream.deliver(error)
             return False
         if self._serving:
-            self._choose(sequence).engine.take_over(sequence, stream)
+            self._choose(sequence).engine.requests.adopt(sequence, stream)
             self._metrics.count_moved()
         else:
-            self._lobby.take_over(sequence, stream)
+            self._lobby.requests.adopt(sequence, stream)
         return True
 
     def _fail_lobby(self, error: FunitelError) -> None:
@@ -224,7 +222,7 @@ class ReplicaSet:
         """Have a seat taken again as soon as shards answer there: who waits in the lobby goes on."""
         began = time.monotonic()
         member = await comeback(seat.address, self._settings.shard_tls, partial(self._let_in, seat), seat.pause_seconds)
-        waiting = self._lobby.give_up()
+        waiting = self._lobby.evacuate()
         self._patience.renew()
         self._welcome(member)
         self._metrics.count_return()
@@ -267,7 +265,7 @@ class ReplicaSet:
         if length > most:
             stream.deliver(ShardFailed(f"the replica came back smaller: it may have {most} tokens, it wants {length}"))
             return False
-        self._choose(sequence).engine.take_over(sequence, stream)
+        self._choose(sequence).engine.requests.adopt(sequence, stream)
         return True
 
     def _welcome(self, member: ServingReplica) -> None:
