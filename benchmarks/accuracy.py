@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.gguf_block_types import BLOCKS
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.build import build
@@ -29,9 +29,10 @@ from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
+from funitel.model_server.forward.interface import Forward
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR, resolve
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.models.decoder import Decoder, Forward
+from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.registry.lookup import spec_of
 
 WINDOW, BLOCK_SIZE = 256, 16

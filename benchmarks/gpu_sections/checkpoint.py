@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.convert.hf_folder import Planned, write_json, write_safetensors
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.models.decoder import Decoder

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from funitel.model_server.attention.backend import AttentionBackend, TorchAttention
+from funitel.model_server.attention.backend import AttentionBackend
+from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
+from funitel.model_server.forward.interface import Forward
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchGlue
-from funitel.model_server.models.decoder import Decoder, Forward
+from funitel.model_server.models.decoder import Decoder
 from gpu_sections import layouts, profile, roofs, timing
 from gpu_sections.figures import Facts, Line
 from gpu_sections.model import decoding_step, graphed, make_decoder, make_pool

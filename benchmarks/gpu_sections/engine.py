@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from funitel.model_server.device.memory import give_back
 from funitel.model_server.executor.executor import Executor
-from funitel.model_server.executor.pool_sizing import give_back
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.loading.decoder import load

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.executor.executor import Executor

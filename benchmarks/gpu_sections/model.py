@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from funitel.model_server.attention.select import recorded
 from funitel.model_server.attention.triton import TritonAttention
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
+from funitel.model_server.forward.interface import Forward
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise_triton import TritonGlue
-from funitel.model_server.models.cuda_graphs import GraphedDecoder
-from funitel.model_server.models.decoder import Decoder, Forward
+from funitel.model_server.models.cuda_graphs import GraphedDecoder, recorded
+from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.models.fuse_elementwise import fuse_glue
 from funitel_testing.random_weights import RandomWeights
 from gpu_sections.plan import BLOCK_SIZE, Plan

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from funitel.model_server.attention.backend import AttentionRule, TorchAttention
+from funitel.model_server.attention.backend import AttentionRule
+from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.attention.triton import TritonAttention
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.decoder import FusedDecoder
@@ -23,9 +23,10 @@ from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
+from funitel.model_server.forward.interface import Forward
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.models.decoder import Decoder, Forward
+from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.tools.spec import choose_spec
 

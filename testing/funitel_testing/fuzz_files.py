@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.convert.gguf import convert_gguf
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from funitel.model_server.attention import probe as trial
-from funitel.model_server.attention.backend import AttentionBackend, AttentionRule, RecordableAttention, TorchAttention
+from funitel.model_server.attention.backend import AttentionBackend, AttentionRule, RecordableAttention
 from funitel.model_server.attention.flash import flash_2, flash_3
 from funitel.model_server.attention.probe import Trial
 from funitel.model_server.attention.select import Makers, choose, choose_attention
 from funitel.model_server.attention.split_by_phase import DividedAttention
+from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache

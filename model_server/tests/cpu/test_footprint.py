@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.precision import Tier
@@ -29,7 +29,7 @@ SCRIPT = """
 import gc, json, logging, sys
 from pathlib import Path
 from funitel.model_server.loading.decoder import load
-from funitel.model_server.executor.pool_sizing import resident_bytes
+from funitel.model_server.device.memory import resident_bytes
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.step import WarmupLimits
 from funitel_testing.executors import start
@@ -68,7 +68,7 @@ from funitel.model_server.cpu.footprint import step_bytes
 from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.executor.pool_sizing import resident_bytes
+from funitel.model_server.device.memory import resident_bytes
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel_testing.forward_worker import BLOCK_SIZE, CPU, fused_decoder
 

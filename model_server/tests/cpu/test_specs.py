@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from funitel.model_server.attention.backend import TorchAttention
+from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.cpu import build as building
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.forward.interface import Forward
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.models.decoder import Decoder, Forward
+from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.spec.model_spec import (
     Activation,
     ModelSpec,

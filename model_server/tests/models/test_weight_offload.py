@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from funitel.model_server.attention.backend import TorchAttention
-from funitel.model_server.attention.select import recorded
+from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import TorchGlue
 from funitel.model_server.loading.generator import load_generator
+from funitel.model_server.models.cuda_graphs import recorded
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.models.fuse_elementwise import check_glue
 from funitel.model_server.models.weight_offload import Arrival, Offload, OffloadedLayer, offload_of

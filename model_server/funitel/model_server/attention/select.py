@@ -2,18 +2,19 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
-from funitel.model_server.attention.backend import AttentionBackend, RecordableAttention, TorchAttention
+from funitel.model_server.attention.backend import AttentionBackend, RecordableAttention
 from funitel.model_server.attention.flash import flash_2, flash_3
 from funitel.model_server.attention.probe import FRESH, PROMPT, Stopwatch, Trial, on_device
 from funitel.model_server.attention.split_by_phase import DividedAttention
+from funitel.model_server.attention.torch_reference import TorchAttention
+from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
 from funitel.model_server.device.tensor_parallel import HeadSplit
-from funitel.model_server.models.decoder import Decoder, Forward
 from funitel.model_server.spec.model_spec import ModelSpec, Position
 from funitel.proto.errors import SettingsError
-from funitel.proto.settings.batch_sizes import BatchSizes
 
 logger = logging.getLogger(__name__)
 
@@ -94,20 +95,23 @@ def choose(
 
 def _right(makers: Makers, reference: AttentionBackend, trial: Trial) -> dict[str, RecordableAttention]:
     """The backends that can be made and give what the reference gives."""
-    right = {}
-    for name, make in makers.items():
-        try:
-            backend = make()
-            trial.check(backend, reference)
-            divided = DividedAttention(backend, reference, is_for_fresh=True)
-            trial.check(divided, reference, FRESH)
-        except ImportError as error:
-            logger.info("attention: %s is not used: %s", name, error)
-        except Exception as error:  # a compiler, a driver, a card: a shard that is slow is better than none
-            logger.warning("attention: %s is not used: %s: %s", name, type(error).__name__, error)
-        else:
-            right[name] = backend
-    return right
+
+    def probe(make: Callable[[], RecordableAttention]) -> RecordableAttention:
+        backend = make()
+        trial.check(backend, reference)
+        trial.check(DividedAttention(backend, reference, is_for_fresh=True), reference, FRESH)
+        return backend
+
+    right = {name: probe_or_fall_back(partial(probe, make), partial(_unused, name)) for name, make in makers.items()}
+    return {name: backend for name, backend in right.items() if backend is not None}
+
+
+def _unused(name: str, error: Exception) -> None:
+    """Say why a backend is not used: one that is not installed is no reason for a warning."""
+    if isinstance(error, ImportError):
+        logger.info("attention: %s is not used: %s", name, error)
+    else:
+        logger.warning("attention: %s is not used: %s", name, reason_of(error))
 
 
 def _fastest(what: str, backends: Sequence[AttentionBackend], seconds: Sequence[float]) -> int:
@@ -141,25 +145,3 @@ def _triton(
         dtype=dtype,
         num_processors=torch.cuda.get_device_properties(device).multi_processor_count,
     )
-
-
-def recorded(decoder: Decoder, cuda_graphs: BatchSizes | None) -> Forward:
-    """The decoder with its decoding steps recorded as CUDA graphs, where every operation of them can be.
-
-    `cuda_graphs` are the rows of those steps; None: as many as are usual.
-    """
-    spec, attention = decoder.spec, decoder.attention
-    if not isinstance(attention, RecordableAttention) or cuda_graphs == frozenset():
-        return decoder
-    if decoder.offload is not None:
-        logger.info("decoding is not recorded as CUDA graphs: weights come from the host in every step")
-        return decoder
-    is_fixed = not any(spec.experts_of(i) for i in range(spec.num_layers))  # tokens are sorted by expert on the host
-    if not is_fixed or any(rotary.needs_reaches for rotary in decoder.entrance.rotaries):
-        logger.info("decoding is not recorded as CUDA graphs: what %s computes depends on tokens", spec.architecture)
-        return decoder
-    from funitel.model_server.models.cuda_graphs import CudaRecorder, GraphedDecoder, default_buckets
-
-    buckets = sorted(cuda_graphs or default_buckets())
-    logger.info("decoding steps of up to %d rows are recorded as CUDA graphs, each when it first comes", buckets[-1])
-    return GraphedDecoder(decoder, attention, buckets, spec.max_position_embeddings, CudaRecorder())

@@ -23,13 +23,13 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor.executor import ComputedStep, Executor, ExecutorOptions, PendingStep, wants_words
 from funitel.model_server.executor.launched_step import Launch, LaunchedStep
 from funitel.model_server.forward.batch import ForwardBatch
+from funitel.model_server.forward.interface import Forward
 from funitel.model_server.gpu_sampling.ops import ScoreMaths
 from funitel.model_server.gpu_sampling.result_copy import Copy, HostCopy
 from funitel.model_server.gpu_sampling.row_state import RowStates, held_token
 from funitel.model_server.gpu_sampling.sampler import follows_tokens
 from funitel.model_server.gpu_sampling.step_sampler import Due, StepSampler, due_of
 from funitel.model_server.kv_cache.pool import Pools
-from funitel.model_server.models.decoder import Forward
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.sequence.table import SequenceState
 from funitel.model_server.spec.model_spec import ModelFacts

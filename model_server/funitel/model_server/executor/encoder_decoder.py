@@ -15,8 +15,8 @@ import torch
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor.executor import Executor, ExecutorOptions
 from funitel.model_server.forward.batch import RowSpan
+from funitel.model_server.forward.interface import Forward
 from funitel.model_server.kv_cache.pool import Pools
-from funitel.model_server.models.decoder import Forward
 from funitel.model_server.models.encoder_decoder.forced_tokens import DecodingRules
 from funitel.model_server.sampling.grammar import GrammarState
 from funitel.model_server.sampling.sampler import SampledToken

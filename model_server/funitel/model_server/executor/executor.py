@@ -18,23 +18,18 @@ import numpy as np
 import torch
 
 from funitel.model_server.device.gpu import Gpu
+from funitel.model_server.device.memory import give_back, is_out_of_memory
 from funitel.model_server.device.pinned_memory import page_locked
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor import profile_run
 from funitel.model_server.executor.gpu_pool_sizing import CardMemory
 from funitel.model_server.executor.output import OutputProcessor, StepOutput
-from funitel.model_server.executor.pool_sizing import (
-    HostMemory,
-    PoolMemory,
-    give_back,
-    is_out_of_memory,
-    num_pool_blocks,
-)
+from funitel.model_server.executor.pool_sizing import HostMemory, PoolMemory, num_pool_blocks
 from funitel.model_server.executor.step_checks import StepBounds, check_addresses, check_step, check_supported
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
+from funitel.model_server.forward.interface import Forward, RecordingForward
 from funitel.model_server.kv_cache.host_tier import HostBlocks
 from funitel.model_server.kv_cache.pool import KVCache, Pools
-from funitel.model_server.models.decoder import Forward, RecordingForward
 from funitel.model_server.sampling.grammar import GrammarCompiler, GrammarState, TokenMasks
 from funitel.model_server.sampling.logits_processors import ScoreMath, TorchScores
 from funitel.model_server.sampling.sampler import SampledToken, SamplingState, sample, token_logprobs

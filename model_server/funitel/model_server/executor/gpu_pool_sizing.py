@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from funitel.model_server.device.gpu import CardState
-from funitel.model_server.executor.pool_sizing import is_out_of_memory
+from funitel.model_server.device.memory import MEMORY_ERRORS, is_out_of_memory
+from funitel.model_server.forward.interface import RecordingForward
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.models.decoder import RecordingForward
 from funitel.proto.errors import NotEnoughMemory
 
 # Of the card. The rest is for what nobody counts: contexts of this and other processes, kernels that are loaded late.
@@ -78,7 +78,7 @@ class CardMemory:
         self._card.forget_peak()
         try:
             step()
-        except Exception as error:
+        except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
             raise NotEnoughMemory(f"there is no memory for the largest step, even without a KV pool: {what}") from None

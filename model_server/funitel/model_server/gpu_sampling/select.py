@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import torch
 
+from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
 from funitel.model_server.gpu_sampling.ops import Draws, Penalties, ScoreMaths, TorchMaths, TritonMaths
 from funitel.model_server.gpu_sampling.row_subset import RowSubset
 from funitel.model_server.sampling.gumbel_noise import mixed_seeds
@@ -17,14 +18,18 @@ _PROBE_TOKENS, _PROBE_BOUND = 5000, 1e-3  # of the vocabulary; the relative erro
 
 def choose_maths(device: torch.device) -> ScoreMaths:
     """The kernels, or torch with a warning that says why."""
-    try:
+
+    def probe() -> ScoreMaths:
         maths = TritonMaths(torch.cuda.get_device_properties(device).multi_processor_count)
         check(maths, device)
-    except Exception as error:  # a compiler, a driver, a card: a shard that is slow is better than none
-        logger.warning("sampling runs in torch, without the Triton kernels: %s: %s", type(error).__name__, error)
+        logger.info("sampling runs in Triton kernels")
+        return maths
+
+    def fall_back(error: Exception) -> ScoreMaths:
+        logger.warning("sampling runs in torch, without the Triton kernels: %s", reason_of(error))
         return TorchMaths()
-    logger.info("sampling runs in Triton kernels")
-    return maths
+
+    return probe_or_fall_back(probe, fall_back)
 
 
 def check(maths: ScoreMaths, device: torch.device) -> None:

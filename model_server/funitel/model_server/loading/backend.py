@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from funitel.model_server.attention.select import choose_attention, recorded
+from funitel.model_server.attention.select import choose_attention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu import decoder as fused
 from funitel.model_server.cpu.build import CannotBuild, build
@@ -21,12 +21,14 @@ from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import MADE, Tier
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.cpu.thread_tuning import settle_threads
+from funitel.model_server.device.memory import bytes_in_use
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.executor.pool_sizing import bytes_in_use
+from funitel.model_server.forward.interface import Forward
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
 from funitel.model_server.kv_cache.pool import KVCache, is_float8
 from funitel.model_server.loading.torch_footprint import torch_weight_bytes
-from funitel.model_server.models.decoder import Decoder, Forward
+from funitel.model_server.models.cuda_graphs import recorded
+from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.models.fuse_elementwise import fuse_glue
 from funitel.model_server.models.weight_offload import offload_of
 from funitel.model_server.quantized.select import choose_products

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from funitel.model_server.attention.backend import RecordableAttention
-from funitel.model_server.executor.pool_sizing import is_out_of_memory
+from funitel.model_server.device.memory import MEMORY_ERRORS, is_out_of_memory
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan, block_tables
+from funitel.model_server.forward.interface import Forward
 from funitel.model_server.kv_cache.pool import KVCache, Slots
 from funitel.model_server.models.decoder import Decoder
+from funitel.proto.settings.batch_sizes import BatchSizes
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +219,7 @@ class GraphedDecoder:
 
         try:
             return inputs, self._record(body)
-        except Exception as error:
+        except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
             logger.warning("steps of %d rows are not recorded as CUDA graphs: there is no memory for it", bucket)
@@ -229,3 +231,23 @@ class GraphedDecoder:
             self._logits = logits.new_empty((self._buckets[-1], logits.shape[1]))
         kept = self._logits[: len(logits)]
         return kept.copy_(logits)
+
+
+def recorded(decoder: Decoder, cuda_graphs: BatchSizes | None) -> Forward:
+    """The decoder with its decoding steps recorded as CUDA graphs, where every operation of them can be.
+
+    `cuda_graphs` are the rows of those steps; None: as many as are usual.
+    """
+    spec, attention = decoder.spec, decoder.attention
+    if not isinstance(attention, RecordableAttention) or cuda_graphs == frozenset():
+        return decoder
+    if decoder.offload is not None:
+        logger.info("decoding is not recorded as CUDA graphs: weights come from the host in every step")
+        return decoder
+    is_fixed = not any(spec.experts_of(i) for i in range(spec.num_layers))  # tokens are sorted by expert on the host
+    if not is_fixed or any(rotary.needs_reaches for rotary in decoder.entrance.rotaries):
+        logger.info("decoding is not recorded as CUDA graphs: what %s computes depends on tokens", spec.architecture)
+        return decoder
+    buckets = sorted(cuda_graphs or default_buckets())
+    logger.info("decoding steps of up to %d rows are recorded as CUDA graphs, each when it first comes", buckets[-1])
+    return GraphedDecoder(decoder, attention, buckets, spec.max_position_embeddings, CudaRecorder())

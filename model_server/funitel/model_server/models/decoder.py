@@ -1,7 +1,5 @@
 """One decoder for every ModelSpec: embedding, layers of attention and MLP, final norm, head."""
 
-from typing import Protocol, runtime_checkable
-
 import torch
 
 from funitel.model_server.attention.backend import AttentionBackend
@@ -16,28 +14,6 @@ from funitel.model_server.layers.mlp import Experts, Mlp
 from funitel.model_server.layers.rotary import Rotary, sinusoids
 from funitel.model_server.models.weight_offload import Offload, OffloadedLayer
 from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement, Position
-
-
-class Forward(Protocol):
-    """One forward of this rank's share of a model; all ranks call it with the same batch."""
-
-    def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
-        """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
-
-
-@runtime_checkable
-class RecordingForward(Forward, Protocol):
-    """A forward that keeps a recording of its decoding steps, one for each of some numbers of rows."""
-
-    @property
-    def num_recordings(self) -> int:
-        """How many there will be at most."""
-
-    def record_largest(self, cache: KVCache) -> None:
-        """Record the step of most rows over this cache; recordings over another are dropped."""
-
-    def forget_recordings(self) -> None:
-        """Let go of all recordings, and of the memory they use."""
 
 
 class Decoder:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention
@@ -27,19 +28,22 @@ def fuse_glue(
     """Have a decoder of this precision compute with our kernels over a pool of `kv_dtype`, or say why not."""
     if device.type != "cuda":
         return
-    try:
+
+    def probe() -> None:
         # Triton: seconds to import, and there with torch's builds for GPUs only
         from funitel.model_server.layers.elementwise_triton import TritonGlue
 
         glue = TritonGlue(kv_dtype)
         with torch.inference_mode():
             check_glue(glue, decoder, heads, device, dtype, kv_dtype)
-    except Exception as error:  # a compiler, a driver, a card: a shard that is slow is better than none
-        message = "norms, positions and gates are computed in torch, without the Triton kernels: %s: %s"
-        logger.warning(message, type(error).__name__, error)
-        return
-    decoder.adopt(glue)
-    logger.info("norms, positions and gates are computed in Triton kernels")
+        decoder.adopt(glue)
+        logger.info("norms, positions and gates are computed in Triton kernels")
+
+    def fall_back(error: Exception) -> None:
+        message = "norms, positions and gates are computed in torch, without the Triton kernels: %s"
+        logger.warning(message, reason_of(error))
+
+    probe_or_fall_back(probe, fall_back)
 
 
 def check_glue(

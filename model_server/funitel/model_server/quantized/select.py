@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.config import Quantization
 from funitel.model_server.quantized.matmul import FLOAT8, INT8, QuantizedMatmul, round_float8
@@ -33,20 +34,22 @@ def choose_products(
     made = MADE.get(quantize or "") if quantization is None else None
     if device.type != "cuda" or (quantization is None and made is None):
         return None
-    try:
+
+    def probe() -> QuantizedMatmul:
         # Triton: seconds to import, and there with torch's builds for GPUs only
         from funitel.model_server.quantized.matmul_triton import TritonProducts
 
         products = TritonProducts(torch.cuda.get_device_properties(device).multi_processor_count, made)
         check(products, device, dtype)
-    except Exception as error:  # a compiler, a driver, a card: a shard that takes more memory is better than none
-        reason = f"{type(error).__name__}: {error}"
+        logger.info("weights stay quantised; Triton kernels multiply by them")
+        return products
+
+    def fall_back(error: Exception) -> None:
         if made is not None:
-            raise SettingsError(f"--quantize {quantize} needs the Triton kernels: {reason}") from error
-        logger.warning("quantised weights become %s, without the Triton kernels: %s", dtype, reason)
-        return None
-    logger.info("weights stay quantised; Triton kernels multiply by them")
-    return products
+            raise SettingsError(f"--quantize {quantize} needs the Triton kernels: {reason_of(error)}") from error
+        logger.warning("quantised weights become %s, without the Triton kernels: %s", dtype, reason_of(error))
+
+    return probe_or_fall_back(probe, fall_back)
 
 
 def check(products: QuantizedMatmul, device: torch.device, dtype: torch.dtype) -> None:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from funitel.model_server.device.memory import is_out_of_memory
 from funitel.model_server.executor.executor import Executor, PendingStep
-from funitel.model_server.executor.pool_sizing import is_out_of_memory
 from funitel.model_server.rpc.call_order import StepOrder
 from funitel.model_server.rpc.compute_threads import Lane
 from funitel.proto import generate_pb2 as pb

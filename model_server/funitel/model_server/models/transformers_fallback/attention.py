@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from funitel.model_server.attention.backend import AttentionRule, TorchAttention, TorchPlan
+from funitel.model_server.attention.backend import AttentionRule
+from funitel.model_server.attention.torch_reference import TorchAttention, TorchPlan
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.models.transformers_fallback.pool import AttentionSize

@@ -14,9 +14,10 @@ from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.precision import Tier, choose_tier
 from funitel.model_server.device.gpu import CardState, Gpu
+from funitel.model_server.device.memory import free_bytes
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.executor.gpu_pool_sizing import pool_budget
-from funitel.model_server.executor.pool_sizing import MOST_POOL_TOKENS, free_bytes, host_share
+from funitel.model_server.executor.pool_sizing import MOST_POOL_TOKENS, host_share
 from funitel.model_server.files.integrity import read_json, weight_files
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
 from funitel.model_server.loading.decoder import choose_device, choose_dtype
