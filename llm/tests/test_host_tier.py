@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from funitel.llm import LLM, SamplingParams
-from funitel.model_server.loading import decoder
+from funitel.model_server.loading import common
 from funitel.router.kv_cache.host_tier import HostTier
 from funitel_testing.tiny import save_tiny
 
@@ -13,7 +13,7 @@ ASKED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 def test_evicted_blocks_are_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder, "host_bytes", lambda settings, device: 1 << 20)  # a CPU stands in for a GPU
+    monkeypatch.setattr(common, "host_bytes", lambda settings, device: 1 << 20)  # a CPU stands in for a GPU
     loaded: list[bytes] = []
     load = HostTier.load
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from funitel.model_server.executor.executor import Executor
-from funitel.model_server.loading import decoder
+from funitel.model_server.loading import common
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import InvalidRequest, SettingsError
@@ -80,9 +80,9 @@ def test_copies_beyond_pool_or_slots_are_refused_and_change_nothing(folder: Path
 def test_how_much_memory_it_takes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     settings = ModelServerSettings(model_id="x", kv_host_gb=1.5)
-    assert decoder.host_bytes(settings, torch.device("cuda")) == 3 << 29
-    assert decoder.host_bytes(settings, torch.device("cpu")) == 0
-    assert decoder.host_bytes(replace(settings, prefix_caching=False), torch.device("cuda")) == 0
+    assert common.host_bytes(settings, torch.device("cuda")) == 3 << 29
+    assert common.host_bytes(settings, torch.device("cpu")) == 0
+    assert common.host_bytes(replace(settings, prefix_caching=False), torch.device("cuda")) == 0
     assert "--kv-host-gb 1.5 changes nothing without --prefix-caching" in caplog.text
 
 

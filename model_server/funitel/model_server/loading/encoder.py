@@ -10,7 +10,7 @@ from funitel.model_server.cpu.build import CannotBuild
 from funitel.model_server.executor.encoder import EncoderExecutor
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
-from funitel.model_server.loading.decoder import choose_device, choose_dtype, set_threads, warn_of_spin
+from funitel.model_server.loading.common import choose_device, choose_dtype, set_threads, warn_of_spin
 from funitel.model_server.models.encoder.amx import open_layers
 from funitel.model_server.models.encoder.heads import ClassifierHead, FillHead
 from funitel.model_server.models.encoder.model import Encoder, Layers, TorchLayers

@@ -11,11 +11,11 @@ from funitel.model_server.executor.encoder_decoder import NUM_OPENING_TOKENS, Se
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import SpecPools
-from funitel.model_server.loading.backend import in_torch
-from funitel.model_server.loading.decoder import (
+from funitel.model_server.loading.common import (
     choose_device,
     choose_dtype,
     find_eos,
+    in_torch,
     info_of,
     join_ranks,
     log_loaded,

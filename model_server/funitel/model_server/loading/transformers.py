@@ -13,7 +13,7 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.loading.backend import Loaded
+from funitel.model_server.loading.common import Loaded
 from funitel.model_server.models.transformers_fallback.attention import Unsuited
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_keeper
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope

@@ -20,7 +20,7 @@ from funitel.model_server.executor.gpu_pool_sizing import pool_budget
 from funitel.model_server.executor.pool_sizing import MOST_POOL_TOKENS, host_share
 from funitel.model_server.files.integrity import read_json, weight_files
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
-from funitel.model_server.loading.decoder import choose_device, choose_dtype
+from funitel.model_server.loading.common import choose_device, choose_dtype
 from funitel.model_server.loading.torch_footprint import SizedProducts, torch_weight_bytes
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
 from funitel.model_server.models.transformers_fallback.pool import FallbackPools

@@ -11,7 +11,7 @@ import torch
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub import resolve
-from funitel.model_server.loading.decoder import choose_device, set_threads
+from funitel.model_server.loading.common import choose_device, set_threads
 from funitel.model_server.registry.encoder_decoders import is_seq2seq
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec

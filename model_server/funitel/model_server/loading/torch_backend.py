@@ -1,0 +1,38 @@
+"""A decoder loaded in torch: any device, any spec, with kernels where a GPU runs them."""
+
+from dataclasses import replace
+
+from funitel.model_server.attention.select import choose_attention
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.device.memory import bytes_in_use
+from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.kv_cache.pool import is_float8
+from funitel.model_server.loading.common import FLOAT8_KV, Loaded, in_torch, log_memory
+from funitel.model_server.loading.torch_footprint import torch_weight_bytes
+from funitel.model_server.models.cuda_graphs import recorded
+from funitel.model_server.models.decoder import Decoder
+from funitel.model_server.models.fuse_elementwise import fuse_glue
+from funitel.model_server.models.weight_offload import offload_of
+from funitel.model_server.quantized.select import choose_products
+from funitel.model_server.settings import ModelServerSettings
+from funitel.model_server.spec.model_spec import ModelSpec
+
+
+def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> Loaded:
+    """The readable decoder: every device, every spec, in the precision of `weights`."""
+    weights.products = choose_products(settings.quantize, weights.quantization, weights.device, weights.dtype)
+    kept = weights if weights.products is not None else None
+    predicted = torch_weight_bytes(spec, parallel.rank, parallel.size, weights.dtype, weights.device, checkpoint=kept)
+    before = bytes_in_use(weights.device)
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
+    kv_dtype = FLOAT8_KV.get(settings.kv_cache_dtype or "", weights.dtype)
+    attention = choose_attention(
+        spec, heads, settings.block_size, weights.device, weights.dtype, kv_dtype, settings.attention
+    )
+    weights.scales_kv = is_float8(kv_dtype)
+    offload = offload_of(settings.cpu_offload_gb, spec.num_layers, weights.device)
+    decoder = Decoder(spec, weights, parallel, attention, offload)
+    fuse_glue(decoder, heads, weights.device, weights.dtype, kv_dtype=kv_dtype)
+    log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, kv_dtype)
+    loaded = in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel, kv_dtype)
+    return replace(loaded, takes_held_tokens=True)
