@@ -45,7 +45,7 @@ from gpu_sections import figures
 from gpu_sections.course import NAMES, Course, run_section
 from gpu_sections.plan import FULL, REHEARSAL, Plan
 
-MOST_MINUTES = 7.9
+MAX_MINUTES = 7.9
 REHEARSAL_PATIENCE = 5.0  # times a section's own seconds: a CPU is slow, and not alone
 IN_MEMORY, LARGE = Path("/dev/shm"), 40 << 30  # bytes: a checkpoint, and what else is kept there
 
@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="run without a GPU, on a tiny shape")
     parser.add_argument("--sections", nargs="+", choices=NAMES, default=list(NAMES), metavar="SECTION")
-    parser.add_argument("--minutes", type=float, help=f"most that all may take; {MOST_MINUTES:g} when not given")
+    parser.add_argument("--minutes", type=float, help=f"most that all may take; {MAX_MINUTES:g} when not given")
     parser.add_argument("--demo", help="the demo model: a folder, a GGUF file or a name of the catalogue")
     parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="where to keep random checkpoints")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where report and logs go; a new folder otherwise")
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, plan: Plan, out: Path) -> int:
     """Run the sections asked for; returns the exit status."""
     own = ["--rehearse"] * arguments.rehearse + ["--demo", plan.demo, "--checkpoints", str(plan.folder)]
     command = [sys.executable, __file__, *own]
-    minutes = arguments.minutes or (MOST_MINUTES if plan.is_gpu else None)
+    minutes = arguments.minutes or (MAX_MINUTES if plan.is_gpu else None)
     course = Course(command, out, minutes and minutes * 60, 1.0 if plan.is_gpu else REHEARSAL_PATIENCE)
 
     def report() -> dict[str, Any]:

@@ -36,7 +36,7 @@ from funitel_testing.servers import Server, cpu_seconds, serving
 LAYOUTS = ("split", "shared")
 PIPELINE_STEPS = (2, 1)
 POOL_TOKENS = 32_768
-MOST_PROMPT_TOKENS = 64
+MAX_PROMPT_TOKENS = 64
 POOL_FLAGS = ("--max-batch-total-tokens", str(POOL_TOKENS), "--prefix-caching", "false")
 END = b"\n0\r\n\r\n"  # of a chunked answer, after an event
 MICROS = 1e6
@@ -85,7 +85,7 @@ def work(arguments: argparse.Namespace) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         streams, tokens = map(int, line.split())
-        room = -(-(MOST_PROMPT_TOKENS + tokens) // info.block_size)
+        room = -(-(MAX_PROMPT_TOKENS + tokens) // info.block_size)
         starts = [start(i, prompt, tokens, room) for i, prompt in enumerate(prompts_of(streams))]
         begin, cpu, count = time.monotonic(), time.process_time(), 0
         result = executor.prefill(0, starts)

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from funitel.launcher.bench.apis import DIALECTS, IGNORE_EOS, USAGE
 from funitel.launcher.bench.figures import Figures, Objectives, medians, summarise
 from funitel.launcher.bench.http import Endpoint
-from funitel.launcher.bench.load import Level, press
+from funitel.launcher.bench.load import Level, run_level
 from funitel.launcher.bench.target import Target
 from funitel.launcher.bench.workload import Workload
 from funitel.proto.errors import FunitelError
@@ -69,8 +69,8 @@ class Measurement:
         name = arguments.name[index] if arguments.name else arguments.url[index]
         api = arguments.api[index if len(arguments.api) > 1 else 0]
         endpoint = Endpoint(arguments.url[index], None)
-        wishes = frozenset({USAGE, IGNORE_EOS})
-        return Target(name, api, endpoint, model="", wishes=wishes, timeout=TIMEOUT_SECONDS)
+        options = frozenset({USAGE, IGNORE_EOS})
+        return Target(name, api, endpoint, model="", options=options, timeout=TIMEOUT_SECONDS)
 
     async def run(self) -> None:
         """Ask every server in both companies, round after round; what comes of it is in `rounds`."""
@@ -89,8 +89,8 @@ class Measurement:
                 self.rounds[target.name, company].append(figures)
 
     async def _ask(self, target: Target, key: str) -> Figures:
-        prompts = await target.prepare(self._workload.asks(self._arguments.num_requests, self._seed, key))
-        run = await press(target, Level(concurrency=1), prompts, (), lambda timeline: None)
+        prompts = await target.prepare(self._workload.prompt_specs(self._arguments.num_requests, self._seed, key))
+        run = await run_level(target, Level(concurrency=1), prompts, (), lambda timeline: None)
         failed = [timeline.failure for timeline in run.timelines if timeline.failure is not None]
         if failed:
             raise FunitelError(f"{target.name}: {failed[0].kind}: {failed[0].message}")
@@ -126,7 +126,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.name and len(arguments.name) != len(arguments.url):
         parser.error(f"--name must be given for each of {len(arguments.url)} --url, given {len(arguments.name)} times")
     if len(set(arguments.name or arguments.url)) < len(arguments.url):
-        parser.error("two servers are named alike: give each a --name")
+        parser.error("two servers have the same name: give each a --name")
     if len(arguments.api) not in (1, len(arguments.url)):
         parser.error(f"--api must be given once or for each --url, given {len(arguments.api)} times")
     if arguments.core not in os.sched_getaffinity(0):

@@ -38,9 +38,9 @@ from funitel.launcher.bench.figures import Failure, Objectives, Timeline, percen
 from funitel_testing.servers import Server, cpu_seconds, descendants, serving
 
 FLOOD = 10.0  # times the capacity
-LEAST_SHARE_OF_CAPACITY = 0.9
-MOST_SECONDS_TO_REFUSE = 0.05
-MOST_OWN_CPU = 0.2  # of a core
+MIN_SHARE_OF_CAPACITY = 0.9
+MAX_SECONDS_TO_REFUSE = 0.05
+MAX_OWN_CPU = 0.2  # of a core
 RAMP_SHARE = 0.1  # of a phase, at its beginning, that is not counted: nothing runs yet
 WORDS = "the sea is deep and blue while mountains rise over quiet valleys where rivers run to meet it again".split()
 EVENT, LAST_CHUNK = b"data: {", b"0\r\n\r\n"
@@ -314,9 +314,9 @@ async def measure(args: argparse.Namespace, server: Server) -> dict[str, Any]:
         "connections": clients.num_connections,
         "cpu_cores": cpu,
         "router_cpu_us_per_refusal": round(cost * 1e6, 1),
-        "keeps_goodput": goodput >= LEAST_SHARE_OF_CAPACITY * best.goodput,
-        "refuses_in_time": bool(refused) and (percentile(refused, 99) or 0.0) <= MOST_SECONDS_TO_REFUSE,
-        "generator_was_cheap": cpu["generator"] <= MOST_OWN_CPU,
+        "keeps_goodput": goodput >= MIN_SHARE_OF_CAPACITY * best.goodput,
+        "refuses_in_time": bool(refused) and (percentile(refused, 99) or 0.0) <= MAX_SECONDS_TO_REFUSE,
+        "generator_was_cheap": cpu["generator"] <= MAX_OWN_CPU,
     }
 
 
@@ -332,7 +332,7 @@ def show(report: dict[str, Any]) -> None:
     print(f"others {report['other_statuses'] or 'none'}; requests sent late by {report['sent_late_ms']} ms")
     print(f"shares of a core {report['cpu_cores']}")
     if not report["generator_was_cheap"]:
-        print(f"warning: this program took more than {MOST_OWN_CPU} of a core: what it measured it disturbed")
+        print(f"warning: this program took more than {MAX_OWN_CPU} of a core: what it measured it disturbed")
 
 
 @contextmanager

@@ -40,7 +40,7 @@ PHASES = {
 """What ends a phase, in the log; the phase before began where the last one ended."""
 FIRST_TOKEN = "first token"
 PROGRAM = (sys.executable, "-m", "funitel")
-MOST_SECONDS = 300.0  # of a start, the first token included
+MAX_SECONDS = 300.0  # of a start, the first token included
 STOP_SECONDS = 30.0
 
 
@@ -48,7 +48,7 @@ def start(model: str, flags: Sequence[str]) -> dict[str, float]:
     """Start a server, ask for a token, end it. Seconds of each phase, of all of them, and of processors.
 
     Raises:
-        SystemExit: the server ends, does not answer, or takes longer than `MOST_SECONDS`; in one line.
+        SystemExit: the server ends, does not answer, or takes longer than `MAX_SECONDS`; in one line.
     """
     port = free_port()
     command = [*PROGRAM, "--model-id", model, "--port", str(port), *flags]
@@ -57,7 +57,7 @@ def start(model: str, flags: Sequence[str]) -> dict[str, float]:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
-    timer = threading.Timer(MOST_SECONDS, _kill, [process])
+    timer = threading.Timer(MAX_SECONDS, _kill, [process])
     timer.start()
     try:
         seconds, ready = _phases(process, begin)
@@ -83,8 +83,8 @@ def _phases(process: subprocess.Popen[str], begin: float) -> tuple[dict[str, flo
             del pending[found]
         if found == "ready":
             return seconds, now
-    is_late = time.perf_counter() - begin >= MOST_SECONDS
-    what = f"was not ready within {MOST_SECONDS:g} s" if is_late else "ended"
+    is_late = time.perf_counter() - begin >= MAX_SECONDS
+    what = f"was not ready within {MAX_SECONDS:g} s" if is_late else "ended"
     raise SystemExit(f"error: the server {what}: {line.strip()}")
 
 
@@ -109,7 +109,7 @@ def _first_token(port: int) -> None:
         f"http://127.0.0.1:{port}/generate", body, headers={"Content-Type": "application/json"}
     )
     try:
-        with urllib.request.urlopen(request, timeout=MOST_SECONDS) as answer:
+        with urllib.request.urlopen(request, timeout=MAX_SECONDS) as answer:
             answer.read()
     except (OSError, HTTPException) as error:
         raise SystemExit(f"error: the server gave no token: {error}") from error

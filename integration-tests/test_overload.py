@@ -21,25 +21,25 @@ from funitel_testing.servers import Server, descendants, wait_until
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "overload.py"
 SHORT, LONG = 300, 10_000  # connections
-MOST_BYTES_OF_A_CONNECTION, MOST_BYTES_OF_A_REQUEST = 12_000, 30_000
+MAX_BYTES_OF_A_CONNECTION, MAX_BYTES_OF_A_REQUEST = 12_000, 30_000
 SLACK_BYTES = 15_000_000  # what allocators and the answers of the test itself take
-MOST_UNREAD_BYTES = 8_000_000
-MOST_SLOW_READERS = 1000  # each has the router write megabytes
+MAX_UNREAD_BYTES = 8_000_000
+MAX_SLOW_READERS = 1000  # each has the router write megabytes
 PATIENCE_SECONDS = 120.0
 
 BODY = json.dumps({"inputs": "the sea", "parameters": {"max_new_tokens": 5}}).encode()
 POST = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n"
 CROWDS = {
-    "say nothing": (b"", MOST_BYTES_OF_A_CONNECTION),
-    "send half a header": (POST, MOST_BYTES_OF_A_CONNECTION),
-    "send half of a very long line": (b"GET /health HTTP/1.1\r\na: " + b"x" * 8000, MOST_BYTES_OF_A_REQUEST),
-    "send half a body": (POST + b"\r\n" + BODY, MOST_BYTES_OF_A_REQUEST),
+    "say nothing": (b"", MAX_BYTES_OF_A_CONNECTION),
+    "send half a header": (POST, MAX_BYTES_OF_A_CONNECTION),
+    "send half of a very long line": (b"GET /health HTTP/1.1\r\na: " + b"x" * 8000, MAX_BYTES_OF_A_REQUEST),
+    "send half a body": (POST + b"\r\n" + BODY, MAX_BYTES_OF_A_REQUEST),
 }
 
 
 @pytest.fixture
 def server(launch: Any, tiny_model: Path) -> Server:
-    flags = ("--model-id", str(tiny_model), "--max-total-unread-bytes", str(MOST_UNREAD_BYTES))
+    flags = ("--model-id", str(tiny_model), "--max-total-unread-bytes", str(MAX_UNREAD_BYTES))
     served: Server = launch(*flags, "--max-batch-total-tokens", "4096")
     return served
 
@@ -116,16 +116,16 @@ def test_a_crowd_that_wants_nothing_costs_little_and_keeps_out_nobody(
 
 
 def test_what_nobody_reads_is_bounded(server: Server, count: int) -> None:
-    count = min(count, MOST_SLOW_READERS)
+    count = min(count, MAX_SLOW_READERS)
     ask(server)
     router = Router(server)
     size = len(httpx.get(f"{server.url}/openapi.json").content)
-    assert count * size > 3 * MOST_UNREAD_BYTES, "it would not all be kept"
+    assert count * size > 3 * MAX_UNREAD_BYTES, "it would not all be kept"
     num_bytes = router.num_bytes
     with crowd(server, count, b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 4, receive_buffer=4096):
         wait_until(lambda: cut(server) > 0, PATIENCE_SECONDS, "those that read least are cut")
         ask(server)
-        assert router.num_bytes - num_bytes <= MOST_UNREAD_BYTES + SLACK_BYTES + count * MOST_BYTES_OF_A_CONNECTION
+        assert router.num_bytes - num_bytes <= MAX_UNREAD_BYTES + SLACK_BYTES + count * MAX_BYTES_OF_A_CONNECTION
     ask(server)
 
 

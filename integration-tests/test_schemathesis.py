@@ -17,7 +17,7 @@ from funitel_testing.servers import Server, serving
 CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
 SHORT = ("--phases", "fuzzing", "--max-examples", "24", "--generation-deterministic")
 FULL = ("--phases", "coverage,fuzzing", "--max-examples", "60")
-LEAST_CASES, LEAST_CASES_FULL = 250, 5000
+MIN_CASES, MIN_CASES_FULL = 250, 5000
 
 
 @pytest.fixture(scope="module")
@@ -54,5 +54,5 @@ def test_the_document_holds(server: Server, tmp_path: Path, is_full: bool, figur
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert found["operations"]["tested"] == found["operations"]["total"]
     num_cases = found["test_cases"]["generated"]
-    assert num_cases >= (LEAST_CASES_FULL if is_full else LEAST_CASES), ended.stdout
+    assert num_cases >= (MIN_CASES_FULL if is_full else MIN_CASES), ended.stdout
     figures["schemathesis cases without a failure"] = num_cases

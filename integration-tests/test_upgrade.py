@@ -65,7 +65,7 @@ async def test_another_model_and_limit_take_over_under_load(tmp_path: Path, figu
             await asyncio.sleep(0.2)
             file.write_text(f"MODEL_ID={folders[1]}\nMAX_STOP_SEQUENCES=1\n")
             server.process.send_signal(signal.SIGHUP)
-            said = "what served before the upgrade has ended"
+            said = "the deployment before the upgrade has ended"
             await asyncio.to_thread(wait_until, lambda: said in server.log.read_text(), 90)
         finally:
             is_over.set()
@@ -83,7 +83,7 @@ async def test_another_model_and_limit_take_over_under_load(tmp_path: Path, figu
         figures["upgrade under load: requests during it, and failed"] = {"asked": len(found) + 6, "failed": 0}
         file.write_text(f"MODEL_ID={folders[0]}\nMAX_STOP_SEQUENCES=some\n")
         server.process.send_signal(signal.SIGHUP)
-        refused = f"{FAILED}, what served goes on: {file}, line 2: MAX_STOP_SEQUENCES: "
+        refused = f"{FAILED}, the current deployment goes on: {file}, line 2: MAX_STOP_SEQUENCES: "
         await asyncio.to_thread(wait_until, lambda: refused in server.log.read_text(), 60)
         file.write_text(f"MODEL_ID={folders[1]}\n")
         broken = folders[1] / "config.json"

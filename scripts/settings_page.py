@@ -15,7 +15,7 @@ from funitel.launcher.cli.settings import ChatSettings, GenerateSettings, TopSet
 from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import DownloadSettings, KernelSettings, ModelServerSettings, QuantizeSettings
 from funitel.proto.settings.options import flag_of, variable_of
-from funitel.proto.settings.tgi_flags import INERT, REFUSED, REFUSED_VALUES, Foreign, Program, Refused
+from funitel.proto.settings.tgi_flags import INERT, REFUSED, REFUSED_VALUES, Program, Refused, TgiFlag
 from funitel.router.settings import RouterSettings
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
@@ -131,12 +131,12 @@ def refused_section() -> str:
     return f"## Refused\n\n{head}\n" + "\n".join(rows) + "\n"
 
 
-def foreign_names(row: Foreign) -> str:
+def foreign_names(row: TgiFlag) -> str:
     flag = [flag_of(row.name)] if row.flag else []
     return ", ".join(f"`{name}`" for name in (*flag, *([row.env] if row.env else [])))
 
 
-def programs(row: Foreign) -> str:
+def programs(row: TgiFlag) -> str:
     return ", ".join(name for name in PROGRAMS if name in (*row.flag, *row.variable))
 
 

@@ -15,7 +15,7 @@ from gpu_sections.equality import TEXT, demo_folder
 from gpu_sections.figures import Facts, Line
 from gpu_sections.plan import BLOCK_SIZE, Plan
 
-MOST_CHARS = 80  # of why it was skipped
+MAX_CHARS = 80  # of why it was skipped
 CHUNK = 512  # tokens of a step: what is before them is read from the pool, as precise as the pool is
 ROUNDED: dict[str, dict[str, Any]] = {
     "fp8 weights": {"quantize": "fp8"},
@@ -37,7 +37,7 @@ def measure(plan: Plan, facts: Facts) -> Iterator[Line]:
             there = _pace(plan, large, context, **settings)
             costs = perplexity_of(plan, demo, **settings)
         except FunitelError as error:  # this device does not have it
-            yield Line(key, way, None, f"skipped: {str(error)[:MOST_CHARS]}")
+            yield Line(key, way, None, f"skipped: {str(error)[:MAX_CHARS]}")
             continue
         yield Line(f"{key}_pace", f"{way}: the same", there, "tokens/s, times as many", there / pace)
         yield Line(f"{key}_perplexity", f"{way}: perplexity", costs, "times as much", costs / perplexity)

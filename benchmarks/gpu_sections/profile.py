@@ -13,7 +13,7 @@ from gpu_sections.plan import Plan
 
 NUM_STEPS = 5
 NUM_KERNELS = 8  # that are told
-MOST_CHARS = 44  # of a kernel's name
+MAX_CHARS = 44  # of a kernel's name
 
 Span = tuple[float, float]  # begin and end in microseconds
 
@@ -50,7 +50,7 @@ def lines_of(num_rows: int, spans: dict[str, list[Span]]) -> Iterator[Line]:
     for rank, kernel in enumerate(sorted(totals, key=totals.__getitem__, reverse=True)[:NUM_KERNELS]):
         share, count = totals[kernel] / busy * 100 if busy else 0.0, len(spans[kernel]) / NUM_STEPS
         unit = f"ms a step, {share:.1f} % of what the device does, {count:g} launches"
-        label = f"{name}: {kernel[:MOST_CHARS]}"
+        label = f"{name}: {kernel[:MAX_CHARS]}"
         yield Line(f"profile_{num_rows}_{rank}", label, totals[kernel] / NUM_STEPS / 1e3, unit)
 
 

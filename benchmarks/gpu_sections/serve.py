@@ -11,7 +11,7 @@ from statistics import mean
 from funitel.launcher.bench.apis import IGNORE_EOS
 from funitel.launcher.bench.figures import Timeline
 from funitel.launcher.bench.http import Endpoint
-from funitel.launcher.bench.load import Level, Run, press
+from funitel.launcher.bench.load import Level, Run, run_level
 from funitel.launcher.bench.target import PreparedRequest, Target
 from funitel_testing.servers import Server, cpu_seconds, serving
 from gpu_sections import checkpoint
@@ -103,5 +103,5 @@ def _press(plan: Plan, server: Server, streams: int, prompt: int, answer: int, n
     """So many requests at once, with prompts that none had before."""
     vocab_size = plan.config["vocab_size"]
     prompts = [PreparedRequest(checkpoint.prompt_of(next(numbers), prompt, vocab_size), answer) for _ in range(streams)]
-    target = Target("", "tgi", Endpoint(server.url), model="", wishes=frozenset({IGNORE_EOS}), timeout=TIMEOUT)
-    return asyncio.run(press(target, Level(concurrency=streams), prompts, (), lambda timeline: None))
+    target = Target("", "tgi", Endpoint(server.url), model="", options=frozenset({IGNORE_EOS}), timeout=TIMEOUT)
+    return asyncio.run(run_level(target, Level(concurrency=streams), prompts, (), lambda timeline: None))

@@ -19,8 +19,8 @@ CLIENTS = 24
 REQUESTS = 40
 TOKENS = 150
 RUNS = 5
-MOST_WORN = 3  # times that the shards of one deployment are started again
-LEAST_UNDER_WAY = CLIENTS // 4  # else the load was too small to tell anything
+MAX_WORN = 3  # times that the shards of one deployment are started again
+MIN_UNDER_WAY = CLIENTS // 4  # else the load was too small to tell anything
 
 
 class Stage:
@@ -36,7 +36,7 @@ class Stage:
 
     def scene(self, fault: Fault) -> Scene:
         """A deployment for a fault."""
-        if self._kind is not fault.scene or self._num_worn == MOST_WORN:
+        if self._kind is not fault.scene or self._num_worn == MAX_WORN:
             self.clear()
             self._scene = self._stack.enter_context(fault.scene(self.model, self._folder))
             self._kind = fault.scene
@@ -90,7 +90,7 @@ async def test_a_fault_costs_what_was_expected(
             stage.clear()
             raise
         found = row.runs[-1]
-        assert found.num_under_way >= LEAST_UNDER_WAY, "the load was too small to tell"
+        assert found.num_under_way >= MIN_UNDER_WAY, "the load was too small to tell"
         assert not found.too_much, found.too_much
         assert not found.wrong, found.wrong
 

@@ -1,4 +1,4 @@
-"""`python -m funitel` is the launcher."""
+"""`python -m funitel` runs the launcher."""
 
 from funitel.launcher.__main__ import main
 

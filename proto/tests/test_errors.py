@@ -85,6 +85,6 @@ def test_an_invalid_request_may_name_its_field() -> None:
 @pytest.mark.parametrize("cls", family())
 def test_a_message_that_quotes_much_is_cut(cls: type[FunitelError]) -> None:
     error = cls("given: " + "x" * 1_000_000)
-    assert len(error.public_message) <= errors.MOST_CHARACTERS + len(cls.prefix) + len("...")
+    assert len(error.public_message) <= errors.MAX_CHARACTERS + len(cls.prefix) + len("...")
     assert str(error) == error.message
-    assert len(errors.InvalidRequest("no", "x" * 1_000_000).param or "") == errors.MOST_PARAM_CHARACTERS + len("...")
+    assert len(errors.InvalidRequest("no", "x" * 1_000_000).param or "") == errors.MAX_PARAM_CHARACTERS + len("...")

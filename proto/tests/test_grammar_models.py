@@ -20,7 +20,7 @@ from funitel.proto.step import GrammarType
 from funitel_testing.tiny import byte_tokenizer
 
 EOS = 256
-MOST_TOKENS = 300
+MAX_TOKENS = 300
 WALKS = 6
 
 
@@ -116,7 +116,7 @@ def written(grammar: LLMatcher, seed: int) -> str | None:
     matcher, draw, tokenizer = grammar.deep_copy(), random.Random(seed), byte_tokenizer()
     closing = {tokenizer.token_to_id(character) for character in '}"]0123456789e,:'}
     ids: list[int] = []
-    while len(ids) < MOST_TOKENS and not matcher.is_stopped():
+    while len(ids) < MAX_TOKENS and not matcher.is_stopped():
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits).tolist()
         if allowed == [EOS] or (EOS in allowed and draw.random() < 0.5):

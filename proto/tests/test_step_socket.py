@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from funitel.proto.step_socket import MOST_BYTES, Frame, FrameProtocol, Method, decode_context, encode_context
+from funitel.proto.step_socket import MAX_BYTES, Frame, FrameProtocol, Method, decode_context, encode_context
 
 FRAMES = st.lists(
     st.builds(
@@ -63,7 +63,7 @@ def test_methods_are_grpcs() -> None:
 
 def test_a_frame_that_claims_to_be_huge_ends_the_connection_and_takes_no_memory() -> None:
     receiver = Recorded()
-    receiver.data_received(struct.pack("<IIQB", MOST_BYTES, 1, 1, 1) + b"x" * 100)
+    receiver.data_received(struct.pack("<IIQB", MAX_BYTES, 1, 1, 1) + b"x" * 100)
     assert receiver.is_aborted
     assert receiver.taken == []
     assert not receiver._buffer

@@ -36,10 +36,10 @@ KINDS: dict[str, tuple[str, int]] = {
     "grammars": ("funitel_testing.fuzz_chats", 3000),
 }
 SOUND = ("loaded", "refused", "passed")
-MOST_SECONDS = 40.0  # for an input
+MAX_SECONDS = 40.0  # for an input
 START_SECONDS = 120.0  # for a process to be ready
-MOST_MIB = 256  # for an input
-MOST_GROWTH_MIB = 128  # of a process from a fifth of its inputs on: caches have filled by then
+MAX_MIB = 256  # for an input
+MAX_GROWTH_MIB = 128  # of a process from a fifth of its inputs on: caches have filled by then
 COLUMNS = (
     "inputs",
     "crashes",
@@ -64,7 +64,7 @@ class Report:
     def add(self, result: dict[str, Any]) -> None:
         """Count one result."""
         kind, outcome = result["kind"], result["outcome"]
-        if outcome in SOUND and result["mib"] > MOST_MIB:
+        if outcome in SOUND and result["mib"] > MAX_MIB:
             outcome = "too much memory"
         self.outcomes[kind, outcome] += 1
         if outcome not in SOUND:
@@ -77,7 +77,7 @@ class Report:
             later = held[len(held) // 5 :]
             growth = later[-1][1] - later[0][1]
             self.growth[kind] = max(self.growth[kind], growth)
-            if growth > MOST_GROWTH_MIB:
+            if growth > MAX_GROWTH_MIB:
                 self.failures.append({"kind": kind, "number": -1, "outcome": f"leak of {growth} MiB", "message": ""})
 
     def add_suite(self, suite: str, tried: fuzz_suites.Tried) -> None:
@@ -160,7 +160,7 @@ def _run(worker: str, inputs: list[tuple[str, int]], seed: int, folder: Path) ->
                 result = json.loads(line)
                 if "outcome" in result:
                     results.append(result)
-                patience = MOST_SECONDS if len(results) < len(inputs) else START_SECONDS  # to end, too
+                patience = MAX_SECONDS if len(results) < len(inputs) else START_SECONDS  # to end, too
         except queue.Empty:
             ending = f"no end within {patience:g} seconds"
             process.kill()

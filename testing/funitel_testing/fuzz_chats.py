@@ -29,8 +29,8 @@ from funitel_testing.tiny import VOCAB_SIZE, save_tokenizer
 TIME_LIMIT = 1.0
 START_SECONDS = 8.0
 SLACK_SECONDS = 4.0  # for starting and killing processes beside others
-MOST_MASK_SECONDS = 2.0  # for what may follow in one sequence; a loaded machine's
-MOST_TOKENS = 24
+MAX_MASK_SECONDS = 2.0  # for what may follow in one sequence; a loaded machine's
+MAX_TOKENS = 24
 MEMORY_LIMIT = 512 << 20
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -166,10 +166,10 @@ class Chats:
     def _followed(self, grammar: Grammar, rng: random.Random) -> str:
         params = SamplingParams(grammar=grammar.text, grammar_type=grammar.kind)
         state = self._compiler.start(params, (), ignores_eos=False)
-        for _ in range(MOST_TOKENS):
+        for _ in range(MAX_TOKENS):
             began = time.monotonic()
             allowed = _allowed(state)
-            if time.monotonic() - began > MOST_MASK_SECONDS:
+            if time.monotonic() - began > MAX_MASK_SECONDS:
                 return f"slow from token to token: {grammar.kind} {grammar.text[:500]}"
             if not allowed:
                 return f"nothing may follow: {grammar.kind} {grammar.text[:500]}"

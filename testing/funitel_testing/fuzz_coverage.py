@@ -18,9 +18,9 @@ with atheris.instrument_imports(include=["funitel.model_server"]):
 from funitel.proto.errors import StartupError
 from funitel_testing.fuzz_mutants import mutant
 
-MOST_BYTES = 16_384
-MOST_SECONDS = 20
-MOST_MIB = 2048
+MAX_BYTES = 16_384
+MAX_SECONDS = 20
+MAX_MIB = 2048
 NUM_SEEDS = 40
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     corpus.mkdir()
     logging.disable()
     for number in range(NUM_SEEDS):
-        (corpus / str(number)).write_bytes(mutant(kind, 0, number)[:MOST_BYTES])
+        (corpus / str(number)).write_bytes(mutant(kind, 0, number)[:MAX_BYTES])
     read = READERS[kind]
 
     def attempt(content: bytes) -> None:
@@ -50,7 +50,7 @@ def main() -> None:
             if not error.message.isprintable():
                 raise AssertionError(error.message) from error
 
-    limits = (f"-max_len={MOST_BYTES}", f"-timeout={MOST_SECONDS}", f"-rss_limit_mb={MOST_MIB}")
+    limits = (f"-max_len={MAX_BYTES}", f"-timeout={MAX_SECONDS}", f"-rss_limit_mb={MAX_MIB}")
     atheris.Setup([sys.argv[0], str(corpus), f"-runs={num_runs}", "-print_final_stats=0", *limits], attempt)
     atheris.Fuzz()
 

@@ -27,7 +27,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.tools.spec import check
-from funitel.proto.errors import MOST_CHARACTERS, StartupError
+from funitel.proto.errors import MAX_CHARACTERS, StartupError
 from funitel_testing.fuzz_mutants import CONFIG, SHAPES, mutant
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def _try(kind: str, seed: int, number: int, folder: Path) -> dict[str, object]:
         _load(kind, folder, path)
     except StartupError as error:
         message = error.message
-        if "\n" in message or not message.isprintable() or len(message) > MOST_CHARACTERS + 3:
+        if "\n" in message or not message.isprintable() or len(message) > MAX_CHARACTERS + 3:
             problem = "not one printable line"
         elif path.name not in message and not _FIELD.search(message):
             problem = "names neither file nor field"

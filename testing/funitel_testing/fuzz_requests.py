@@ -21,8 +21,8 @@ from funitel_testing.fuzz_values import body_bytes, mangled
 from funitel_testing.servers import Server, serving
 from funitel_testing.tiny import save_tiny
 
-MOST_SECONDS = 30.0  # for an answer; a grammar that is a bomb takes five, and a process to be started
-MOST_ERROR_BYTES = 16_384
+MAX_SECONDS = 30.0  # for an answer; a grammar that is a bomb takes five, and a process to be started
+MAX_ERROR_BYTES = 16_384
 CALM = (424, 500, 502, 503)  # what a tiny, idle and sound server has no reason to answer
 # A request that names no limit generates to the end of a short context.
 FLAGS = (
@@ -160,14 +160,14 @@ class Target:
     def _ask(self, path: str, content: bytes, headers: Mapping[str, bytes]) -> str:
         logged = self._server.log.stat().st_size
         if self._connection is None:
-            self._connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=MOST_SECONDS)
+            self._connection = http.client.HTTPConnection("127.0.0.1", self._server.port, timeout=MAX_SECONDS)
         try:
             self._connection.request("POST", path, content, headers)  # type: ignore[arg-type]
             response = self._connection.getresponse()
             answer = response.read()
         except TimeoutError:
             self.close()
-            return f"no end within {MOST_SECONDS:g} seconds: {path} {content[:500]!r} {headers}"
+            return f"no end within {MAX_SECONDS:g} seconds: {path} {content[:500]!r} {headers}"
         except (http.client.HTTPException, OSError):
             self.close()
             return self._ended(logged)
@@ -199,13 +199,13 @@ class Target:
         logged = self._server.log.stat().st_size
         answer = b""
         try:
-            with socket.create_connection(("127.0.0.1", self._server.port), timeout=MOST_SECONDS) as sock:
+            with socket.create_connection(("127.0.0.1", self._server.port), timeout=MAX_SECONDS) as sock:
                 sock.sendall(request)
                 sock.shutdown(socket.SHUT_WR)
                 while chunk := sock.recv(1 << 16):
                     answer += chunk
         except TimeoutError:
-            return f"no end within {MOST_SECONDS:g} seconds: {request[:1000]!r}"
+            return f"no end within {MAX_SECONDS:g} seconds: {request[:1000]!r}"
         except OSError:
             return self._ended(logged)
         statuses = [int(status) for status in re.findall(rb"^HTTP/1\.1 (\d{3}) ", answer, re.MULTILINE)]
@@ -217,7 +217,7 @@ class Target:
 
     def _ended(self, logged: int) -> str:
         """A connection that was closed is right for what is no HTTP, as long as the server goes on."""
-        with socket.create_connection(("127.0.0.1", self._server.port), timeout=MOST_SECONDS) as sock:
+        with socket.create_connection(("127.0.0.1", self._server.port), timeout=MAX_SECONDS) as sock:
             sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             head = sock.recv(64)
         return "" if head.startswith(b"HTTP/1.1 200 ") and not self._is_logged(logged) else f"not healthy: {head!r}"
@@ -264,7 +264,7 @@ def _error_fault(record: Any, text: str) -> str:
     message = error if isinstance(error, str) else error["message"]
     if "\n" in message:
         return "an error of several lines"
-    return "a long error" if len(text) > MOST_ERROR_BYTES else ""
+    return "a long error" if len(text) > MAX_ERROR_BYTES else ""
 
 
 _targets: list[Target] = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MOST_SECONDS = 3600
+MAX_SECONDS = 3600
 STREAMS = ("core/test_stream_properties.py", "chat/test_tool_parsers.py", "text/test_stop_holdback.py")
 COVERAGE_RUNS = 20_000
 
@@ -49,7 +49,7 @@ def _streams(count: int | None, folder: Path) -> Tried:
 
 def _pytest(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MOST_SECONDS)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=MAX_SECONDS)
 
 
 def _coverage(count: int | None, folder: Path) -> Tried:
@@ -61,7 +61,7 @@ def _coverage(count: int | None, folder: Path) -> Tried:
 
 def _covered(target: str, num_runs: int, folder: Path) -> Tried:
     command = [sys.executable, "-m", "funitel_testing.fuzz_coverage", target, str(folder), str(num_runs)]
-    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=MOST_SECONDS)
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=MAX_SECONDS)
     done = re.search(r"Done (\d+) runs|#(\d+)\s+DONE", ended.stderr)
     return Tried(int(done[1] or done[2]) if done else 0, "" if ended.returncode == 0 and done else ended.stderr[-3000:])
 

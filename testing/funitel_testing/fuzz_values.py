@@ -22,7 +22,7 @@ HOSTILE: tuple[Any, ...] = (
         {"type": "regex", "value": "(a|a)*b"},
     ),
 )
-MOST_PLACES = 20_000  # of a value: making more would take longer than what is tried
+MAX_PLACES = 20_000  # of a value: making more would take longer than what is tried
 
 
 def mangled(value: Any, rng: random.Random) -> Any:
@@ -32,7 +32,7 @@ def mangled(value: Any, rng: random.Random) -> Any:
     if not places:
         return rng.choice(HOSTILE)
     holder, key = rng.choice(places)
-    room = max(1, MOST_PLACES // len(places))
+    room = max(1, MAX_PLACES // len(places))
     match rng.randrange(7):
         case 0 | 1 | 2:
             holder[key] = rng.choice(HOSTILE)

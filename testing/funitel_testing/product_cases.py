@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _WEIGHT_ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
 _OUT_ROUNDING = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-7}
 _SUM_ROUNDING = 2.0**-23
-_LEAST_FLOAT16 = 2.0**-24
+_MIN_FLOAT16 = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def excess(case: ProductCase, device: torch.device) -> float:
     expected, terms = x.double() @ weights.t(), x.double().abs() @ weights.abs().t()
     if bias is not None:
         expected, terms = expected + bias.double(), terms + bias.double().abs()
-    least = _LEAST_FLOAT16 if case.dtype is torch.float16 else 0.0
+    least = _MIN_FLOAT16 if case.dtype is torch.float16 else 0.0
     bound = terms * (_WEIGHT_ROUNDING[case.dtype] + (case.num_inputs + 1) * _SUM_ROUNDING)
     bound += expected.abs() * _OUT_ROUNDING[case.dtype] + least * (1 + x.double().abs().sum(1, keepdim=True))
     excesses = (found - expected).abs() / (bound + 1e-30)

@@ -19,7 +19,7 @@ import httpx
 STARTUP_SECONDS = 180.0
 MARK = "FUNITEL_TEST_MARK"  # in the environment of everything a test starts, also of what outlives its parent
 
-MOST_SHARDS = 8  # of any deployment in a test
+MAX_SHARDS = 8  # of any deployment in a test
 _SHARD = re.compile(r" -m (funitel\.model_server|funitel_testing\.faulty_shard) serve ")
 LAUNCHER = "funitel.launcher"
 FAULTY_LAUNCHER = "funitel_testing.faulty_launcher"  # its shards go wrong as a test says
@@ -135,8 +135,8 @@ class Footprint:
         found += [f"shared memory {name}" for name in shared_memory() - self.shared_memory]
         lock = Path(f"{self.uds_path}.lock")
         if not is_locked(lock):  # else another deployment has taken the path over
-            bases = (self.uds_path, *(f"{self.uds_path}-replica-{replica}" for replica in range(1, MOST_SHARDS)))
-            sockets = (Path(f"{b}-{rank}{s}") for b in bases for rank in range(MOST_SHARDS) for s in ("", ".steps"))
+            bases = (self.uds_path, *(f"{self.uds_path}-replica-{replica}" for replica in range(1, MAX_SHARDS)))
+            sockets = (Path(f"{b}-{rank}{s}") for b in bases for rank in range(MAX_SHARDS) for s in ("", ".steps"))
             found += [str(path) for path in (lock, *sockets) if path.exists()]
         return found
 

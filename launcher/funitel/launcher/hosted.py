@@ -1,4 +1,4 @@
-"""A launcher that ends with the client that started it: `python -m funitel.launcher.hosted CLIENT_PID FLAGS`."""
+"""Run a launcher that ends with the client that started it: `python -m funitel.launcher.hosted CLIENT_PID FLAGS`."""
 
 import sys
 

@@ -17,7 +17,7 @@ from funitel.launcher.bench.apis import IGNORE_EOS, USAGE
 from funitel.launcher.bench.command import bench
 from funitel.launcher.bench.figures import Timeline
 from funitel.launcher.bench.http import Endpoint
-from funitel.launcher.bench.load import ClientLoad, Level, press
+from funitel.launcher.bench.load import ClientLoad, Level, run_level
 from funitel.launcher.bench.progress import BenchProgress
 from funitel.launcher.bench.report import LevelResult, ServerResult, warnings
 from funitel.launcher.bench.settings import BenchSettings
@@ -29,7 +29,7 @@ from funitel_testing.fake_streams import FakeStreams, streaming
 
 Start = Callable[..., FakeStreams]
 APIS = ("openai-chat", "openai-completions", "tgi")
-WISHES = frozenset({IGNORE_EOS, USAGE})
+OPTIONS = frozenset({IGNORE_EOS, USAGE})
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def start() -> Iterator[Start]:
 
 
 def target(fake: FakeStreams, api: str = "openai-chat", *, timeout: float = 10.0, model: str = "") -> Target:
-    return Target("it", api, Endpoint(fake.url), model=model, wishes=WISHES, timeout=timeout)
+    return Target("it", api, Endpoint(fake.url), model=model, options=OPTIONS, timeout=timeout)
 
 
 def measured(capsys: pytest.CaptureFixture[str], *fakes: FakeStreams, **settings: Any) -> tuple[str, Any]:
@@ -133,9 +133,9 @@ async def test_failures_have_kinds(start: Start, fate: str, kind: str, message: 
 
 
 async def test_an_event_of_another_api_is_a_failure(start: Start) -> None:
-    server = Target("it", "tgi", Endpoint(start().url), model="", wishes=WISHES, timeout=5.0)
+    server = Target("it", "tgi", Endpoint(start().url), model="", options=OPTIONS, timeout=5.0)
     server._dialect = type(server._dialect)(
-        "/v1/completions", server._dialect.body, server._dialect.read, WISHES, False
+        "/v1/completions", server._dialect.body, server._dialect.read, OPTIONS, False
     )
     failed = await server.ask(PreparedRequest("some words", 2))
     assert failed.failure is not None
@@ -143,7 +143,7 @@ async def test_an_event_of_another_api_is_a_failure(start: Start) -> None:
 
 
 async def test_a_server_that_is_gone_is_a_failure_to_connect(start: Start) -> None:
-    server = Target("it", "tgi", Endpoint("127.0.0.1:1"), model="", wishes=WISHES, timeout=5.0)
+    server = Target("it", "tgi", Endpoint("127.0.0.1:1"), model="", options=OPTIONS, timeout=5.0)
     failed = await server.ask(PreparedRequest("some words", 2))
     assert failed.failure is not None
     assert failed.failure.kind == "connect"
@@ -158,21 +158,21 @@ async def test_prompts_have_the_length_asked_for_template_included(start: Start,
     server = target(fake, api)
     await server.probe()
     assert server.counts_prompts
-    for prompt in await server.prepare(Workload("fixed", 33, 2).asks(3, 1)):
+    for prompt in await server.prepare(Workload("fixed", 33, 2).prompt_specs(3, 1)):
         assert (await server.ask(prompt)).num_prompt_tokens == 33
 
 
 async def test_words_of_several_tokens_are_left_out_until_the_length_fits(start: Start) -> None:
     server = target(start(counts_by="content", tokens_per_word=3))
     await server.probe()
-    (prompt,) = await server.prepare(Workload("fixed", 60, 2).asks(1, 1))
+    (prompt,) = await server.prepare(Workload("fixed", 60, 2).prompt_specs(1, 1))
     assert (await server.ask(prompt)).num_prompt_tokens == 60
 
 
 async def test_a_group_shares_the_text_of_its_prefix(start: Start) -> None:
     server = target(start(counts_by="content"))
     await server.probe()
-    prompts = await server.prepare(Workload("shared-prefix", 30, 2, prefix_tokens=20, num_groups=2).asks(4, 1))
+    prompts = await server.prepare(Workload("shared-prefix", 30, 2, prefix_tokens=20, num_groups=2).prompt_specs(4, 1))
     texts = [prompt.text.split() for prompt in prompts]
     assert [len(words) for words in texts] == [30] * 4
     assert texts[0][:20] == texts[2][:20] != texts[1][:20]
@@ -182,7 +182,7 @@ async def test_a_group_shares_the_text_of_its_prefix(start: Start) -> None:
 async def test_without_a_tokenizer_a_word_is_a_token(start: Start) -> None:
     server = target(start())
     await server.probe()
-    (prompt,) = await server.prepare(Workload("fixed", 12, 2).asks(1, 1))
+    (prompt,) = await server.prepare(Workload("fixed", 12, 2).prompt_specs(1, 1))
     assert not server.counts_prompts
     assert len(prompt.text.split()) == 12
 
@@ -194,7 +194,9 @@ async def test_streams_are_kept_busy_and_no_more_than_that(start: Start) -> None
     fake = start(gap_seconds=0.01)
     server = target(fake)
     seen: list[Timeline] = []
-    run = await press(server, Level(concurrency=3), [PreparedRequest(word, 3) for word in WORDS[:8]], (), seen.append)
+    run = await run_level(
+        server, Level(concurrency=3), [PreparedRequest(word, 3) for word in WORDS[:8]], (), seen.append
+    )
     assert fake.most_in_flight == 3
     assert run.timelines == seen
     assert [fake.prompt_of(body) for body in fake.bodies] == list(WORDS[:8])
@@ -203,7 +205,7 @@ async def test_streams_are_kept_busy_and_no_more_than_that(start: Start) -> None
 async def test_requests_with_a_rate_do_not_wait_for_each_other(start: Start) -> None:
     fake = start(first_seconds=0.2)
     prompts = [PreparedRequest("word", 1) for _ in range(5)]
-    run = await press(target(fake), Level(rate=50), prompts, [0.0, 0.01, 0.02, 0.03, 0.1], lambda _: None)
+    run = await run_level(target(fake), Level(rate=50), prompts, [0.0, 0.01, 0.02, 0.03, 0.1], lambda _: None)
     starts = sorted(timeline.started for timeline in run.timelines)
     assert fake.most_in_flight == 5
     assert starts[4] - starts[0] == pytest.approx(0.1, abs=1e-6)
@@ -217,7 +219,7 @@ async def test_the_client_notices_what_it_takes_itself(start: Start) -> None:
             pass
 
     begin = time.perf_counter()
-    run = await press(target(start()), Level(concurrency=1), [PreparedRequest("word", 1)] * 2, (), burn)
+    run = await run_level(target(start()), Level(concurrency=1), [PreparedRequest("word", 1)] * 2, (), burn)
     assert run.client.cpu_share * (time.perf_counter() - begin) >= 0.3
     assert (run.client.lag_ms_p99 or 0) > 50
     assert ClientLoad().lag_ms_p99 is None
@@ -231,10 +233,10 @@ def test_a_client_that_may_limit_the_figures_is_warned_of(start: Start) -> None:
         return list(warnings([ServerResult(target(start()), [result])]))
 
     assert warned(0.4, 5.0) == []
-    assert warned(0.63, 5.0) == ["it, 1 stream: the client took 63% of a core: it may be what limits these figures"]
+    assert warned(0.63, 5.0) == ["it, 1 stream: the client used 63% of a core: it may limit these figures"]
     assert warned(0.4, 30.0) == [
-        "it, 1 stream: the client was up to 30 ms late itself (p99): the machine has no core to spare for it, and "
-        "times are that much too long"
+        "it, 1 stream: the client itself was up to 30 ms late (p99): the machine has no free core for it, and times "
+        "are too long by that much"
     ]
 
 
@@ -308,7 +310,7 @@ def test_rates_and_drawn_lengths(start: Start, capsys: pytest.CaptureFixture[str
 
 
 def test_no_request_that_succeeds_is_an_error(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(FunitelError, match="^not one request succeeded: not now$"):
+    with pytest.raises(FunitelError, match="^no request succeeded: not now$"):
         measured(capsys, start(fates=("503",) * 8), num_requests=2)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["servers"][0]["levels"][0]["failures"] == {
         "HTTP 503": 2
@@ -344,7 +346,7 @@ def test_kernels_are_the_model_servers_command() -> None:
         (["--request-rate", "nan"], "--request-rate must be within (0, 1e9), given nan"),
         (["--concurrency", "1", "--request-rate", "1"], "give either --concurrency or --request-rate, not both"),
         (["--api", "soap"], "--api must be one of openai-chat, openai-completions, tgi, given 'soap'"),
-        (["--url", "a", "--url", "a"], "two servers are named alike, give each a --name: a, a"),
+        (["--url", "a", "--url", "a"], "two servers have the same name, give each a --name: a, a"),
         (
             ["--url", "a", "--api", "tgi", "--api", "tgi"],
             "--api must be given once or once for each of 1 --url, given 2",
@@ -389,7 +391,7 @@ def test_the_bar_is_a_line_for_each_level_in_a_pipe_and_moves_on_a_terminal(monk
 
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
-    monkeypatch.setattr("funitel.launcher.bench.progress.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("funitel.launcher.bench.progress.MIN_SECONDS", 0.0)
     bar = BenchProgress(2, terminal)
     bar.begin("1 stream")
     bar.report(Timeline(0.0, 1.0, num_tokens=5))

@@ -13,7 +13,7 @@ from funitel.launcher.bench.figures import (
     summarise,
     times_better,
 )
-from funitel.launcher.bench.workload import MOST_TOKENS, Workload, arrivals
+from funitel.launcher.bench.workload import MAX_TOKENS, Workload, arrivals
 
 FAILED = Timeline(0.0, 9.0, failure=Failure("cut", "it was cut"))
 
@@ -112,23 +112,23 @@ def test_better_is_more_of_rates_and_less_of_times() -> None:
 
 def test_the_same_key_asks_the_same_and_another_something_else() -> None:
     workload = Workload("fixed", 30, 5)
-    first, again, other = (workload.asks(6, *key) for key in ((1, 0), (1, 0), (1, 1)))
+    first, again, other = (workload.prompt_specs(6, *key) for key in ((1, 0), (1, 0), (1, 1)))
     assert first == again
     assert len({ask.words[:8] for ask in first + other}) == 12
     assert {(len(ask.words), ask.prompt_tokens, ask.output_tokens) for ask in first} == {(30, 30, 5)}
 
 
 def test_lengths_like_conversations_have_their_means_and_their_tail() -> None:
-    asks = Workload("sharegpt", 161, 338).asks(4000, 7)
+    asks = Workload("sharegpt", 161, 338).prompt_specs(4000, 7)
     prompts, outputs = [a.prompt_tokens for a in asks], [a.output_tokens for a in asks]
     assert 120 < sum(prompts) / len(prompts) < 165
     assert 270 < sum(outputs) / len(outputs) < 345
-    assert sorted(prompts)[2000] < 100 < 600 < sorted(prompts)[-40] <= MOST_TOKENS
+    assert sorted(prompts)[2000] < 100 < 600 < sorted(prompts)[-40] <= MAX_TOKENS
     assert min(prompts + outputs) >= 4
 
 
 def test_groups_share_their_prefix_and_nothing_else() -> None:
-    asks = Workload("shared-prefix", 40, 5, prefix_tokens=30, num_groups=3).asks(7, 1)
+    asks = Workload("shared-prefix", 40, 5, prefix_tokens=30, num_groups=3).prompt_specs(7, 1)
     prefixes = [ask.prefix_words for ask in asks]
     assert prefixes[0] == prefixes[3] == prefixes[6] != prefixes[1]
     assert len(set(prefixes)) == 3

@@ -72,7 +72,7 @@ def test_ratios_are_of_the_same_server_with_and_without(
         (["--core", "4000"], "--core must be one this process may use, given 4000"),
         (["--rounds", "0"], "--rounds must be >= 1, given 0"),
         (["--name", "a", "--name", "b"], "--name must be given for each of 1 --url, given 2 times"),
-        (["--url", "http://x"], "two servers are named alike"),
+        (["--url", "http://x"], "two servers have the same name"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

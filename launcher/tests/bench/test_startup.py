@@ -78,7 +78,7 @@ def test_a_server_that_does_not_start_is_one_line(module: ModuleType) -> None:
 def test_a_server_that_is_never_ready_is_ended_with_one_line(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.5)
     with pytest.raises(SystemExit, match=r"^error: the server was not ready within 0\.5 s: loading$"):
         module.start("tiny", ["--silent"])
 

@@ -87,8 +87,8 @@ def test_thoughts_are_told_apart_and_not_kept(start: Start) -> None:
     ("behaviour", "message"),
     [
         ({"fails_after": 1}, "the step failed"),
-        ({"breaks_after": 1}, "^the server ended the answer without saying why$"),
-        ({"ends_after": 2}, "^the server ended the answer without saying why$"),
+        ({"breaks_after": 1}, "^the server ended the answer without a finish reason$"),
+        ({"ends_after": 2}, "^the server ended the answer without a finish reason$"),
         ({"status": 422, "refusal": {"error": "too long", "error_type": "validation"}}, "^too long$"),
         ({"status": 400, "refusal": {"error": {"message": "no such field"}}}, "^no such field$"),
         ({"status": 500, "refusal": "oops"}, "answers with status 500$"),
@@ -159,7 +159,7 @@ def test_a_server_of_another_model_is_refused(start: Start) -> None:
     ):
         pass
     fake.info = ["something else"]
-    with pytest.raises(FunitelError, match="is no server of ours"), connected(ChatSettings(url=fake.url)):
+    with pytest.raises(FunitelError, match="is not a funitel server"), connected(ChatSettings(url=fake.url)):
         pass
 
 

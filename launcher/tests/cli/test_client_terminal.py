@@ -163,7 +163,7 @@ def test_a_prompt_through_a_pipe() -> None:
         assert fake.bodies[0]["inputs"] == "Zwölf\nLinien\n"
         done = run("generate", "-", "--url", fake.url, text=b"a\xff")
         assert (done.returncode, done.stdout) == (1, b"")
-        assert done.stderr == b"error: the prompt must be UTF-8, which byte 1 is not part of\n"
+        assert done.stderr == b"error: the prompt must be UTF-8: byte 1 is not\n"
 
 
 def test_a_reader_that_leaves_ends_it_quietly() -> None:

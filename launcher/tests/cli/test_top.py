@@ -90,7 +90,7 @@ def test_lines_fit_and_obey_nobody() -> None:
 
 @pytest.mark.parametrize("answer", [{}, {"model_id": "x", "version": "1", "replicas": [{}]}, {"replicas": 1}])
 def test_what_is_no_state_is_one_line(answer: dict[str, Any]) -> None:
-    with pytest.raises(FunitelError, match="u answers what funitel top cannot read"):
+    with pytest.raises(FunitelError, match="u gives an answer that funitel top cannot read"):
         page(answer, "u")
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from funitel.launcher.config.command_line import Given, launcher_app
-from funitel.launcher.config.config_file import FLAGS, MOST_BYTES, read_config
+from funitel.launcher.config.command_line import ParsedCommandLine, launcher_app
+from funitel.launcher.config.config_file import FLAGS, MAX_BYTES, read_config
 from funitel.launcher.config.resolve import resolve
 from funitel.launcher.config.upgrade import next_settings
 from funitel.launcher.settings import LauncherSettings
@@ -34,8 +34,8 @@ def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def given(*argv: str) -> Given:
-    found: list[Given] = []
+def given(*argv: str) -> ParsedCommandLine:
+    found: list[ParsedCommandLine] = []
     launcher_app(argv, os.environ, found.append)(list(argv), standalone_mode=False)
     return found[0]
 
@@ -76,7 +76,7 @@ def test_comments_and_blank_lines_count_and_the_last_line_of_a_variable_wins(wri
         ("=1", "line 2: '' is not the variable of a setting"),
         ("--port=1", "line 2: '--port' is not the variable of a setting"),
         ("FUNITEL_CONFIG=/there", "line 2: 'FUNITEL_CONFIG' is not the variable of a setting"),
-        ('MODEL_ID="a', 'line 2: MODEL_ID begins with " and has no other'),
+        ('MODEL_ID="a', 'line 2: MODEL_ID begins with ", so its only other "'),
         ("MODEL_ID='", "line 2: MODEL_ID begins with '"),
         ("MODEL_ID='a' 'b'", "line 2: MODEL_ID begins with '"),
         ("MODEL_ID='a' # b", "line 2: MODEL_ID begins with '"),
@@ -93,14 +93,14 @@ def test_a_wrong_line_is_named(write: Write, line: str, words: str) -> None:
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     broken, long, pipe = tmp_path / "broken", tmp_path / "long", tmp_path / "pipe"
     broken.write_bytes(b"MODEL_ID=\xff")
-    long.write_bytes(b"#" * (MOST_BYTES + 1))
+    long.write_bytes(b"#" * (MAX_BYTES + 1))
     os.mkfifo(pipe)
     for path, words in (
         (tmp_path / "none", "cannot be read: No such file or directory"),
         (tmp_path, "is not a regular file"),
         (pipe, "is not a regular file"),
         (broken, "cannot be read: it is not UTF-8"),
-        (long, f"has more than {MOST_BYTES} bytes"),
+        (long, f"has more than {MAX_BYTES} bytes"),
     ):
         with pytest.raises(SettingsError, match=rf"^--config {path} {words}$"):
             read_config(str(path))
@@ -132,7 +132,7 @@ def test_flag_beats_file_beats_environment_beats_default(
     assert dict(os.environ) == before
     assert not {"DTYPE", "MAX_BATCH_SIZE", "JSON_OUTPUT"} & set(found.environ), "children must not read these either"
     assert found.environ["MAX_BEST_OF"] == "3"
-    assert caplog.messages == [f"{path}, line 5: BLOCK_SIZE has no effect, for --block-size is given"]
+    assert caplog.messages == [f"{path}, line 5: BLOCK_SIZE has no effect: --block-size is given"]
 
 
 def test_a_variable_names_the_file_and_a_flag_beats_it(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,12 +148,12 @@ def test_the_file_is_read_again_with_the_same_flags(write: Write, monkeypatch: p
     monkeypatch.setenv("DTYPE", "float16")
     first = given("--config", write("MODEL_ID=old", "DTYPE=float32"), "--block-size", "32")
     write("MODEL_ID=new")
-    again = first.again().settings
+    again = first.reread().settings
     assert (again.model_id, again.block_size) == ("new", 32)
     assert again.dtype == "float16", "a line that is gone leaves nothing behind"
     write("MODEL_ID=new", "MAX_BATCH_SIZE=many")
     with pytest.raises(SettingsError, match="line 2: MAX_BATCH_SIZE: .*'many' is not a valid integer"):
-        first.again()
+        first.reread()
 
 
 # What is wrong with a value ---------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_a_port_is_free_until_someone_listens() -> None:
     with socket.create_server(("127.0.0.1", port)), pytest.raises(SettingsError) as caught:
         check_port("0.0.0.0", port)
     assert caught.value.message == (
-        f"--port {port} is already in use on 0.0.0.0: stop what listens there or choose another --port"
+        f"--port {port} is already in use on 0.0.0.0: stop that process or choose another --port"
     )
 
 

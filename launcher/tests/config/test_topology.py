@@ -125,7 +125,7 @@ def test_there_is_a_shard_for_each_node(
 def test_each_replicas_shards_are_told_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "usable_nodes", lambda: TWO)
     settings = resolve(LauncherSettings(numa=True, num_replicas=2), 2, "/tmp/path")
-    assert settings.places == (
+    assert settings.core_assignments == (
         ShardPlacement(Cores("0-1"), 0),
         ShardPlacement(Cores("2"), 0),
         ShardPlacement(Cores("3-4"), 1),
@@ -142,10 +142,10 @@ def test_each_replicas_shards_are_told_their_places(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("nodes", "num_shard", "said"),
     [
-        (ONE, 2, ["--numa: this machine has one NUMA node, so shards are pinned to their shares of its cores"]),
+        (ONE, 2, ["--numa: this machine has one NUMA node: each shard is pinned to a share of its cores"]),
         (TWO, 2, []),
-        (TWO, 1, ["--numa: 1 shards use as many of 2 NUMA nodes, one each"]),
-        (TWO, 7, ["--numa: 7 shards share 6 cores, so some run on the same"]),
+        (TWO, 1, ["--numa: 1 shards use one NUMA node each, of 2"]),
+        (TWO, 7, ["--numa: 7 shards share 6 cores, so some share a core"]),
     ],
 )
 def test_what_is_not_as_asked_is_one_line(

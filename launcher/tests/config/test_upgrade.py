@@ -24,7 +24,7 @@ def of(launched: Any, process: str, event: str) -> list[dict[str, Any]]:
 def test_others_take_the_place_of_what_serves_before_it_is_stopped(launch: Launch) -> None:
     launched = launch(*ONE, fake={"router": {"drains": 0.3}}).until_ready()
     launched.send(signal.SIGHUP)
-    launched.until_said("what served before the upgrade has ended")
+    launched.until_said("the deployment before the upgrade has ended")
     events = launched.events
     assert events.count("download start") == 2, "the model is resolved anew"
     first, second = of(launched, "router", "start")
@@ -61,11 +61,11 @@ def test_children_get_what_the_file_says_now_and_a_wrong_file_changes_nothing(la
     ):
         file.write_text(lines)
         launched.send(signal.SIGHUP)
-        launched.until_said(f"the upgrade has failed, what served goes on: {said}")
+        launched.until_said(f"the upgrade has failed, the current deployment goes on: {said}")
     assert launched.events == before, "nothing was started for it, and nothing stopped"
     file.write_text("MODEL_ID=new\nMAX_BEST_OF=5\nSERVED_MODEL_NAME=it\nAPI_KEY=sesame\nNUM_REPLICAS=2\n")
     launched.send(signal.SIGHUP)
-    launched.until_said("what served before the upgrade has ended")
+    launched.until_said("the deployment before the upgrade has ended")
     first, second = of(launched, "router", "start")
     assert (flag(first, "--max-best-of"), flag(second, "--max-best-of")) == ("3", "5")
     assert flag(second, "--served-model-name") == "it"
@@ -88,7 +88,9 @@ def test_what_does_not_fit_the_model_names_the_line_of_the_file(launch: Launch, 
     launched.until_ready()
     file.write_text("# too many\nNUM_SHARD=3\n")
     launched.send(signal.SIGHUP)
-    launched.until_said(f"what served goes on: {file}, line 2: NUM_SHARD: --num-shard 3 is more than the 2 query heads")
+    launched.until_said(
+        f"the current deployment goes on: {file}, line 2: NUM_SHARD: --num-shard 3 is more than the 2 query heads"
+    )
     assert len(of(launched, "shard-0", "start")) == 1
     launched.send(signal.SIGTERM)
     assert launched.wait() == 0
@@ -109,7 +111,7 @@ def test_where_they_cannot_start_what_serves_goes_on(launch: Launch, process: st
     fake = {process: {"fails_at_start": 2, "says": ["error: not enough memory"]}}
     launched = launch(*ONE, fake=fake).until_ready()
     launched.send(signal.SIGHUP)
-    launched.until_said("the upgrade has failed, what served goes on")
+    launched.until_said("the upgrade has failed, the current deployment goes on")
     assert launched.process.poll() is None
     pids = {entry["pid"] for entry in launched.entries if entry["event"] in ("sigusr1", "stopped")}
     assert not pids & {of(launched, name, "start")[0]["pid"] for name in ("router", "shard-0")}
@@ -130,7 +132,7 @@ def test_a_signal_during_an_upgrade_leaves_nothing(launch: Launch) -> None:
 def test_a_replica_dies_and_is_restarted_after_an_upgrade(launch: Launch) -> None:
     launched = launch(*ONE).until_ready()
     launched.send(signal.SIGHUP)
-    launched.until_said("what served before the upgrade has ended")
+    launched.until_said("the deployment before the upgrade has ended")
     os.kill(of(launched, "shard-0", "start")[1]["pid"], signal.SIGKILL)
     launched.until_said("the replica answers again")
     launched.send(signal.SIGTERM)

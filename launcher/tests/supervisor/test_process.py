@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from funitel.launcher.supervisor.download import Download
-from funitel.launcher.supervisor.process import LONGEST_LINE, Child, relay
+from funitel.launcher.supervisor.process import MAX_LINE_BYTES, Child, relay
 
 
 async def run(code: str) -> tuple[Child, list[str]]:
@@ -32,23 +32,23 @@ async def test_lines_of_both_streams_are_handed_on() -> None:
 
 async def test_the_last_error_line_is_kept() -> None:
     child, _ = await run("import sys; print('error: first'); print('error: second'); print('bye'); sys.exit(4)")
-    assert child.epitaph() == "child exited with code 4: last error: second"
+    assert child.exit_reason() == "child exited with code 4: last error: second"
 
 
 async def test_without_an_error_line_the_last_line_is_told() -> None:
     child, _ = await run("raise ValueError('no way')")
-    assert child.epitaph() == "child exited with code 1: last line: ValueError: no way"
+    assert child.exit_reason() == "child exited with code 1: last line: ValueError: no way"
 
 
 async def test_a_silent_end_by_signal_is_named() -> None:
     child, _ = await run("import os; os.kill(os.getpid(), 11)")
-    assert child.epitaph() == "child exited with code -11 (killed by SIGSEGV)"
+    assert child.exit_reason() == "child exited with code -11 (killed by SIGSEGV)"
 
 
 async def test_a_line_without_end_is_cut() -> None:
-    _, lines = await run(f"print('x' * {2 * LONGEST_LINE}, end='')")
-    assert "".join(lines) == "x" * (2 * LONGEST_LINE)
-    assert max(map(len, lines)) < 2 * LONGEST_LINE
+    _, lines = await run(f"print('x' * {2 * MAX_LINE_BYTES}, end='')")
+    assert "".join(lines) == "x" * (2 * MAX_LINE_BYTES)
+    assert max(map(len, lines)) < 2 * MAX_LINE_BYTES
 
 
 async def test_bytes_that_are_no_text_are_replaced() -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from funitel.launcher.supervisor.process import Child
-from funitel.launcher.supervisor.watchdog import watch
+from funitel.launcher.supervisor.watchdog import kill_when_unresponsive
 
 
 async def sleeper() -> Child:
@@ -21,7 +21,7 @@ async def test_a_silent_shard_is_killed(caplog: pytest.LogCaptureFixture) -> Non
     async def answers() -> bool:
         return False
 
-    await asyncio.wait_for(watch(child, answers, 0.4), 5)
+    await asyncio.wait_for(kill_when_unresponsive(child, answers, 0.4), 5)
     assert await child.wait() == -9
     assert "shard rank 0 has not answered for" in caplog.text
 
@@ -35,7 +35,7 @@ async def test_one_that_answers_now_and_then_lives() -> None:
         count += 1
         return count % 2 == 0
 
-    watching = asyncio.create_task(watch(child, answers, 0.8))
+    watching = asyncio.create_task(kill_when_unresponsive(child, answers, 0.8))
     await asyncio.sleep(2)
     assert not watching.done()
     child.kill()

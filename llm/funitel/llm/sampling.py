@@ -11,10 +11,10 @@ from funitel.proto.errors import InvalidRequest
 from funitel.router.text.grammar import Grammar
 
 DEFAULT_MAX_TOKENS = 256  # an answer's length, and an end to a sample that would not stop
-LEAST_TEMPERATURE = 1e-5  # what is below differs from greedy in rounding only
+MIN_TEMPERATURE = 1e-5  # what is below differs from greedy in rounding only
 NUM_SEEDS = 2**64
-MOST_PENALTY = 2.0
-MOST_BIAS = 100.0
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,8 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, NUM_SEEDS - 1)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
-        _check_number("presence_penalty", self.presence_penalty, -MOST_PENALTY, MOST_PENALTY)
-        _check_number("frequency_penalty", self.frequency_penalty, -MOST_PENALTY, MOST_PENALTY)
+        _check_number("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _check_number("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, is_open=True)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0)
@@ -91,7 +91,7 @@ class SamplingParams:
             raise _wrong("logit_bias", "a mapping from token ids to numbers", self.logit_bias)
         for token_id, bias in self.logit_bias.items():
             _check_int("logit_bias: a token id", token_id, 0)
-            _check_number(f"logit_bias[{token_id}]", bias, -MOST_BIAS, MOST_BIAS)
+            _check_number(f"logit_bias[{token_id}]", bias, -MAX_BIAS, MAX_BIAS)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ class SamplingParams:
 
     def _drawing(self) -> dict[str, Any]:
         """Which tokens may be drawn and how; nothing where the likeliest is taken."""
-        if self.temperature < LEAST_TEMPERATURE:
+        if self.temperature < MIN_TEMPERATURE:
             return {}
         return {
             "do_sample": True,

@@ -29,7 +29,7 @@ from funitel.proto import step_socket
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.process import logs
 from funitel.proto.process.locks import lock_of, remove_if_free
-from funitel.proto.process.parent import is_losing, stop_with_parent
+from funitel.proto.process.parent import is_parent_ending, stop_with_parent
 from funitel.proto.settings.fields import as_command, run_app
 from funitel.proto.settings.listen_address import is_loopback
 from funitel.proto.tracing.export import export
@@ -222,7 +222,7 @@ def _step_socket(settings: ModelServerSettings) -> str:
 def _remove_files(settings: ModelServerSettings) -> None:
     """Remove the sockets, and after a launcher that was killed its lock too."""
     _remove_sockets(settings)
-    if is_losing(settings.exit_with_parent):
+    if is_parent_ending(settings.exit_with_parent):
         remove_if_free(lock_of(settings.uds_path), LAST_BREATH_SECONDS)
 
 

@@ -49,9 +49,9 @@ import grpc
 
 from funitel.proto.printable import printable, shortened
 
-MOST_CHARACTERS = 2000
+MAX_CHARACTERS = 2000
 """Longest message: what is longer quotes what others sent or wrote, and is cut."""
-MOST_PARAM_CHARACTERS = 200
+MAX_PARAM_CHARACTERS = 200
 """Longest name of a field; clients make up names too."""
 
 
@@ -70,7 +70,7 @@ class FunitelError(Exception):
     wait_seconds: float | None = None  # estimated until it would have begun
 
     def __init__(self, message: str) -> None:
-        self.message = shortened(" ".join(message.split()), MOST_CHARACTERS)
+        self.message = shortened(" ".join(message.split()), MAX_CHARACTERS)
         super().__init__(self.message)
 
     @property
@@ -106,7 +106,7 @@ class InvalidRequest(FunitelError):
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.param = None if param is None else shortened(param, MOST_PARAM_CHARACTERS)
+        self.param = None if param is None else shortened(param, MAX_PARAM_CHARACTERS)
 
 
 class ContextTooLong(InvalidRequest):

@@ -17,7 +17,7 @@ SUFFIX = ".steps"  # of the gRPC socket's path
 # Of gRPC between machines: how often an end without news asks for some, and how long it waits.
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 20_000
-MOST_BYTES = 1 << 28  # of a message, here and in gRPC: prompts of all sequences of a step, or all that is said of them
+MAX_BYTES = 1 << 28  # of a message, here and in gRPC: prompts of all sequences of a step, or all that is said of them
 
 # gRPC's numbers of statuses that either end gives itself.
 OK = 0
@@ -107,9 +107,9 @@ class FrameProtocol(asyncio.Protocol):
         begin = 0
         while len(buffer) - begin >= _HEADER.size:
             num_payload, num_context, call_id, code = _HEADER.unpack_from(buffer, begin)
-            if num_payload + num_context > MOST_BYTES:
+            if num_payload + num_context > MAX_BYTES:
                 buffer.clear()
-                self.refuse(f"a frame of {num_payload + num_context} bytes, at most {MOST_BYTES} are allowed")
+                self.refuse(f"a frame of {num_payload + num_context} bytes, at most {MAX_BYTES} are allowed")
                 return
             payload_begin = begin + _HEADER.size + num_context
             end = payload_begin + num_payload

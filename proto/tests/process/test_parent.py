@@ -10,7 +10,7 @@ import time
 import pytest
 
 from funitel.proto.process import parent
-from funitel.proto.process.parent import has_lost, is_losing, stop_with_parent
+from funitel.proto.process.parent import is_parent_ending, is_parent_gone, stop_with_parent
 
 PATIENCE_SECONDS = 20
 
@@ -71,9 +71,9 @@ def test_without_a_parent_that_matters_nothing_is_asked_of_the_kernel(monkeypatc
 
 
 def test_it_can_be_asked_whether_the_parent_is_gone() -> None:
-    assert not has_lost(os.getppid())
-    assert has_lost(os.getppid() + 1)
-    assert not has_lost(None)
+    assert not is_parent_gone(os.getppid())
+    assert is_parent_gone(os.getppid() + 1)
+    assert not is_parent_gone(None)
 
 
 @linux_only
@@ -85,8 +85,8 @@ ctypes.CDLL(None).pthread_exit(None)
 """
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         try:
-            assert not is_losing(os.getppid())
-            assert not is_losing(None)
+            assert not is_parent_ending(os.getppid())
+            assert not is_parent_ending(None)
             end = time.monotonic() + 10
             while parent._state_of(process.pid) != "Z" and time.monotonic() < end:
                 time.sleep(0.01)

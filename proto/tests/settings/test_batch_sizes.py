@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from funitel.proto.settings.batch_sizes import MOST_ROWS, BatchSizes
+from funitel.proto.settings.batch_sizes import MAX_ROWS, BatchSizes
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_text_is_read_as_tgi_writes_it(text: str, sizes: set[int], again: str) -
     assert str(BatchSizes(text)) == again
 
 
-@given(st.frozensets(st.integers(1, MOST_ROWS)))
+@given(st.frozensets(st.integers(1, MAX_ROWS)))
 def test_what_is_written_is_read_again(sizes: frozenset[int]) -> None:
     assert BatchSizes(str(BatchSizes(sizes))) == sizes
 

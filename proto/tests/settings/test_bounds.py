@@ -17,7 +17,7 @@ from funitel.proto.settings.fields import check_bounds, setting
         (NOT_NEGATIVE, (0, 3), (-1, math.nan), ">= 0"),
         (AT_LEAST_ONE, (1,), (0,), ">= 1"),
         (SHARE, (0.5, 1), (0, 1.01, math.nan), "> 0 and <= 1"),
-        (Bounds(least=0, most=9), (0, 9), (-1, 10), "within 0..9"),
+        (Bounds(minimum=0, maximum=9), (0, 9), (-1, 10), "within 0..9"),
     ],
 )
 def test_a_range_holds_its_numbers_and_says_which(
@@ -31,7 +31,7 @@ def test_a_range_holds_its_numbers_and_says_which(
 @dataclass(frozen=True)
 class _Hotel:
     num_rooms: int = setting(3, "Rooms.", bounds=POSITIVE)
-    num_stars: int | None = setting(None, "Stars.", bounds=Bounds(least=1, most=5))
+    num_stars: int | None = setting(None, "Stars.", bounds=Bounds(minimum=1, maximum=5))
     name: str = "Ritz"
 
 

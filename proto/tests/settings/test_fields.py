@@ -25,7 +25,7 @@ from funitel.model_server.settings import (
 )
 from funitel.proto.errors import SettingsError, WeightsError
 from funitel.proto.process.cores import Cores
-from funitel.proto.settings.batch_sizes import MOST_ROWS, BatchSizes
+from funitel.proto.settings.batch_sizes import MAX_ROWS, BatchSizes
 from funitel.proto.settings.fields import as_command, project, require, run_app, setting, to_argv
 from funitel.proto.settings.options import flag_of, variable_of
 from funitel.router.settings import REASONING_PARSERS, TOOL_CALL_PARSERS, RouterSettings
@@ -341,7 +341,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "cpu_offload_gb": st.floats(0, 1000),
     "kv_host_gb": st.floats(0, 1000),
     "attention": st.none() | st.sampled_from(ATTENTIONS),
-    "cuda_graphs": st.none() | st.frozensets(st.integers(1, MOST_ROWS)).map(BatchSizes),
+    "cuda_graphs": st.none() | st.frozensets(st.integers(1, MAX_ROWS)).map(BatchSizes),
     "cuda_memory_fraction": st.floats(0, 1, exclude_min=True),
     "num_threads": st.none() | COUNT,
     "most_threads": st.none(),  # and a number where "num_threads" is none

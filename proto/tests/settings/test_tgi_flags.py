@@ -14,7 +14,7 @@ from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import DownloadSettings, ModelServerSettings, QuantizeSettings
 from funitel.proto.errors import SettingsError
 from funitel.proto.settings.fields import as_command
-from funitel.proto.settings.tgi_flags import INERT, REFUSED, REFUSED_VALUES, Foreign, Program, rows_of
+from funitel.proto.settings.tgi_flags import INERT, REFUSED, REFUSED_VALUES, Program, TgiFlag, rows_of
 from funitel.router.settings import RouterSettings
 
 PROGRAMS: dict[Program, type[Any]] = {
@@ -278,7 +278,7 @@ def options(program: Program) -> dict[str, Any]:
     return {flag: p for p in command.params for flag in (*p.opts, *p.secondary_opts) if flag.startswith("-")}
 
 
-def row_of(program: Program, flag: str) -> Foreign | None:
+def row_of(program: Program, flag: str) -> TgiFlag | None:
     name = flag.removeprefix("--no-").removeprefix("--").replace("-", "_")
     return next((row for row in rows_of(program) if row.name == name), None)
 
@@ -314,19 +314,19 @@ def test_the_short_p_is_the_port_not_the_metrics_port() -> None:
 # The two classes that are not honoured
 
 
-def text_for(row: Foreign) -> str:
+def text_for(row: TgiFlag) -> str:
     """A value that asks for something."""
     if row.choices:
         return row.choices[0]
     return {"extension": ".bin"}.get(row.name, "0.5" if row.kind is float else "3")
 
 
-def argv_for(row: Foreign) -> list[str]:
+def argv_for(row: TgiFlag) -> list[str]:
     flag = f"--{row.name.replace('_', '-')}"
     return [flag] if row.kind is bool else [flag, text_for(row)]
 
 
-def given_by_variable(row: Foreign) -> dict[str, str]:
+def given_by_variable(row: TgiFlag) -> dict[str, str]:
     assert row.env is not None
     return {row.env: "true" if row.kind is bool else text_for(row)}
 
@@ -337,7 +337,7 @@ REFUSED_ON = [(p, row) for row in REFUSED for p in PROGRAMS if p in row.flag + r
 
 @pytest.mark.parametrize(("program", "row"), INERT_ON, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_an_inert_one_is_one_line_of_the_log_when_given(
-    program: Program, row: Foreign, caplog: pytest.LogCaptureFixture
+    program: Program, row: TgiFlag, caplog: pytest.LogCaptureFixture
 ) -> None:
     ways: list[tuple[list[str], dict[str, str]]] = [(argv_for(row), {})] if program in row.flag else []
     ways += [([], given_by_variable(row))] if row.env else []
@@ -360,7 +360,7 @@ def test_nothing_is_said_of_what_is_not_given(program: Program, caplog: pytest.L
 
 
 @pytest.mark.parametrize(("program", "row"), REFUSED_ON, ids=lambda x: x if isinstance(x, str) else x.name)
-def test_a_refused_one_ends_the_program_with_its_name_value_and_what_to_do(program: Program, row: Foreign) -> None:
+def test_a_refused_one_ends_the_program_with_its_name_value_and_what_to_do(program: Program, row: TgiFlag) -> None:
     if program in row.flag:
         failure = run(program, argv_for(row)).failure
         assert failure is not None
@@ -373,7 +373,7 @@ def test_a_refused_one_ends_the_program_with_its_name_value_and_what_to_do(progr
 
 
 @pytest.mark.parametrize(("program", "row"), REFUSED_ON, ids=lambda x: x if isinstance(x, str) else x.name)
-def test_what_asks_for_nothing_is_no_reason_to_refuse(program: Program, row: Foreign) -> None:
+def test_what_asks_for_nothing_is_no_reason_to_refuse(program: Program, row: TgiFlag) -> None:
     for word in getattr(row, "allowed", ()):
         assert run(program, [f"--{row.name.replace('_', '-')}", word]).failure is None
 

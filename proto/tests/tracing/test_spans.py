@@ -92,7 +92,7 @@ def test_however_many_it_is_made_for_its_headers_stay_within_grpcs_bound(spans: 
     with tracing.telling([tracing.begin("step", place) for _ in range(300)]):
         headers = tracing.inject()
     assert 1 < len(tracing.extract_all(headers)) < 300
-    assert sum(len(name) + len(value) + 32 for name, value in headers.items()) <= tracing.MOST_CONTEXT_BYTES
+    assert sum(len(name) + len(value) + 32 for name, value in headers.items()) <= tracing.MAX_CONTEXT_BYTES
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from starlette.applications import Starlette
 
 from funitel.proto.errors import FunitelError, ShuttingDown, StartupError
 from funitel.proto.process import logs
-from funitel.proto.process.parent import is_losing, stop_with_parent
+from funitel.proto.process.parent import is_parent_ending, stop_with_parent
 from funitel.proto.settings.fields import as_command, run_app
 from funitel.proto.settings.listen_address import LOCAL_ONLY, is_local_by_default, listen_address
 from funitel.proto.tracing.export import export
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
         """Stop because of a signal; an orphan got it from the kernel, and has little time."""
         if self._is_told_to_stop and sig == signal.SIGTERM:
             self._most_seconds = 0.0
-        elif is_losing(self._parent):
+        elif is_parent_ending(self._parent):
             logger.warning("the process that started this one is gone: stopping")
             self._most_seconds = ORPHAN_SECONDS
         self._is_told_to_stop = True

@@ -33,8 +33,8 @@ from funitel_testing.faults.soak_report import Pace, Report, Sample
 from funitel_testing.faults.vitals import IN_USE, vitals
 from funitel_testing.servers import wait_until
 
-LEAST_MINUTES = 2  # in less there is nothing but warming up
-MOST_RESTARTS = 1000
+MIN_MINUTES = 2  # in less there is nothing but warming up
+MAX_RESTARTS = 1000
 NUM_ASKS = 48
 NUM_TOKENS = 120
 LEAVING = 0.2  # of the requests are left by their clients
@@ -141,7 +141,7 @@ def soak(
         model, scratch = Path(folder) / "model", Path(folder) / "scratch"
         scratch.mkdir()
         save_endless(model)
-        own = ("--shard-uds-path", str(scratch / "shard"), "--max-restarts", str(MOST_RESTARTS))
+        own = ("--shard-uds-path", str(scratch / "shard"), "--max-restarts", str(MAX_RESTARTS))
         with launching(out, model, *own, *flags, TMPDIR=str(scratch)) as scene:
             report = asyncio.run(Soak(scene, scratch, pace, num_clients, pause, seed).run())
     growths = report.growths(pace)
@@ -169,8 +169,8 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=1.0, help="seconds a client waits between requests, on average")
     parser.add_argument("--seed", type=int, default=1)
     options, flags = parser.parse_known_args()
-    if options.minutes < LEAST_MINUTES:
-        parser.error(f"--minutes must be >= {LEAST_MINUTES}, given {options.minutes}")
+    if options.minutes < MIN_MINUTES:
+        parser.error(f"--minutes must be >= {MIN_MINUTES}, given {options.minutes}")
     report, growths = soak(
         options.minutes,
         options.out,

@@ -9,8 +9,8 @@ from funitel_testing.faults.vitals import IN_USE
 
 # Growth from the first to the last sample that is none: of memory as a share of it, of what is counted.
 SHARE_OF_MEMORY = 0.05
-LEAST_COUNT = 0.99
-LEAST_LONG = 20  # minutes, to have kills every five
+MIN_COUNT = 0.99
+MIN_LONG = 20  # minutes, to have kills every five
 SHARED = ("rss MiB", "pss MiB")  # what these measure changes with the neighbours, and with which code was run once
 
 
@@ -38,7 +38,7 @@ class Pace:
 
         Up to 50,000 objects wait for the router's garbage collector, and its allocator keeps what they took.
         """
-        if minutes >= LEAST_LONG:
+        if minutes >= MIN_LONG:
             return cls(minutes, 60.0, kill_every=5, warm_up=10, least_mib=2.0)
         return cls(3 * minutes, 20.0, kill_every=3, warm_up=3, least_mib=10.0)
 
@@ -106,6 +106,6 @@ class Report:
                 if not is_of_shards or pace.is_killing((sample.period or 0) + 1)
             ]
             is_memory = name.endswith("MiB")
-            least, share = (pace.least_mib, SHARE_OF_MEMORY) if is_memory else (LEAST_COUNT, 0.0)
+            least, share = (pace.least_mib, SHARE_OF_MEMORY) if is_memory else (MIN_COUNT, 0.0)
             found.append(growth(name, points, least, share))
         return found

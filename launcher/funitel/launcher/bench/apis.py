@@ -1,4 +1,4 @@
-"""The three ways to ask a server for a stream of tokens, and to read what came back."""
+"""The three streaming APIs that the benchmark speaks: request bodies and parsing of events."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,22 +11,22 @@ from funitel.launcher.bench.http import HttpReply
 JSON = Any
 
 IGNORE_EOS, USAGE = "ignore_eos", "usage"
-"""Wishes that not every server knows: go on after the end token; say how many tokens there were."""
+"""Options that not every server supports: go on after the end token; report the number of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationQuery:
-    """What is asked for. An empty `model` is left out."""
+    """Parameters of one request; an empty `model` is left out."""
 
     model: str
     prompt: str
     num_tokens: int
-    wishes: frozenset[str]
+    options: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What one event of a stream says; None and False where it does not."""
+    """Content of one event of a stream; None and False where absent."""
 
     has_token: bool = False
     is_end: bool = False
@@ -36,40 +36,40 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One API: where it is asked, how, and what its events mean."""
+    """One API: its path, request body and event parser."""
 
     path: str
     body: Callable[[GenerationQuery], JSON]
     read: Callable[[Mapping[str, Any]], Event]
-    wishes: frozenset[str]
+    options: frozenset[str]
     needs_model: bool
 
 
 def read_reply(dialect: Dialect, started: float, reply: HttpReply) -> Timeline:
-    """Turn an answer into the timeline of its request."""
+    """Convert an answer to the timeline of its request."""
     timeline = Timeline(started=started, ended=reply.ended)
     if reply.status != 200:
-        said = error_message(_parsed(reply.body)) or "without a reason"
-        return replace(timeline, failure=Failure(f"HTTP {reply.status}", said))
+        message = error_message(_parsed(reply.body)) or "without a reason"
+        return replace(timeline, failure=Failure(f"HTTP {reply.status}", message))
     arrivals: list[float] = []
-    said_end, num_tokens, num_prompt_tokens = False, None, None
+    is_ended, num_tokens, num_prompt_tokens = False, None, None
     for instant, data in _events(reply.pieces):
         content = _parsed(data)
         if not isinstance(content, dict):
             return replace(timeline, failure=Failure("malformed", f"an event is no JSON object: {data[:80]!r}"))
         if content.get("error"):
-            said = error_message(content) or "without a reason"
-            return replace(timeline, failure=Failure("error event", said))
+            message = error_message(content) or "without a reason"
+            return replace(timeline, failure=Failure("error event", message))
         try:
             event = dialect.read(content)
         except (KeyError, TypeError, AttributeError, IndexError):
             return replace(timeline, failure=Failure("malformed", f"an event of another API: {data[:80]!r}"))
         if event.has_token:
             arrivals.append(instant)
-        said_end |= event.is_end
+        is_ended |= event.is_end
         num_tokens = num_tokens if event.num_tokens is None else event.num_tokens
         num_prompt_tokens = num_prompt_tokens if event.num_prompt_tokens is None else event.num_prompt_tokens
-    if not said_end:
+    if not is_ended:
         return replace(timeline, failure=Failure("unfinished", "the stream ended without a finish reason"))
     if not arrivals:
         return replace(timeline, failure=Failure("empty", "the answer has no token"))
@@ -92,10 +92,10 @@ def error_message(content: JSON) -> str:
 
 
 def _events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """The data of server-sent events, each with the instant at which its line was complete; all but [DONE]."""
-    begun = b""
+    """The data of server-sent events except [DONE], each with the instant at which its line was complete."""
+    partial_line = b""
     for instant, piece in pieces:
-        *lines, begun = (begun + piece).split(b"\n")
+        *lines, partial_line = (partial_line + piece).split(b"\n")
         for line in lines:
             name, _, value = line.partition(b":")
             if name == b"data" and (data := value.strip()) and data != b"[DONE]":
@@ -103,37 +103,37 @@ def _events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, byte
 
 
 def _parsed(content: bytes) -> JSON:
-    """Content as JSON, or None where it is something else."""
+    """Content parsed as JSON, or None."""
     try:
         return json.loads(content)
     except ValueError:
         return None
 
 
-def _openai_body(question: GenerationQuery, prompt: Mapping[str, Any]) -> JSON:
+def _openai_body(query: GenerationQuery, prompt: Mapping[str, Any]) -> JSON:
     return {
-        **({"model": question.model} if question.model else {}),
+        **({"model": query.model} if query.model else {}),
         **prompt,
-        "max_tokens": question.num_tokens,
+        "max_tokens": query.num_tokens,
         "temperature": 0,
         "stream": True,
-        **({"stream_options": {"include_usage": True}} if USAGE in question.wishes else {}),
-        **({"ignore_eos": True} if IGNORE_EOS in question.wishes else {}),
+        **({"stream_options": {"include_usage": True}} if USAGE in query.options else {}),
+        **({"ignore_eos": True} if IGNORE_EOS in query.options else {}),
     }
 
 
-def _chat_body(question: GenerationQuery) -> JSON:
-    return _openai_body(question, {"messages": [{"role": "user", "content": question.prompt}]})
+def _chat_body(query: GenerationQuery) -> JSON:
+    return _openai_body(query, {"messages": [{"role": "user", "content": query.prompt}]})
 
 
-def _completions_body(question: GenerationQuery) -> JSON:
-    return _openai_body(question, {"prompt": question.prompt})
+def _completions_body(query: GenerationQuery) -> JSON:
+    return _openai_body(query, {"prompt": query.prompt})
 
 
-def _tgi_body(question: GenerationQuery) -> JSON:
-    wishes = {"ignore_eos_token": True} if IGNORE_EOS in question.wishes else {}
-    parameters = {"max_new_tokens": question.num_tokens, "do_sample": False, "details": True, **wishes}
-    return {"inputs": question.prompt, "parameters": parameters}
+def _tgi_body(query: GenerationQuery) -> JSON:
+    options = {"ignore_eos_token": True} if IGNORE_EOS in query.options else {}
+    parameters = {"max_new_tokens": query.num_tokens, "do_sample": False, "details": True, **options}
+    return {"inputs": query.prompt, "parameters": parameters}
 
 
 def _read_openai(content: Mapping[str, Any], has_token: Callable[[Mapping[str, Any]], bool]) -> Event:
@@ -170,12 +170,12 @@ def _read_tgi(content: Mapping[str, Any]) -> Event:
     )
 
 
-_OPENAI_WISHES = frozenset({IGNORE_EOS, USAGE})
+_OPENAI_OPTIONS = frozenset({IGNORE_EOS, USAGE})
 
 DIALECTS: Mapping[str, Dialect] = {
-    "openai-chat": Dialect("/v1/chat/completions", _chat_body, _read_chat, _OPENAI_WISHES, needs_model=True),
+    "openai-chat": Dialect("/v1/chat/completions", _chat_body, _read_chat, _OPENAI_OPTIONS, needs_model=True),
     "openai-completions": Dialect(
-        "/v1/completions", _completions_body, _read_completion, _OPENAI_WISHES, needs_model=True
+        "/v1/completions", _completions_body, _read_completion, _OPENAI_OPTIONS, needs_model=True
     ),
     "tgi": Dialect("/generate_stream", _tgi_body, _read_tgi, frozenset({IGNORE_EOS}), needs_model=False),
 }

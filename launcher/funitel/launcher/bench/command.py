@@ -1,4 +1,4 @@
-"""`funitel bench`: ask each server how it is to be asked, press it level by level in turns with the others, report."""
+"""`funitel bench`: probe each server, run load levels in turns on all servers, and report."""
 
 import json
 import random
@@ -11,7 +11,7 @@ import uvloop
 from funitel.launcher.bench.apis import IGNORE_EOS, USAGE
 from funitel.launcher.bench.figures import Objectives, summarise
 from funitel.launcher.bench.http import Endpoint
-from funitel.launcher.bench.load import Level, press
+from funitel.launcher.bench.load import Level, run_level
 from funitel.launcher.bench.plot import check_plot, plot
 from funitel.launcher.bench.progress import BenchProgress, progress
 from funitel.launcher.bench.report import LevelResult, ServerResult, summary, tables, warnings
@@ -22,8 +22,8 @@ from funitel.launcher.terminal_ui.http_client import context_of
 from funitel.proto.errors import FunitelError
 
 DEFAULT_CONCURRENCY = (1, 4, 16)
-WARM_TOKENS = 8  # of an answer that is not measured
-REQUESTS_PER_STREAM, LEAST_REQUESTS, REQUESTS_WITH_RATE = 4, 8, 64
+WARM_TOKENS = 8  # of a warm-up answer
+REQUESTS_PER_STREAM, MIN_REQUESTS, REQUESTS_WITH_RATE = 4, 8, 64
 SEEDS = 1 << 32
 
 
@@ -31,7 +31,7 @@ def bench(settings: BenchSettings) -> None:
     """Measure and print.
 
     Raises:
-        FunitelError: settings are wrong, a server does not answer, or not one request succeeded.
+        FunitelError: settings are invalid, a server does not answer, or no request succeeded.
     """
     if settings.plot is not None:
         check_plot(settings.plot)
@@ -44,15 +44,15 @@ def bench(settings: BenchSettings) -> None:
         plot(settings.plot, results)
     print(json.dumps(summary(settings, seed, results)), flush=True)
     if not any(figures["output_tokens"] for server in results for level in server.levels for figures in level.rounds):
-        raise FunitelError(f"not one request succeeded: {results[0].levels[0].failures[0].message}")
+        raise FunitelError(f"no request succeeded: {results[0].levels[0].failures[0].message}")
 
 
 run_loop: Callable[[Coroutine[Any, Any, list[ServerResult]]], list[ServerResult]] = uvloop.run
-"""uvloop takes half the processor time of asyncio's own loop, and the server wants the rest."""
+"""uvloop takes half the CPU time of asyncio's own loop, which leaves more to the server."""
 
 
 class Bench:
-    """One measurement of some servers."""
+    """One benchmark of one or several servers."""
 
     def __init__(self, settings: BenchSettings, seed: int) -> None:
         self._settings = settings
@@ -66,7 +66,7 @@ class Bench:
             settings.num_groups,
         )
         self._objectives = Objectives(_seconds(settings.slo_ttft_ms), _seconds(settings.slo_itl_ms))
-        wishes = frozenset({USAGE, IGNORE_EOS} if settings.ignore_eos else {USAGE})
+        options = frozenset({USAGE, IGNORE_EOS} if settings.ignore_eos else {USAGE})
         context = context_of(settings)
         self._targets = [
             Target(
@@ -74,7 +74,7 @@ class Bench:
                 settings.api_of(index),
                 Endpoint(url, settings.api_key, context),
                 model=settings.model_of(index),
-                wishes=wishes,
+                options=options,
                 timeout=settings.timeout,
             )
             for index, url in enumerate(settings.url)
@@ -94,47 +94,47 @@ class Bench:
             for target in self._targets:
                 await self._warm_up(target, bar)
             for number in range(self._settings.rounds):
-                for place in range(len(self._levels)):
-                    # Every other round goes backwards, so that a machine that slows down or warms up favours nobody.
+                for index in range(len(self._levels)):
+                    # Every other round is reversed, so that a machine that slows down or warms up favours no server.
                     for server in results if number % 2 == 0 else reversed(results):
-                        await self._measure(server, place, number, bar)
+                        await self._measure(server, index, number, bar)
         return results
 
     async def _warm_up(self, target: Target, bar: BenchProgress) -> None:
-        """Press a server without looking, so that no level pays for first times."""
+        """Run requests that are not measured, so that no level includes one-time costs."""
         count = self._settings.warmup
         streams = max((level.concurrency or 4) for level in self._levels)
         prompts = await target.prepare(
-            Workload("fixed", self._settings.prompt_length, WARM_TOKENS).asks(
+            Workload("fixed", self._settings.prompt_length, WARM_TOKENS).prompt_specs(
                 streams if count is None else count, self._seed, "warm-up", target.name
             )
         )
         if prompts:
             bar.begin(f"{target.name}: warm-up")
-            await press(target, Level(concurrency=streams), prompts, (), lambda timeline: None)
+            await run_level(target, Level(concurrency=streams), prompts, (), lambda timeline: None)
 
-    async def _measure(self, server: ServerResult, place: int, number: int, bar: BenchProgress) -> None:
-        """One level of one server; all servers are asked the same in a round, and something else in the next."""
-        level, targets = self._levels[place], [target.endpoint.url for target in self._targets]
-        # One server that is given twice, to compare its APIs, must not know the prompts from the first time.
+    async def _measure(self, server: ServerResult, index: int, number: int, bar: BenchProgress) -> None:
+        """Run one level on one server; prompts are the same for all servers in a round, and differ between rounds."""
+        level, targets = self._levels[index], [target.endpoint.url for target in self._targets]
+        # A server that is given twice, to compare its APIs, gets other prompts the second time: no cached prefix.
         twin = targets[: self._targets.index(server.target)].count(server.target.endpoint.url)
-        count, key = self._num_requests(level), (self._seed, number, place, twin)
-        author = next((target for target in self._targets if target.counts_prompts), self._targets[0])
-        prompts = await author.prepare(self._workload.asks(count, *key))
+        count, key = self._num_requests(level), (self._seed, number, index, twin)
+        counter = next((target for target in self._targets if target.counts_prompts), self._targets[0])
+        prompts = await counter.prepare(self._workload.prompt_specs(count, *key))
         label = f"round {number + 1} of {self._settings.rounds}, " if self._settings.rounds > 1 else ""
         bar.begin(f"{server.target.name}: {label}{level}")
         instants = arrivals(level.rate, count, *key, "instants") if level.rate is not None else ()
-        run = await press(server.target, level, prompts, instants, bar.report)
+        run = await run_level(server.target, level, prompts, instants, bar.report)
         figures = summarise(run.timelines, self._objectives)
         figures |= {"client_cpu_share": run.client.cpu_share, "client_lag_ms_p99": run.client.lag_ms_p99}
-        server.levels[place].add(figures, run.timelines)
+        server.levels[index].add(figures, run.timelines)
 
     def _num_requests(self, level: Level) -> int:
         if self._settings.num_requests is not None:
             return self._settings.num_requests
         if level.concurrency is None:
             return REQUESTS_WITH_RATE
-        return max(LEAST_REQUESTS, REQUESTS_PER_STREAM * level.concurrency)
+        return max(MIN_REQUESTS, REQUESTS_PER_STREAM * level.concurrency)
 
 
 def _levels(settings: BenchSettings) -> list[Level]:

@@ -1,4 +1,4 @@
-"""What a client saw of its requests, as figures. Pure: instants come in, numbers go out."""
+"""Compute latency, throughput and goodput figures from the timelines of requests. Pure."""
 
 import math
 from collections import Counter
@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 Figures = dict[str, float | None]
-"""Name to value; the unit is part of the name, and None stands for what could not be measured."""
+"""Name to value; the unit is part of the name; None means not measured."""
 
 PERCENTILES = (50, 90, 99)
 HIGHER_IS_BETTER = ("output_tokens_s", "requests_s")
@@ -17,7 +17,7 @@ LOWER_IS_BETTER = ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "itl_ms_p50", "i
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a request came to nothing: a kind to count by, and the words of this one."""
+    """Why a request failed: a kind to count by, and the message."""
 
     kind: str
     message: str
@@ -25,10 +25,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One request as its client saw it; instants in seconds, all of one clock.
+    """One request as seen by its client; instants in seconds of one clock.
 
-    `arrivals` are the instants at which tokens came, one for each event that carried some; `num_tokens` is what the
-    server says it made (`is_counted`), or else the number of those events.
+    `arrivals` are the instants of events with tokens; `num_tokens` is the server's own count (`is_counted`), or else
+    the number of those events.
     """
 
     started: float
@@ -41,12 +41,12 @@ class Timeline:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token."""
+        """Time to first token, in seconds."""
         return self.arrivals[0] - self.started
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds for a token after the first; None where there is no other."""
+        """Mean seconds per token after the first; None for a single token."""
         return (self.arrivals[-1] - self.arrivals[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
     @property
@@ -57,9 +57,9 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """What a good request keeps to, in seconds; None sets no limit.
+    """Service-level objectives of a request for goodput, in seconds; None sets no limit.
 
-    The limit on gaps holds for the 99th percentile of a request's own, so with less than about 100 for the longest.
+    `itl` limits the 99th percentile of a request's gaps: with fewer than about 100 gaps, the longest.
     """
 
     ttft: float | None = None
@@ -74,25 +74,25 @@ class Objectives:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """The percentile of some values, between two of them by their distance; None of none."""
+    """The percentile of some values, linearly interpolated; None of no values."""
     if not values:
         return None
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def nearest_rank(values: Sequence[float], percent: float) -> float:
-    """The least of some values that so many percent of them do not exceed."""
+    """The smallest value that `percent` of the values do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def summarise(timelines: Sequence[Timeline], objectives: Objectives) -> Figures:
     """The figures of requests that ran together.
 
-    Times are of the requests that succeeded; rates are over the time from the first start to the last of their ends.
+    Times are of successful requests; rates are over the time from the first start to the last successful end.
     """
     good = [timeline for timeline in timelines if timeline.failure is None]
     met = sum(map(objectives.are_met, timelines))
@@ -124,19 +124,19 @@ def summarise(timelines: Sequence[Timeline], objectives: Objectives) -> Figures:
 
 
 def count_failures(timelines: Iterable[Timeline]) -> dict[str, int]:
-    """How many requests failed in which way, the most frequent first."""
+    """Failures by kind, the most frequent first."""
     return dict(Counter(t.failure.kind for t in timelines if t.failure is not None).most_common())
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
-    """Each figure's median over the rounds in which it could be measured."""
+    """Each figure's median over the rounds in which it was measured."""
     names = rounds[0].keys() if rounds else ()
     measured = {name: [value for figures in rounds if (value := figures[name]) is not None] for name in names}
     return {name: median(values) if values else None for name, values in measured.items()}
 
 
 def times_better(ours: Mapping[str, float | None], theirs: Mapping[str, float | None]) -> Figures:
-    """How many times better one server is than another, figure by figure: above 1 is better, of rates and of times."""
+    """Ratios of two servers for each figure; above 1 means the first is better, for rates and for times."""
     ratios: Figures = {}
     for name in (*HIGHER_IS_BETTER, *LOWER_IS_BETTER):
         first, second = ours[name], theirs[name]

@@ -1,6 +1,6 @@
-"""One HTTP request at a time, with the instant at which each piece of the answer came.
+"""HTTP client of the load generator, which records when each piece of an answer arrived.
 
-Nothing is decoded while an answer arrives: a load generator shares its machine with the server it measures.
+Nothing is decoded while an answer arrives, since the load generator shares its machine with the server.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ CONNECT_SECONDS = 10.0
 
 
 class RequestFailed(Exception):
-    """A request that got no whole answer."""
+    """A request without a complete answer."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class RequestFailed(Exception):
 
 @dataclass(slots=True)
 class HttpReply:
-    """A whole answer: its pieces with the seconds (`time.perf_counter`) at which they came."""
+    """A complete answer: its pieces with their arrival times (`time.perf_counter`)."""
 
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
@@ -34,12 +34,12 @@ class HttpReply:
 
     @property
     def body(self) -> bytes:
-        """All pieces as one."""
+        """All pieces joined."""
         return b"".join(piece for _, piece in self.pieces)
 
 
 class Endpoint:
-    """A server's address. Each request has a connection of its own, as those of unrelated clients have."""
+    """A server's address; each request has its own connection, as those of unrelated clients do."""
 
     def __init__(self, url: str, api_key: str | None = None, context: ssl.SSLContext | None = None) -> None:
         """`url` has been checked by `settings`; `context` is for HTTPS."""
@@ -53,7 +53,7 @@ class Endpoint:
         self._head = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n{key}"
 
     async def request(self, method: str, path: str, body: bytes, seconds: float) -> HttpReply:
-        """Return the whole answer, whatever its status.
+        """Return the complete answer, of any status.
 
         Raises:
             RequestFailed: of kind `connect`, `cut`, `timeout` or `malformed`.
@@ -100,7 +100,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._now = time.perf_counter()
-        # Without a length the end of the connection is that of the answer.
+        # Without a length, the end of the connection ends the answer.
         if self._reply.status and not self._has_length and error is None:
             self.on_message_complete()
         after = f"after {len(self._reply.body)} bytes of the answer" if self._reply.status else "before it answered"

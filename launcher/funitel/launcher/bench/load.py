@@ -1,4 +1,4 @@
-"""Load on one server: so many requests at a time, or so many a second; and what the client itself took for it."""
+"""Generate load on one server, closed-loop by concurrency or open-loop by rate, and measure the client's own CPU."""
 
 import asyncio
 import time
@@ -9,13 +9,13 @@ from funitel.launcher.bench.figures import Timeline, percentile
 from funitel.launcher.bench.target import PreparedRequest, Target
 
 TICK_SECONDS = 0.05
-BUSY_SHARE = 0.5  # of one core: from here on events wait for the client rather than the client for events
+BUSY_SHARE = 0.5  # of one core: above it, events wait for the client
 LATE_MS = 20.0  # of its own timers, 99th percentile
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How hard a server is pressed: by a number of streams, or by requests a second at random instants."""
+    """A load level: a number of concurrent streams, or requests per second at random instants."""
 
     concurrency: int | None = None
     rate: float | None = None
@@ -28,14 +28,14 @@ class Level:
 
 @dataclass(slots=True)
 class ClientLoad:
-    """What the load generator did to itself: its share of one core, and how late its own wake-ups came."""
+    """Load of the load generator itself: its share of one core, and the delays of its timers."""
 
     cpu_share: float = 0.0
     lags: list[float] = field(default_factory=list)
 
     @property
     def lag_ms_p99(self) -> float | None:
-        """Milliseconds by which the client's own timers were late."""
+        """99th percentile of the delays of the client's timers, in milliseconds."""
         lag = percentile(self.lags, 99)
         return None if lag is None else lag * 1000
 
@@ -51,14 +51,14 @@ class Run:
 Report = Callable[[Timeline], None]
 
 
-async def press(
+async def run_level(
     target: Target, level: Level, prompts: Sequence[PreparedRequest], instants: Iterable[float], report: Report
 ) -> Run:
     """Send every prompt and wait for the last answer.
 
     Args:
         instants: seconds from the start at which each prompt is sent, for levels with a rate.
-        report: told of each answer.
+        report: called with each answer.
     """
     client = ClientLoad()
     ticker = asyncio.create_task(_tick(client.lags))
@@ -77,7 +77,7 @@ async def press(
 async def _closed(
     target: Target, concurrency: int, prompts: Sequence[PreparedRequest], report: Report
 ) -> list[Timeline]:
-    """Each stream makes its next request when its last one is answered."""
+    """Closed loop: each stream sends its next request when the last one is answered."""
     timelines: list[Timeline] = []
     left = iter(prompts)
 
@@ -95,7 +95,7 @@ async def _closed(
 async def _open(
     target: Target, prompts: Sequence[PreparedRequest], instants: Iterable[float], report: Report
 ) -> list[Timeline]:
-    """Requests come when they come; time counts from when one should have been sent, so that nothing waits unseen."""
+    """Open loop: time counts from the scheduled instant of a request, so a late client shows in the latencies."""
     timelines: list[Timeline] = []
     begin = time.perf_counter()
 
@@ -111,7 +111,7 @@ async def _open(
 
 
 async def _tick(lags: list[float]) -> None:
-    """Note how late each of a series of short sleeps ends."""
+    """Record the delay of each of a series of short sleeps."""
     while True:
         begin = time.perf_counter()
         await asyncio.sleep(TICK_SECONDS)

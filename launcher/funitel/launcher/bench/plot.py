@@ -1,4 +1,4 @@
-"""Latency against throughput as a picture. matplotlib is imported when a picture is asked for, and not before."""
+"""Plot latency against throughput. matplotlib is imported only when a plot is requested."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -11,13 +11,13 @@ PANELS = (("time to first token, ms", "ttft_ms"), ("time of a token after it, ms
 
 
 def check_plot(path: str) -> None:
-    """Raise SettingsError now rather than after an hour of measuring."""
+    """Raise SettingsError before the measurement if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise SettingsError(f"--plot {path} needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def plot(path: str, results: Sequence[ServerResult]) -> None:
-    """Write a PNG: a panel for each kind of latency, a line for each server through its levels; medians and p99."""
+    """Write a PNG: a panel for each latency, a line for each server through its levels; medians and p99."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""How far a measurement has come, on stderr: a bar that moves on a terminal, else a line for each level."""
+"""Show the progress of a benchmark on stderr: a bar on a terminal, else a line for each level."""
 
 import shutil
 import sys
@@ -11,11 +11,11 @@ from funitel.launcher.bench.figures import Timeline
 from funitel.launcher.terminal_ui.terminal import CLEAR_LINE
 
 BAR_COLUMNS = 24
-LEAST_SECONDS = 0.1  # between two states of the bar: drawing takes processor time from what is measured
+MIN_SECONDS = 0.1  # between two updates of the bar: drawing takes CPU time
 
 
 class BenchProgress:
-    """All levels of all rounds as one bar, whose text says which one runs and what it gave so far."""
+    """One bar for all levels of all rounds; its text names the current level and its throughput."""
 
     def __init__(self, num_requests: int, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -27,7 +27,7 @@ class BenchProgress:
         self._num_tokens = self._num_failed = 0
 
     def begin(self, label: str) -> None:
-        """Go on to another level."""
+        """Start another level."""
         self._label = label
         self._began = time.monotonic()
         self._num_tokens = self._num_failed = 0
@@ -41,7 +41,7 @@ class BenchProgress:
         self._done += 1
         self._num_tokens += timeline.num_tokens
         self._num_failed += timeline.failure is not None
-        if self._is_terminal and time.monotonic() - self._drawn >= LEAST_SECONDS:
+        if self._is_terminal and time.monotonic() - self._drawn >= MIN_SECONDS:
             self._draw()
 
     @property
@@ -59,7 +59,7 @@ class BenchProgress:
         print(CLEAR_LINE + text[:width], end="", file=self._stream, flush=True)
 
     def clear(self) -> None:
-        """Leave the line as it was found."""
+        """Clear the line."""
         if self._is_terminal:
             print(CLEAR_LINE, end="", file=self._stream, flush=True)
 

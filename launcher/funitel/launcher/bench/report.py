@@ -1,4 +1,4 @@
-"""What was measured, as tables for people and as one object for programs."""
+"""Report the results of a benchmark as tables, warnings and one JSON object."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class LevelResult:
     num_uncounted: int = 0  # successful requests whose tokens the server did not count
 
     def add(self, figures: Figures, timelines: Sequence[Timeline]) -> None:
-        """Take a round's figures and what failed in it."""
+        """Add the figures and failures of a round."""
         self.rounds.append(figures)
         self.failures += [t.failure for t in timelines if t.failure is not None]
         self.num_uncounted += sum(t.failure is None and not t.is_counted for t in timelines)
@@ -71,7 +71,7 @@ class ServerResult:
 
 
 def tables(settings: BenchSettings, results: Sequence[ServerResult]) -> Iterator[str]:
-    """Lines for people."""
+    """The tables, line by line."""
     has_objectives = settings.slo_ttft_ms is not None or settings.slo_itl_ms is not None
     columns = (*COLUMNS, GOODPUT) if has_objectives else COLUMNS
     for server in results:
@@ -99,23 +99,23 @@ def tables(settings: BenchSettings, results: Sequence[ServerResult]) -> Iterator
 
 
 def warnings(results: Sequence[ServerResult]) -> Iterator[str]:
-    """What a reader of the figures must know."""
+    """Warnings about the validity of the figures."""
     for server in results:
         for result in server.levels:
             where = f"{server.target.name}, {result.level}"
             share = max(figures["client_cpu_share"] or 0.0 for figures in result.rounds)
             late = max(figures["client_lag_ms_p99"] or 0.0 for figures in result.rounds)
             if share > BUSY_SHARE:
-                yield f"{where}: the client took {share:.0%} of a core: it may be what limits these figures"
+                yield f"{where}: the client used {share:.0%} of a core: it may limit these figures"
             if late > LATE_MS:
                 yield (
-                    f"{where}: the client was up to {late:.0f} ms late itself (p99): the machine has no core to spare "
-                    "for it, and times are that much too long"
+                    f"{where}: the client itself was up to {late:.0f} ms late (p99): the machine has no free core for "
+                    "it, and times are too long by that much"
                 )
 
 
 def summary(settings: BenchSettings, seed: int, results: Sequence[ServerResult]) -> dict[str, Any]:
-    """Everything as one JSON object; times in milliseconds where a name says so, else in seconds."""
+    """All results as one JSON object; times in milliseconds where a name says so, else in seconds."""
     return {
         "workload": {
             "kind": settings.workload,
@@ -162,7 +162,7 @@ def _level(level: Level) -> dict[str, float | None]:
 
 
 def _rounded(figures: Figures) -> Figures:
-    """The figures to a thousandth, which is more than they are good for."""
+    """The figures rounded to three decimals."""
     return {name: None if value is None else round(value, 3) for name, value in figures.items()}
 
 
@@ -176,7 +176,7 @@ def _counted_by(server: ServerResult) -> str:
 
 
 def _conditions(server: ServerResult) -> str:
-    """How a server was asked, in half a line."""
+    """How the requests of a server were made and counted."""
     target = server.target
     return "; ".join(
         (

@@ -1,4 +1,4 @@
-"""Every setting of `funitel bench`."""
+"""Settings of `funitel bench`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,25 +11,25 @@ from funitel.proto.settings.fields import require, setting
 from funitel.proto.settings.options import Counts, Rates
 
 WORKLOADS = ("fixed", "sharegpt", "shared-prefix")
-MOST_TOKENS = 1 << 20
-MOST_STREAMS = 4096
-MOST_REQUESTS = 1 << 20
+MAX_TOKENS = 1 << 20
+MAX_STREAMS = 4096
+MAX_REQUESTS = 1 << 20
 
 
 def _flag(default: Any, help: str, **more: Any) -> Any:
-    """A flag without a variable: a measurement is on one line."""
+    """A flag without an environment variable."""
     return setting(default, help, env=None, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """Press servers with requests and measure what their clients see; `funitel bench kernels` measures this CPU.
+    """Load servers with requests and measure latency and throughput; `funitel bench kernels` measures this CPU.
 
     The last line on stdout is one JSON object.
     """
 
     url: tuple[str, ...] = _flag(
-        ("http://127.0.0.1:3000",), "Server to press, repeatable: several are pressed in turns and compared."
+        ("http://127.0.0.1:3000",), "URL of a server, repeatable: several are measured in turns and compared."
     )
     name: tuple[str, ...] = _flag((), "Name of a server in tables, one for each --url; its address when not given.")
     api: tuple[str, ...] = _flag(
@@ -37,30 +37,28 @@ class BenchSettings:
         f"API that a server speaks, one of {', '.join(DIALECTS)}: one for all, or one for each --url.",
     )
     model_id: tuple[str, ...] = _flag(
-        (), "Model to ask for: one for all, or one for each --url; the first that a server lists when not given."
+        (), "Model name in requests: one for all, or one for each --url; the first that a server lists when not given."
     )
-    api_key: str | None = setting(None, "Bearer token that the servers want.")
-    tls_ca: str | None = _flag(
-        None, "PEM file of authorities that https servers are trusted by; the system's when not given."
-    )
+    api_key: str | None = setting(None, "Bearer token for the servers.")
+    tls_ca: str | None = _flag(None, "PEM file of authorities to trust for https servers; the system's when not given.")
     tls_cert: str | None = _flag(None, "PEM file of a certificate to show to https servers.")
     tls_key: str | None = _flag(None, "PEM file of the key of --tls-cert.")
     concurrency: Counts | None = _flag(
-        None, "Streams at a time, such as 1,4,16: a level for each; 1,4,16 when no --request-rate is given."
+        None, "Concurrent streams, such as 1,4,16: a level for each; 1,4,16 when no --request-rate is given."
     )
     request_rate: Rates | None = _flag(
-        None, "Requests a second at random instants (a Poisson process), such as 0.5,2: a level for each."
+        None, "Requests per second at random instants (a Poisson process), such as 0.5,2: a level for each."
     )
     num_requests: int | None = _flag(
-        None, "Requests of a level in each round; when not given 4 for each stream, at least 8, or 64 with a rate."
+        None, "Requests of a level in each round; when not given, 4 for each stream but at least 8, or 64 with a rate."
     )
-    rounds: int = _flag(1, "Times that every level of every server is run, in turns; tables show medians.")
+    rounds: int = _flag(1, "Number of times that every level of every server is run, in turns; tables show medians.")
     warmup: int | None = _flag(
-        None, "Requests to each server before anything is measured; as many as the largest level has streams."
+        None, "Requests to each server before measuring; the streams of the largest level when not given."
     )
     workload: str = _flag(
         "fixed",
-        "Lengths and prompts: all alike, spread like the conversations of ShareGPT, or groups that share a prefix.",
+        "Lengths and prompts: fixed, distributed like the conversations of ShareGPT, or groups that share a prefix.",
         choices=WORKLOADS,
     )
     prompt_tokens: int | None = _flag(
@@ -74,18 +72,20 @@ class BenchSettings:
     )
     num_groups: int = _flag(4, "shared-prefix: groups of requests.")
     ignore_eos: bool = _flag(
-        True, "Ask servers to go on after the end token, where they can, so that all answers have the same length."
+        True, "Ask servers to go on after the end token, where supported, so that all answers have the same length."
     )
     seed: int | None = _flag(
         None,
-        "Decides lengths, words and instants; drawn when not given, so that no server remembers the prompts of an "
+        "Seed of lengths, words and instants; random when not given, so that no server has cached the prompts of an "
         "earlier run.",
     )
-    slo_ttft_ms: float | None = _flag(None, "Goodput counts requests whose first token came within this many ms.")
-    slo_itl_ms: float | None = _flag(
-        None, "Goodput counts requests whose 99th percentile of gaps between tokens is at most this many ms."
+    slo_ttft_ms: float | None = _flag(
+        None, "Goodput counts requests with a time to first token of at most this many ms."
     )
-    timeout: float = _flag(600.0, "Seconds after which a request is given up and counted as failed.")
+    slo_itl_ms: float | None = _flag(
+        None, "Goodput counts requests with a 99th percentile of gaps between tokens of at most this many ms."
+    )
+    timeout: float = _flag(600.0, "Seconds after which a request is aborted and counted as failed.")
     plot: str | None = _flag(None, "PNG file of latency against throughput; needs matplotlib.")
 
     def __post_init__(self) -> None:
@@ -106,7 +106,9 @@ class BenchSettings:
             f"--name must be given for each of {len(self.url)} --url, given {len(self.name)} times",
         )
         names = [*map(self.name_of, range(len(self.url)))]
-        require(len(set(names)) == len(names), f"two servers are named alike, give each a --name: {', '.join(names)}")
+        require(
+            len(set(names)) == len(names), f"two servers have the same name, give each a --name: {', '.join(names)}"
+        )
         require(
             self.concurrency is None or self.request_rate is None,
             "give either --concurrency or --request-rate, not both",
@@ -120,12 +122,12 @@ class BenchSettings:
 
     def _check_numbers(self) -> None:
         for flag, value, most in (
-            *(("--concurrency", count, MOST_STREAMS) for count in self.concurrency or ()),
-            ("--num-requests", self.num_requests, MOST_REQUESTS),
+            *(("--concurrency", count, MAX_STREAMS) for count in self.concurrency or ()),
+            ("--num-requests", self.num_requests, MAX_REQUESTS),
             ("--rounds", self.rounds, 1000),
-            ("--prompt-tokens", self.prompt_tokens, MOST_TOKENS),
-            ("--output-tokens", self.output_tokens, MOST_TOKENS),
-            ("--num-groups", self.num_groups, MOST_REQUESTS),
+            ("--prompt-tokens", self.prompt_tokens, MAX_TOKENS),
+            ("--output-tokens", self.output_tokens, MAX_TOKENS),
+            ("--num-groups", self.num_groups, MAX_REQUESTS),
         ):
             require(value is None or 1 <= value <= most, f"{flag} must be within 1..{most}, given {value}")
         for flag, amount in (
@@ -167,7 +169,7 @@ class BenchSettings:
         return self.prefix_tokens or max(1, self.prompt_length * 3 // 4)
 
     def name_of(self, index: int) -> str:
-        """What a server is called in tables."""
+        """Name of a server in tables."""
         return self.name[index] if self.name else self.url[index].removeprefix("http://").rstrip("/")
 
     def api_of(self, index: int) -> str:
@@ -175,5 +177,5 @@ class BenchSettings:
         return self.api[index % len(self.api)]
 
     def model_of(self, index: int) -> str:
-        """The model that a server is asked for; empty when it is left to the server."""
+        """The model name in requests to a server; empty when the server decides."""
         return self.model_id[index % len(self.model_id)] if self.model_id else ""

@@ -1,4 +1,4 @@
-"""One server under test: what it understands, prompts of a given length, and a request on the clock."""
+"""One server under test: its supported options, prompts of a given length, and timed requests."""
 
 import json
 import time
@@ -10,14 +10,14 @@ from typing import Any
 from funitel.launcher.bench.apis import DIALECTS, IGNORE_EOS, USAGE, GenerationQuery, read_reply
 from funitel.launcher.bench.figures import Failure, Timeline
 from funitel.launcher.bench.http import Endpoint, RequestFailed
-from funitel.launcher.bench.workload import WORDS, Ask
+from funitel.launcher.bench.workload import WORDS, PromptSpec
 from funitel.proto.errors import FunitelError, NotReady
 
 PROBE_WORDS = 16
 FITTING_TRIES = 6
-REFUSALS = ("HTTP 400", "HTTP 422")  # what servers say of fields they do not know
+REFUSALS = ("HTTP 400", "HTTP 422")  # answers to unknown fields
 
-# How /tokenize is asked by vLLM, by llama-server, by TGI and funitel; the first that counts anything is kept.
+# Field of /tokenize at vLLM, at llama-server, at TGI and funitel; the first that works is used.
 TOKENIZE_FIELDS = ("prompt", "content", "inputs")
 
 
@@ -30,44 +30,44 @@ class PreparedRequest:
 
 
 class Target:
-    """A server, once `probe` has found out how it is to be asked."""
+    """A server; `probe` detects its supported options."""
 
-    def __init__(self, name: str, api: str, endpoint: Endpoint, *, model: str, wishes: frozenset[str], timeout: float):
-        """`wishes` are those the user has, of which the server may know some; `timeout` is a request's, in seconds."""
+    def __init__(self, name: str, api: str, endpoint: Endpoint, *, model: str, options: frozenset[str], timeout: float):
+        """`options` are requested, and the server may support only some; `timeout` is in seconds, per request."""
         self.name, self.api, self.endpoint, self.model = name, api, endpoint, model
         self._dialect = DIALECTS[api]
-        self._wishes = wishes & self._dialect.wishes
+        self._options = options & self._dialect.options
         self._timeout = timeout
         self._tokenize_field: str | None = None
-        self._overhead = 0  # tokens that the server adds to a prompt's own: template, special tokens
+        self._overhead = 0  # tokens that the server adds to a prompt: template, special tokens
 
     @property
     def counts_prompts(self) -> bool:
-        """Whether prompts can be cut to a length in tokens; else a word is taken for one."""
+        """Whether prompts can be cut to a length in tokens; else a word counts as one token."""
         return self._tokenize_field is not None
 
     @property
     def ignores_eos(self) -> bool:
-        """Whether the server was asked, and agreed, to go on after the end token."""
-        return IGNORE_EOS in self._wishes
+        """Whether the server accepts the option to go on after the end token."""
+        return IGNORE_EOS in self._options
 
     @property
     def reports_usage(self) -> bool:
-        """Whether the server says how many tokens it made."""
-        return USAGE in self._wishes or self.api == "tgi"
+        """Whether the server reports the number of generated tokens."""
+        return USAGE in self._options or self.api == "tgi"
 
     async def probe(self) -> None:
-        """Find the model, the wishes that are granted, and who counts tokens.
+        """Find the model, the supported options, and the way to count tokens.
 
         Raises:
-            NotReady: nobody answers.
+            NotReady: no server answers.
             FunitelError: the server does not answer a plain request.
         """
         try:
             if self._dialect.needs_model and not self.model:
                 self.model = await self._first_model()
             text = " ".join(WORDS[:PROBE_WORDS])
-            timeline = await self._settle_wishes(text)
+            timeline = await self._negotiate_options(text)
             counted = await self._find_tokenizer(text)
         except RequestFailed as error:
             raise NotReady(str(error)) from error
@@ -75,18 +75,18 @@ class Target:
             self._overhead = max(0, timeline.num_prompt_tokens - counted)
 
     async def _first_model(self) -> str:
-        """The first model it lists; a server that lists none is asked without a name."""
+        """The first model that the server lists; empty if it lists none."""
         reply = await self.endpoint.request("GET", "/v1/models", b"", self._timeout)
         try:
             return str(json.loads(reply.body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
             return ""
 
-    async def _settle_wishes(self, text: str) -> Timeline:
-        """Ask with as many wishes as the server accepts, and keep to those."""
+    async def _negotiate_options(self, text: str) -> Timeline:
+        """Find and keep the largest set of options that the server accepts."""
         failure: Failure | None = None
-        for wishes in _subsets(self._wishes):
-            self._wishes = wishes
+        for options in _subsets(self._options):
+            self._options = options
             timeline = await self.ask(PreparedRequest(text, output_tokens=2))
             failure = timeline.failure
             if failure is None:
@@ -102,7 +102,7 @@ class Target:
         )
 
     async def _find_tokenizer(self, text: str) -> int | None:
-        """See how its /tokenize is asked, if it has one; return what it counts."""
+        """Find the field of its /tokenize, if it has one; return its count."""
         for field in TOKENIZE_FIELDS:
             self._tokenize_field = field
             if counted := await self._count(text):
@@ -124,24 +124,24 @@ class Target:
         tokens = answer.get("tokens") if isinstance(answer, dict) else answer
         return len(tokens) if isinstance(tokens, list) else None
 
-    async def prepare(self, asks: Sequence[Ask]) -> list[PreparedRequest]:
-        """Cut prompts to their lengths, what the server adds included.
+    async def prepare(self, specs: Sequence[PromptSpec]) -> list[PreparedRequest]:
+        """Cut prompts to their lengths, including the tokens that the server adds.
 
         Raises:
-            NotReady: the server is gone.
+            NotReady: the server does not answer.
         """
         try:
-            prefixes = {ask.prefix_words: await self._fit(ask.prefix_words, ask.prefix_tokens, "") for ask in asks}
-            return [await self._prepare(ask, prefixes[ask.prefix_words]) for ask in asks]
+            prefixes = {spec.prefix_words: await self._fit(spec.prefix_words, spec.prefix_tokens, "") for spec in specs}
+            return [await self._prepare(spec, prefixes[spec.prefix_words]) for spec in specs]
         except RequestFailed as error:
             raise NotReady(str(error)) from error
 
-    async def _prepare(self, ask: Ask, prefix: str) -> PreparedRequest:
-        text = await self._fit(ask.words, ask.prompt_tokens - self._overhead, prefix)
-        return PreparedRequest(text, ask.output_tokens)
+    async def _prepare(self, spec: PromptSpec, prefix: str) -> PreparedRequest:
+        text = await self._fit(spec.words, spec.prompt_tokens - self._overhead, prefix)
+        return PreparedRequest(text, spec.output_tokens)
 
     async def _fit(self, words: Sequence[str], num_tokens: int, prefix: str) -> str:
-        """The prefix and as many of the words as have `num_tokens` together, at least one word."""
+        """The prefix and as many of the words as make `num_tokens` in all, at least one word."""
 
         def cut(num_words: int) -> str:
             return " ".join(filter(None, [prefix, *words[:num_words]]))
@@ -160,13 +160,13 @@ class Target:
         return cut(min(max(taken, 1), len(words)))
 
     async def ask(self, prompt: PreparedRequest, started: float | None = None) -> Timeline:
-        """Make one request and return what was seen of it, failures too.
+        """Send one request and return its timeline, also for a failure.
 
         Args:
-            started: when it should have been made, by `time.perf_counter`; now when not given.
+            started: its scheduled instant, by `time.perf_counter`; now when not given.
         """
-        question = GenerationQuery(self.model, prompt.text, prompt.output_tokens, self._wishes)
-        body = json.dumps(self._dialect.body(question)).encode()
+        query = GenerationQuery(self.model, prompt.text, prompt.output_tokens, self._options)
+        body = json.dumps(self._dialect.body(query)).encode()
         began = time.perf_counter() if started is None else started
         try:
             reply = await self.endpoint.request("POST", self._dialect.path, body, self._timeout)
@@ -175,7 +175,7 @@ class Target:
         return read_reply(self._dialect, began, reply)
 
 
-def _subsets(wishes: frozenset[str]) -> Iterator[frozenset[str]]:
-    """All subsets, the larger ones first."""
-    for size in range(len(wishes), -1, -1):
-        yield from map(frozenset, combinations(sorted(wishes), size))
+def _subsets(options: frozenset[str]) -> Iterator[frozenset[str]]:
+    """All subsets, larger ones first."""
+    for size in range(len(options), -1, -1):
+        yield from map(frozenset, combinations(sorted(options), size))

@@ -1,4 +1,4 @@
-"""What is asked: lengths, words and instants, all drawn from one seed. Pure."""
+"""Generate the workload of a benchmark from a seed: lengths, words and arrival times. Pure."""
 
 import math
 from collections.abc import Iterator
@@ -19,18 +19,18 @@ WORDS = tuple(
     business give group young few order power door left case far often seems food light""".split()
 )
 
-# Means that are quoted for conversations of the ShareGPT collection, and spreads that look like theirs: most are short
-# and some are very long. No data set is read.
+# Means quoted for conversations of the ShareGPT collection, with similar spreads: most are short, some are very long.
+# No data set is read.
 SHAREGPT_PROMPT, SHAREGPT_OUTPUT = 161, 338
 PROMPT_SPREAD, OUTPUT_SPREAD = 1.2, 0.9  # standard deviations of the logarithm
-LEAST_TOKENS, MOST_TOKENS = 4, 1024
+MIN_TOKENS, MAX_TOKENS = 4, 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request to be made: the words its prompt is cut from, and its lengths in tokens.
+class PromptSpec:
+    """Specification of one request: the words its prompt is cut from, and its lengths in tokens.
 
-    `prefix_words` come first and are those of other requests of the same group; they fill `prefix_tokens` of the
+    `prefix_words` come first and are shared by the requests of a group; they fill `prefix_tokens` of the
     `prompt_tokens`.
     """
 
@@ -43,7 +43,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A kind of requests. Lengths are exact, or means for `sharegpt`."""
+    """A kind of workload. Lengths are exact, or means for `sharegpt`."""
 
     kind: str
     prompt_tokens: int
@@ -51,17 +51,17 @@ class Workload:
     prefix_tokens: int = 0
     num_groups: int = 1
 
-    def asks(self, count: int, *key: object) -> list[Ask]:
-        """`count` requests; the same key gives the same ones, another key others with which they share no prompt."""
+    def prompt_specs(self, count: int, *key: object) -> list[PromptSpec]:
+        """`count` requests; the same key gives the same ones, another key gives other prompts."""
         random = Random(repr(key))
         prefixes = [_draw(random, self.prefix_tokens) for _ in range(self.num_groups)] if self.prefix_tokens else [()]
-        asks = []
+        specs = []
         for index in range(count):
             prompt, output = self._lengths(random)
             words = _draw(random, prompt - self.prefix_tokens)
             prefix = prefixes[index % len(prefixes)]
-            asks.append(Ask(words, prompt, output, prefix, self.prefix_tokens))
-        return asks
+            specs.append(PromptSpec(words, prompt, output, prefix, self.prefix_tokens))
+        return specs
 
     def _lengths(self, random: Random) -> tuple[int, int]:
         if self.kind != "sharegpt":
@@ -79,11 +79,11 @@ def arrivals(rate: float, count: int, *key: object) -> Iterator[float]:
 
 
 def _draw(random: Random, num_tokens: int) -> tuple[str, ...]:
-    """Words enough for so many tokens: a word has at least one."""
+    """Enough words for `num_tokens`; a word has at least one token."""
     return tuple(random.choices(WORDS, k=num_tokens))
 
 
 def _length(random: Random, mean: float, spread: float) -> int:
-    """A length whose logarithm is normal, cut to bounds; the cut makes the mean a little smaller."""
+    """A log-normal length, clipped to bounds; clipping makes the mean slightly smaller."""
     drawn = random.lognormvariate(math.log(mean) - spread**2 / 2, spread)
-    return round(min(max(drawn, LEAST_TOKENS), MOST_TOKENS))
+    return round(min(max(drawn, MIN_TOKENS), MAX_TOKENS))

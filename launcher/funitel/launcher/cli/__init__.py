@@ -1,1 +1,1 @@
-"""`funitel chat` and `funitel generate`: clients of a server that runs, or of one started for the occasion."""
+"""Command-line clients: chat, generate, top and key; chat and generate start a server if none runs."""

@@ -1,4 +1,4 @@
-"""`funitel chat`: messages in, answers out as they come, with the conversation so far as context."""
+"""`funitel chat`: converse with a model; answers are streamed, and earlier messages are the context."""
 
 import re
 import sys
@@ -26,22 +26,22 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of an answer, or of what the model thinks before it."""
+    """Some text of an answer, or of the reasoning before it."""
 
     text: str
     is_thought: bool = False
 
 
 class Conversation:
-    """The messages so far, and how answers to them are asked for."""
+    """The messages so far, and the parameters of requests for answers."""
 
     def __init__(self, api: Api, settings: ChatSettings) -> None:
         self._api = api
         self._system = settings.system
         self._messages: list[dict[str, str]] = []
         asked = {"temperature": settings.temperature, "top_p": settings.top_p, "seed": settings.seed}
-        self._wishes = {name: value for name, value in asked.items() if value is not None}
-        self._wishes["max_tokens"] = settings.max_tokens
+        self._parameters = {name: value for name, value in asked.items() if value is not None}
+        self._parameters["max_tokens"] = settings.max_tokens
         self._finish_reason: str | None = None  # of the last answer
 
     @property
@@ -50,16 +50,16 @@ class Conversation:
         return self._finish_reason == "length"
 
     def reset(self) -> None:
-        """Forget what was said."""
+        """Forget the messages."""
         self._messages.clear()
 
     def set_system(self, text: str | None) -> None:
-        """Begin anew with another system prompt, or none."""
+        """Forget the messages, and set another system prompt or none."""
         self._system = text
         self.reset()
 
     def answer(self, message: str) -> Generator[Piece, None, None]:
-        """Yield an answer in pieces. One that is left early is kept as far as it came, one that fails is forgotten."""
+        """Yield an answer in pieces; a partial answer is kept if the caller stops, and dropped if the server fails."""
         head = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = [*self._messages, {"role": "user", "content": message}]
         said: list[str] = []
@@ -72,7 +72,7 @@ class Conversation:
                             said.append(piece.text)
                         yield piece
             if self._finish_reason is None:
-                raise Incomplete("the server ended the answer without saying why")
+                raise Incomplete("the server ended the answer without a finish reason")
         except FunitelError:
             raise
         except BaseException:
@@ -82,7 +82,7 @@ class Conversation:
         self._keep(asked, said)
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        return {"messages": messages, "stream": True, **self._wishes}
+        return {"messages": messages, "stream": True, **self._parameters}
 
     def _pieces(self, event: Any) -> Iterator[Piece]:
         for choice in event.get("choices", ()):
@@ -101,7 +101,7 @@ def chat(settings: ChatSettings) -> None:
     """Run until the input ends or /exit.
 
     Raises:
-        FunitelError: no server can be asked; or, reading from a pipe, an answer failed.
+        FunitelError: no server answers; or, reading from a pipe, an answer failed.
     """
     with connected(settings) as api:
         conversation = Conversation(api, settings)
@@ -116,14 +116,14 @@ def _converse(conversation: Conversation, messages: Iterable[str], *, is_typed: 
     for message in messages:
         command = _COMMAND.fullmatch(message.strip())
         if command is not None:
-            if not _obey(conversation, command[1], command[2]):
+            if not _run_command(conversation, command[1], command[2]):
                 return
         elif message.strip():
             _show_answer(conversation, message, is_typed=is_typed)
 
 
-def _obey(conversation: Conversation, name: str, text: str | None) -> bool:
-    """Do what a command says; False for the one that leaves."""
+def _run_command(conversation: Conversation, name: str, text: str | None) -> bool:
+    """Run a command; return False for the one that exits."""
     match name:
         case "exit" | "quit" | "bye":
             return False
@@ -139,7 +139,7 @@ def _obey(conversation: Conversation, name: str, text: str | None) -> bool:
 
 
 def _show_answer(conversation: Conversation, message: str, *, is_typed: bool) -> None:
-    """Print an answer as it comes. At a terminal neither Ctrl-C nor a failure ends more than the answer."""
+    """Stream an answer to stdout; on a terminal, Ctrl-C and failures end only this answer."""
     try:
         with closing(conversation.answer(message)) as pieces:
             for piece in pieces:

@@ -1,4 +1,4 @@
-"""`funitel generate`: one completion of one prompt, as text that comes or as one JSON object."""
+"""`funitel generate`: complete one prompt, as streamed text or as one JSON object."""
 
 import json
 import os
@@ -16,7 +16,7 @@ def generate(settings: GenerateSettings) -> None:
     """Write the completion to stdout.
 
     Raises:
-        FunitelError: the prompt is wrong, no server can be asked, or it failed.
+        FunitelError: the prompt is invalid, no server answers, or it failed.
     """
     prompt = _prompt(settings.prompt)
     with connected(settings) as api:
@@ -26,32 +26,32 @@ def generate(settings: GenerateSettings) -> None:
 
 
 def _prompt(given: str) -> str:
-    """The prompt as given, or with `-` all of stdin."""
+    """The prompt as given, or all of stdin for `-`."""
     content = sys.stdin.buffer.read() if given == "-" else os.fsencode(given)
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"the prompt must be UTF-8, which byte {error.start} is not part of") from error
+        raise InvalidRequest(f"the prompt must be UTF-8: byte {error.start} is not") from error
     if not text:
         raise InvalidRequest("the prompt must not be empty")
     return text
 
 
 def _parameters(settings: GenerateSettings) -> dict[str, Any]:
-    """Native parameters. Whoever says anything about drawing wants a sample, else the likeliest tokens."""
-    drawing = {
+    """Native parameters; any sampling flag turns sampling on, else decoding is greedy."""
+    flags = {
         "temperature": settings.temperature,
         "top_p": None if settings.top_p == 1.0 else settings.top_p,
         "top_k": settings.top_k,
         "seed": settings.seed,
     }
-    given = {name: value for name, value in drawing.items() if value is not None}
+    given = {name: value for name, value in flags.items() if value is not None}
     sampling = {} if settings.temperature == 0 else given | {"do_sample": bool(given) or settings.top_p is not None}
     return {"max_new_tokens": settings.max_tokens, "details": True, "stop": list(settings.stop), **sampling}
 
 
 def _write(api: Api, body: dict[str, Any], *, is_text: bool) -> dict[str, Any]:
-    """Print tokens as they come, if text is wanted; return the event with the whole."""
+    """Print tokens as they arrive, if `is_text`; return the last event, which has the whole text."""
     with closing(api.stream("/generate_stream", body)) as events:
         for event in events:
             if is_text and not event["token"]["special"]:
@@ -61,7 +61,7 @@ def _write(api: Api, body: dict[str, Any], *, is_text: bool) -> dict[str, Any]:
                     print(flush=True)
                 whole: dict[str, Any] = event
                 return whole
-    raise Incomplete("the server ended the completion without saying why")
+    raise Incomplete("the server ended the completion without a finish reason")
 
 
 def _summary(api: Api, prompt: str, last: dict[str, Any]) -> dict[str, Any]:

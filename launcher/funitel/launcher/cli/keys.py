@@ -1,4 +1,4 @@
-"""`funitel key`: make, list and revoke the API keys of a file. A router that runs reads it again by itself."""
+"""`funitel key`: create, list and revoke the API keys of a file; a running router reloads it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -25,23 +25,23 @@ from funitel.proto.security.keys import (
 from funitel.proto.settings.fields import as_command, require, setting
 
 _UNITS = {"d": "days", "h": "hours", "m": "minutes"}
-MOST_DAYS, MOST_DIGITS = 100 * 365, 8
+MAX_DAYS, MAX_DIGITS = 100 * 365, 8
 
 
 def _flag(default: Any, help: str) -> Any:
-    """A flag without a variable: a key is on one line."""
+    """A flag without an environment variable."""
     return setting(default, help, env=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyFileSettings:
-    """Which file of keys."""
+    """The file of keys."""
 
     api_key_file: str | None = setting(None, "File of keys: the one that --api-key-file of the server names.")
 
     @property
     def path(self) -> str:
-        """The file; raises SettingsError where none is named."""
+        """The file; raises SettingsError if none is given."""
         if self.api_key_file is None:
             raise SettingsError(f"{FLAG} must name the file of keys")
         return self.api_key_file
@@ -49,43 +49,43 @@ class KeyFileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ListKeysSettings(KeyFileSettings):
-    """List the keys of a file by name, with what each may do; the keys themselves are in no file."""
+    """List the keys of a file by name, with their scopes and limits; keys themselves are stored nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RevokeKeySettings(KeyFileSettings):
-    """Let nobody in with a key any more, from the next second on; requests that run end by themselves."""
+    """Revoke a key within a second; running requests finish."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewKeySettings(KeyFileSettings):
-    """Make a key: print it, once, and add its hash to the file."""
+    """Create a key: print it once, and add its hash to the file."""
 
-    name: str | None = _flag(None, "What people, logs and metrics call the key.")
+    name: str | None = _flag(None, "Name of the key in logs and metrics.")
     expires: str | None = _flag(
-        None, "When it ends: a time from now such as 90d, 12h or 30m, or a date or time of UTC; never when not given."
+        None, "Expiry: a time from now such as 90d, 12h or 30m, or a UTC date or time; never when not given."
     )
     routes: tuple[str, ...] = _flag(
-        (), "Path that the key is for, such as /v1/chat/completions or /v1/*, repeatable; every route when not given."
+        (), "Path that the key may use, such as /v1/chat/completions or /v1/*, repeatable; every route when not given."
     )
-    models: tuple[str, ...] = _flag((), "Model that the key is for, repeatable; every model when not given.")
-    requests_per_minute: int | None = _flag(None, "Most requests within a minute.")
-    tokens_per_minute: int | None = _flag(None, "Most tokens, prompt and completion, within a minute.")
-    max_concurrent_requests: int | None = _flag(None, "Most requests at once.")
+    models: tuple[str, ...] = _flag((), "Model that the key may use, repeatable; every model when not given.")
+    requests_per_minute: int | None = _flag(None, "Maximum of requests in a minute.")
+    tokens_per_minute: int | None = _flag(None, "Maximum of tokens, prompt and completion, in a minute.")
+    max_concurrent_requests: int | None = _flag(None, "Maximum of requests in flight.")
 
 
 # Commands
 
 
 def make(settings: NewKeySettings) -> None:
-    """Add a key to the file, which is made if there is none."""
+    """Add a key to the file, which is created if missing."""
     text = new_key()
     key = _described(settings, digest_of(text.encode()), datetime.now(UTC))
     with editing(settings.path) as lines:
         lines.append(line_of(key))
-        parse(lines, settings.path)  # the name may be taken, or the file broken before
+        parse(lines, settings.path)  # raises if the name is taken or the file is invalid
     print(text)
 
 
@@ -97,25 +97,25 @@ def list_all(settings: ListKeysSettings) -> None:
 
 
 def revoke(settings: RevokeKeySettings) -> None:
-    """Mark a key as revoked; its line stays, for the record."""
+    """Mark a key as revoked; its line stays in the file."""
     with editing(settings.path) as lines:
         parse(lines, settings.path)
-        for place, line in enumerate(lines):
+        for index, line in enumerate(lines):
             key = next(iter(parse([line], settings.path)), None)
             if key is not None and line.lstrip().startswith("{") and key.name == settings.name and not key.revoked:
-                lines[place] = line_of(replace(key, revoked=datetime.now(UTC)))
+                lines[index] = line_of(replace(key, revoked=datetime.now(UTC)))
                 return
         raise SettingsError(
-            f"{FLAG} {settings.path} has no key named {settings.name!r} to revoke; a bare key goes with its line"
+            f"{FLAG} {settings.path} has no key named {settings.name!r} to revoke; delete the line of a bare key"
         )
 
 
-# Words
+# Parsing and formatting
 
 
 def _described(settings: NewKeySettings, digest: bytes, now: datetime) -> Key:
-    """The key that is asked for; raises SettingsError, which names the flag, for what cannot be."""
-    require(settings.name is not None, "--name must say what the key is called")
+    """The key that the flags describe; raises SettingsError, which names the flag at fault."""
+    require(settings.name is not None, "--name must be given")
     bounds: dict[str, Any] = {field: _split(getattr(settings, field)) for field in SCOPES}
     bounds |= {field: getattr(settings, field) for field in LIMITS}
     try:
@@ -133,7 +133,7 @@ def _described(settings: NewKeySettings, digest: bytes, now: datetime) -> Key:
 
 
 def _split(values: tuple[str, ...]) -> tuple[str, ...]:
-    """Values of a flag that is given several times, or once with commas."""
+    """Values of a flag that is given several times or with commas."""
     return tuple(part.strip() for value in values for part in value.split(","))
 
 
@@ -141,9 +141,9 @@ def _instant(text: str, now: datetime) -> datetime:
     count, unit = text[:-1], _UNITS.get(text[-1:])
     if unit is None or not (count.isascii() and count.isdigit()):
         return parse_instant(text, "expires")
-    span = timedelta(**{unit: int(count)}) if len(count) <= MOST_DIGITS else timedelta.max
-    if span > timedelta(days=MOST_DAYS):
-        raise ValueError(f"`expires` must be at most {MOST_DAYS} days from now. Given: {text!r}")
+    span = timedelta(**{unit: int(count)}) if len(count) <= MAX_DIGITS else timedelta.max
+    if span > timedelta(days=MAX_DAYS):
+        raise ValueError(f"`expires` must be at most {MAX_DAYS} days from now. Given: {text!r}")
     return now + span
 
 

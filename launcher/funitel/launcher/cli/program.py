@@ -1,4 +1,4 @@
-"""The command lines of the clients, and what ends them besides an answer."""
+"""Command lines of the clients, and their handling of signals and closed pipes."""
 
 import os
 import signal
@@ -27,41 +27,41 @@ PROMPT_HELP = "What to complete; - reads it from stdin."
 def run_client() -> NoReturn:
     """Run the client that the first word of the command line names.
 
-    `bench kernels` and `TORCH_COMMANDS` are the model server's, and become its process: they need torch.
+    `bench kernels` and `TORCH_COMMANDS` need torch: the model server replaces this process.
     """
     if sys.argv[1:3] == ["bench", "kernels"]:
         os.execv(sys.executable, [sys.executable, "-m", "funitel.model_server", "bench-kernels", *sys.argv[3:]])
     if sys.argv[1] in TORCH_COMMANDS:
         os.execv(sys.executable, [sys.executable, "-m", "funitel.model_server", *sys.argv[1:]])
     app = typer.Typer(add_completion=False)
-    app.callback()(lambda: None)  # without it a single command would take no name
+    app.callback()(lambda: None)  # without it, typer would take no name for a single command
     for name, command in CLIENTS.items():
         app.command(name)(command)
-    keys = typer.Typer(help="Make, list and revoke the API keys of a file.")
+    keys = typer.Typer(help="Create, list and revoke the API keys of a file.")
     for name, command in KEY_COMMANDS.items():
         keys.command(name)(command)
     app.add_typer(keys, name=KEYS)
     run_app(app)
 
 
-def _until_told(run: Callable[[T], None]) -> Callable[[T], None]:
-    """Have signals that end a program unwind it, so that a server it started is stopped. A closed pipe is no error."""
+def _until_signalled(run: Callable[[T], None]) -> Callable[[T], None]:
+    """Exit by an exception on SIGTERM and SIGHUP, so that a started server is stopped; a closed pipe is no error."""
 
-    def told(settings: T) -> None:
+    def run_client_command(settings: T) -> None:
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda number, _: sys.exit(128 + number))
         try:
             run(settings)
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads what is still buffered
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards the buffered rest
             sys.exit(128 + signal.SIGPIPE)
 
-    return told
+    return run_client_command
 
 
 CLIENTS: Mapping[str, Callable[..., Any]] = {
-    "bench": as_command(BenchSettings, _until_told(bench)),
-    "chat": as_command(ChatSettings, _until_told(chat)),
-    "generate": as_command(GenerateSettings, _until_told(generate), {"prompt": PROMPT_HELP}),
-    "top": as_command(TopSettings, _until_told(top)),
+    "bench": as_command(BenchSettings, _until_signalled(bench)),
+    "chat": as_command(ChatSettings, _until_signalled(chat)),
+    "generate": as_command(GenerateSettings, _until_signalled(generate), {"prompt": PROMPT_HELP}),
+    "top": as_command(TopSettings, _until_signalled(top)),
 }

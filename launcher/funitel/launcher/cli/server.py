@@ -1,4 +1,4 @@
-"""The server a client asks: the one named, the one on the usual port, or one started for as long as it is needed."""
+"""Find the server for a client: the given one, the one on the default port, or a temporary one that is started."""
 
 import os
 import re
@@ -20,11 +20,11 @@ from funitel.proto.errors import FunitelError, NotReady, StartupError
 
 LOCAL_URL = f"http://127.0.0.1:{LauncherSettings().port}"
 POLL_SECONDS = 0.2
-STOP_SECONDS = 120.0  # longer than the launcher gives its children before it kills them
-LAST_LINES = 20  # of its output, to tell why it ended
+STOP_SECONDS = 120.0  # longer than the launcher's grace period for its children
+LAST_LINES = 20  # of its output, for the reason of its end
 
-# Who wrote a line that the launcher hands on.
-_SPEAKER = re.compile(r"^(?:shard \d+|router) \| ")
+# The process that wrote a line which the launcher forwards.
+_LINE_PREFIX = re.compile(r"^(?:shard \d+|router) \| ")
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def connected(settings: ClientSettings) -> Iterator[Api]:
     """A server that answers.
 
     Raises:
-        FunitelError: none does, the one that does serves another model, or none could be started.
+        FunitelError: none answers, it serves another model, or none could be started.
     """
     if settings.url is not None:
         api = Api(settings.url, settings.api_key, context_of(settings))
@@ -51,7 +51,7 @@ def model_of(api: Api) -> str:
 
 
 def _wait_info(api: Api) -> Any:
-    """What a server says about itself; one that is starting is waited for."""
+    """The answer of /info; waits while the server is starting."""
     with Status() as status:
         while True:
             try:
@@ -66,13 +66,13 @@ def _wait_info(api: Api) -> Any:
 def _check_model(api: Api, info: Any, model_id: str | None) -> None:
     served = info.get("model_id") if isinstance(info, dict) else None
     if served is None:
-        raise FunitelError(f"{api.url} is no server of ours: its /info names no model")
+        raise FunitelError(f"{api.url} is not a funitel server: its /info names no model")
     if model_id is not None and served != model_id:
         raise FunitelError(f"{api.url} serves {served}, not {model_id}")
 
 
 def _serves(api: Api, model_id: str | None) -> bool:
-    """Whether a server of ours is there, and serves the model asked for."""
+    """Whether a funitel server answers and serves the model asked for."""
     try:
         _check_model(api, _wait_info(api), model_id)
     except FunitelError:
@@ -82,7 +82,7 @@ def _serves(api: Api, model_id: str | None) -> bool:
 
 @contextmanager
 def _started(settings: ClientSettings) -> Iterator[Api]:
-    """A launcher of our own on a free port of this machine; it is stopped at the end."""
+    """A temporary launcher on a free local port; it is stopped at the end."""
     server = _Launcher(settings)
     try:
         yield server.ready()
@@ -91,7 +91,7 @@ def _started(settings: ClientSettings) -> Iterator[Api]:
 
 
 class _Launcher:
-    """A launcher in a session of its own: Ctrl-C is for the client. It ends with the client, however that ends."""
+    """A launcher in its own session, so that Ctrl-C reaches only the client; it ends with the client process."""
 
     def __init__(self, settings: ClientSettings) -> None:
         port = free_port()
@@ -111,18 +111,18 @@ class _Launcher:
         self._reader.start()
 
     def _read(self) -> None:
-        """Take its output until it ends: a full pipe would stop it."""
+        """Read its output until it ends; a full pipe would block it."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            text = _SPEAKER.sub("", line.decode("utf-8", "replace").strip())
+            text = _LINE_PREFIX.sub("", line.decode("utf-8", "replace").strip())
             if text:
                 self._lines.append(text)
 
     def ready(self) -> Api:
-        """Wait until it answers, showing what it says.
+        """Wait until it answers, showing its log lines.
 
         Raises:
-            StartupError: it has ended; with the reason it gave.
+            StartupError: it has ended; the message has its reason.
         """
         with Status() as status:
             while not self._answers():
@@ -131,7 +131,7 @@ class _Launcher:
                     raise StartupError(self._reason())
                 status.show(self._lines[-1])
                 time.sleep(POLL_SECONDS)
-            status.show(self._lines[-1])  # a small model loads between two looks
+            status.show(self._lines[-1])  # a small model may load between two polls
         return self._api
 
     def _answers(self) -> bool:
@@ -142,11 +142,11 @@ class _Launcher:
         return True
 
     def _reason(self) -> str:
-        said = [line.removeprefix("error: ") for line in self._lines if line.startswith("error: ")]
-        return said[-1] if said else f"the server ended with {self._process.returncode}: {self._lines[-1]}"
+        errors = [line.removeprefix("error: ") for line in self._lines if line.startswith("error: ")]
+        return errors[-1] if errors else f"the server ended with {self._process.returncode}: {self._lines[-1]}"
 
     def stop(self) -> None:
-        """Stop it politely, and all that is left of it firmly."""
+        """Stop it by SIGTERM, then by SIGKILL."""
         self._process.terminate()
         try:
             self._process.wait(STOP_SECONDS)

@@ -1,4 +1,4 @@
-"""`funitel top`: how a server stands, refreshed in place on a terminal, and as text or JSON elsewhere."""
+"""`funitel top`: show the scheduler state of a server, refreshed on a terminal, or printed as text or JSON."""
 
 import json
 import select
@@ -18,7 +18,7 @@ from funitel.launcher.terminal_ui.http_client import Api, context_of
 from funitel.proto.errors import FunitelError, InvalidRequest, NotReady
 
 PATH = "/debug/scheduler"
-TICK_SECONDS = 0.1  # between two looks at keys and the window's size
+TICK_SECONDS = 0.1  # between two polls of keys and the window's size
 # The alternate screen without a cursor, and back.
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 HOME, CLEAR_REST_OF_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
@@ -26,33 +26,33 @@ QUIT = frozenset("qQ\x03\x04")
 
 
 def top(settings: TopSettings) -> None:
-    """Show a server until q or Ctrl-C; once if asked to, or line by line where nobody watches.
+    """Show a server until q or Ctrl-C; once with --once; line by line without a terminal.
 
     Raises:
-        FunitelError: it answers, but does not show; or, asked once, it does not answer.
+        FunitelError: the server does not serve its state; or, with --once, it does not answer.
     """
     api = Api(settings.url or LOCAL_URL, settings.api_key, context_of(settings))
     if settings.once:
         _print(_state_of(api), api.url, is_json=settings.json)
     elif settings.json or not (sys.stdout.isatty() and sys.stdin.isatty()):
-        _print_again_and_again(api, settings)
+        _print_repeatedly(api, settings)
     else:
         _watch(api, settings.interval)
 
 
 def _state_of(api: Api) -> State:
-    """What the server shows.
+    """The state of the server.
 
     Raises:
         NotReady: it does not answer.
-        FunitelError: it does not show this.
+        FunitelError: it does not serve its state.
     """
     try:
         state = api.get(PATH)
     except InvalidRequest as error:
         raise FunitelError(f"{api.url} has no {PATH}, is it started with --debug-routes? {error.message}") from None
     if not isinstance(state, dict):
-        raise FunitelError(f"{api.url} answers what funitel top cannot read")
+        raise FunitelError(f"{api.url} gives an answer that funitel top cannot read")
     return state
 
 
@@ -61,7 +61,7 @@ def _print(state: State, url: str, *, is_json: bool) -> None:
     print(*lines, sep="\n", flush=True)
 
 
-def _print_again_and_again(api: Api, settings: TopSettings) -> None:
+def _print_repeatedly(api: Api, settings: TopSettings) -> None:
     while True:
         try:
             _print(_state_of(api), api.url, is_json=settings.json)
@@ -71,10 +71,10 @@ def _print_again_and_again(api: Api, settings: TopSettings) -> None:
 
 
 class _Poller:
-    """Asks a server again and again, beside whoever draws: one that hangs must not hold up a key."""
+    """Polls a server in a thread, so that a server that hangs does not block the keyboard."""
 
     def __init__(self, api: Api, interval: float) -> None:
-        self.state: State | None = None  # the last that came
+        self.state: State | None = None  # the last received
         self.error: FunitelError | None = None  # of the last attempt
         self.num_answers = 0
         self._api = api
@@ -97,9 +97,9 @@ def _watch(api: Api, interval: float) -> None:
     poller = _Poller(api, interval)
     with _screen():
         drawn: object = None
-        while not _is_told_to_quit():
+        while not _is_quit_requested():
             if poller.state is None and poller.error is not None and not isinstance(poller.error, NotReady):
-                break  # it never showed anything, and will not
+                break  # the server does not serve its state
             size = shutil.get_terminal_size()
             if (poller.num_answers, size) != drawn:
                 drawn = poller.num_answers, size
@@ -109,7 +109,7 @@ def _watch(api: Api, interval: float) -> None:
 
 
 def _lines(poller: _Poller, url: str) -> list[str]:
-    """The last state, and whether it is old."""
+    """The last state, with a note if the server no longer answers."""
     state, error = poller.state, poller.error
     if state is None:
         return [url, "", f"not answering: {error.message}" if error is not None else "asking ..."]
@@ -125,7 +125,7 @@ def _draw(lines: list[str], width: int, height: int) -> None:
 
 @contextmanager
 def _screen() -> Iterator[None]:
-    """The terminal as a canvas; as it was before, whatever happens."""
+    """Switch to the alternate screen, and restore the terminal at the end."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     print(ENTER, end="", flush=True)
@@ -138,8 +138,8 @@ def _screen() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _is_told_to_quit() -> bool:
-    """Wait a moment for a key; whether it is one that leaves."""
+def _is_quit_requested() -> bool:
+    """Wait one tick for a key; return whether it quits."""
     if not select.select([sys.stdin], [], [], TICK_SECONDS)[0]:
         return False
     key = sys.stdin.read(1)

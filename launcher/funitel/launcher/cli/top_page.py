@@ -1,4 +1,4 @@
-"""What `funitel top` shows, as lines of text: one state of a server, cut to a size. Knows no terminal and no server."""
+"""Render the page of `funitel top`: the state of a server as lines of text, cut to the window. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ SHORT_ID = 12  # characters of a request's id
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """One column of a table: its head, its width, and what stands in it; numbers stand at its right."""
+    """One column of a table: head, width and content; numbers are aligned to the right."""
 
     head: str
     width: int
@@ -27,19 +27,19 @@ class _Column:
 
 
 def page(state: State, url: str, note: str = "") -> list[str]:
-    """The lines of one state; `note` stands behind the address.
+    """The lines of one state; `note` follows the URL.
 
     Raises:
-        FunitelError: it is not what a server of ours answers.
+        FunitelError: it is not the state of a funitel server.
     """
     try:
         return list(_lines(state, url, note))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FunitelError(f"{url} answers what funitel top cannot read") from error
+        raise FunitelError(f"{url} gives an answer that funitel top cannot read") from error
 
 
 def fit(lines: Sequence[str], width: int, height: int) -> list[str]:
-    """The lines that fit into a window, with nothing in them that a terminal obeys."""
+    """The lines that fit into a window, without control characters."""
     return [_plain(line)[:width] for line in lines[:height]]
 
 
@@ -83,12 +83,12 @@ def _steps(steps: Sequence[State]) -> str:
     last = steps[-1]
     kinds = {kind: sum(step["kind"] == kind for step in steps) for kind in ("prefill", "mixed", "decode")}
     mean = sum(step["seconds"] for step in steps) / len(steps)
-    told = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+    summary = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
     predicted = f" (predicted {_time(last['predicted_seconds'])})" if last["predicted_seconds"] else ""
     return (
         f"steps  last: {last['kind']} of {_count(last['rows'], 'row')}, {_count(last['tokens'], 'token')}, "
         f"{_time(last['seconds'])}{predicted}, {_time(last['ago_seconds'])} ago;  "
-        f"last {len(steps)}: {told}, {_time(mean)} each"
+        f"last {len(steps)}: {summary}, {_time(mean)} each"
     )
 
 
@@ -106,7 +106,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _time(seconds: float) -> str:
-    """A duration in the unit that suits it."""
+    """A duration in a suitable unit."""
     if seconds < 1.0:
         return f"{seconds * 1000:.1f} ms"
     return f"{seconds:.1f} s" if seconds < 60.0 else f"{int(seconds) // 60}m{int(seconds) % 60:02d}s"

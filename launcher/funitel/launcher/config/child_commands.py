@@ -1,6 +1,6 @@
-"""Command lines and environments of the children.
+"""Build command lines and environments of the child processes: download, shards, router.
 
-Every setting travels as a flag, so that `ps` shows what a process runs with; only the API key does not.
+Every setting is passed as a flag, so `ps` shows it. The API key is the exception.
 """
 
 import os
@@ -20,30 +20,30 @@ from funitel.router.settings import RouterSettings
 
 Environ = Mapping[str, str]
 
-LOADING_SECONDS = 7 * 24 * 3600  # the router may wait so long for shards: the launcher knows whether they come
-TOKENS = ("HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of the hub, the first that is set
+LOADING_SECONDS = 7 * 24 * 3600  # timeout of the router for shards; the launcher itself notices shards that end
+TOKENS = ("HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # hub tokens; the first that is set is used
 
 
 @dataclass(frozen=True)
 class Commands:
-    """The programs the launcher starts, and what it tells them."""
+    """The programs that the launcher starts, and their command lines."""
 
     model_server: tuple[str, ...] = (sys.executable, "-m", "funitel.model_server")
     router: tuple[str, ...] = (sys.executable, "-m", "funitel.router")
 
     def download(self, settings: LauncherSettings) -> list[str]:
-        """Fetch or convert the model; the last line of its stdout is the model's folder."""
+        """Command that fetches or converts the model; the last line of its stdout is the model's folder."""
         flags = project(settings, DownloadSettings, logger_level=settings.log_level, exit_with_parent=os.getpid())
         return [*self.model_server, "download-weights", flags.model_id, *to_argv(flags, skip=["model_id"])]
 
     def shard(self, settings: ResolvedSettings, folder: Path, rank: int) -> list[str]:
-        """Serve one rank of the model in `folder`."""
-        place = settings.places[rank] if settings.places else None
+        """Command that serves one rank of the model in `folder`."""
+        placement = settings.core_assignments[rank] if settings.core_assignments else None
         flags = project(
             settings,
             ModelServerSettings,
-            cores=place and place.cores,
-            memory_node=place and place.memory_node,
+            cores=placement and placement.cores,
+            memory_node=placement and placement.memory_node,
             model_id=str(folder),
             sharded=settings.num_shard > 1,
             rank=rank,
@@ -54,13 +54,13 @@ class Commands:
         )
         skip = ["model_id"]
         if settings.otlp_service_name == RouterSettings.otlp_service_name:
-            skip.append("otlp_service_name")  # the shards' own default tells them from the router
+            skip.append("otlp_service_name")  # the default of the shards differs from that of the router
         return [*self.model_server, "serve", flags.model_id, *to_argv(flags, skip=skip)]
 
     def route(
         self, settings: ResolvedSettings, folder: Path, listen_fd: tuple[int, ...] = (), ready_fd: int | None = None
     ) -> list[str]:
-        """Answer HTTP for the shards, on sockets that listen already; the API key is in its environment."""
+        """Command of the router on sockets that already listen; the API key is passed by its environment."""
         flags = project(
             settings,
             RouterSettings,
@@ -78,17 +78,17 @@ class Commands:
 
 
 def download_environ(settings: LauncherSettings, environ: Environ) -> dict[str, str]:
-    """Environment of the download: the launcher's, without secrets that are not the hub's."""
+    """Environment of the download: the launcher's, without secrets other than the hub's."""
     inherited = {name: value for name, value in environ.items() if name not in ("API_KEY", "LOG_LEVEL")}
-    return _unremarked(inherited) | _hub(settings, environ)
+    return _without_inert(inherited) | _hub(settings, environ)
 
 
 def shard_environ(settings: ResolvedSettings, environ: Environ, rank: int) -> dict[str, str]:
-    """Environment of one shard: what torch, NCCL and OpenMP read before any flag is parsed."""
+    """Environment of one shard: variables that torch, NCCL and OpenMP read before flags are parsed."""
     count = settings.num_threads or settings.most_threads
     threads = {} if count is None else _threads(count)
     return (
-        {"OMP_WAIT_POLICY": "PASSIVE"}  # a spinning barrier keeps the core that its last thread waits for
+        {"OMP_WAIT_POLICY": "PASSIVE"}  # a spinning barrier would occupy the core that its last thread needs
         | download_environ(settings, environ)
         | threads
         | {
@@ -104,12 +104,14 @@ def shard_environ(settings: ResolvedSettings, environ: Environ, rank: int) -> di
 
 
 def router_environ(settings: ResolvedSettings, environ: Environ) -> dict[str, str]:
-    """Environment of the router: the launcher's, and the API key."""
-    return _unremarked(environ) | _hub(settings, environ) | ({"API_KEY": settings.api_key} if settings.api_key else {})
+    """Environment of the router: the launcher's plus the API key."""
+    return (
+        _without_inert(environ) | _hub(settings, environ) | ({"API_KEY": settings.api_key} if settings.api_key else {})
+    )
 
 
-def _unremarked(environ: Environ) -> dict[str, str]:
-    """Leave out variables without effect, which the launcher has remarked on; what shards honour they get as a flag."""
+def _without_inert(environ: Environ) -> dict[str, str]:
+    """Drop variables without effect, which the launcher has logged."""
     inert = {row.env for row in INERT}
     return {name: value for name, value in environ.items() if name not in inert}
 

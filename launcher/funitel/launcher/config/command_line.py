@@ -1,6 +1,6 @@
-"""The launcher's command line, which can be read again: flags and environment stay, the file of `--config` may change.
+"""Parse the launcher's command line, and parse it again for a reload of the `--config` file.
 
-A flag beats the file, the file beats the environment, and that beats a default.
+Precedence: flag, file, environment variable, default.
 """
 
 import inspect
@@ -26,16 +26,16 @@ CONFIG = "config"  # the setting that names the file
 
 
 @dataclass(slots=True)
-class _Reading:
-    """What one reading has found out about the file: its content, and the variables that a flag has the better of."""
+class _ParseState:
+    """State of one parse: the file's content, and those of its variables that a flag overrides."""
 
-    variables: MutableMapping[str, str]  # where typer looks variables up
+    variables: MutableMapping[str, str]  # the environment as typer reads it
     file: ConfigFile = field(default_factory=ConfigFile)
-    beaten: tuple[str, ...] = ()
+    overridden: tuple[str, ...] = ()
 
     @contextmanager
     def overlaid(self) -> Iterator[None]:
-        """Have typer find the variables of the file, and those of the environment as they were before afterwards."""
+        """Put the variables of the file into the environment, and restore the environment afterwards."""
         before = {name: self.variables.get(name) for name in self.file.values}
         self.variables.update(self.file.values)
         try:
@@ -46,42 +46,42 @@ class _Reading:
                 if value is not None:
                     self.variables[name] = value
 
-    def blamed(self, message: str) -> SettingsError:
-        """An error that says which line of the file it is about, if one is."""
-        return SettingsError(self.file.blame(message, self.beaten))
+    def located(self, message: str) -> SettingsError:
+        """Make a SettingsError whose message names the line of the file at fault, if any."""
+        return SettingsError(self.file.locate(message, self.overridden))
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the launcher is told: settings, and the environment without what the file says instead."""
+class ParsedCommandLine:
+    """The parsed settings, and the environment without the variables that the file sets."""
 
     settings: LauncherSettings
     environ: Mapping[str, str]
-    again: Callable[[], "Given"]  # reads once more; raises SettingsError
-    blamed: Callable[[str], SettingsError]  # makes an error of a message, which names the line of the file
+    reread: Callable[[], "ParsedCommandLine"]  # parses again; raises SettingsError
+    located: Callable[[str], SettingsError]  # makes an error whose message names the line of the file
 
 
 class _Command(TyperCommand):
-    """A typer command whose variables stand in a file too; its context's object is a `_Reading`."""
+    """A typer command that also reads variables from a file; its context's object is a `_ParseState`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        reading: _Reading = ctx.obj
+        state: _ParseState = ctx.obj
         path = self._path(ctx, args)
-        reading.file = ConfigFile() if path is None else read_config(path)
-        with reading.overlaid():
+        state.file = ConfigFile() if path is None else read_config(path)
+        with state.overlaid():
             try:
                 rest = super().parse_args(ctx, args)
             except typer.BadParameter as error:
                 option: Any = error.param
-                if _source(ctx, option) == "ENVIRONMENT" and option.envvar in reading.file.values:
-                    raise reading.blamed(usage_message(error)) from error
+                if _source(ctx, option) == "ENVIRONMENT" and option.envvar in state.file.values:
+                    raise state.located(usage_message(error)) from error
                 raise
         by_flag = {each.envvar for each in self.get_params(ctx) if _source(ctx, each) == "COMMANDLINE"}
-        reading.beaten = tuple(name for name in reading.file.values if name in by_flag)
+        state.overridden = tuple(name for name in state.file.values if name in by_flag)
         return rest
 
     def _path(self, ctx: Any, args: Sequence[str]) -> str | None:
-        """The file that a flag, or else its variable, names; without a look at anything else."""
+        """The file that the flag, or else its variable, names; nothing else is parsed."""
         given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         option = next(each for each in self.get_params(ctx) if each.name == CONFIG)
         path: str | None = option.consume_value(ctx, given)[0]
@@ -91,11 +91,11 @@ class _Command(TyperCommand):
         try:
             return super().invoke(ctx)
         except SettingsError as error:
-            raise ctx.obj.blamed(error.message) from error
+            raise ctx.obj.located(error.message) from error
 
 
 def _source(ctx: Any, option: Any) -> str | None:
-    """Where typer has found the value of an option: COMMANDLINE, ENVIRONMENT or DEFAULT."""
+    """Source of an option's value: COMMANDLINE, ENVIRONMENT or DEFAULT."""
     source = None if option is None else ctx.get_parameter_source(option.name)
     return None if source is None else str(source.name)
 
@@ -103,33 +103,34 @@ def _source(ctx: Any, option: Any) -> str | None:
 def launcher_app(
     argv: Sequence[str],
     variables: MutableMapping[str, str],
-    run: Callable[[Given], None],
+    run: Callable[[ParsedCommandLine], None],
     set_up: Callable[[LauncherSettings], None] = lambda settings: None,
 ) -> typer.Typer:
-    """Make the program that reads its command line and hands what it is told to `run`.
+    """Make the program that parses its command line and calls `run` with the result.
 
     Args:
-        argv: what `Given.again` reads; the first time it is the program's own.
-        variables: the environment, as typer sees it: the file is laid over it while it is read.
+        argv: what `ParsedCommandLine.reread` parses; the first parse takes the program's own.
+        variables: the environment as typer reads it; the file overlays it during a parse.
         run: called once.
         set_up: as of `as_command`.
     """
-    reading = _Reading(variables)
+    state = _ParseState(variables)
 
-    def told(settings: LauncherSettings) -> None:
-        for name in reading.beaten:
-            logger.warning("%s has no effect, for %s is given", reading.file.place(name), FLAGS[name])
-        run(Given(settings, reading.file.hide_from(variables), lambda: _read(argv, variables), reading.blamed))
+    def run_parsed(settings: LauncherSettings) -> None:
+        for name in state.overridden:
+            logger.warning("%s has no effect: %s is given", state.file.position(name), FLAGS[name])
+        environ = state.file.without_file_variables(variables)
+        run(ParsedCommandLine(settings, environ, lambda: _parse(argv, variables), state.located))
 
     app = typer.Typer(add_completion=False)
-    command = _with_version(as_command(LauncherSettings, told, program="launcher", set_up=set_up))
-    app.command(cls=_Command, context_settings={"obj": reading})(command)
+    command = _with_version(as_command(LauncherSettings, run_parsed, program="launcher", set_up=set_up))
+    app.command(cls=_Command, context_settings={"obj": state})(command)
     return app
 
 
-def _read(argv: Sequence[str], variables: MutableMapping[str, str]) -> Given:
-    """Read a command line for itself; whatever is wrong with it is a SettingsError."""
-    found: list[Given] = []
+def _parse(argv: Sequence[str], variables: MutableMapping[str, str]) -> ParsedCommandLine:
+    """Parse a command line; any error in it is raised as a SettingsError."""
+    found: list[ParsedCommandLine] = []
     try:
         launcher_app(argv, variables, found.append)(list(argv), standalone_mode=False)
     except typer.TyperException as error:
@@ -138,7 +139,7 @@ def _read(argv: Sequence[str], variables: MutableMapping[str, str]) -> Given:
 
 
 def _with_version(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the flag `--version`."""
+    """Add the flag `--version` to a command."""
 
     def run(*, version: bool, **values: Any) -> None:
         command(**values)

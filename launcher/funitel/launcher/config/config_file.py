@@ -1,7 +1,7 @@
-"""The file of `--config`: settings by the names of their variables, one a line.
+"""Read the configuration file of `--config`: one `VARIABLE=value` a line.
 
-Knows which names there are and nothing of what their values mean: a command line reads those, and asks here which line
-an error is about.
+This module knows the names of the settings, not their meaning. The command line parses the values, and asks here for
+the line that an error is about.
 """
 
 import re
@@ -16,11 +16,11 @@ from funitel.proto.settings.fields import require
 from funitel.proto.settings.options import flag_of, variable_of
 from funitel.proto.settings.tgi_flags import rows_of
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 QUOTES = ("'", '"')
 
-_SETTINGS = [setting for setting in fields(LauncherSettings) if setting.name != "config"]  # a file names no other
-# What the file may set, and the flag that says the same.
+_SETTINGS = [setting for setting in fields(LauncherSettings) if setting.name != "config"]  # a file names no file
+# Variables that the file may set, and the flag of each.
 FLAGS: Mapping[str, str] = {
     variable: flag_of(name)
     for name, variable in (
@@ -33,41 +33,41 @@ FLAGS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What a file sets; without a path, the file that nobody gave.
+    """The settings of a file; without a path, no file was given.
 
     Attributes:
-        values: by variable; an empty one is as good as none, and hides that of the environment.
-        lines: where each of them stands, counted from 1.
+        values: by variable; an empty value counts as unset, and hides the environment's.
+        lines: line number of each variable, counted from 1.
     """
 
     path: str = ""
     values: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     lines: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
-    def hide_from(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment without what the file says instead: children are told of it by flags."""
+    def without_file_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The environment without variables that the file sets; children get those as flags."""
         return {name: value for name, value in environ.items() if name not in self.values}
 
-    def place(self, variable: str) -> str:
-        """Where a variable is set, for people."""
+    def position(self, variable: str) -> str:
+        """File, line and name of a variable, for messages."""
         return f"{self.path}, line {self.lines[variable]}: {variable}"
 
-    def blame(self, message: str, beaten: Collection[str] = ()) -> str:
-        """Put before a message which line it is about: the first setting it names that the file has set.
+    def locate(self, message: str, overridden: Collection[str] = ()) -> str:
+        """Prefix a message with the line of the first setting it names that the file has set.
 
         Args:
             message: names settings by flag or variable.
-            beaten: variables of the file that a flag has the better of.
+            overridden: variables of the file that a flag overrides.
         """
         for word in re.findall(r"--[a-z][a-z0-9-]*|[A-Z][A-Z0-9_]*", message):
             for variable in self.values:
-                if word in (variable, FLAGS[variable]) and variable not in beaten:
-                    return f"{self.place(variable)}: {message}"
+                if word in (variable, FLAGS[variable]) and variable not in overridden:
+                    return f"{self.position(variable)}: {message}"
         return message
 
 
 def read_config(path: str) -> ConfigFile:
-    """Read a file; the last line of a variable counts.
+    """Read a file; if a variable occurs twice, its last line counts.
 
     Raises:
         SettingsError: it cannot be read, or a line is not `VARIABLE=value` of a setting; values are not shown.
@@ -90,8 +90,8 @@ def _text(path: str) -> str:
     try:
         require(file.is_file() or not file.exists(), f"--config {path} is not a regular file")  # a pipe is read once
         with file.open("rb") as opened:
-            content = opened.read(MOST_BYTES + 1)
-        require(len(content) <= MOST_BYTES, f"--config {path} has more than {MOST_BYTES} bytes")
+            content = opened.read(MAX_BYTES + 1)
+        require(len(content) <= MAX_BYTES, f"--config {path} has more than {MAX_BYTES} bytes")
         return content.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
@@ -99,12 +99,12 @@ def _text(path: str) -> str:
 
 
 def _plain(value: str, what: str) -> str:
-    """A value without its quotes, between which nothing is escaped."""
+    """A value without its quotes; there are no escapes within quotes."""
     require(value.isprintable(), f"{what} has a character that cannot be printed")
     if not value.startswith(QUOTES):
         return value
     quote, inner, end = value[0], value[1:-1], value[1:][-1:]
     require(
-        end == quote and quote not in inner, f"{what} begins with {quote} and has no other one than that at its end"
+        end == quote and quote not in inner, f"{what} begins with {quote}, so its only other {quote} must be at its end"
     )
     return inner

@@ -1,4 +1,4 @@
-"""What this program runs on, for `--env`: the text people are asked for in bug reports."""
+"""Describe the runtime environment for `--env`: system, interpreter, packages and GPUs, for bug reports."""
 
 import os
 import platform
@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 PACKAGES = ("funitel", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "grpcio", "uvicorn")
 
 
-def describe_runtime() -> str:
-    """Several lines: system, interpreter, packages, and what nvidia-smi says."""
+def describe_environment() -> str:
+    """Several lines: system, interpreter, packages, and the output of nvidia-smi."""
     return "\n".join(("Runtime environment:", *_lines()))
 
 

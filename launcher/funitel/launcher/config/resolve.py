@@ -1,6 +1,6 @@
-"""Decide every setting that was left open, as a new settings object.
+"""Resolve settings: decide each one that was not given, from the machine and the model.
 
-Pure but for what is asked of the machine: which ports are free, which GPUs, NUMA nodes and cores there are.
+Pure but for queries of the machine: free ports, GPUs, NUMA nodes and cores.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from funitel.router.settings import RouterSettings, is_guarded
 logger = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 4096
-# What families call the same thing in config.json.
+# Names of the same value in config.json, by family.
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 HEAD_KEYS = ("num_attention_heads", "n_head")
 SECRETS = frozenset({"api_key"})
@@ -38,7 +38,7 @@ SECRETS = frozenset({"api_key"})
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedSettings(LauncherSettings):
-    """Launcher settings with nothing left open that a machine can tell."""
+    """Launcher settings with every value decided that the machine determines."""
 
     num_shard: int
     master_port: int  # of the first replica
@@ -46,24 +46,24 @@ class ResolvedSettings(LauncherSettings):
     shard_uds_path: str
     served_model_name: str
     hostname: str
-    is_local_by_default: bool = False  # nobody has chosen an address, and nobody is asked for a key
-    most_threads: int | None = None  # of each shard, where the number is left to it
-    places: tuple[ShardPlacement, ...] = ()  # of every shard of every replica, with --numa
-    gpus: tuple[str, ...] = ()  # to be shared out between several replicas, as CUDA names them
-    task: str = "generate"  # what the model is for: this, "embed" or "classify"
+    is_local_by_default: bool = False  # no address was given, and clients need no key
+    most_threads: int | None = None  # of each shard, where the shard itself decides the number
+    core_assignments: tuple[ShardPlacement, ...] = ()  # of every shard of every replica, with --numa
+    gpus: tuple[str, ...] = ()  # divided among several replicas, as CUDA names them
+    task: str = "generate"  # of the model: "generate", "embed" or "classify"
 
 
 def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tuple[str, ...] = ()) -> ResolvedSettings:
-    """Decide what does not depend on the model.
+    """Decide the settings that do not depend on the model.
 
     Args:
         settings: as given.
         num_shard: shards of each replica.
-        uds_path: where the first replica's sockets will be.
-        gpus: those that several replicas share out between them; empty on a CPU.
+        uds_path: socket path of the first replica.
+        gpus: those divided among several replicas; empty on a CPU.
 
     Raises:
-        SettingsError: a shard or the router would refuse what it gets, which is better known before anything loads.
+        SettingsError: a shard or the router would refuse its settings; this is checked before anything loads.
     """
     max_input = settings.max_input_tokens if settings.max_input_length is None else settings.max_input_length
     num_shards = num_shard * settings.num_replicas
@@ -72,9 +72,9 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tup
         f"--num-replicas {settings.num_replicas} with --num-shard {num_shard} need {num_shards} GPUs, "
         f"there are {len(gpus)}",
     )
-    pinned = _places(num_shards) if settings.numa else ()
+    pinned = _assign_cores(num_shards) if settings.numa else ()
     most_threads = None
-    if settings.num_threads is None and not settings.numa:  # a shard that is pinned has the threads of its cores
+    if settings.num_threads is None and not settings.numa:  # a pinned shard has one thread for each of its cores
         most_threads = share_of_cores(settings.device, num_shards)
     ports = _master_ports(settings)
     asked = (settings.hostname, settings.default_hostname)
@@ -93,23 +93,23 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tup
         master_ports=ports,
         shard_uds_path=uds_path,
         served_model_name=settings.served_model_name or settings.model_id,
-        places=pinned,
+        core_assignments=pinned,
         gpus=gpus,
     )
     check_children(resolved)
     return resolved
 
 
-def _places(num_shards: int) -> tuple[ShardPlacement, ...]:
-    """Where the shards run; what is not as --numa would have it is said in one line."""
+def _assign_cores(num_shards: int) -> tuple[ShardPlacement, ...]:
+    """Placement of the shards; one log line says where it differs from what --numa asks for."""
     nodes = usable_nodes()
     num_cores = sum(len(core) for node in nodes for core in node.cores)
     if num_cores < num_shards:
-        logger.warning("--numa: %d shards share %d cores, so some run on the same", num_shards, num_cores)
+        logger.warning("--numa: %d shards share %d cores, so some share a core", num_shards, num_cores)
     elif len(nodes) == 1:
-        logger.info("--numa: this machine has one NUMA node, so shards are pinned to their shares of its cores")
+        logger.info("--numa: this machine has one NUMA node: each shard is pinned to a share of its cores")
     elif num_shards < len(nodes):
-        logger.warning("--numa: %d shards use as many of %d NUMA nodes, one each", num_shards, len(nodes))
+        logger.warning("--numa: %d shards use one NUMA node each, of %d", num_shards, len(nodes))
     return assign_cores(nodes, num_shards)
 
 
@@ -131,12 +131,12 @@ def check_children(settings: ResolvedSettings) -> None:
 
 
 def probe_context(settings: LauncherSettings) -> ssl.SSLContext | None:
-    """How the launcher asks its own router for its health; None where HTTP is plain.
+    """TLS context for the health check of the router by the launcher; None where HTTP is plain.
 
-    The router is its child, on an address of this machine for which no certificate is made: there is no name to check.
+    The name is not checked: the router is a child process on a local address, which no certificate names.
 
     Raises:
-        SettingsError: the files of the probe are not what they must be.
+        SettingsError: a file is missing or invalid.
     """
     if settings.tls_pair is None:
         return None
@@ -149,7 +149,7 @@ def probe_context(settings: LauncherSettings) -> ssl.SSLContext | None:
 
 
 def fit_to_model(settings: ResolvedSettings, folder: Path) -> ResolvedSettings:
-    """Decide what depends on the model's own config.json.
+    """Decide the settings that depend on the model's config.json.
 
     Raises:
         SettingsError: config.json is not JSON, or the model has fewer query heads than there would be shards.
@@ -167,7 +167,7 @@ def fit_to_model(settings: ResolvedSettings, folder: Path) -> ResolvedSettings:
 
 
 def _task(config: Mapping[str, Any]) -> str:
-    """What a model is for, by the endings that Hugging Face gives to the names of its classes."""
+    """Task of a model, by the suffix of its class name at Hugging Face."""
     listed = config.get("architectures")
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     if any(name.endswith("ForSequenceClassification") for name in names):
@@ -178,13 +178,13 @@ def _task(config: Mapping[str, Any]) -> str:
 
 
 def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int:
-    """Say how many shards each replica of the model is split over.
+    """Number of shards that each replica is split over.
 
-    Source: contract reference 2.3; a number of shards beats `--sharded false`.
+    Source: contract reference 2.3; a number of shards overrides `--sharded false`.
 
     Args:
         settings: `sharded`, `num_shard` and `numa` as given.
-        num_devices: visible devices, None when nothing tells; replicas share them out.
+        num_devices: visible devices, divided among replicas; None when unknown.
     """
     if settings.num_shard is not None and not is_auto(settings.num_shard):
         return int(settings.num_shard)
@@ -204,9 +204,9 @@ def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int
 
 
 def shards_and_gpus(settings: LauncherSettings, environ: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
-    """The shards of each replica, and the GPUs that several replicas share out between them."""
+    """The number of shards of each replica, and the GPUs that are divided among several replicas."""
     gpus = visible_gpus(settings.device, environ)
-    is_asked = settings.num_replicas > 1 or is_auto(settings.num_shard)  # each replica must be told its own
+    is_asked = settings.num_replicas > 1 or is_auto(settings.num_shard)  # each replica needs a list of its own
     if gpus is None and is_asked and settings.device != "cpu":
         gpus = listed_gpus()
     num_shard = decide_num_shard(settings, None if gpus is None else len(gpus))
@@ -214,7 +214,7 @@ def shards_and_gpus(settings: LauncherSettings, environ: Mapping[str, str]) -> t
 
 
 def visible_gpus(device: str, environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The GPUs this environment makes visible, as CUDA names them; None when it does not tell, and on a CPU."""
+    """The GPUs that the environment makes visible, as CUDA names them; None if it names none, and on a CPU."""
     if device == "cpu":
         return None
     if "CUDA_VISIBLE_DEVICES" in environ:
@@ -228,7 +228,7 @@ def visible_gpus(device: str, environ: Mapping[str, str]) -> tuple[str, ...] | N
 
 
 def listed_gpus() -> tuple[str, ...] | None:
-    """The GPUs nvidia-smi lists; None when it cannot tell."""
+    """The GPUs that nvidia-smi lists; None when it fails."""
     try:
         answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -241,12 +241,12 @@ def _numbered(count: int) -> tuple[str, ...]:
 
 
 def share_of_cores(device: str, num_shards: int) -> int | None:
-    """Share the usable cores out evenly between the shards of all replicas; on CUDA the shard decides."""
+    """Cores of each shard when all shards share them evenly; None on CUDA, where the shard decides."""
     return None if device == "cuda" else max(1, len(os.sched_getaffinity(0)) // num_shards)
 
 
 def prefill_tokens(settings: LauncherSettings, context: int | None) -> int:
-    """Bound the prompt tokens of one step: as given, or by context and KV pool where these are known."""
+    """Maximum of prompt tokens in one step: as given, or by context and KV pool where these are known."""
     if settings.max_batch_prefill_tokens is not None:
         return settings.max_batch_prefill_tokens
     limits = (PREFILL_TOKENS, context, settings.max_batch_total_tokens)
@@ -254,7 +254,7 @@ def prefill_tokens(settings: LauncherSettings, context: int | None) -> int:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The model's config.json; empty when there is none or it is no object: the shards say what is wrong with it."""
+    """The model's config.json; empty when it is missing or no object, which the shards report."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Addresses a deployment needs for itself: its Unix sockets under a lock, and free TCP ports."""
+"""Claim the addresses of a deployment: Unix sockets under a lock, free TCP ports, listening sockets."""
 
 import errno
 import glob
@@ -15,8 +15,8 @@ from funitel.proto.process.locks import lock_of, try_lock
 from funitel.proto.settings.fields import require
 
 DEFAULT_PATH = "/tmp/text-generation-server"
-BACKLOG = 2048  # connections that no router has taken yet
-LONGEST_PATH = 107  # bytes of sun_path, see unix(7), without its final zero
+BACKLOG = 2048  # connections not yet accepted by a router
+MAX_PATH_BYTES = 107  # bytes of sun_path without its final zero, see unix(7)
 
 
 def socket_of(path: str, rank: int) -> str:
@@ -25,20 +25,20 @@ def socket_of(path: str, rank: int) -> str:
 
 
 def path_of_replica(path: str, replica: int) -> str:
-    """The socket path of one replica's shards; that of the first is the deployment's, as with TGI."""
+    """Socket path of one replica's shards; the first replica uses the deployment's, as with TGI."""
     return f"{path}-replica-{replica}" if replica else path
 
 
-def path_of_generation(path: str, generation: int) -> str:
-    """The socket path of the shards of one generation, of which an upgrade starts another."""
-    return f"{path}-upgrade-{generation}" if generation else path
+def path_of_deployment(path: str, number: int) -> str:
+    """Socket path of the shards of one deployment; each upgrade starts another."""
+    return f"{path}-upgrade-{number}" if number else path
 
 
 @contextmanager
 def claim(path: str | None, num_shard: int, num_replicas: int = 1) -> Iterator[str]:
-    """Own a socket path while the context lasts: locked, without stale sockets, and nothing left at the end.
+    """Lock a socket path for the length of a `with`; stale sockets are removed before and after.
 
-    With no `path`, the usual one is taken, or one named after this process when another holds that.
+    Without `path`, the default is taken, or one named after this process when another process holds the default.
     """
     _check_length(path or DEFAULT_PATH, num_shard, num_replicas)
     if path is None:
@@ -54,7 +54,7 @@ def claim(path: str | None, num_shard: int, num_replicas: int = 1) -> Iterator[s
 
 
 def _sweep() -> None:
-    """Remove what killed launchers left: files under a name made from a process id that nobody has or locks."""
+    """Remove files of killed launchers: those named after a process id that is not running and not locked."""
     for lock in glob.glob(f"{DEFAULT_PATH}-*.lock"):
         base = lock.removesuffix(".lock")
         owner = base.removeprefix(f"{DEFAULT_PATH}-")
@@ -88,13 +88,13 @@ def _lock(path: str | None) -> tuple[str, int]:
 def _check_length(base: str, num_shard: int, num_replicas: int) -> None:
     longest = socket_of(path_of_replica(base, num_replicas - 1), num_shard - 1) + step_socket.SUFFIX
     require(
-        len(os.fsencode(longest)) <= LONGEST_PATH,
-        f"--shard-uds-path {base} is too long: a Unix socket path has at most {LONGEST_PATH} bytes",
+        len(os.fsencode(longest)) <= MAX_PATH_BYTES,
+        f"--shard-uds-path {base} is too long: a Unix socket path has at most {MAX_PATH_BYTES} bytes",
     )
 
 
 def remove_sockets(base: str, num_shard: int, num_replicas: int) -> None:
-    """Remove the sockets of shards, which were killed or never were; raises SettingsError where others own them."""
+    """Remove the sockets of shards that have ended; raises SettingsError where another user owns them."""
     for replica, rank, suffix in product(range(num_replicas), range(num_shard), ("", step_socket.SUFFIX)):
         name = socket_of(path_of_replica(base, replica), rank) + suffix
         try:
@@ -117,13 +117,13 @@ def is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """Find a TCP port nobody listens on."""
+    """Find a free TCP port."""
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """Find so many different TCP ports nobody listens on."""
-    with ExitStack() as stack:  # all are held until the last is found
+    """Find `count` different free TCP ports."""
+    with ExitStack() as stack:  # all stay bound until the last is found
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
             probe.bind(("", 0))
@@ -131,10 +131,10 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def listen(hostname: str, port: int, flag: str = "--port") -> socket.socket:
-    """Open the port that `flag` gave.
+    """Listen on the port that `flag` gave.
 
     Raises:
-        SettingsError: it is taken, or not ours to open.
+        SettingsError: it is in use, or needs other privileges.
     """
     check_port(hostname, port, flag)
     try:
@@ -161,5 +161,5 @@ def _cannot_listen(hostname: str, port: int, flag: str, error: OSError) -> str:
     if isinstance(error, PermissionError):
         return f"{flag} {port} needs privileges this process lacks: choose a port from 1024 up"
     if error.errno == errno.EADDRINUSE:
-        return f"{flag} {port} is already in use on {hostname}: stop what listens there or choose another {flag}"
+        return f"{flag} {port} is already in use on {hostname}: stop that process or choose another {flag}"
     return f"cannot listen on --hostname {hostname} {flag} {port}: {error.strerror}"

@@ -1,7 +1,4 @@
-"""The NUMA nodes and cores of this machine that this process may use, as the kernel tells in /sys and /proc.
-
-Which cores and whose memory each shard gets with `--numa`. Pure.
-"""
+"""Read the NUMA topology from /sys and /proc, and assign cores and memory nodes to shards for `--numa`."""
 
 import os
 from collections.abc import Sequence
@@ -15,7 +12,7 @@ SYSTEM, STATUS = Path("/sys/devices/system"), Path("/proc/self/status")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node with its cores, for each the logical processors it has, and whether it has memory for this process."""
+    """A NUMA node: the logical processors of each of its cores, and whether it has memory for this process."""
 
     number: int
     cores: tuple[Cores, ...]
@@ -23,7 +20,7 @@ class Node:
 
 
 def usable_nodes(system: Path = SYSTEM, status: Path = STATUS, allowed: Cores | None = None) -> tuple[Node, ...]:
-    """Every node on which this process may run, by number; where the kernel tells of none, one with every core."""
+    """Every node on which this process may run, by number; one node with every core where the kernel lists none."""
     allowed = Cores(os.sched_getaffinity(0)) if allowed is None else allowed
     with_memory = _read(system / "node" / "has_memory") & _allowed_memory(status)
     nodes = []
@@ -48,7 +45,7 @@ def _allowed_memory(status: Path) -> frozenset[int]:
 
 
 def _read(path: Path) -> frozenset[int]:
-    """A list of numbers; empty where there is no such file, and when it is."""
+    """A list of numbers; empty where the file is empty or missing."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -58,17 +55,17 @@ def _read(path: Path) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlacement:
-    """Where one shard runs; `memory_node` is None where there is no choice of memory."""
+    """Cores and memory node of one shard; `memory_node` is None where there is only one."""
 
     cores: Cores
     memory_node: int | None
 
 
 def assign_cores(nodes: Sequence[Node], num_shards: int) -> tuple[ShardPlacement, ...]:
-    """A place for every shard; neighbours in rank are neighbours on a node.
+    """Placement of every shard; consecutive ranks share a node.
 
-    With fewer shards than nodes the nodes with most cores get one each. Cores belong to one shard while there are
-    enough of them, and both threads of a core to the same.
+    With fewer shards than nodes, the nodes with the most cores get one shard each. A core belongs to one shard while
+    there are enough cores, and both threads of a core belong to the same shard.
     """
     has_choice = sum(node.has_memory for node in nodes) > 1
     if num_shards < len(nodes):
@@ -82,7 +79,7 @@ def assign_cores(nodes: Sequence[Node], num_shards: int) -> tuple[ShardPlacement
 
 
 def _divided(cores: Sequence[Cores], parts: int) -> list[Cores]:
-    """Whole cores for each part; where there are too few of these their threads; and then some share one."""
+    """Whole cores for each part; with too few cores, threads; with too few threads, shared threads."""
     if len(cores) < parts:
         cores = [Cores([thread]) for core in cores for thread in sorted(core)]
     if len(cores) < parts:

@@ -1,6 +1,6 @@
-"""What the settings of the next generation are, by those that were given anew: a few cannot change while others serve.
+"""Resolve the settings of the next deployment for an upgrade, and refuse changes that need a restart.
 
-Pure but for what `resolve` asks of the machine.
+Pure but for queries of the machine by `resolve`.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 
 from funitel.launcher.config.resolve import ResolvedSettings, resolve, shards_and_gpus
-from funitel.launcher.config.sockets import path_of_generation
+from funitel.launcher.config.sockets import path_of_deployment
 from funitel.launcher.settings import LauncherSettings
 from funitel.proto.settings.fields import require
 from funitel.proto.settings.options import flag_of
@@ -16,29 +16,29 @@ from funitel.proto.settings.options import flag_of
 logger = logging.getLogger(__name__)
 
 ADDRESS = ("hostname", "default_hostname")
-# What belongs to the launcher and the sockets it has opened, not to one generation.
+# Settings of the launcher and its open sockets, which all deployments share.
 FIXED = ("port", "prometheus_port", "shard_uds_path", "master_port")
 
 
 def next_settings(
     given: LauncherSettings, first: ResolvedSettings, fresh: LauncherSettings, environ: Mapping[str, str], number: int
 ) -> ResolvedSettings:
-    """Resolve the settings of a further generation, with Unix sockets and ports of its own.
+    """Resolve the settings of another deployment, with Unix sockets and ports of its own.
 
     Args:
-        given: the settings of the first generation as they were given.
+        given: the settings of the first deployment as they were given.
         first: the same, resolved.
         fresh: those given now.
-        environ: the launcher's own, now.
-        number: of the generation; the first has 0.
+        environ: the launcher's environment now.
+        number: of the deployment; the first has 0.
 
     Raises:
-        SettingsError: they are wrong, or change what cannot change before a restart.
+        SettingsError: they are invalid, or change a setting that needs a restart.
     """
     for name in FIXED:
         _check_kept(name, getattr(given, name), getattr(fresh, name))
     num_shard, gpus = shards_and_gpus(fresh, environ)
-    path = path_of_generation(first.shard_uds_path, number)
+    path = path_of_deployment(first.shard_uds_path, number)
     resolved = resolve(dataclasses.replace(fresh, port=first.port, master_port=None), num_shard, path, gpus)
     return _at_the_address_of(first, resolved, given, fresh)
 
@@ -55,12 +55,12 @@ def _shown(value: object) -> str:
 def _at_the_address_of(
     first: ResolvedSettings, resolved: ResolvedSettings, given: LauncherSettings, fresh: LauncherSettings
 ) -> ResolvedSettings:
-    """The settings with the address that the port was opened on, unless another was asked for or is safer."""
+    """The settings with the address of the open port; refused where another was asked for or would be safer."""
     if resolved.hostname == first.hostname:
         return resolved
     for name in ADDRESS:
         _check_kept(name, getattr(given, name), getattr(fresh, name))
-    require(  # only keys and certificates have changed
+    require(  # only keys and certificates can have changed
         not resolved.is_local_by_default,
         f"--api-key, --api-key-file or --tls-client-ca must stay: without them --hostname would be "
         f"{resolved.hostname}, and it cannot change from {first.hostname} before a restart",

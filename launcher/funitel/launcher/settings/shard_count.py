@@ -1,13 +1,13 @@
-"""How many shards a model is split over, as `--num-shard` says it: a number, or `auto`."""
+"""Type of `--num-shard`: a number of shards, or `auto`."""
 
 
 class ShardCount(int):
-    """A number of shards; of `auto` it is the least that there will be, and whoever decides looks at `is_auto`."""
+    """A number of shards; `auto` has the value 1, the minimum, and `is_auto`."""
 
     is_auto: bool
 
     def __new__(cls, text: str) -> "ShardCount":
-        """Raise ValueError, which says what is wrong, for anything else."""
+        """Raise ValueError with the reason for any other text."""
         is_auto = text == "auto"
         try:
             count = super().__new__(cls, 1 if is_auto else int(text))
@@ -26,5 +26,5 @@ AUTO = ShardCount("auto")
 
 
 def is_auto(count: int | None) -> bool:
-    """Whether a number of shards is that of the GPUs there are."""
+    """Whether the number of shards follows the number of GPUs."""
     return isinstance(count, ShardCount) and count.is_auto

@@ -1,4 +1,4 @@
-"""Tell people that the deployment answers, and how to try it."""
+"""Print that the deployment is ready, with an example command."""
 
 import json
 import logging
@@ -14,26 +14,26 @@ EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def announce(settings: ResolvedSettings, *, seconds: float) -> None:
-    """Print the ready line and a command to try on stdout; with `json_output`, log one event instead."""
+    """Print the ready line and an example command on stdout; with `json_output`, log one event instead."""
     ready = f"ready: {url(settings)} serves {settings.served_model_name} (started in {seconds:.1f} s)"
     if settings.json_output:
         logger.info(ready)
     else:
-        with suppress(OSError):  # a full disk under stdout is no reason not to serve
+        with suppress(OSError):  # the server runs even if stdout is on a full disk
             print(f"\n{ready}\n\n{example(settings)}\n", flush=True)
     if settings.is_local_by_default:
         logger.info(LOCAL_ONLY)
 
 
 def url(settings: ResolvedSettings) -> str:
-    """Where a client on this machine finds the router."""
+    """URL of the router for clients on this machine."""
     host = "localhost" if settings.hostname in (*EVERY_ADDRESS, "127.0.0.1", "::1") else settings.hostname
     scheme = "http" if settings.tls_pair is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 QUESTION = "What is the capital of France?"
-# For each task, a route and what to send there.
+# For each task, a route and an example body.
 _EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "generate": ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}),
     "embed": ("/v1/embeddings", {"input": [QUESTION]}),
@@ -42,7 +42,7 @@ _EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def example(settings: ResolvedSettings) -> str:
-    """One shell command that asks the model a question; the API key is left to the shell's own variable."""
+    """Example shell command; the API key comes from a shell variable."""
     path, body = _EXAMPLES[settings.task]
     if path.startswith("/v1/"):
         body = {"model": settings.served_model_name} | body

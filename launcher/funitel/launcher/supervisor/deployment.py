@@ -1,4 +1,4 @@
-"""The shards of a model and the router in front of them, of one start: an upgrade puts others in their place."""
+"""Run one deployment: its replicas and its router are started, watched and stopped; an upgrade starts another."""
 
 import asyncio
 import logging
@@ -15,21 +15,21 @@ from funitel.launcher.config.resolve import ResolvedSettings, probe_context
 from funitel.launcher.config.sockets import remove_sockets
 from funitel.launcher.supervisor.health import router_answers
 from funitel.launcher.supervisor.process import Child, relay
-from funitel.launcher.supervisor.replica import ReplicaProcesses, blamed, stop_all
+from funitel.launcher.supervisor.replica import ReplicaProcesses, find_culprit, stop_all
 from funitel.proto.errors import FunitelError, ShardFailed
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-WAITING_SECONDS = 10.0  # between two lines that say what is waited for
-IDLE_GRACE_SECONDS = 10.0  # for shards that load or have lost a peer: nothing to finish, and they may hang
-HURRY_SECONDS = 5.0  # for a router that is to tell its clients that their time is up
+WAITING_SECONDS = 10.0  # between two log lines about children that are not ready
+IDLE_GRACE_SECONDS = 10.0  # for shards that load or have lost a peer: they have no work to finish, and may hang
+STOP_AGAIN_SECONDS = 5.0  # for a router past its grace period, to send errors to its clients
 
 Probe = Callable[[], Awaitable[bool]]
 
 
 class Deployment:
-    """Children that are started, watched and stopped together."""
+    """Child processes that are started, watched and stopped together."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class Deployment:
         folder: Path,
         listeners: Sequence[socket],
     ) -> None:
-        """Describe it; `start` makes its processes.
+        """Prepare the deployment; `start` starts its processes.
 
         Args:
             settings: fitted to the model.
-            environ: the launcher's own.
-            commands: what the children run.
+            environ: the launcher's.
+            commands: of the children.
             folder: of the model.
-            listeners: sockets that the router takes connections from.
+            listeners: sockets on which the router accepts connections.
         """
         self.settings = settings
         self.is_ready = False
@@ -59,9 +59,9 @@ class Deployment:
         self._router: Child | None = None
 
     async def start(self, *, is_first: bool) -> None:
-        """Start every child, and return once the router serves.
+        """Start every child, and return once the router is ready.
 
-        The first router answers from the beginning, with 503 until it serves; a later one takes no connection before.
+        The first router accepts connections at once and answers 503 until ready; a later one accepts none before.
 
         Raises:
             ShardFailed, FunitelError: a child has ended.
@@ -77,7 +77,7 @@ class Deployment:
             if is_first:
                 await self._guarded(self._until_ready({self._running_router: self._router_answers}))
             else:
-                await self._guarded(_told(ready.fileno()))
+                await self._guarded(_until_readable(ready.fileno()))
         self.is_ready = True
 
     async def _start_router(self, write_end: int, *, is_first: bool) -> None:
@@ -90,7 +90,7 @@ class Deployment:
         await self._router.start()
 
     def _probes(self) -> dict[Child, Probe]:
-        """How to find out of every shard whether it answers."""
+        """The health check of every shard."""
         ranks = [(each, rank) for each in self._replicas for rank in range(len(each.shards))]
         return {replica.shards[rank]: partial(replica.answers, rank) for replica, rank in ranks}
 
@@ -98,25 +98,25 @@ class Deployment:
         return router_answers(self.settings.hostname, self.settings.port, probe_context(self.settings))
 
     async def _until_ready(self, probes: dict[Child, Probe]) -> None:
-        """Return when every child answers its probe; say every ten seconds which do not."""
-        started = last_said = time.monotonic()
+        """Return when every health check succeeds; log those that do not every ten seconds."""
+        started = last_logged = time.monotonic()
         while probes:
             probes = {child: probe for child, probe in probes.items() if not await probe()}
             now = time.monotonic()
-            if probes and now - last_said >= WAITING_SECONDS:
-                last_said = now
+            if probes and now - last_logged >= WAITING_SECONDS:
+                last_logged = now
                 logger.info("waiting for %s since %.0f s", ", ".join(c.name for c in probes), now - started)
             await asyncio.sleep(POLL_SECONDS if probes else 0)
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`, unless a child ends meanwhile: that is an error."""
+        """Run `work`; the end of a child meanwhile is an error."""
         task = asyncio.create_task(work)
         children = [*self._shards, self._running_router]
         try:
             await asyncio.wait({task, *(child.exited for child in children)}, return_when=asyncio.FIRST_COMPLETED)
             if any(child.has_exited for child in children):
-                child = await blamed(self._shards, self._running_router)
-                raise FunitelError(child.epitaph()) if child is self._running_router else ShardFailed(child.epitaph())
+                child = await find_culprit(self._shards, self._running_router)
+                raise (FunitelError if child is self._running_router else ShardFailed)(child.exit_reason())
             task.result()
         finally:
             task.cancel()
@@ -131,43 +131,43 @@ class Deployment:
         return self._router
 
     async def watch(self) -> None:
-        """Start replicas again as they end; return never.
+        """Restart replicas as they end; never return.
 
         Raises:
-            ShardFailed, FunitelError: the last replica has ended for good, or the router has ended.
+            ShardFailed, FunitelError: no replica is left after its restarts, or the router has ended.
         """
         router = self._running_router
         serving: dict[asyncio.Task[str], ReplicaProcesses] = {
             asyncio.create_task(each.serve(self.settings.max_restarts)): each for each in self._replicas
         }
-        goodbyes: list[asyncio.Task[None]] = []
+        stopping: list[asyncio.Task[None]] = []
         try:
             while True:
                 await asyncio.wait({router.exited, *serving}, return_when=asyncio.FIRST_COMPLETED)
                 ended = {task: replica for task, replica in serving.items() if task.done()}
                 if router.has_exited:
-                    raise FunitelError(router.epitaph())
+                    raise FunitelError(router.exit_reason())
                 for task, replica in ended.items():
                     del serving[task]
                     if not serving:
                         raise ShardFailed(task.result())
                     count = f"{len(serving)} of {len(self._replicas)} replicas go on"
                     logger.error("a replica is lost: %s; %s", task.result(), count)
-                    goodbyes.append(asyncio.create_task(replica.stop(IDLE_GRACE_SECONDS)))
+                    stopping.append(asyncio.create_task(replica.stop(IDLE_GRACE_SECONDS)))
         finally:
-            for work in (*serving, *goodbyes):
+            for work in (*serving, *stopping):
                 work.cancel()
-            await asyncio.gather(*serving, *goodbyes, return_exceptions=True)
+            await asyncio.gather(*serving, *stopping, return_exceptions=True)
 
-    async def hand_over(self, watching: "asyncio.Task[None]") -> None:
-        """Let the router serve what has reached it, and stop all once it has; others are where new clients go."""
+    async def drain(self, watching: "asyncio.Task[None]") -> None:
+        """Let the router finish its requests, then stop everything; another deployment takes new requests."""
         router = self._running_router
-        router.ask_to_hand_over()
+        router.request_drain()
         await asyncio.wait({router.exited, watching}, return_when=asyncio.FIRST_COMPLETED)
         await self.stop(watching)
 
     async def stop(self, watching: "asyncio.Task[None]") -> None:
-        """Stop the router, then the shards; until the router has ended, `watching` starts replicas again."""
+        """Stop the router, then the shards; until the router has ended, `watching` restarts replicas."""
         if self._router:
             await self._stop_router(self._router, watching)
         await end(watching)
@@ -177,12 +177,12 @@ class Deployment:
         remove_sockets(self.settings.shard_uds_path, self.settings.num_shard, self.settings.num_replicas)
 
     async def _stop_router(self, router: Child, watching: "asyncio.Task[None]") -> None:
-        """Let the router finish what runs, within the grace period and as long as there is a replica to run on."""
+        """Let the router finish its requests, within the grace period and while a replica is left."""
         if not router.has_exited:
-            router.ask_to_stop()
+            router.request_stop()
             grace = float(self.settings.graceful_termination_timeout)
             await asyncio.wait({router.exited, watching}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
-            if not await router.hurry(HURRY_SECONDS):
+            if not await router.stop_again(STOP_AGAIN_SECONDS):
                 logger.warning("%s did not stop within %g s and was killed", router.name, grace)
 
     def kill(self) -> None:
@@ -191,8 +191,8 @@ class Deployment:
             child.kill()
 
 
-async def _told(descriptor: int) -> None:
-    """Return once a child has written something; never, where it has ended before."""
+async def _until_readable(descriptor: int) -> None:
+    """Return once a child has written to the pipe; never if it ends first."""
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(descriptor, arrived.set)
     try:
@@ -204,7 +204,7 @@ async def _told(descriptor: int) -> None:
 
 
 async def end(task: "asyncio.Task[Any]") -> None:
-    """End a task; how it ends is known, or of no interest any more."""
+    """Cancel a task and discard its result."""
     task.cancel()
     await asyncio.wait({task})
     if not task.cancelled():

@@ -1,4 +1,4 @@
-"""Make the model present and whole before any shard starts, by the model server's own download command."""
+"""Run the model server's download command before any shard starts."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from funitel.proto.errors import StartupError
 
 
 class Download:
-    """One run of `download-weights`, its stderr left alone so that progress bars look right on a terminal."""
+    """One run of `download-weights`; it inherits stderr, so that progress bars work on a terminal."""
 
     def __init__(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
         self._lines: list[str] = []
@@ -18,7 +18,7 @@ class Download:
         self.child = Child("download", argv, environ, self._on_line, stderr_through=True)
 
     def _on_line(self, line: str) -> None:
-        """Hand on what it logs; the rest ends with the folder."""
+        """Forward log records; keep other lines, of which the last is the folder."""
         if parse_record(line) is not None:
             self._log(line)
         else:
@@ -28,13 +28,13 @@ class Download:
         """Run it and return the model's folder.
 
         Raises:
-            typer.Exit: it failed and has said why, in its own `error:` line.
-            StartupError: it was killed or answered nothing.
+            typer.Exit: it failed and has logged the reason in its own `error:` line.
+            StartupError: it was killed or printed nothing.
         """
         await self.child.start()
         code = await self.child.wait()
         if code > 0:
             raise typer.Exit(1)
         if code < 0 or not self._lines:
-            raise StartupError(self.child.epitaph())
+            raise StartupError(self.child.exit_reason())
         return Path(self._lines[-1])

@@ -1,4 +1,4 @@
-"""Ask a shard or the router whether it answers."""
+"""Check the health of a shard over gRPC and of the router over HTTP or HTTPS."""
 
 import asyncio
 import ssl
@@ -13,9 +13,9 @@ from funitel.proto.generate_pb2_grpc import TextGenerationServiceStub
 ANSWER_SECONDS = 5.0
 
 
-async def shard_answers(socket_path: str, most_busy_seconds: float = inf) -> bool:
-    """Whether the shard on this Unix socket answers Health, and has not been at one call for longer."""
-    # A new channel each time: one that has failed to connect waits longer and longer before it tries again.
+async def shard_answers(socket_path: str, max_busy_seconds: float = inf) -> bool:
+    """Whether the shard on this Unix socket answers Health, and its current call is not older than the maximum."""
+    # A new channel each time: a channel that failed to connect backs off exponentially.
     async with grpc.aio.insecure_channel(f"unix:{socket_path}") as channel:
         try:
             health: pb.HealthResponse = await TextGenerationServiceStub(channel).Health(  # type: ignore[no-untyped-call]
@@ -23,14 +23,14 @@ async def shard_answers(socket_path: str, most_busy_seconds: float = inf) -> boo
             )
         except grpc.aio.AioRpcError:
             return False
-    return health.busy_ns <= most_busy_seconds * 1e9
+    return health.busy_ns <= max_busy_seconds * 1e9
 
 
 async def router_answers(hostname: str, port: int, context: ssl.SSLContext | None = None) -> bool:
-    """Whether `GET /health` is 200, by HTTPS with a context.
+    """Whether `GET /health` answers 200; over HTTPS if a context is given.
 
     Raises:
-        StartupError: the router does not take the certificate that the context shows.
+        StartupError: the router refuses the certificate of the context.
     """
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
@@ -56,5 +56,5 @@ async def _status_line(hostname: str, port: int, context: ssl.SSLContext | None)
 
 
 def reachable(hostname: str) -> str:
-    """Address at which this machine reaches a server that listens on `hostname`."""
+    """Address under which this machine reaches a server that listens on `hostname`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(hostname, hostname)

@@ -1,7 +1,4 @@
-"""One child process: start it, hand on its output line by line, stop it politely and then firmly.
-
-Knows nothing of shards or routers; the supervisor and the download are its callers.
-"""
+"""Run one child process: start it, forward its output line by line, stop it by SIGTERM and then SIGKILL."""
 
 import asyncio
 import json
@@ -19,15 +16,15 @@ from funitel.proto.process.logs import json_event
 
 logger = logging.getLogger(__name__)
 
-LONGEST_LINE = 1 << 20  # bytes; a child that never ends its line is cut here
+MAX_LINE_BYTES = 1 << 20  # longer lines are split
 OUTPUT_SECONDS = 1.0  # for the last output of a child that has exited
-HURRY_AGAIN_SECONDS = 0.5
+STOP_AGAIN_SECONDS = 0.5
 
 
 class Child:
-    """A process in a session of its own, so that signals of the terminal reach only the launcher.
+    """A process in its own session, so that signals of the terminal reach only the launcher.
 
-    `error` is its last line that began with `error:`, without that word; `last_line` the last of any form.
+    `error` is its last line that began with `error:`, without that word; `last_line` is its last non-empty line.
     """
 
     def __init__(
@@ -40,15 +37,15 @@ class Child:
         stderr_through: bool = False,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Describe the child; `start` makes it.
+        """Describe the child; `start` starts it.
 
         Args:
-            name: for people, such as "shard rank 0".
+            name: for messages, such as "shard rank 0".
             argv: command line.
-            environ: its whole environment.
+            environ: its complete environment.
             on_line: called with each line of its output.
-            stderr_through: leave stderr to the launcher's own instead of reading it together with stdout.
-            pass_fds: descriptors that it gets, under the same numbers.
+            stderr_through: let it inherit stderr instead of reading stderr together with stdout.
+            pass_fds: descriptors that it inherits under the same numbers.
         """
         self.name = name
         self.error = ""
@@ -63,7 +60,7 @@ class Child:
 
     @property
     def exited(self) -> "asyncio.Task[int]":
-        """Done, with the exit code, once the child has ended and its output was handed on."""
+        """Done, with the exit code, once the child has ended and its output was forwarded."""
         assert self._exited is not None, f"{self.name} was not started"
         return self._exited
 
@@ -74,7 +71,7 @@ class Child:
 
     async def start(self) -> None:
         """Start the process."""
-        # A pipe of our own: asyncio's `wait()` also waits for its pipes, which a grandchild may keep open.
+        # Not asyncio's own pipe: its `wait()` also waits for pipes, which a grandchild may keep open.
         read_end, write_end = os.pipe()
         reader = await _open_reader(read_end)
         try:
@@ -90,43 +87,43 @@ class Child:
         finally:
             os.close(write_end)
         self._pid = process.pid
-        self._exited = asyncio.create_task(self._attend(process, reader))
+        self._exited = asyncio.create_task(self._forward_output(process, reader))
 
     async def wait(self) -> int:
-        """Wait for its end and return the exit code; a caller that is cancelled leaves the child alone."""
+        """Wait for its end and return the exit code; cancelling the caller does not affect the child."""
         await asyncio.wait({self.exited})
         return self.exited.result()
 
     async def stop(self, grace_seconds: float) -> bool:
-        """Ask the process to end, insist after `grace_seconds`; return whether asking was enough."""
+        """Send SIGTERM, then SIGKILL after `grace_seconds`; return whether SIGTERM was enough."""
         if self._exited is None or self._exited.done():
             return True
-        self.ask_to_stop()
+        self.request_stop()
         return await self._ended_within(grace_seconds)
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """Send SIGTERM."""
         self._signal(os.kill, signal.SIGTERM)
 
-    def ask_to_hand_over(self) -> None:
-        """Send SIGUSR1, which a router takes as: serve what has reached you, and end; others take what comes."""
+    def request_drain(self) -> None:
+        """Send SIGUSR1: a router then finishes the requests it has accepted, accepts no more, and ends."""
         self._signal(os.kill, signal.SIGUSR1)
 
-    async def hurry(self, seconds: float) -> bool:
-        """Ask again a process that was asked to end, and insist after so many seconds; return whether that was enough.
+    async def stop_again(self, seconds: float) -> bool:
+        """Repeat SIGTERM for some seconds, then send SIGKILL; return whether SIGTERM was enough.
 
-        It is asked more than once: a signal that comes before the first was taken is none.
+        It is repeated because signals that arrive before the first is handled are merged.
         """
-        asking = asyncio.create_task(self._keep_asking())
+        repeating = asyncio.create_task(self._repeat_stop())
         try:
             return await self._ended_within(seconds)
         finally:
-            asking.cancel()
+            repeating.cancel()
 
-    async def _keep_asking(self) -> None:
+    async def _repeat_stop(self) -> None:
         while not self.has_exited:
-            self.ask_to_stop()
-            await asyncio.sleep(HURRY_AGAIN_SECONDS)
+            self.request_stop()
+            await asyncio.sleep(STOP_AGAIN_SECONDS)
 
     async def _ended_within(self, seconds: float) -> bool:
         done, _ = await asyncio.wait({self.exited}, timeout=seconds)
@@ -136,12 +133,12 @@ class Child:
         return bool(done)
 
     def kill(self) -> None:
-        """End the process, and whatever it started, at once."""
+        """Send SIGKILL to the process and its whole process group."""
         if not self.has_exited:
             self._signal(os.killpg, signal.SIGKILL)
 
-    def epitaph(self) -> str:
-        """Say in one line how the process ended, and its last words."""
+    def exit_reason(self) -> str:
+        """Describe in one line how the process ended, with its last error or line."""
         code = self.exited.result()
         how = f"{self.name} exited with code {code}"
         if code < 0:
@@ -155,10 +152,10 @@ class Child:
             with suppress(ProcessLookupError):
                 send(self._pid, number)
 
-    async def _attend(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> int:
+    async def _forward_output(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> int:
         reading = asyncio.create_task(self._read(reader))
         code = await process.wait()
-        self._signal(os.killpg, signal.SIGKILL)  # what it started and left behind
+        self._signal(os.killpg, signal.SIGKILL)  # processes that it left behind
         await asyncio.wait({reading}, timeout=OUTPUT_SECONDS)
         reading.cancel()
         return code
@@ -173,7 +170,7 @@ class Child:
 
 
 async def stop_child(child: Child, grace_seconds: float) -> None:
-    """Stop a child; if it had to be killed a line says so."""
+    """Stop a child; log a warning if it had to be killed."""
     if not await child.stop(grace_seconds):
         logger.warning("%s did not stop within %g s and was killed", child.name, grace_seconds)
 
@@ -190,7 +187,7 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
     rest = b""
     while chunk := await reader.read(1 << 16):
         *whole, rest = (rest + chunk).split(b"\n")
-        if len(rest) > LONGEST_LINE:
+        if len(rest) > MAX_LINE_BYTES:
             whole, rest = [*whole, rest], b""
         for line in whole:
             yield line.decode(errors="replace").rstrip("\r")
@@ -199,12 +196,12 @@ async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
 
 
 def relay(process: str, *, json_output: bool) -> Callable[[str], None]:
-    """Make the function that writes a child's lines on stderr, for people or as JSON events.
+    """Make the function that forwards a child's lines to stderr, as text or as JSON events.
 
     Args:
-        process: what the child is called there, such as "shard 0".
-        json_output: rewrite the events of shards as our own, pass those of the router as they are, and wrap any
-            other line in one.
+        process: name of the child in these lines, such as "shard 0".
+        json_output: rewrite the events of shards as the launcher's, pass those of the router unchanged, and wrap
+            any other line in an event.
     """
     if json_output:
         return lambda line: _write(_event(process.replace(" ", "-"), line))
@@ -212,7 +209,7 @@ def relay(process: str, *, json_output: bool) -> Callable[[str], None]:
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
-    """The record of a line that a shard or download logged as JSON, in loguru's form; None for any other line."""
+    """The record of a line in loguru's JSON form, which shards and downloads log; None for any other line."""
     event = _parse(line)
     record = event.get("record") if event else None
     return record if isinstance(record, dict) and {"level", "message", "time", "name"} <= record.keys() else None
@@ -240,5 +237,5 @@ def _event(process: str, line: str) -> str:
 
 
 def _write(line: str) -> None:
-    with suppress(OSError):  # a full disk, or a reader that left: the line is lost, but the child must not wait for it
+    with suppress(OSError):  # a full disk or a closed pipe: the line is lost, but the child does not block
         print(printable(line), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""One replica of a deployment: shards that are started together, live and die together, and are started again."""
+"""Run the shards of one replica: start all ranks together, and restart all when one ends."""
 
 import asyncio
 import dataclasses
@@ -14,15 +14,15 @@ from funitel.launcher.config.resolve import ResolvedSettings
 from funitel.launcher.config.sockets import free_port, is_free, socket_of
 from funitel.launcher.supervisor.health import shard_answers
 from funitel.launcher.supervisor.process import Child, relay, stop_child
-from funitel.launcher.supervisor.restart_policy import Restarts
-from funitel.launcher.supervisor.watchdog import watch
+from funitel.launcher.supervisor.restart_policy import RestartPolicy
+from funitel.launcher.supervisor.watchdog import kill_when_unresponsive
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-SETTLE_SECONDS = 1.0  # for the other ranks to tell the reason too, once one has ended
-BUSY_FACTOR = 10  # of the time that a step is given, which the router gives more of to first and long ones
-RESTART_GRACE_SECONDS = 2.0  # for shards that have lost a peer: they may hang, and streams wait for the next ones
+SETTLE_SECONDS = 1.0  # for the other ranks to log the reason too, once one has ended
+BUSY_FACTOR = 10  # times the step timeout, which the router extends for first and long steps
+RESTART_GRACE_SECONDS = 2.0  # for shards that have lost a peer: they may hang, and streams wait for the restart
 
 
 class ReplicaProcesses:
@@ -31,13 +31,13 @@ class ReplicaProcesses:
     def __init__(
         self, index: int, settings: ResolvedSettings, environ: Mapping[str, str], commands: Commands, folder: Path
     ) -> None:
-        """Describe it; `start` makes its processes.
+        """Prepare the replica; `start` starts its processes.
 
         Args:
-            index: its place in the deployment.
+            index: of the replica in the deployment.
             settings: the deployment's.
-            environ: the launcher's own.
-            commands: what the shards run.
+            environ: the launcher's.
+            commands: of the shards.
             folder: of the model.
         """
         self.name = f"replica {index}" if settings.num_replicas > 1 else "the replica"
@@ -49,9 +49,9 @@ class ReplicaProcesses:
         self._folder = folder
 
     async def start(self) -> None:
-        """Start every rank; none of the last ones runs any more."""
+        """Start every rank; the processes of an earlier start must have ended."""
         port = self._settings.master_port
-        # Theirs may have been taken by somebody else since.
+        # Another process may have taken the port since the last start.
         settings = dataclasses.replace(self._settings, master_port=port if is_free(port) else free_port())
         self.shards = []
         for rank in range(settings.num_shard):
@@ -62,9 +62,9 @@ class ReplicaProcesses:
         await asyncio.gather(*(shard.start() for shard in self.shards))
 
     async def answers(self, rank: int) -> bool:
-        """Whether a rank answers, and is at no call for so long that the router would have given it up."""
-        most = BUSY_FACTOR * self._settings.step_timeout_s
-        return await shard_answers(socket_of(self._settings.shard_uds_path, rank), most)
+        """Whether a rank answers, and its current call is younger than any timeout of the router."""
+        max_busy_seconds = BUSY_FACTOR * self._settings.step_timeout_s
+        return await shard_answers(socket_of(self._settings.shard_uds_path, rank), max_busy_seconds)
 
     async def until_ready(self) -> bool:
         """Return True once every rank answers, False once one has ended."""
@@ -81,9 +81,9 @@ class ReplicaProcesses:
 
     async def end(self) -> str:
         """Wait until a rank has ended, on its own or because it hung, and say why; others may still run."""
-        most = self._settings.step_timeout_s
+        timeout = self._settings.step_timeout_s
         watches = [
-            asyncio.create_task(watch(shard, partial(self.answers, rank), most))
+            asyncio.create_task(kill_when_unresponsive(shard, partial(self.answers, rank), timeout))
             for rank, shard in enumerate(self.shards)
         ]
         try:
@@ -92,23 +92,23 @@ class ReplicaProcesses:
             for task in watches:
                 task.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
-        return (await blamed(self.shards)).epitaph()
+        return (await find_culprit(self.shards)).exit_reason()
 
-    async def serve(self, most_restarts: int) -> str:
-        """Start it again whenever it ends, as often as that may be; return why it has ended for good.
+    async def serve(self, max_restarts: int) -> str:
+        """Restart the replica whenever it ends, until the maximum in a row; return the reason of the last end.
 
-        It answers when this is called.
+        The replica must be ready when this is called.
         """
-        restarts = Restarts(most_restarts)
-        answered: float | None = time.monotonic()  # None: it did not come to serve
+        restarts = RestartPolicy(max_restarts)
+        answered: float | None = time.monotonic()  # None: it did not become ready
         while True:
-            epitaph = await self.end()
+            reason = await self.end()
             ended = time.monotonic()
             delay = restarts.delay_after(0.0 if answered is None else ended - answered)
             if delay is None:
-                return epitaph + (f"; restarted {most_restarts} times in a row" if most_restarts else "")
-            count = f"restart {restarts.num_in_a_row} of {most_restarts}"
-            logger.error("a replica is lost: %s; %s in %g s", epitaph, count, delay)
+                return reason + (f"; restarted {max_restarts} times in a row" if max_restarts else "")
+            count = f"restart {restarts.num_in_a_row} of {max_restarts}"
+            logger.error("a replica is lost: %s; %s in %g s", reason, count, delay)
             await self.stop(RESTART_GRACE_SECONDS)
             await asyncio.sleep(delay)
             await self.start()
@@ -117,24 +117,24 @@ class ReplicaProcesses:
                 logger.warning("%s answers again after %.1f s (%s)", self.name, answered - ended, count)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Stop every rank that still runs."""
+        """Stop every running rank."""
         await stop_all(self.shards, grace_seconds)
 
     def kill(self) -> None:
-        """End every rank at once."""
+        """Kill every rank."""
         for shard in self.shards:
             shard.kill()
 
 
-async def blamed(shards: Iterable[Child], router: Child | None = None) -> Child:
-    """Find the child to blame, as one has ended: who was killed, or else the lowest rank that gave a reason."""
+async def find_culprit(shards: Iterable[Child], router: Child | None = None) -> Child:
+    """Find the child that failed first: one killed by a signal, else the lowest rank with an error line."""
     shards = list(shards)
     children = [*shards, *([router] if router else [])]
     first = next(child for child in children if child.has_exited)
     await asyncio.wait([child.exited for child in children], timeout=SETTLE_SECONDS)
     dead = [shard for shard in shards if shard.has_exited]
-    told = [shard for shard in dead if shard.error]
-    return first if first.exited.result() < 0 else (told or dead or [first])[0]
+    with_error = [shard for shard in dead if shard.error]
+    return first if first.exited.result() < 0 else (with_error or dead or [first])[0]
 
 
 async def stop_all(children: Iterable[Child], grace_seconds: float) -> None:

@@ -1,29 +1,29 @@
-"""How often and how soon a replica is started again that has ended. Pure: what has happened is passed in."""
+"""Restart policy of a replica: maximum of restarts in a row, with exponential backoff. Pure."""
 
-STEADY_SECONDS = 180.0  # of service, after which an end has nothing to do with the ones before
-FIRST_DELAY_SECONDS, MOST_DELAY_SECONDS = 1.0, 60.0
+STEADY_SECONDS = 180.0  # of service, after which the count starts again
+FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 1.0, 60.0
 
 
-class Restarts:
-    """The restarts of one replica: at once the first time, then later and later; none when there were too many."""
+class RestartPolicy:
+    """Counts the restarts of one replica; the first has no delay, each further one waits longer."""
 
-    def __init__(self, most: int) -> None:
-        """Allow `most` in a row."""
-        self.most = most
+    def __init__(self, max_in_a_row: int) -> None:
+        """Allow this many restarts in a row."""
+        self.max_in_a_row = max_in_a_row
         self.num_in_a_row = 0
 
     def delay_after(self, served_seconds: float) -> float | None:
-        """How long to wait before the next one; None when there is none.
+        """Seconds to wait before the next restart; None when the maximum is reached.
 
         Args:
-            served_seconds: how long the replica had answered when it ended.
+            served_seconds: how long the replica was ready before it ended.
         """
         if served_seconds >= STEADY_SECONDS:
             self.num_in_a_row = 0
-        if self.num_in_a_row >= self.most:
+        if self.num_in_a_row >= self.max_in_a_row:
             return None
         self.num_in_a_row += 1
         if self.num_in_a_row == 1:
             return 0.0
-        # The exponent is bounded: whoever allows restarts without end gets them.
-        return min(FIRST_DELAY_SECONDS * 2.0 ** min(self.num_in_a_row - 2, 30), MOST_DELAY_SECONDS)
+        # The exponent is bounded, so that a very large maximum of restarts cannot overflow.
+        return min(FIRST_DELAY_SECONDS * 2.0 ** min(self.num_in_a_row - 2, 30), MAX_DELAY_SECONDS)

@@ -1,10 +1,9 @@
-"""The life of one deployment: download, shards and router together, upgrades, and the way back.
+"""Supervise the deployment: download, start, restarts, rolling upgrade on SIGHUP, shutdown.
 
-A shard that ends on its own takes its replica with it, which is started again, as often as --max-restarts says; when
-the last replica has ended for good, or the router has ended, so does everything. Until the deployment is ready any
-child's end does that. SIGHUP starts another generation of children beside the one that serves, and puts it in its place
-once it is ready. Any other signal stops the router first and then the shards. Knows no model and no HTTP beyond "does
-it answer".
+A shard that ends ends its replica, which is restarted at most --max-restarts times in a row. The launcher ends when no
+replica is left or the router has ended; before the deployment is ready, when any child ends. SIGHUP starts another
+deployment beside the running one, and replaces it once the new one is ready. Any other signal stops the router and
+then the shards.
 """
 
 import asyncio
@@ -36,63 +35,63 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
-class Anew:
-    """What another generation is started with; `blamed` makes an error of a message about these settings."""
+class NextDeployment:
+    """What another deployment is started with; `located` makes an error of a message about these settings."""
 
     settings: ResolvedSettings
     environ: Mapping[str, str]
-    blamed: Callable[[str], SettingsError]
+    located: Callable[[str], SettingsError]
 
 
-Again = Callable[[int], Anew]
-"""Reads everything anew for the generation of a number, counted from 0; raises SettingsError."""
+ResolveNext = Callable[[int], NextDeployment]
+"""Reads the settings again for the deployment of a number, counted from 0; raises SettingsError."""
 
 
 class Supervisor:
-    """Owns the children of one deployment from the first to the last."""
+    """Owns all child processes of the launcher."""
 
     def __init__(
         self,
         settings: ResolvedSettings,
         environ: Mapping[str, str],
         listeners: Sequence[socket],
-        again: Again,
+        resolve_next: ResolveNext,
         commands: Commands | None = None,
     ) -> None:
-        """Describe the deployment; `run` makes it.
+        """Prepare the supervisor; `run` starts the deployment.
 
         Args:
             settings: the launcher's, resolved.
             environ: its environment.
-            listeners: sockets that its routers take connections from.
-            again: what an upgrade asks for its settings.
-            commands: what the children run.
+            listeners: sockets on which its routers accept connections.
+            resolve_next: called by an upgrade for its settings.
+            commands: of the children.
         """
         self._settings = settings
         self._environ = environ
         self._listeners = listeners
-        self._again = again
+        self._resolve_next = resolve_next
         self._commands = commands or Commands()
         self._download: Download | None = None
-        self._generations: dict[Deployment, asyncio.Task[None]] = {}  # oldest first, each with its watch
-        self._num_generations = 0
-        self._handing_over: set[asyncio.Task[None]] = set()
-        self._asked_to_stop = asyncio.Event()
-        self._asked_to_upgrade = asyncio.Event()
+        self._deployments: dict[Deployment, asyncio.Task[None]] = {}  # oldest first, each with its watch task
+        self._num_deployments = 0
+        self._draining: set[asyncio.Task[None]] = set()
+        self._stop_requested = asyncio.Event()
+        self._upgrade_requested = asyncio.Event()
         self._has_terminal = sys.stderr.isatty()
         self._is_ready = False
         self._is_stopping = False
 
     async def run(self) -> None:
-        """Serve until a signal (then return) or until a child ends for good (then raise).
+        """Serve until a signal (then return) or until a child has ended without a restart (then raise).
 
         Raises:
             ShardFailed, FunitelError: a shard, or the router, ended on its own.
-            typer.Exit: the download failed and has said why.
+            typer.Exit: the download failed and has logged the reason.
         """
         self._listen_to_signals()
         serving = asyncio.create_task(self._serve())
-        stopping = asyncio.create_task(self._asked_to_stop.wait())
+        stopping = asyncio.create_task(self._stop_requested.wait())
         try:
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
@@ -107,25 +106,25 @@ class Supervisor:
         self._is_ready = True
         announce(current.settings, seconds=time.monotonic() - started)
         while True:
-            asked = asyncio.create_task(self._asked_to_upgrade.wait())
-            watching = self._generations[current]
-            await asyncio.wait({asked, watching}, return_when=asyncio.FIRST_COMPLETED)
-            asked.cancel()
+            requested = asyncio.create_task(self._upgrade_requested.wait())
+            watching = self._deployments[current]
+            await asyncio.wait({requested, watching}, return_when=asyncio.FIRST_COMPLETED)
+            requested.cancel()
             if watching.done():
                 watching.result()
-            self._asked_to_upgrade.clear()
+            self._upgrade_requested.clear()
             current = await self._upgrade(current, watching)
 
     async def _start(self, settings: ResolvedSettings, environ: Mapping[str, str]) -> Deployment:
-        """Start a generation and return it once it serves."""
+        """Start a deployment and return it once it is ready."""
         folder = await self._fetch(settings, environ)
         settings = fit_to_model(settings, folder)
         logger.info("settings: %s", describe(settings))
-        generation = Deployment(settings, environ, self._commands, folder, self._listeners)
-        starting = self._generations[generation] = asyncio.create_task(generation.start(is_first=not self._is_ready))
+        deployment = Deployment(settings, environ, self._commands, folder, self._listeners)
+        starting = self._deployments[deployment] = asyncio.create_task(deployment.start(is_first=not self._is_ready))
         await starting
-        self._generations[generation] = asyncio.create_task(generation.watch())
-        return generation
+        self._deployments[deployment] = asyncio.create_task(deployment.watch())
+        return deployment
 
     async def _fetch(self, settings: ResolvedSettings, environ: Mapping[str, str]) -> Path:
         argv = self._commands.download(settings)
@@ -135,53 +134,53 @@ class Supervisor:
     # Upgrades -----------------------------------------------------------------------------------------------
 
     async def _upgrade(self, current: Deployment, watching: "asyncio.Task[None]") -> Deployment:
-        """Put another generation in the place of the current one; where that cannot be, this one goes on."""
-        logger.info("upgrading: starting beside what serves")
+        """Replace the current deployment by another one; if that fails, the current one goes on."""
+        logger.info("upgrading: starting another deployment")
         began = time.monotonic()
         starting = asyncio.create_task(self._start_another())
         try:
             await asyncio.wait({starting, watching}, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
-                watching.result()  # raises: what served has ended
+                watching.result()  # raises: the current deployment has ended
             fresh = starting.result()
         except asyncio.CancelledError:
             await end(starting)
             raise
         except (FunitelError, typer.Exit) as error:
             await end(starting)
-            await self._give_up(current)
+            await self._stop_unready(current)
             if watching.done():
                 raise
             reason = error.message if isinstance(error, FunitelError) else "the model could not be fetched"
-            logger.error("the upgrade has failed, what served goes on: %s", reason)
+            logger.error("the upgrade has failed, the current deployment goes on: %s", reason)
             return current
         logs.configure("launcher", json_output=fresh.settings.json_output, level=fresh.settings.log_level)
         logger.info("upgraded in %.1f s: %s", time.monotonic() - began, fresh.settings.served_model_name)
-        farewell = asyncio.create_task(self._retire(current, watching))
-        self._handing_over.add(farewell)
-        farewell.add_done_callback(self._handing_over.discard)
+        retiring = asyncio.create_task(self._retire(current, watching))
+        self._draining.add(retiring)
+        retiring.add_done_callback(self._draining.discard)
         return fresh
 
     async def _start_another(self) -> Deployment:
-        """Start a generation by what the settings are now."""
-        self._num_generations += 1
-        anew = self._again(self._num_generations)
+        """Start a deployment with the settings as they are now."""
+        self._num_deployments += 1
+        following = self._resolve_next(self._num_deployments)
         try:
-            return await self._start(anew.settings, anew.environ)
+            return await self._start(following.settings, following.environ)
         except SettingsError as error:
-            raise anew.blamed(error.message) from error
+            raise following.located(error.message) from error
 
-    async def _give_up(self, current: Deployment) -> None:
-        """Stop a generation that was to take the place of the current one."""
-        for generation, task in [each for each in self._generations.items() if each[0] is not current]:
-            if not generation.is_ready:
-                await generation.stop(task)
-                del self._generations[generation]
+    async def _stop_unready(self, current: Deployment) -> None:
+        """Stop a deployment that was to replace the current one."""
+        for deployment, task in [each for each in self._deployments.items() if each[0] is not current]:
+            if not deployment.is_ready:
+                await deployment.stop(task)
+                del self._deployments[deployment]
 
     async def _retire(self, old: Deployment, watching: "asyncio.Task[None]") -> None:
-        await old.hand_over(watching)
-        del self._generations[old]
-        logger.info("what served before the upgrade has ended")
+        await old.drain(watching)
+        del self._deployments[old]
+        logger.info("the deployment before the upgrade has ended")
 
     # Stop ---------------------------------------------------------------------------------------------------
 
@@ -192,31 +191,31 @@ class Supervisor:
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number is signal.SIGHUP and self._is_ready and not self._has_lost_terminal():
-            self._asked_to_upgrade.set()
+            self._upgrade_requested.set()
             return
         if self._is_stopping and number is signal.SIGINT:
             logger.warning("interrupted again: killing every process")
             self._kill()
-        self._asked_to_stop.set()
+        self._stop_requested.set()
 
     def _has_lost_terminal(self) -> bool:
-        """Whether the terminal that this was started in is gone: then SIGHUP means what it has always meant."""
+        """Whether the terminal of the launcher is gone: SIGHUP then asks it to end."""
         return self._has_terminal and not os.isatty(sys.stderr.fileno())
 
     def _kill(self) -> None:
-        for generation in self._generations:
-            generation.kill()
+        for deployment in self._deployments:
+            deployment.kill()
         if self._download:
             self._download.child.kill()
 
     async def _stop(self, serving: "asyncio.Task[None]") -> None:
-        """Stop every generation; the download with them."""
+        """Stop the download and every deployment."""
         self._is_stopping = True
         await end(serving)
         if self._download:
             await stop_child(self._download.child, DOWNLOAD_GRACE_SECONDS)
-        await asyncio.gather(*(generation.stop(task) for generation, task in tuple(self._generations.items())))
+        await asyncio.gather(*(deployment.stop(task) for deployment, task in tuple(self._deployments.items())))
         for listener in self._listeners:
             listener.close()
-        for farewell in tuple(self._handing_over):  # each leaves as it ends
-            await end(farewell)
+        for retiring in tuple(self._draining):  # each is removed as it ends
+            await end(retiring)

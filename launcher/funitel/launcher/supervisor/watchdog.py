@@ -1,4 +1,4 @@
-"""Shards that do not answer for too long are killed: what was stopped, or hangs in native code, cannot end itself."""
+"""Watchdog: kill a shard that does not answer health checks, since a stopped or hung process cannot end itself."""
 
 import asyncio
 import logging
@@ -9,20 +9,20 @@ from funitel.launcher.supervisor.process import Child
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 2.0
-MOST_LOOK_SECONDS = 10.0  # that a look can take: what is beyond is this process's own standing still
+CHECK_SECONDS = 2.0
+MAX_CHECK_SECONDS = 10.0  # counted for one check: beyond that, this process itself was suspended
 
 
-async def watch(shard: Child, answers: Callable[[], Awaitable[bool]], most_seconds: float) -> None:
-    """Look after a shard until it has ended; kill it once it has not answered for `most_seconds`."""
-    silent = 0.0
-    pause = min(LOOK_SECONDS, most_seconds / 4)
+async def kill_when_unresponsive(shard: Child, answers: Callable[[], Awaitable[bool]], max_seconds: float) -> None:
+    """Check a shard until it has ended; kill it once it has not answered for `max_seconds`."""
+    unresponsive = 0.0
+    pause = min(CHECK_SECONDS, max_seconds / 4)
     while not shard.has_exited:
         began = time.monotonic()
-        does_answer = await answers()
+        is_answering = await answers()
         await asyncio.wait({shard.exited}, timeout=pause)
-        silent = 0.0 if does_answer else silent + min(time.monotonic() - began, MOST_LOOK_SECONDS)
-        if silent > most_seconds and not shard.has_exited:
-            logger.error("%s has not answered for %.0f s and is killed", shard.name, silent)
+        unresponsive = 0.0 if is_answering else unresponsive + min(time.monotonic() - began, MAX_CHECK_SECONDS)
+        if unresponsive > max_seconds and not shard.has_exited:
+            logger.error("%s has not answered for %.0f s and is killed", shard.name, unresponsive)
             shard.kill()
             return

@@ -1,7 +1,4 @@
-"""A server's API over the standard library's HTTP: JSON answers and streams of events, failures as one line.
-
-How a client meets an https server: whom it trusts, and what it shows.
-"""
+"""HTTP client of the command-line tools: JSON answers, event streams, TLS, and errors of one line."""
 
 import http.client
 import json
@@ -17,7 +14,7 @@ from funitel.proto.settings.fields import require
 
 
 def check_client_tls(settings: Any, *urls: str | None) -> None:
-    """Raise SettingsError where the settings of TLS of a client lack one another, or an https server."""
+    """Raise SettingsError where the TLS settings of a client are incomplete, or no URL is https."""
     given = [flag for flag in ("tls_ca", "tls_cert", "tls_key") if getattr(settings, flag) is not None]
     is_https = any(url is not None and url.startswith("https://") for url in urls)
     flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in given)
@@ -31,10 +28,10 @@ def check_client_tls(settings: Any, *urls: str | None) -> None:
 
 
 def context_of(settings: Any) -> ssl.SSLContext | None:
-    """The context for https servers, of the settings that `check_client_tls` has checked; None leaves it to the system.
+    """The context for https servers from settings checked by `check_client_tls`; None means the system's default.
 
     Raises:
-        SettingsError: a file is not what it must be.
+        SettingsError: a file is missing or invalid.
     """
     if settings.tls_ca is None and settings.tls_cert is None:
         return None
@@ -43,16 +40,16 @@ def context_of(settings: Any) -> ssl.SSLContext | None:
 
 
 CONNECT_SECONDS = 5.0
-SILENCE_SECONDS = 600.0  # a server in a long prefill says nothing
+READ_TIMEOUT_SECONDS = 600.0  # a server in a long prefill sends nothing
 
 JSON = Any
 
 
 class Api:
-    """One server. A connection for each request, so that leaving one early ends it there too."""
+    """One server, with a connection for each request; closing a stream early cancels its request."""
 
     def __init__(self, url: str, api_key: str | None = None, context: ssl.SSLContext | None = None) -> None:
-        """Raise SettingsError unless `url` is one; `host:port` alone is taken as HTTP. `context` is for HTTPS."""
+        """Raise SettingsError for an invalid `url`; `host:port` alone means HTTP. `context` is for HTTPS."""
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self._parts = _split(self.url)
         self._context = context
@@ -62,17 +59,17 @@ class Api:
         """The answer to a GET.
 
         Raises:
-            NotReady: nobody answers, or the server is starting.
-            FunitelError: it refused.
+            NotReady: no server answers, or it is starting.
+            FunitelError: the server refused.
         """
         with self._request("GET", path, None) as response:
             return _parsed(response.read())
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[JSON, None, None]:
-        """POST and yield the events of the answer; whoever stops iterating hangs up.
+        """POST and yield the events of the answer; closing the generator closes the connection.
 
         Raises:
-            FunitelError: the server refused, failed midway or is gone.
+            FunitelError: the server refused, failed midway or closed the connection.
         """
         with self._request("POST", path, body) as response:
             while line := response.readline():
@@ -96,7 +93,7 @@ class Api:
         try:
             connection.request(method, self._parts.path + path, content, headers)
             if connection.sock is not None:
-                connection.sock.settimeout(SILENCE_SECONDS if body is not None else CONNECT_SECONDS)
+                connection.sock.settimeout(READ_TIMEOUT_SECONDS if body is not None else CONNECT_SECONDS)
             response = connection.getresponse()
             if response.status != 200:
                 raise self._refusal(response.status, response.read())
@@ -104,7 +101,7 @@ class Api:
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
             if response is not None:
-                raise FunitelError(f"{self.url} broke off: {reason}") from error
+                raise FunitelError(f"{self.url} closed the connection: {reason}") from error
             raise NotReady(f"no server answers at {self.url}: {reason}") from error
         finally:
             connection.close()
@@ -116,7 +113,7 @@ class Api:
         return http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
 
     def _refusal(self, status: int, content: bytes) -> FunitelError:
-        """The server's own words, as the error they amount to."""
+        """The server's error message, as the error class of its status."""
         message = _message(_parsed(content)) or f"{self.url} answers with status {status}"
         match status:
             case 401 | 403:
@@ -141,7 +138,7 @@ def _split(url: str) -> SplitResult:
 
 
 def _parsed(content: bytes) -> JSON:
-    """Content as JSON, or None where it is something else."""
+    """Content parsed as JSON, or None."""
     try:
         return json.loads(content)
     except ValueError:

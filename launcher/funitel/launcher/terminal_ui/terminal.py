@@ -1,4 +1,4 @@
-"""The terminal, or the pipes that stand for it: a status line, and messages as a person or a script gives them."""
+"""Terminal input and output: a status line, messages typed by a user, messages read from a pipe."""
 
 import shutil
 import sys
@@ -7,13 +7,13 @@ from types import TracebackType
 from typing import BinaryIO, Self, TextIO
 
 CLEAR_LINE = "\r\x1b[K"
-BLOCK = '"""'  # around a message of several lines
+BLOCK = '"""'  # delimits a message of several lines
 PROMPT = ">>> "
 MORE = "... "
 
 
 class Status:
-    """What is being waited for, on stderr: one line that changes on a terminal, else a line for each change."""
+    """A status on stderr: one line that is overwritten on a terminal, else a line for each change."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -21,7 +21,7 @@ class Status:
         self._shown = ""
 
     def show(self, text: str) -> None:
-        """Replace what is shown."""
+        """Replace the status."""
         if text == self._shown:
             return
         self._shown = text
@@ -42,7 +42,7 @@ class Status:
 
 
 def is_interactive() -> bool:
-    """Whether a person types and reads."""
+    """Whether stdin and stdout are terminals."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 

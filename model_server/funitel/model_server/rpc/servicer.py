@@ -18,7 +18,7 @@ from funitel.proto.errors import FunitelError, StartupError
 from funitel.proto.process.private_socket import keeping_private
 from funitel.proto.security.tls import MutualTls
 from funitel.proto.step import ShardInfo
-from funitel.proto.step_socket import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MOST_BYTES
+from funitel.proto.step_socket import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_BYTES
 
 UNIX = "unix:"
 
@@ -108,8 +108,8 @@ def make_server(
     server = grpc.aio.server(
         interceptors=[TracedCalls()] if is_traced else [],
         options=[
-            ("grpc.max_receive_message_length", MOST_BYTES),
-            ("grpc.max_send_message_length", MOST_BYTES),
+            ("grpc.max_receive_message_length", MAX_BYTES),
+            ("grpc.max_send_message_length", MAX_BYTES),
             ("grpc.keepalive_time_ms", KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
             ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),  # a router asks during long steps

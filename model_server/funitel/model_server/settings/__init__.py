@@ -70,7 +70,7 @@ class QuantizeSettings:
         0.01,
         "gptq: dampening of the Hessian, as a share of its mean diagonal.",
         env=None,
-        bounds=Bounds(least=0, most=1),
+        bounds=Bounds(minimum=0, maximum=1),
     )
     calibration_file: str | None = setting(
         None,
@@ -253,7 +253,7 @@ class ModelServerSettings:
     rope_factor: float | None = setting(
         None,
         "How far rotary positions, and with them the model's context, are stretched; 1 when not given.",
-        bounds=Bounds(above=0, most=MOST_STRETCH),
+        bounds=Bounds(above=0, maximum=MOST_STRETCH),
     )
     block_size: int = setting(16, "Tokens per KV block.", bounds=POSITIVE)
     cuda_memory_fraction: float = setting(
@@ -265,13 +265,13 @@ class ModelServerSettings:
         0.0,
         "GiB of a shard's weights that stay in the host's memory and come to the GPU in every step, a layer at a time, "
         "while the one before it computes.",
-        bounds=Bounds(least=0, most=MOST_HOST_GB),
+        bounds=Bounds(minimum=0, maximum=MOST_HOST_GB),
     )
     kv_host_gb: float = setting(
         0.0,
         "GiB of the host's memory of each shard for prefix blocks that the KV pool has no room for; they are copied "
         "back when a prompt begins with them, instead of being computed again.",
-        bounds=Bounds(least=0, most=MOST_HOST_GB),
+        bounds=Bounds(minimum=0, maximum=MOST_HOST_GB),
     )
     attention: str | None = setting(
         None,
@@ -300,14 +300,14 @@ class ModelServerSettings:
         None,
         "Microseconds that threads of the fused CPU step spin before they sleep; found by a probe at start when "
         "not given.",
-        bounds=Bounds(least=0, most=MOST_SPIN_US),
+        bounds=Bounds(minimum=0, maximum=MOST_SPIN_US),
     )
     cores: Cores | None = setting(None, "Cores that this shard runs on, such as 0-3,8; any when not given.", env=None)
     memory_node: int | None = setting(
         None,
         "NUMA node whose memory this shard takes while it has some; any when not given.",
         env=None,
-        bounds=Bounds(least=0, most=MOST_NODES - 1),
+        bounds=Bounds(minimum=0, maximum=MOST_NODES - 1),
     )
     prefill_chunking: bool = setting(
         True,

@@ -22,8 +22,8 @@ from typing import Any
 
 from funitel.proto.printable import printable, shortened
 
-MOST_CHARACTERS = 8192  # of a line of text, or of a message
-MOST_FACT_CHARACTERS = 500
+MAX_CHARACTERS = 8192  # of a line of text, or of a message
+MAX_FACT_CHARACTERS = 500
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -57,7 +57,7 @@ def facts_of(record: logging.LogRecord) -> dict[str, Fact]:
 
 def _worded(fact: Fact) -> str:
     """A fact as text: what is not plain is quoted, and holds no character that a terminal obeys."""
-    text = shortened(str(fact), MOST_FACT_CHARACTERS)
+    text = shortened(str(fact), MAX_FACT_CHARACTERS)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
@@ -68,12 +68,12 @@ class _TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s.%(msecs)03dZ %(levelname)s {process} %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        line = printable(shortened(super().formatMessage(record).rstrip("\n"), MOST_CHARACTERS))
+        line = printable(shortened(super().formatMessage(record).rstrip("\n"), MAX_CHARACTERS))
         return line + "".join(f" {name}={_worded(fact)}" for name, fact in facts_of(record).items())
 
     def formatException(self, ei: Any) -> str:
         lines = super().formatException(ei).splitlines()
-        return "\n".join(f"  {printable(shortened(line, MOST_CHARACTERS))}" for line in lines)
+        return "\n".join(f"  {printable(shortened(line, MAX_CHARACTERS))}" for line in lines)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -87,7 +87,7 @@ class _JsonFormatter(logging.Formatter):
         more: dict[str, Any] = {**facts_of(record), "filename": record.filename, "line_number": record.lineno}
         if record.exc_info:
             more["exception"] = self.formatException(record.exc_info)
-        message = shortened(record.getMessage(), MOST_CHARACTERS)
+        message = shortened(record.getMessage(), MAX_CHARACTERS)
         return json_event(record.created, record.levelno, self._process, record.name, message, **more)
 
 
@@ -108,7 +108,7 @@ class _LoguruFormatter(logging.Formatter):
             "function": record.funcName,
             "level": {"name": record.levelname, "no": record.levelno},
             "line": record.lineno,
-            "message": shortened(record.getMessage(), MOST_CHARACTERS),
+            "message": shortened(record.getMessage(), MAX_CHARACTERS),
             "module": record.module,
             "name": record.name,
             "process": {"id": record.process, "name": record.processName},

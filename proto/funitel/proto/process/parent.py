@@ -12,14 +12,14 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 
 
-def has_lost(parent: int | None) -> bool:
+def is_parent_gone(parent: int | None) -> bool:
     """Whether the parent with this process id is gone; None is a parent that does not matter."""
     return parent is not None and os.getppid() != parent
 
 
-def is_losing(parent: int | None) -> bool:
+def is_parent_ending(parent: int | None) -> bool:
     """Whether the parent is gone, or about to be: the signal is sent when the first of its threads has ended."""
-    return has_lost(parent) or (parent is not None and _state_of(parent) in ("Z", "X"))
+    return is_parent_gone(parent) or (parent is not None and _state_of(parent) in ("Z", "X"))
 
 
 def _state_of(process: int) -> str:
@@ -35,5 +35,5 @@ def stop_with_parent(parent: int | None) -> None:
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if has_lost(parent):  # it went before the kernel knew
+    if is_parent_gone(parent):  # it went before the kernel knew
         os.kill(os.getpid(), signal.SIGTERM)

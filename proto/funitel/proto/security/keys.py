@@ -25,8 +25,8 @@ FLAG = "--api-key-file"
 SETTING_NAME = "api-key"  # of the key that is a setting and has no line in a file
 PREFIX = "funitel-"  # lets scanners for leaked secrets tell what they have found
 KEY_BYTES = 32
-MOST_FILE_BYTES = 8 << 20
-MOST_LIMIT = 10**9
+MAX_FILE_BYTES = 8 << 20
+MAX_LIMIT = 10**9
 TIMES = ("created", "expires", "revoked")
 SCOPES = ("routes", "models")
 LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
@@ -100,9 +100,9 @@ def read_lines(path: str) -> list[str]:
     """The lines of a file; raises SettingsError when it cannot be read, or is too large to be a file of keys."""
     try:
         with open(path, "rb") as file:
-            content = file.read(MOST_FILE_BYTES + 1)
-        if len(content) > MOST_FILE_BYTES:
-            raise SettingsError(f"{FLAG} {path} must have at most {MOST_FILE_BYTES} bytes; it has more")
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise SettingsError(f"{FLAG} {path} must have at most {MAX_FILE_BYTES} bytes; it has more")
         return content.decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{FLAG} {path}: {getattr(error, 'strerror', None) or error}") from error
@@ -194,8 +194,8 @@ def _limit(fields: dict[str, Any], field: str) -> int | None:
 
 def check_limit(value: object, field: str) -> int:
     """Return what can be a limit; raises ValueError for anything else."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_LIMIT:
-        raise ValueError(f"`{field}` must be an integer within 1..{MOST_LIMIT}. Given: {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_LIMIT:
+        raise ValueError(f"`{field}` must be an integer within 1..{MAX_LIMIT}. Given: {value!r}")
     return value
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-MOST_ROWS = 4096
-_MOST_DIGITS = 9
+MAX_ROWS = 4096
+_MAX_DIGITS = 9
 
 
 class BatchSizes(frozenset[int]):
@@ -21,6 +21,6 @@ def _parse(text: str) -> set[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and part.isascii() for part in parts):
         raise ValueError("is not a list of whole numbers with commas between, such as 1,2,4")
-    if any(len(part) > _MOST_DIGITS or int(part) > MOST_ROWS for part in parts):
-        raise ValueError(f"has a size above {MOST_ROWS}")
+    if any(len(part) > _MAX_DIGITS or int(part) > MAX_ROWS for part in parts):
+        raise ValueError(f"has a size above {MAX_ROWS}")
     return {int(part) for part in parts} - {0}

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import typer
 
 from funitel.proto.settings.bounds import Bounds
-from funitel.proto.settings.tgi_flags import Foreign, Inert, Program
+from funitel.proto.settings.tgi_flags import Inert, Program, TgiFlag
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ def option_of(field: "Field[Any]", annotation: Any) -> inspect.Parameter:
     return _parameter(field.name, option, list[kind] if repeatable else kind)
 
 
-def foreign_option(row: Foreign, program: Program) -> inspect.Parameter:
+def foreign_option(row: TgiFlag, program: Program) -> inspect.Parameter:
     """Make the option of a row; it is hidden where the program has only the variable."""
     is_switch = row.kind is bool
     option = _make_option(

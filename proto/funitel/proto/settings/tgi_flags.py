@@ -13,7 +13,7 @@ Program = Literal["launcher", "router", "shard", "download", "quantize"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
+class TgiFlag:
     """One flag and variable of TGI.
 
     Attributes:
@@ -44,7 +44,7 @@ class Foreign:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inert(Foreign):
+class Inert(TgiFlag):
     """Accepted, though it changes no answer here."""
 
     def remark(self, given: str) -> str:
@@ -53,14 +53,14 @@ class Inert(Foreign):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused(Foreign):
+class Refused(TgiFlag):
     """Refused at start, but for the values in `allowed`, which ask for what happens anyway."""
 
     allowed: tuple[str, ...] = ()
 
     def asks(self, value: Any) -> bool:
         """Whether a value asks for what cannot be done."""
-        return Foreign.asks(self, value) and str(value) not in self.allowed
+        return TgiFlag.asks(self, value) and str(value) not in self.allowed
 
     def refusal(self, given: str) -> str:
         """The line of the error; `given` is the flag or variable with its value."""
@@ -194,6 +194,6 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
 }
 
 
-def rows_of(program: Program) -> Iterator[Foreign]:
+def rows_of(program: Program) -> Iterator[TgiFlag]:
     """The rows that concern one program."""
     return (row for row in (*INERT, *REFUSED) if program in row.flag or program in row.variable)

@@ -20,9 +20,9 @@ Attribute = str | int | float | bool | Sequence[str]
 
 ROOT = Context()  # the parent of a span that begins a trace of its own
 PARENT, STATE = "traceparent", "tracestate"
-MOST_HEADER_BYTES = 512  # of either header; W3C asks for as many
+MAX_HEADER_BYTES = 512  # of either header; W3C asks for as many
 # Headers of one call. gRPC refuses metadata beyond 8 KiB, and clients choose how long theirs are.
-MOST_CONTEXT_BYTES = 4096
+MAX_CONTEXT_BYTES = 4096
 HEADER_OVERHEAD_BYTES = 32  # of a header, by HTTP/2's count
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -157,7 +157,7 @@ def inject() -> dict[str, str]:
         suffix = f"-{number}" if number else ""
         found = {name + suffix: value for name, value in carrier.items()}
         num_bytes += sum(len(name) + len(value) + HEADER_OVERHEAD_BYTES for name, value in found.items())
-        if num_bytes > MOST_CONTEXT_BYTES:
+        if num_bytes > MAX_CONTEXT_BYTES:
             break
         headers |= found
     return headers
@@ -166,9 +166,9 @@ def inject() -> dict[str, str]:
 def extract(headers: Mapping[str, str]) -> Context:
     """The place that W3C's headers name; the root where there are none, or they are malformed or too long."""
     parent, state = headers.get(PARENT, ""), headers.get(STATE, "")
-    if len(parent) > MOST_HEADER_BYTES:
+    if len(parent) > MAX_HEADER_BYTES:
         return ROOT
-    kept = {PARENT: parent, STATE: state} if len(state) <= MOST_HEADER_BYTES else {PARENT: parent}
+    kept = {PARENT: parent, STATE: state} if len(state) <= MAX_HEADER_BYTES else {PARENT: parent}
     return _PROPAGATOR.extract(kept, ROOT)
 
 

@@ -15,8 +15,8 @@ MOST_GB_S = 1_000_000  # a petabyte a second: no memory gives it
 MOST_TIMEOUT_SECONDS = 86_400  # a day
 MOST_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
 MOST_TARGET_TTFT_MS = 86_400_000  # a day, as for deadlines
-TIMEOUT = Bounds(above=0, most=MOST_TIMEOUT_SECONDS)
-TOKEN_COUNT = Bounds(above=0, most=2**32 - 1)  # the wire counts tokens in 32 bits
+TIMEOUT = Bounds(above=0, maximum=MOST_TIMEOUT_SECONDS)
+TOKEN_COUNT = Bounds(above=0, maximum=2**32 - 1)  # the wire counts tokens in 32 bits
 _REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
 
 
@@ -64,7 +64,7 @@ class RouterSettings:
     default_hostname: str | None = setting(
         None, "Address to listen on when --hostname is not given, or is this machine's name; the image sets 0.0.0.0."
     )
-    port: int = setting(3000, "Port to listen on.", short="-p", bounds=Bounds(least=0, most=65535))
+    port: int = setting(3000, "Port to listen on.", short="-p", bounds=Bounds(minimum=0, maximum=65535))
     prometheus_port: int | None = setting(
         None, "A second port that answers /metrics and nothing else; without it /metrics is on --port only."
     )
@@ -112,18 +112,18 @@ class RouterSettings:
         None,
         "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "
         "2.5 times a step without them when not given.",
-        bounds=Bounds(above=0, most=MOST_TARGET_ITL_MS),
+        bounds=Bounds(above=0, maximum=MOST_TARGET_ITL_MS),
     )
     target_ttft_ms: float | None = setting(
         None,
         "Most milliseconds until the first token of a request: one for which more is foreseen is refused with 429. "
         "No bound when not given.",
-        bounds=Bounds(above=0, most=MOST_TARGET_TTFT_MS),
+        bounds=Bounds(above=0, maximum=MOST_TARGET_TTFT_MS),
     )
     pipeline_steps: int = setting(
         2,
         "Steps the shards are sent before the first is answered: 2 hides the router's latency, 1 does not.",
-        bounds=Bounds(least=1, most=2),
+        bounds=Bounds(minimum=1, maximum=2),
     )
     max_client_batch_size: int = setting(4, "Most prompts of one completions request.", bounds=POSITIVE)
     max_client_texts: int = setting(
@@ -238,7 +238,7 @@ class RouterSettings:
         None,
         "GB/s that a shard's memory gives at best, as `funitel bench kernels` finds; the metrics then tell what share "
         "of it decoding steps reach.",
-        bounds=Bounds(above=0, most=MOST_GB_S),
+        bounds=Bounds(above=0, maximum=MOST_GB_S),
     )
     debug_routes: bool = setting(
         False, "Answer /debug/scheduler, which `funitel top` shows; with a key, or on loopback, only."

@@ -39,7 +39,7 @@ from funitel.proto.step import (
     WarmupLimits,
     WarmupResult,
 )
-from funitel.proto.step_socket import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MOST_BYTES, Method
+from funitel.proto.step_socket import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_BYTES, Method
 from funitel.proto.tracing import spans
 from funitel.router.shard_client.fencing import fence
 from funitel.router.shard_client.step_socket import StepClient, unreadable
@@ -57,8 +57,8 @@ STRAGGLER_SECONDS = 5.0
 LEAST_POLL_SECONDS, MOST_POLL_SECONDS = 0.1, 1.0  # between two attempts to reach shards that are still loading
 WAITING_SECONDS = 10.0  # between two lines that say that they are waited for
 OPTIONS = [
-    ("grpc.max_receive_message_length", MOST_BYTES),
-    ("grpc.max_send_message_length", MOST_BYTES),
+    ("grpc.max_receive_message_length", MAX_BYTES),
+    ("grpc.max_send_message_length", MAX_BYTES),
     # A host that vanishes takes no leave: it is asked again and again, and lost within some 30 s. A process that only
     # stands still, and another machine's kernel that answers for it, are told apart no sooner.
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),

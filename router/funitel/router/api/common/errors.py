@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from funitel.proto.errors import MOST_PARAM_CHARACTERS, Cancelled, FunitelError, InvalidRequest, ModelNotFound
+from funitel.proto.errors import MAX_PARAM_CHARACTERS, Cancelled, FunitelError, InvalidRequest, ModelNotFound
 from funitel.proto.printable import shortened
 from funitel.router.api.anthropic.schema import AnthropicErrorDetail, AnthropicErrorResponse
 from funitel.router.api.common.body import json_answer
@@ -136,7 +136,7 @@ def _retry_headers(error: FunitelError) -> dict[str, str]:
 async def answer_http_exception(request: Request, error: Exception) -> Response:
     """Answer what the router of routes refuses: an unknown path, a method a path does not have."""
     assert isinstance(error, HTTPException)
-    path = shortened(request.scope["path"], MOST_PARAM_CHARACTERS)
+    path = shortened(request.scope["path"], MAX_PARAM_CHARACTERS)
     message = f"{request.method} {path}: {error.detail}"
     error_type = _HTTP_TYPES.get(error.status_code, "http")
     headers = dict(error.headers or {})
