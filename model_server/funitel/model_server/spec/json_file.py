@@ -1,4 +1,4 @@
-"""ModelSpecs as JSON: written for people to read and change, read with every mistake named.
+"""Read and write model specs as JSON files; an error names the field, its value and its limit.
 
 A file holds the fields of a ModelSpec, those left out having their defaults.
 """
@@ -13,16 +13,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.spec.rules import check_spec
 from funitel.proto.errors import SettingsError, UnsupportedModel
 
-MOST_FILE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 20
 
 
-def to_json(spec: ModelSpec | Seq2SeqSpec, *, is_whole: bool = False) -> str:
-    """A spec as JSON: the fields that differ from their defaults, or all of them."""
+def to_json(spec: object, *, is_whole: bool = False) -> str:
+    """A spec, a dataclass of dataclasses, as JSON: the fields that differ from their defaults, or all of them."""
     return json.dumps(_plain(spec, is_whole), indent=2)
 
 
@@ -45,8 +44,8 @@ def read_spec(path: Path) -> ModelSpec:
         SettingsError: there is no such file, or what it says is wrong; the message names field, value and limit.
     """
     try:
-        if path.stat().st_size > MOST_FILE_BYTES:
-            raise SettingsError(f"{path} has {path.stat().st_size} bytes, a spec has at most {MOST_FILE_BYTES}")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise SettingsError(f"{path} has {path.stat().st_size} bytes, a spec has at most {MAX_FILE_BYTES}")
         return from_json(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"cannot read the spec {path}: {error}") from error

@@ -12,18 +12,13 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
+from funitel.model_server.registry.choose import choose_spec
 from funitel.model_server.registry.encoder_decoders import is_seq2seq, seq2seq_spec_of
 from funitel.model_server.registry.lookup import spec_of
-from funitel.model_server.spec.json_file import read_spec, to_json
-from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.model_server.spec.json_file import to_json
 from funitel.proto.errors import WeightsError
 
 _META = torch.device("meta")
-
-
-def choose_spec(model_spec: str | None, folder: Path) -> ModelSpec:
-    """The spec that a user wrote, else the one of the checkpoint's architecture. Raises: `StartupError`."""
-    return spec_of(read_json(folder / "config.json")) if model_spec is None else read_spec(Path(model_spec))
 
 
 class Inspection(Weights):

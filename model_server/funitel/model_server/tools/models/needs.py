@@ -26,12 +26,12 @@ from funitel.model_server.models.encoder_decoder.model import Seq2Seq
 from funitel.model_server.models.transformers_fallback.pool import FallbackPools
 from funitel.model_server.quantized.config import check_flag
 from funitel.model_server.quantized.select import MADE as MADE_ON_GPU
+from funitel.model_server.registry.choose import choose_spec
 from funitel.model_server.registry.encoder_decoders import is_seq2seq, seq2seq_spec_of
 from funitel.model_server.registry.encoders import encoder_spec_of, is_encoder
 from funitel.model_server.registry.row import Config
 from funitel.model_server.settings import ModelsSettings
 from funitel.model_server.spec.model_spec import ModelSpec
-from funitel.model_server.tools.spec import choose_spec
 from funitel.proto.errors import NoRow, SettingsError
 
 if TYPE_CHECKING:
