@@ -1,4 +1,4 @@
-"""Who reaches a shard: its owner over Unix sockets, whoever shows a certificate over TCP."""
+"""Access to a shard: the owner of its Unix sockets, and a client that shows a certificate over TCP."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import grpc
 import pytest
 
-from funitel.model_server.__main__ import _address
+from funitel.model_server.rpc.listen_address import listen_address
 from funitel.model_server.rpc.servicer import make_server
 from funitel.model_server.rpc.step_socket_server import StepServer
 from funitel.model_server.settings import ModelServerSettings
@@ -155,11 +155,11 @@ async def test_a_shard_must_be_who_it_says_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
 def test_a_shard_that_is_open_to_a_network_says_so(host: str, is_open: bool, caplog: pytest.LogCaptureFixture) -> None:
     plain = ModelServerSettings(model_id="m", listen=f"{host}:7000")
-    assert _address(plain) == (f"{host}:7000", f"tcp://{host}:7000")
+    assert listen_address(plain) == (f"{host}:7000", f"tcp://{host}:7000")
     assert [f"--listen {host}:7000 without --shard-tls-cert" in line for line in caplog.messages] == [True] * is_open
     caplog.clear()
     files = {"shard_tls_cert": "a", "shard_tls_key": "b", "shard_tls_ca": "c"}
-    _address(ModelServerSettings(model_id="m", listen=f"{host}:7000", **files))
+    listen_address(ModelServerSettings(model_id="m", listen=f"{host}:7000", **files))
     assert not caplog.messages
 
 

@@ -38,7 +38,7 @@ def resolve(
     model_id: str,
     *,
     revision: str | None = None,
-    cache_dir: Path | None = None,
+    cache_dir: str | Path | None = None,
     hub_cache_dir: Path | None = None,
 ) -> ResolvedModel:
     """Make a model present and whole, and say where. Progress goes to stderr.
@@ -48,7 +48,7 @@ def resolve(
     Raises: `WeightsError`, `UnsupportedModel`, `SettingsError` or `StartupError`, with one line for the user.
     """
     path = Path(model_id).expanduser()
-    cache_dir = (cache_dir or DEFAULT_CACHE_DIR).expanduser().absolute()
+    cache_dir = Path(cache_dir or DEFAULT_CACHE_DIR).expanduser().absolute()
     is_on_hub = not path.exists() and model_id not in CATALOGUE
     if revision is not None and not is_on_hub:
         raise SettingsError(f"revision {revision} is for hub repositories, and {model_id} is none")
@@ -80,7 +80,7 @@ def download_weights(
     model_id: str,
     *,
     revision: str | None = None,
-    cache_dir: Path | None = None,
+    cache_dir: str | Path | None = None,
     hub_cache_dir: Path | None = None,
 ) -> Path:
     """Do the work of `download-weights`: resolve, report on stderr, return the folder to print."""

@@ -123,13 +123,12 @@ def measure_kernels(settings: KernelSettings) -> None:
         StartupError: there is no fused step on this machine, or no such model.
     """
     tier = Tier[settings.tier.upper()]
-    cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
-    folder = resolve(settings.model_id, cache_dir=cache_dir).folder
+    folder = resolve(settings.model_id, cache_dir=settings.cache_dir).folder
     spec = spec_of(read_json(folder / "config.json"))
     kinds = kinds_of(tier, spec, folder)
     num_threads = settings.num_threads or len(os.sched_getaffinity(0))
     footprint = settings.footprint_mib << 20 if settings.footprint_mib else _footprint()
-    libraries = (cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    libraries = Path(settings.cache_dir or DEFAULT_CACHE_DIR).expanduser()
     try:
         roofs = Roofs(libraries, num_threads=num_threads, num_bytes=footprint)
         library = load_library(build(libraries))

@@ -56,8 +56,7 @@ def tell_needs(settings: ModelsSettings) -> tuple[str, bool]:
     Raises:
         StartupError: it cannot be served, or not with these settings.
     """
-    cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
-    folder = resolve.resolve(settings.model_id, revision=settings.revision, cache_dir=cache_dir).folder
+    folder = resolve.resolve(settings.model_id, revision=settings.revision, cache_dir=settings.cache_dir).folder
     needs = needs_of(settings, folder)
     if settings.json:
         return json.dumps(asdict(needs) | {"model": str(folder), "fits": needs.fits}), needs.fits

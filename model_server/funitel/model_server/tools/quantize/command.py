@@ -45,8 +45,7 @@ def run(settings: QuantizeSettings) -> Path:
     check_target(_target(settings))
     if settings.upload_to_model_id is not None:
         check_upload(settings.upload_to_model_id)
-    cache_dir = Path(settings.cache_dir) if settings.cache_dir else None
-    model = resolve.resolve(settings.model_id, revision=settings.revision, cache_dir=cache_dir)
+    model = resolve.resolve(settings.model_id, revision=settings.revision, cache_dir=settings.cache_dir)
     report = quantize(settings, model.folder)
     target = _target(settings)
     num_bytes = sum(path.stat().st_size for path in target.glob("*.safetensors"))
