@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from funitel.router.__main__ import bind
+from funitel.router.transport.server import bind
 from funitel_testing.certificates import Authority
 
 SCRIPT = Path(__file__).with_name("fake_router.py")

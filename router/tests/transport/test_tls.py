@@ -15,11 +15,11 @@ import uvicorn
 from fakes import FakeEngine, eventually
 
 from funitel.proto.security.tls import Pair, client_context
-from funitel.router.__main__ import _uvicorn_config
 from funitel.router.app import build_app
 from funitel.router.settings import RouterSettings
 from funitel.router.transport.connection import HttpConnection
 from funitel.router.transport.connection_limits import Connections
+from funitel.router.transport.server import uvicorn_config
 from funitel.router.transport.tls import Https
 from funitel_testing.certificates import Authority
 
@@ -37,7 +37,7 @@ async def listening(model: Path, **settings: Any) -> AsyncIterator[str]:
     assert https is not None
     app = build_app(given, FakeEngine().connect, refreshed=[https])
     protocol = partial(HttpConnection, Connections(100, given, app.state.service.metrics), given)
-    server = uvicorn.Server(_uvicorn_config(app, protocol, https))
+    server = uvicorn.Server(uvicorn_config(app, protocol, https))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         running = asyncio.create_task(server._serve([listener]))
 
