@@ -72,7 +72,7 @@ GRPC_RIMS = {
     "funitel.proto.errors",  # each error names its status
     "funitel.proto.generate_pb2_grpc",
     "funitel.proto.security.tls",
-    "funitel.router.shard_client.shards",
+    "funitel.router.shard_client.rank",
     "funitel.model_server.rpc.servicer",
     "funitel.model_server.rpc.base_servicer",
     "funitel.model_server.rpc.tracing",

@@ -10,9 +10,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError
 from funitel.router.api.common.errors import ErrorBoundary, answer_error, answer_http_exception
@@ -21,6 +19,7 @@ from funitel.router.auth.accounts import Accounts
 from funitel.router.core.file_watch import Reloadable, reload_on_change
 from funitel.router.middleware.access_log import AccessLog
 from funitel.router.middleware.auth import KeyCheck
+from funitel.router.middleware.metrics_port import MetricsPort
 from funitel.router.middleware.operation import Access, Operation
 from funitel.router.middleware.route_context import ResponseCount, RouteContext
 from funitel.router.middleware.tracing import TracingMiddleware
@@ -109,18 +108,3 @@ def _cors(origins: tuple[str, ...]) -> Middleware:
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],  # clients in browsers send many of their own
     )
-
-
-class MetricsPort:
-    """Answer nothing but `/metrics` on the port that is for metrics."""
-
-    def __init__(self, app: ASGIApp, port: int | None) -> None:
-        self._app = app
-        self._port = port
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_other = self._port is not None and scope["type"] == "http" and scope["server"][1] == self._port
-        if is_other and scope["path"] != "/metrics":
-            await PlainTextResponse("only /metrics is answered here\n", 404)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)

@@ -24,7 +24,8 @@ from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
 from funitel.router.core.request import Request
 from funitel.router.replica_set.replica_set import connect
 from funitel.router.settings import RouterSettings
-from funitel.router.shard_client.shards import ShardClient, Shards
+from funitel.router.shard_client.rank import ShardClient
+from funitel.router.shard_client.shards import Shards
 from funitel.router.telemetry.metrics import Metrics
 
 
@@ -216,7 +217,7 @@ async def test_nobody_at_the_socket_is_a_startup_error(tmp_path: Path) -> None:
 async def test_shards_that_come_late_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("funitel.router.shard_client.shards.LEAST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr("funitel.router.shard_client.shards.MIN_POLL_SECONDS", 0.05)
     settings = RouterSettings(master_shard_uds_path=f"{tmp_path}/shard-0", shard_connect_timeout=30)
     with caplog.at_level("INFO", "funitel"):
         connecting = asyncio.create_task(connect(settings, Metrics()))
@@ -230,7 +231,7 @@ async def test_shards_that_come_late_are_waited_for(
 
 
 async def test_shards_that_never_come_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("funitel.router.shard_client.shards.LEAST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr("funitel.router.shard_client.shards.MIN_POLL_SECONDS", 0.05)
     with pytest.raises(StartupError, match="no shard answers at unix:///.* after 1 s: shard rank 0 does not answer"):
         await connect(RouterSettings(master_shard_uds_path=f"{tmp_path}/no", shard_connect_timeout=1), Metrics())
 
@@ -319,7 +320,7 @@ async def test_a_rank_that_hangs_is_given_up_once_another_has_failed(
 
 
 async def test_a_step_that_never_ends_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("funitel.router.shard_client.shards.STEP_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("funitel.router.shard_client.rank.STEP_TIMEOUT_SECONDS", 0.2)
     async with running(tmp_path) as (engine, (fake,), _):
         fake.pause.clear()
         with pytest.raises(ShardFailed, match="does not answer"):

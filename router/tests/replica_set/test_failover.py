@@ -364,7 +364,7 @@ async def test_a_replica_that_hangs_is_made_sure_to_be_dead(tmp_path: Path, monk
     """Its process neither answers nor ends: it is killed, so that another takes its place."""
     fenced: list[str] = []
     monkeypatch.setattr("funitel.router.shard_client.shards.fence", fenced.append)
-    monkeypatch.setattr("funitel.router.shard_client.shards.STEP_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("funitel.router.shard_client.rank.STEP_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr("funitel.router.shard_client.shards.HEALTH_TIMEOUT_SECONDS", 0.2)
     async with running(tmp_path, 1, 2, **PATIENT) as run_:
         task = asyncio.create_task(run(run_.fleet, request()))

@@ -74,9 +74,9 @@ from funitel.router.api.responses.schema_response import (
     ModelResponse,
     ResponseStreamEvent,
 )
+from funitel.router.core.version import version
 from funitel.router.engine.snapshot import SchedulerState
 from funitel.router.middleware.operation import Access, Operation
-from funitel.router.serving.service import version
 from funitel.router.settings import RouterSettings
 
 TITLE = "funitel"

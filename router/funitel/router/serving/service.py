@@ -6,13 +6,13 @@ Knows no HTTP. The engine is reached through the few names of `Inference`, so th
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from importlib import metadata
 from typing import Protocol
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
 from funitel.router.api.responses.store import ResponseStore
 from funitel.router.core.request import DEFAULT_MODEL, Limits, Request
 from funitel.router.core.stream import TokenStream
+from funitel.router.core.version import version
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.service import EncoderService
 from funitel.router.engine.snapshot import EngineView
@@ -69,14 +69,6 @@ class Inference(Protocol):
 
 # Makes the engine, and scales the metrics to its limits.
 Connect = Callable[[RouterSettings, Metrics], Awaitable[Inference | EncoderEngine]]
-
-
-def version() -> str:
-    """The installed version of funitel."""
-    try:
-        return metadata.version("funitel")
-    except metadata.PackageNotFoundError:
-        return "0.0.0"
 
 
 class Service:

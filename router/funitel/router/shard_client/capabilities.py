@@ -1,11 +1,11 @@
-"""What the shards at hand cannot do: refused here when asked for, as a shard would silently ignore it. Pure."""
+"""Capabilities of the shards: refuse request fields that they would silently ignore. Pure."""
 
 from collections.abc import Callable
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import Capability, GrammarType, SamplingParams
 
-# Each field of a request that not every shard knows, what a shard must announce, and whether a request uses it.
+# Request fields that not every shard knows: the capability it must announce, and whether a request uses it.
 _NEEDS: tuple[tuple[str, Capability, Callable[[SamplingParams], bool]], ...] = (
     ("presence_penalty", Capability.COUNT_PENALTIES, lambda p: p.presence_penalty != 0.0),
     ("frequency_penalty", Capability.COUNT_PENALTIES, lambda p: p.count_penalty != 0.0),
@@ -13,7 +13,7 @@ _NEEDS: tuple[tuple[str, Capability, Callable[[SamplingParams], bool]], ...] = (
     ("logit_bias", Capability.MORE_SAMPLERS, lambda p: bool(p.logit_bias)),
     ("logprobs", Capability.MORE_SAMPLERS, lambda p: p.raw_logprobs),
     ("target_language", Capability.FIRST_TOKEN, lambda p: p.first_token is not None),
-    # A plain TGI shard keeps to regular expressions, and lets everything pass where a schema is meant.
+    # A plain TGI shard constrains by regular expressions, and ignores a schema.
     ("grammar", Capability.GRAMMARS, lambda p: p.grammar_type is GrammarType.JSON),
 )
 

@@ -1,7 +1,7 @@
-"""Make sure that a shard is dead which does not answer as it should, before others go on with what it had.
+"""Fencing (STONITH): kill a shard that hangs before another takes its place.
 
-A process that hangs, or computes nothing, would keep its socket and its memory for ever: whoever starts shards again
-only sees those that end. Unix sockets tell whose they are; shards of other machines are beyond reach.
+A process that hangs would keep its socket and its memory, and the launcher restarts only processes that have ended. The
+kernel names the owner of a Unix socket; shards of other machines cannot be fenced.
 """
 
 import logging
@@ -21,7 +21,7 @@ def fence(url: str) -> None:
         return
     try:
         with socket.socket(socket.AF_UNIX) as probe:
-            probe.setblocking(False)  # one that hangs takes no connection in, and has no end of those that wait
+            probe.setblocking(False)  # one that hangs accepts no connection, and its backlog may be full
             probe.connect(url.removeprefix("unix://"))
             credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         process, _, _ = _CREDENTIALS.unpack(credentials)

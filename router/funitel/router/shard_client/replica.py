@@ -1,7 +1,7 @@
 """One replica as the engine sees it: a step goes to every rank, one answer comes back. Event loop only.
 
-It tracks which batches the ranks keep, so that callers think in sequences. How a call reaches the ranks is theirs to
-know: `shards` calls processes over gRPC, `funitel.llm` an executor of this process.
+It tracks the batches that the ranks keep, so that callers handle sequences only. `Ranks` hides the transport: `shards`
+calls processes over gRPC, `funitel.llm` an executor of this process.
 """
 
 from collections.abc import Awaitable, Container
@@ -30,7 +30,7 @@ class Ranks(Protocol):
     """The ranks of one model copy, called together; results are in rank order.
 
     Steps, filters and clears are sent by the plain call, before anything is awaited, and executed in the order they
-    were sent; several may be under way where the ranks take numbered calls (`Capability.STEP_SEQ`). A call raises
+    were sent; several may be in flight where the ranks take numbered calls (`Capability.STEP_SEQ`). A call raises
     InvalidRequest when every rank refused it and changed nothing, StepFailed when it failed and the ranks are sound,
     ShardFailed when a rank is lost.
     """
@@ -38,11 +38,11 @@ class Ranks(Protocol):
     infos: tuple[ShardInfo, ...]
 
     async def warmup(self, sequences: Seq[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
-        """Size the pool."""
+        """Size the KV pool."""
         ...
 
     async def health(self) -> Seq[ShardMemory]:
-        """What memory the ranks hold, if they say; raise ShardFailed unless every rank answers."""
+        """Return the memory that each rank holds, if known; raise ShardFailed unless every rank answers."""
         ...
 
     def prefill(
@@ -54,7 +54,7 @@ class Ranks(Protocol):
         copies: Seq[BlockCopy],
         step_seq: int | None,
     ) -> Awaitable[tuple[StepResult, ...]]:
-        """Take new sequences in and run one step, together with `cached` if given."""
+        """Add new sequences and run one step, together with `cached` if given."""
         ...
 
     def decode(
@@ -72,15 +72,15 @@ class Ranks(Protocol):
         ...
 
     def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> Awaitable[None]:
-        """Drop one cached batch; or all, and begin the numbering of calls again."""
+        """Drop one cached batch; or all, and restart the numbering of calls."""
         ...
 
     async def dismiss(self, reason: str) -> None:
-        """Have ranks end that cannot be killed: no answer of theirs is taken any more."""
+        """Ask ranks to end that cannot be killed; their answers are ignored from now on."""
         ...
 
     async def close(self) -> None:
-        """Let go of the ranks."""
+        """Close the connections to the ranks."""
         ...
 
 
@@ -95,7 +95,7 @@ class StepAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """A step on its way: the rows it names, and the ranks' results to come."""
+    """A step in flight: its rows, and the future results of the ranks."""
 
     batch_id: int
     request_ids: tuple[int, ...]
@@ -105,8 +105,8 @@ class SentStep:
 class Replica:
     """The ranks of one model copy and the batches they keep.
 
-    Batches are known ahead: `_batches` are those that the ranks will keep once they have executed every call sent,
-    unless rows finish; these are learnt of as steps are settled, in the order they were sent.
+    `_batches` are those that the ranks will keep once they have executed every call sent, unless rows finish; finished
+    rows become known as steps are settled, in the order they were sent.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -128,26 +128,26 @@ class Replica:
         return len(self._batches)
 
     async def warmup(self, sequences: Seq[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
-        """Size the pool; every rank's result, in rank order."""
+        """Size the KV pool; return every rank's result, in rank order."""
         return await self.ranks.warmup(sequences, limits)
 
     async def health(self) -> Seq[ShardMemory]:
-        """What memory the ranks hold, if they say; raise ShardFailed unless every rank answers."""
+        """Return the memory that each rank holds, if known; raise ShardFailed unless every rank answers."""
         return await self.ranks.health()
 
     async def compile_grammar(self, kind: GrammarType, text: str) -> None:
-        """Compile a grammar on every rank, so that the step it comes with does not wait; may run beside steps."""
+        """Compile a grammar on every rank, so that the first step with it does not wait; may run beside steps."""
         if Capability.GRAMMARS in self.capabilities:
             await self.ranks.compile_grammar(kind, text)
 
     async def clear(self) -> None:
-        """Drop every cached batch on every rank; numbering starts again. With no other call under way."""
+        """Drop every cached batch on every rank and restart the numbering. No other call may be in flight."""
         self._batches = []
         self._step_seq = 0
         await self.ranks.clear()
 
     def drop_all_but(self, keep: Container[int]) -> list[Awaitable[object]]:
-        """Send what drops the rows of all sequences but `keep`; the answers say only whether it failed."""
+        """Drop the rows of all sequences but `keep`; the returned calls only say whether that failed."""
         calls: list[Awaitable[object]] = []
         for batch in tuple(self._batches):
             kept = tuple(request_id for request_id in batch.request_ids if request_id in keep)
@@ -183,14 +183,14 @@ class Replica:
         return SentStep(batch_id, tuple(request_ids), results)
 
     def settle(self, step: SentStep, results: tuple[StepResult, ...]) -> StepAnswer:
-        """Take the ranks' results of the oldest step sent into account, and combine them as TGI's client does.
+        """Apply the results of the oldest step in flight, and combine them as TGI's client does.
 
         Raises:
             ShardUnsound: ranks disagree, or keep what they were not given.
         """
         if len({result.batch and result.batch.request_ids for result in results}) > 1:
             raise ShardUnsound("the shards disagree about which sequences are running")
-        ended = self._note_kept(step, results[-1].batch)
+        ended = self._apply_kept(step, results[-1].batch)
         slowest = max(results, key=lambda result: result.total_ns)
         combined = StepResult(
             generations=tuple(g for result in reversed(results) for g in result.generations),
@@ -202,18 +202,18 @@ class Replica:
         )
         return StepAnswer(combined, results, ended)
 
-    def _note_kept(self, step: SentStep, kept: CachedBatch | None) -> frozenset[int]:
-        """Forget the rows that ended with a step because all of its batch did; returns them."""
+    def _apply_kept(self, step: SentStep, kept: CachedBatch | None) -> frozenset[int]:
+        """Forget rows that the ranks dropped with a step; return their request ids."""
         if kept is not None and kept.id != step.batch_id:
             raise ShardUnsound(f"the shards keep batch {kept.id} of a step of batch {step.batch_id}")
         if kept is not None and kept.request_ids == step.request_ids:
-            # As the ranks describe it, which is how TGI's want to hear of it again.
+            # Kept as the ranks describe it: TGI's shards expect the same description.
             self._batches = [kept if batch.request_ids == kept.request_ids else batch for batch in self._batches]
             return frozenset()
         rows = frozenset(step.request_ids)
         ended = rows.difference(kept.request_ids if kept is not None else ())
-        if kept is not None and (strangers := set(kept.request_ids) - rows):
-            raise ShardUnsound(f"the shards keep request {min(strangers)}, which was not in the step")
+        if kept is not None and (unknown := set(kept.request_ids) - rows):
+            raise ShardUnsound(f"the shards keep request {min(unknown)}, which was not in the step")
         rest = [
             CachedBatch(batch.id, tuple(request_id for request_id in batch.request_ids if request_id not in ended))
             for batch in self._batches
@@ -228,9 +228,9 @@ class Replica:
         return self._step_seq
 
     async def dismiss(self, reason: str) -> None:
-        """Have ranks end that cannot be killed: no answer of theirs is taken any more."""
+        """Ask ranks to end that cannot be killed; their answers are ignored from now on."""
         await self.ranks.dismiss(reason)
 
     async def close(self) -> None:
-        """Let go of the ranks."""
+        """Close the connections to the ranks."""
         await self.ranks.close()

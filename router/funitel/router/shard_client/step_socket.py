@@ -1,4 +1,4 @@
-"""The router's end of a shard's step socket: numbered calls to a shard of this machine, without gRPC (ADR 10)."""
+"""The client of a shard's step socket: numbered calls to a shard of this machine, without gRPC (ADR 10)."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,13 +22,13 @@ Failure = Callable[[int, str], FunitelError]
 
 
 def unreadable(error: object) -> str:
-    """Words for an answer that `error` was raised by, or is said of."""
+    """Say that an answer cannot be read, and why."""
     return f"the answer cannot be read: {error}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call under way."""
+    """A call in flight."""
 
     answer: "asyncio.Future[Any]"
     parse: Callable[[bytes], Any]
@@ -36,14 +36,14 @@ class _Call:
 
 
 class StepClient(FrameProtocol):
-    """Calls to one shard; answers may come in any order. `failure` says what the number of a status means."""
+    """Calls to one shard; answers may come in any order. `failure` makes the error of a status."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__()
         self._failure = failure
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
-        self._complaint = ""  # what was wrong with what the shard sent
+        self._protocol_error = ""  # in what the shard sent
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @classmethod
@@ -55,16 +55,16 @@ class StepClient(FrameProtocol):
     def call(
         self, method: Method, payload: bytes, parse: Callable[[bytes], Any], timeout: float
     ) -> "asyncio.Future[Any]":
-        """Send a call now; its future gives the message that `parse` makes of the answer, or a FunitelError."""
+        """Send a call now; return a future of the parsed answer, or of a FunitelError."""
         self._num_calls += 1
         call_id, loop = self._num_calls, asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
-        self._calls[call_id] = _Call(answer, parse, loop.call_later(timeout, self._give_up, call_id))
+        self._calls[call_id] = _Call(answer, parse, loop.call_later(timeout, self._expire, call_id))
         self.send(Frame(call_id, method, payload, encode_context(spans.inject())))
         return answer
 
     def take(self, frame: Frame) -> None:
-        """Answer the call that a frame bears the number of, if it is still waited for."""
+        """Resolve the call whose number a frame has, if it still waits."""
         call = self._calls.pop(frame.call_id, None)
         if call is None:
             if not 0 < frame.call_id <= self._num_calls:
@@ -78,27 +78,27 @@ class StepClient(FrameProtocol):
             return
         try:
             answer = call.parse(frame.payload)
-        except Exception as error:  # whatever the parser makes of what is no answer, the caller must hear of it
+        except Exception as error:  # of the parser: the caller must get it
             call.answer.set_exception(self._failure(DATA_LOSS, unreadable(error)))
         else:
             call.answer.set_result(answer)
 
     def refuse(self, reason: str) -> None:
-        """Hang up on a shard that makes no sense; calls under way fail for that reason."""
-        self._complaint = unreadable(reason)
+        """Close the connection to a shard that breaks the protocol; calls in flight fail for that reason."""
+        self._protocol_error = unreadable(reason)
         super().refuse(reason)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Fail every call under way: the shard is gone, or we have hung up."""
+        """Fail every call in flight: the shard has ended, or the client was closed."""
         status, details = UNAVAILABLE, "the connection has ended"
-        if self._complaint:
-            status, details = DATA_LOSS, self._complaint
+        if self._protocol_error:
+            status, details = DATA_LOSS, self._protocol_error
         for call_id in tuple(self._calls):
             self._fail(call_id, status, details)
         if not self.lost.done():
             self.lost.set_result(None)
 
-    def _give_up(self, call_id: int) -> None:
+    def _expire(self, call_id: int) -> None:
         self._fail(call_id, DEADLINE_EXCEEDED, "Deadline Exceeded")
 
     def _fail(self, call_id: int, status: int, details: str) -> None:
