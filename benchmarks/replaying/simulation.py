@@ -111,14 +111,7 @@ class SimulatedReplica:
         scheduler, own = self.scheduler, self.scheduler.shares.sequences_of(sequence.request.key)
         in_flight = InFlight(len(self._rows), own)
         try:
-            leaving = self._admission.check(
-                sequence,
-                in_flight,
-                scheduler.waiting,
-                scheduler.shares,
-                scheduler.running.values(),
-                scheduler.forecaster,
-            )
+            leaving = self._admission.check(sequence, in_flight, scheduler)
         except Overloaded:
             return False
         if leaving is not None:

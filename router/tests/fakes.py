@@ -19,7 +19,7 @@ from funitel.router.core.stream import TokenStream
 from funitel.router.engine.snapshot import EngineView
 from funitel.router.sandbox.pool import WorkerUnavailable
 from funitel.router.sandbox.worker import Answer
-from funitel.router.scheduler.admission import InFlight
+from funitel.router.scheduler.admission import Reservation, Reservations
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.text import template_worker
@@ -77,6 +77,7 @@ class FakeEngine:
     sick: FunitelError | None = None
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
     streams: list[TokenStream] = field(default_factory=list)
+    reservations: Reservations = field(default_factory=Reservations)
 
     async def connect(self, settings: RouterSettings, metrics: Metrics) -> "FakeEngine":
         return self
@@ -84,9 +85,13 @@ class FakeEngine:
     async def was_cancelled(self) -> bool:
         return bool(self.cancelled)
 
-    def check_room(self, newcomer: Request, entering: InFlight) -> None:
-        if len(self.tasks) + entering.num_requests >= self.max_requests:
+    def check_room(self, incoming: Request) -> None:
+        if len(self.tasks) + self.reservations.in_flight(incoming.key).num_requests >= self.max_requests:
             raise Overloaded(f": at most {self.max_requests}")
+
+    def reserve(self, incoming: Request) -> Reservation:
+        self.check_room(incoming)
+        return self.reservations.hold(incoming.key)
 
     @property
     def views(self) -> dict[int, EngineView]:

@@ -4,6 +4,8 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from engines import expected, request, run, running
@@ -27,7 +29,10 @@ def check(
     running: list[Sequence],
 ) -> Sequence | None:
     in_flight = InFlight(num_requests, shares.sequences_of(newcomer.request.key))
-    return admission.check(newcomer, in_flight, queue, shares, running)
+    holder = SimpleNamespace(
+        waiting=queue, shares=shares, running={each.id: each for each in running}, forecaster=None, remove=None
+    )
+    return admission.check(newcomer, in_flight, cast(Any, holder))
 
 
 def test_throughput_is_what_was_measured_lately() -> None:
@@ -64,8 +69,8 @@ def test_a_full_house_says_where_one_would_stand_and_how_long() -> None:
 def test_a_flood_is_counted_up_once_and_again_when_something_has_happened(monkeypatch: pytest.MonkeyPatch) -> None:
     admission = Admission(2)
     asked = []
-    place_of = admission.place_of
-    monkeypatch.setattr(admission, "place_of", lambda newcomer, *rest: asked.append(0) or place_of(newcomer, *rest))
+    position_of = admission.position_of
+    monkeypatch.setattr(admission, "position_of", lambda *rest: asked.append(0) or position_of(*rest))
     queue, shares = waiting(make_sequence(0, 50, 50), make_sequence(1, 50, 50))
 
     def refused(priority: int = 0, num_running: int = 0) -> tuple[int | None, float | None]:

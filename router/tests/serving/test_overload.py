@@ -8,13 +8,14 @@ from typing import Any
 import httpx
 import pytest
 from fakes import FakeEngine, Serve, eventually
+from starlette.types import Receive, Scope, Send
 
-from funitel.proto.errors import DeadlineExceeded, FunitelError, Overloaded, SettingsError
+from funitel.proto.errors import DeadlineExceeded, FunitelError, NotReady, Overloaded, SettingsError
 from funitel.router.app import build_app
 from funitel.router.core.request import Request
-from funitel.router.scheduler.admission import InFlight
 from funitel.router.settings import RouterSettings
 from funitel.router.text.tokenizer import Encoding, Tokenizer
+from funitel.router.transport.sse import EventStream
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 ROUTES: dict[str, dict[str, Any]] = {
@@ -192,7 +193,7 @@ class Full(FakeEngine):
 
     num_asked = 0
 
-    def check_room(self, newcomer: Request, entering: InFlight) -> None:
+    def check_room(self, incoming: Request) -> None:
         self.num_asked += 1
         raise Overloaded(": 7 requests in flight, at most 7", position=5, wait_seconds=2.25)
 
@@ -230,8 +231,8 @@ async def test_a_door_is_asked_about_the_request_that_comes(serve: Serve) -> Non
     asked: list[Request] = []
 
     class Asking(FakeEngine):
-        def check_room(self, newcomer: Request, entering: InFlight) -> None:
-            asked.append(newcomer)
+        def check_room(self, incoming: Request) -> None:
+            asked.append(incoming)
 
     headers = {"x-request-timeout": "2.5", "x-request-priority": "-3", "authorization": "Bearer somebody"}
     engine = Asking()
@@ -313,3 +314,49 @@ async def test_a_place_is_free_again_whatever_becomes_of_a_request(serve: Serve)
         assert (await client.post("/generate", content=b"{", headers=JSON)).status_code == 400
         for path in ("/generate", "/generate_stream"):
             assert (await client.post(path, json={"inputs": "hi"})).status_code == 200
+
+
+STREAMING = ("/generate_stream", "/", *OPENAI, "/v1/messages")
+
+
+@pytest.mark.parametrize("path", STREAMING)
+async def test_a_stream_keeps_its_place_until_it_is_submitted(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    has_returned, may_begin, begin = asyncio.Event(), asyncio.Event(), EventStream.__call__
+
+    async def begin_later(self: EventStream, scope: Scope, receive: Receive, send: Send) -> None:
+        has_returned.set()
+        await may_begin.wait()
+        await begin(self, scope, receive, send)
+
+    monkeypatch.setattr(EventStream, "__call__", begin_later)
+    engine = FakeEngine(max_requests=1)
+    async with serve(engine) as client:
+        stream = asyncio.create_task(
+            client.post(path, json=ROUTES[path] | ({} if path == "/generate_stream" else {"stream": True}))
+        )
+        await asyncio.wait_for(has_returned.wait(), 10)
+        assert not engine.requests, "the handler has returned its stream, and nothing is submitted"
+        assert (await client.post("/generate", json={"inputs": "hi"})).status_code == 429
+        may_begin.set()
+        assert (await stream).status_code == 200
+        assert (await client.post("/generate", json={"inputs": "hi"})).status_code == 200
+
+
+@pytest.mark.parametrize("path", STREAMING)
+async def test_a_stream_that_never_begins_leaves_its_place(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    async def never(self: EventStream, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotReady("it does not begin")
+
+    engine = FakeEngine(max_requests=1)
+    async with serve(engine) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(EventStream, "__call__", never)
+            answer = await client.post(
+                path, json=ROUTES[path] | ({} if path == "/generate_stream" else {"stream": True})
+            )
+            assert answer.status_code >= 500
+        assert (await client.post("/generate", json={"inputs": "hi"})).status_code == 200

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from funitel.proto.errors import (
     DeadlineExceeded,
@@ -26,9 +27,10 @@ from funitel.router.core.request import Limits, Request
 from funitel.router.core.stream import Timings
 from funitel.router.encoder.queue import EncoderQueue, QueuedText, Submission
 from funitel.router.engine.step_pipeline import FIRST_FACTOR
+from funitel.router.engine.warmup import admission_of
 from funitel.router.replica_set.failover import MOST_LOSSES, NO_REPLICA
 from funitel.router.replica_set.membership import EncoderReplicas
-from funitel.router.scheduler.admission import InFlight, Throughput
+from funitel.router.scheduler.admission import Exceeded, InFlight, Reservation, Reservations
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.shards import Shards
 from funitel.router.telemetry.metrics import Metrics
@@ -91,7 +93,8 @@ class EncoderEngine:
         self._metrics = metrics
         self._queue = EncoderQueue(settings.max_batch_prefill_tokens, settings.max_batch_size)
         self._pending: dict[Submission, _Pending] = {}
-        self._throughput = Throughput()
+        self._admission = admission_of(settings)
+        self._reservations = Reservations()
         self._next_id = 0
         self._is_draining = False
         self._has_work = asyncio.Event()
@@ -111,6 +114,7 @@ class EncoderEngine:
         *,
         priority: int = 0,
         deadline: float | None = None,
+        reservation: Reservation | None = None,
     ) -> Encoded:
         """Encode the texts of one request; leaving early takes back what still waits.
 
@@ -119,6 +123,7 @@ class EncoderEngine:
             inputs: one or more.
             priority: lower is sooner.
             deadline: instant of the monotonic clock.
+            reservation: of the request; released, for it counts here from now on.
 
         Raises:
             Overloaded: there is no place for it, or it would wait longer than its deadline.
@@ -128,7 +133,9 @@ class EncoderEngine:
         """
         now = time.monotonic()
         submission = Submission(self._next_id, task, inputs, priority)
-        self._admit(submission.num_tokens, len(self._pending), deadline, now)
+        if reservation is not None:
+            reservation.release()
+        self._check(submission.num_tokens, deadline, now)
         self._next_id += 1
         pending = self._pending[submission] = _Pending(submission)
         self._queue.add(submission)
@@ -152,32 +159,47 @@ class EncoderEngine:
             self._left.set()
         return pending.encoded
 
-    def check_room(self, newcomer: Request, entering: InFlight) -> None:
-        """Find out whether the texts of a request would be taken, behind those of others; raises as `encode`."""
-        in_flight = len(self._pending) + entering.num_requests
-        self._admit(len(newcomer.input_ids), in_flight, newcomer.deadline, time.monotonic())
+    def check_room(self, incoming: Request) -> None:
+        """Ask admission about a request whose texts are not known yet; raises as `encode`."""
+        self._check(len(incoming.input_ids), incoming.deadline, time.monotonic())
 
-    def _admit(self, num_tokens: int, in_flight: int, deadline: float | None, now: float) -> None:
+    def reserve(self, incoming: Request) -> Reservation:
+        """Hold a place for a request until its texts are given; raises as `check_room`, for want of places only."""
+        self._check_open()
+        self._refuse_if(self._admission.exceeded_count(self._in_flight))
+        return self._reservations.hold(incoming.key)
+
+    @property
+    def _in_flight(self) -> InFlight:
+        return InFlight(len(self._pending), 0) + self._reservations.in_flight(b"")
+
+    def _check_open(self) -> None:
         if self._is_draining:
             raise NotReady("the server is shutting down")
         if self._replicas.patience.is_over:
             raise ShardFailed(NO_REPLICA)
-        settings, reason, why = self._settings, "", ""
-        left = None if deadline is None else deadline - now
-        if left is not None and left <= 0:
+
+    def _check(self, num_tokens: int, deadline: float | None, now: float) -> None:
+        self._check_open()
+        if deadline is not None and deadline <= now:
             self._metrics.count_expired("arriving")
             raise DeadlineExceeded("the deadline passed before the request was queued")
-        wait = self._queue.num_tokens / self._throughput.tokens_per_second
-        tokens = self._queue.num_tokens + num_tokens
-        if in_flight >= settings.max_concurrent_requests:
-            why, reason = f"{in_flight} requests in flight, at most {settings.max_concurrent_requests}", "requests"
-        elif self._queue.num_texts and settings.max_queued_tokens is not None and tokens > settings.max_queued_tokens:
-            why, reason = f"{tokens} prompt tokens would wait, at most {settings.max_queued_tokens}", "queued_tokens"
-        elif left is not None and wait > left:
-            why, reason = f"it would wait {wait:.1f} s, more than the {left:.1f} s it has", "deadline"
-        if why:
-            self._metrics.count_refused(reason)
-            raise Overloaded(f": {why}", in_flight + 1, wait, reason)
+        admission, queue = self._admission, self._queue
+        self._refuse_if(
+            admission.exceeded_count(self._in_flight)
+            or admission.exceeded_tokens(queue.num_texts, queue.num_tokens, num_tokens)
+            or admission.exceeded_deadline(self._wait_seconds, inf if deadline is None else deadline - now)
+        )
+
+    @property
+    def _wait_seconds(self) -> float:
+        return self._queue.num_tokens / self._admission.throughput.tokens_per_second
+
+    def _refuse_if(self, exceeded: Exceeded | None) -> None:
+        if exceeded is not None:
+            self._metrics.count_refused(exceeded.reason)
+            position = self._in_flight.num_requests + 1
+            raise Overloaded(f": {exceeded.words}", position, self._wait_seconds, exceeded.reason)
 
     async def health(self) -> None:
         """Return once one replica answers; raise a FunitelError when none does."""
@@ -235,7 +257,7 @@ class EncoderEngine:
             self._fail(texts, StepFailed(f"{type(error).__name__}: {error}"))
         else:
             num_tokens, now = sum(len(text.input.input_ids) for text in texts), time.monotonic()
-            self._throughput.observe_step(num_tokens, now - began, now)
+            self._admission.throughput.observe_step(num_tokens, now - began, now)
             self._metrics.observe_encoding(len(texts), num_tokens, now - began, result.total_ns / 1e9)
 
     async def _answer(self, shards: Shards, task: EncoderTask, texts: Sequence[QueuedText]) -> EncoderResult:

@@ -3,38 +3,15 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
 
 from funitel.proto.errors import DeadlineExceeded, FunitelError, Overloaded
 from funitel.router.core.request import Sequence
 from funitel.router.core.stream import TokenStream
-from funitel.router.scheduler.admission import Admission, InFlight
-from funitel.router.scheduler.cost.ttft_estimate import Forecaster
-from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
+from funitel.router.scheduler.admission import Admission, InFlight, SequenceHolder
 from funitel.router.telemetry.metrics import Metrics
-
-
-class SequenceHolder(Protocol):
-    """What has the sequences: a scheduler, or the holding queue where none runs."""
-
-    waiting: WaitingQueue
-    shares: FairShares
-
-    @property
-    def forecaster(self) -> Forecaster | None:
-        """Estimates the time to first token, where that is possible."""
-        ...
-
-    @property
-    def running(self) -> Mapping[int, Sequence]:
-        """Running sequences by id."""
-        ...
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is."""
-        ...
 
 
 class RequestTable:
@@ -83,10 +60,10 @@ class RequestTable:
         """
         displaced = self.check(sequence, in_flight)
         if displaced is not None:
-            place = self._admission.place_of(displaced, self._holder.waiting, self._holder.running.values())
+            position = self._admission.position_of(displaced, self._holder)
             self._metrics.count_refused("displaced")
             lost = ": its place went to an API key that has fewer"
-            self.fail(displaced, Overloaded(lost, place.position, place.wait_seconds, "displaced"))
+            self.fail(displaced, Overloaded(lost, position.position, position.wait_seconds, "displaced"))
         stream = TokenStream(sequence.request, cancel=partial(self._cancel, sequence))
         self._add(sequence, stream)
         return stream
@@ -110,11 +87,18 @@ class RequestTable:
         if sequence.request.deadline is not None and sequence.request.deadline <= sequence.arrived:
             self._metrics.count_expired("arriving")
             raise DeadlineExceeded("the deadline passed before the request was queued")
-        holder = self._holder
+        with self._counting_refusals():
+            return self._admission.check(sequence, in_flight, self._holder)
+
+    def check_count(self, sequence: Sequence, in_flight: InFlight) -> None:
+        """Check the bounds on requests alone, for a sequence whose prompt is not known yet; raises Overloaded."""
+        with self._counting_refusals():
+            self._admission.check_count(sequence, in_flight, self._holder)
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
         try:
-            return self._admission.check(
-                sequence, in_flight, holder.waiting, holder.shares, holder.running.values(), holder.forecaster
-            )
+            yield
         except Overloaded as refused:
             self._metrics.count_refused(refused.reason)
             raise

@@ -19,12 +19,13 @@ from funitel.router.core.stream import TokenStream
 from funitel.router.encoder import engine
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.engine.engine import Engine
+from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.snapshot import EngineView
 from funitel.router.replica_set.failover import MOST_LOSSES, NO_REPLICA, ReturnTimeout, comeback
 from funitel.router.replica_set.holding_queue import HoldingQueue
 from funitel.router.replica_set.load_balancer import choose_replica
 from funitel.router.replica_set.slot import ReplicaSlot, ServingReplica, check_alike, least_limits
-from funitel.router.scheduler.admission import InFlight
+from funitel.router.scheduler.admission import InFlight, Reservation, Reservations
 from funitel.router.serving.service import Inference
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.capabilities import check_capabilities
@@ -49,6 +50,7 @@ class ReplicaSet:
         self._serving: list[ServingReplica] = []
         self._lobby = HoldingQueue(ReplicaMetrics(metrics, 0), members[0].seat.admission)
         self._patience = ReturnTimeout(settings.shard_return_timeout, self._fail_lobby)
+        self._reservations = Reservations()
         self._next_id = 0
         self._newest: tuple[Request, ServingReplica] | None = None
         self._is_draining = False
@@ -88,15 +90,21 @@ class ReplicaSet:
         self._newest = request, member
         return member.engine.requests.admit(sequence, self._in_flight(request.key))
 
-    def check_room(self, newcomer: Request, entering: InFlight) -> None:
-        """Find out whether a request would be queued, behind so many that are about to be submitted.
-
-        Raises: as `submit`, save for InvalidRequest.
-        """
+    def check_room(self, incoming: Request) -> None:
+        """Ask admission about a request whose prompt is not known yet; raises as `submit`, except InvalidRequest."""
         self._check_open()
-        sequence = self._sequence_of(newcomer)
-        holder = self._choose(sequence).engine if self._serving else self._lobby
-        holder.requests.check(sequence, self._in_flight(newcomer.key) + entering)
+        sequence = self._sequence_of(incoming)
+        self._table_for(sequence).check(sequence, self._in_flight(incoming.key))
+
+    def reserve(self, incoming: Request) -> Reservation:
+        """Hold a place for a request until it is submitted; raises as `check_room`, for want of places only."""
+        self._check_open()
+        sequence = self._sequence_of(incoming)
+        self._table_for(sequence).check_count(sequence, self._in_flight(incoming.key))
+        return self._reservations.hold(incoming.key)
+
+    def _table_for(self, sequence: Sequence) -> RequestTable:
+        return (self._choose(sequence).engine if self._serving else self._lobby).requests
 
     def _check_open(self) -> None:
         if self._is_draining:
@@ -110,8 +118,9 @@ class ReplicaSet:
         return Sequence(self._next_id, request, num_opening=num_opening, arrived=time.monotonic())
 
     def _in_flight(self, key: bytes) -> InFlight:
-        """Requests of all replicas that have not ended, and those of a key."""
-        return sum((holder.requests.in_flight(key) for holder in self._holders()), start=InFlight(0, 0))
+        """Count requests of all replicas and reservations: all, and those of a key."""
+        tables = (holder.requests.in_flight(key) for holder in self._holders())
+        return sum(tables, start=self._reservations.in_flight(key))
 
     def _home_of_sibling(self, request: Request) -> ServingReplica | None:
         """Where the request before this one went, if it has the same prompt object: `n` and `best_of` make such."""

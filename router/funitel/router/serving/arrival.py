@@ -1,4 +1,4 @@
-"""When a request came, whose it is, how urgent, and until when its answer is wanted."""
+"""The arrival of a request: its instant, API key, priority, deadline and reservation."""
 
 import math
 import re
@@ -12,9 +12,10 @@ from funitel.router.api.common.schema_base import MOST_PRIORITY
 from funitel.router.auth.accounts import Account
 from funitel.router.core.request import Request
 from funitel.router.middleware.auth import account_of, owner_of_request
-from funitel.router.serving.admission_gate import Reservation, newcomer
+from funitel.router.scheduler.admission import Reservation
+from funitel.router.serving.admission_gate import incoming_request
 
-ARRIVAL = "funitel.arrival"  # in a request's scope, once it was let in
+ARRIVAL = "funitel.arrival"  # in a request's scope, once it has a reservation
 TIMEOUT, PRIORITY = "x-request-timeout", "x-request-priority"
 MOST_TIMEOUT_SECONDS = 86_400.0
 
@@ -28,17 +29,17 @@ class Arrival:
     account: Account | None = None  # that pays, where a key was asked for
     priority: int = 0
     deadline: float | None = None
-    entry: Reservation | None = None  # where it was let in by a door
+    reservation: Reservation | None = None  # where admission was asked
 
-    def arrive(self) -> None:
-        """Be counted where the work is done from now on, and by the door no more."""
-        if self.entry is not None:
-            self.entry.leave()
+    def consume_reservation(self) -> None:
+        """Release the reservation, right before the request is submitted."""
+        if self.reservation is not None:
+            self.reservation.release()
 
     @property
-    def newcomer(self) -> Request:
-        """As a door is asked about it."""
-        return newcomer(self.key, self.priority, self.deadline)
+    def incoming(self) -> Request:
+        """The request as far as admission can be asked about it."""
+        return incoming_request(self.key, self.priority, self.deadline)
 
     @classmethod
     def of(cls, http: HttpRequest) -> "Arrival":

@@ -2,12 +2,14 @@
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import Generation
@@ -17,11 +19,12 @@ from funitel.router.api.native.schema_grammar import grammar_of
 from funitel.router.core import request_context
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Timings, TokenStream
-from funitel.router.serving.admission_gate import AdmissionGate
+from funitel.router.serving.admission_gate import Admits
 from funitel.router.serving.arrival import ARRIVAL, Arrival
 from funitel.router.serving.service import Service
 from funitel.router.serving.validation import build_request, check_parameters, check_prompt_ids, check_token_ids
 from funitel.router.text.grammar import Grammar
+from funitel.router.transport.sse import EventStream
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -53,37 +56,35 @@ def counted_route(handler: Handler) -> Handler:
 
 
 def generation_route(handler: Handler) -> Handler:
-    """Let the requests of a handler in by the engine's door, and count them."""
+    """Ask the engine's admission about the requests of a handler, and count them."""
 
-    async def let_in(request: HttpRequest) -> Response:
-        service = service_of(request)
-        service.check_generates()
-        return await _enter(request, service.door, handler)
+    async def admitted(request: HttpRequest) -> Response:
+        return await _admitted(request, service_of(request).engine, handler)
 
-    return counted_route(wraps(handler)(let_in))
+    return counted_route(wraps(handler)(admitted))
 
 
 def encoder_route(handler: Handler) -> Handler:
-    """Let the requests of a handler in by the encoder's door, and count them."""
+    """Ask the encoder's admission about the requests of a handler, and count them."""
 
-    async def let_in(request: HttpRequest) -> Response:
-        return await _enter(request, service_of(request).encoder_door, handler)
+    async def admitted(request: HttpRequest) -> Response:
+        return await _admitted(request, service_of(request).encoder.engine, handler)
 
-    return counted_route(wraps(handler)(let_in))
+    return counted_route(wraps(handler)(admitted))
 
 
 def reading_route(handler: Handler) -> Handler:
-    """Let the requests of a handler in that wants nothing but tokens, so many at once."""
+    """Bound the requests of a handler that only tokenizes."""
 
     @wraps(handler)
-    async def let_in(request: HttpRequest) -> Response:
-        return await _enter(request, service_of(request).reading_door, handler)
+    async def admitted(request: HttpRequest) -> Response:
+        return await _admitted(request, service_of(request).tokenize_limit, handler)
 
-    return let_in
+    return admitted
 
 
-async def _enter(request: HttpRequest, door: AdmissionGate, handler: Handler) -> Response:
-    """Have a request handled if it is let in: asked before its body is read, and once more before it is parsed.
+async def _admitted(request: HttpRequest, gate: Admits, handler: Handler) -> Response:
+    """Ask admission before the body is read, and handle a request with a reservation that a stream keeps meanwhile.
 
     Raises:
         Overloaded: there is no room for it.
@@ -91,15 +92,27 @@ async def _enter(request: HttpRequest, door: AdmissionGate, handler: Handler) ->
     if ARRIVAL in request.scope:  # another handler has handed it on
         return await handler(request)
     arrived = Arrival.of(request)
-    newcomer = arrived.newcomer
-    door.check(newcomer)
+    incoming = arrived.incoming
+    gate.check_room(incoming)
     await receive_body(request, service_of(request).settings.payload_limit)
-    entry = door.enter(newcomer)
-    request.scope[ARRIVAL] = replace(arrived, entry=entry)
-    try:
-        return await handler(request)
-    finally:
-        entry.leave()
+    reservation = gate.reserve(incoming)
+    request.scope[ARRIVAL] = replace(arrived, reservation=reservation)
+    with ExitStack() as held:
+        held.callback(reservation.release)
+        response = await handler(request)
+        return _ReservedStream(response, held.pop_all()) if isinstance(response, EventStream) else response
+
+
+class _ReservedStream(Response):
+    """A stream whose request is submitted once it begins: until then, or its end, the reservation is held."""
+
+    def __init__(self, stream: EventStream, held: ExitStack) -> None:
+        self._stream = stream
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await self._stream(scope, receive, send)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def _note(jobs: Sequence[GenerationJob], streams: Sequence[TokenStream], endings
 async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenStream]]:
     """Queue all jobs or none; what still runs at the end of the block is cancelled."""
     for job in jobs:
-        job.arrived.arrive()
+        job.arrived.consume_reservation()
     streams: list[TokenStream] = []
     with charged(jobs[0].arrived.account, lambda: _most_tokens(jobs), lambda: _used_tokens(jobs, streams)):
         async with AsyncExitStack() as stack:

@@ -16,8 +16,8 @@ from funitel.router.core.version import version
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.service import EncoderService
 from funitel.router.engine.snapshot import EngineView
-from funitel.router.scheduler.admission import InFlight
-from funitel.router.serving.admission_gate import AdmissionGate, TokenizeLimit
+from funitel.router.scheduler.admission import Reservation
+from funitel.router.serving.admission_gate import TokenizeLimit
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.text.grammar import GrammarChecker
@@ -41,8 +41,12 @@ class Inference(Protocol):
         """Shards and device, such as `2-cpu`; sent as `x-compute-type`."""
         ...
 
-    def check_room(self, newcomer: Request, entering: InFlight) -> None:
-        """Raise Overloaded or NotReady if a request would be refused, behind those that are about to be submitted."""
+    def check_room(self, incoming: Request) -> None:
+        """Raise Overloaded or NotReady if a request would be refused, whatever its prompt."""
+        ...
+
+    def reserve(self, incoming: Request) -> Reservation:
+        """Hold a place for a request until it is submitted; raises as `check_room`, for want of places only."""
         ...
 
     @property
@@ -89,10 +93,7 @@ class Service:
         self._grammars: GrammarChecker | None = None
         self._engine: Inference | None = None
         self._encoder: EncoderService | None = None
-        reading_room = TokenizeLimit(settings.max_concurrent_requests, self.metrics)
-        self.door = AdmissionGate(lambda: self.engine)
-        self.encoder_door = AdmissionGate(lambda: self.encoder.engine)
-        self.reading_door = AdmissionGate(lambda: reading_room)
+        self.tokenize_limit = TokenizeLimit(settings.max_concurrent_requests, self.metrics)
 
     @property
     def model_id(self) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from funitel.router.scheduler.admission import MOST_LATENESS, Admission, InFligh
 from funitel.router.scheduler.chunk_budget import StepLoad
 from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
-from funitel.router.serving.admission_gate import newcomer
+from funitel.router.serving.admission_gate import incoming_request
 
 TARGET = 2.0
 SECONDS_OF_A_TOKEN = 0.01  # of a prompt
@@ -49,7 +48,7 @@ def check(scheduler: Scheduler, sequence: Sequence, admission: Admission | None 
     holder, shares = scheduler, scheduler.shares
     in_flight = InFlight(len(holder.waiting), shares.sequences_of(sequence.request.key))
     admission = admission or Admission(100, target_seconds=TARGET)
-    admission.check(sequence, in_flight, holder.waiting, shares, holder.running.values(), holder.forecaster)
+    admission.check(sequence, in_flight, holder)
 
 
 def refusal(scheduler: Scheduler, sequence: Sequence, admission: Admission | None = None) -> Overloaded:
@@ -86,7 +85,7 @@ def test_nobody_is_refused_before_anything_was_measured_unless_somebody_is_ahead
 
 
 def test_at_the_door_what_is_ahead_is_known_and_the_prompt_is_not() -> None:
-    stranger = Sequence(50, newcomer())
+    stranger = Sequence(50, incoming_request())
     check(scheduler_of(*crowd(4, 20)), stranger)
     refusal(scheduler_of(*crowd(10, 20)), stranger)
 
@@ -184,11 +183,11 @@ async def test_an_engine_refuses_who_would_wait_too_long(tmp_path: Path) -> None
         await asyncio.sleep(0.02)
         with pytest.raises(Overloaded, match="its first token would come after .* the target is 1 s"):
             engine.submit(request(80, first=50))
-        engine.check_room(newcomer(), InFlight(0, 0))
+        engine.check_room(incoming_request())
         measure_prompts(engine._scheduler, 5 * SECONDS_OF_A_TOKEN)
         with pytest.raises(Overloaded, match="its first token would come after"):
-            engine.check_room(replace(newcomer(), priority=1), InFlight(0, 0))
+            engine.check_room(incoming_request(priority=1))
         assert metrics.registry.get_sample_value("funitel_refused_total", {"reason": "first_token"}) == 2.0
         fake.pause.set()
         assert await answer == expected(request(20))
-        engine.check_room(newcomer(), InFlight(0, 0))
+        engine.check_room(incoming_request())

@@ -147,7 +147,6 @@ class EncoderCall:
     async def encode(self, http: HttpRequest, task: EncoderTask, inputs: Sequence[EncoderInput]) -> Encoded:
         """Have the texts encoded, unless the client leaves."""
         self.validation_seconds = time.monotonic() - self.arrived.at
-        self.arrived.arrive()
         lengths = [len(text.input_ids) for text in inputs]
         self.num_tokens = sum(lengths)
         note = request_context.current()
@@ -155,7 +154,13 @@ class EncoderCall:
         note.validation_seconds = self.validation_seconds
         taken = TokenCounts(prompt=self.num_tokens)  # a client that leaves pays: texts are computed whole, and soon
         with charged(self.arrived.account, lambda: self.num_tokens, lambda: taken):
-            work = self.encoder.engine.encode(task, inputs, priority=self.priority, deadline=self.arrived.deadline)
+            work = self.encoder.engine.encode(
+                task,
+                inputs,
+                priority=self.priority,
+                deadline=self.arrived.deadline,
+                reservation=self.arrived.reservation,
+            )
             try:
                 encoded = await run_until_disconnect(http.receive, work)
             except FunitelError as error:
