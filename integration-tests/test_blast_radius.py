@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from funitel_testing.faults.vitals import IN_USE
 from funitel_testing.faulty_shard import Fault, Faults
-from funitel_testing.servers import FAULTY_LAUNCHER, Server, serving
+from funitel_testing.servers import FAULTY_LAUNCHER, Server, serving, wait_until
 
 NUM_TOKENS = 24
 
@@ -27,6 +28,11 @@ class Deployment:
     def ask(self, prompt: str, **parameters: Any) -> httpx.Response:
         body = {"inputs": prompt, "parameters": {"max_new_tokens": NUM_TOKENS, "details": True, **parameters}}
         return httpx.post(f"{self.server.url}/generate", json=body, timeout=120)
+
+    def num_sequences(self) -> float:
+        """Sequences that wait or run."""
+        metrics = self.server.metrics()
+        return sum(metrics[IN_USE[name]] for name in ("waiting", "running"))
 
     def ask_all(self, prompts: list[str], **parameters: Any) -> list[httpx.Response]:
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -89,8 +95,15 @@ def test_scores_that_are_no_numbers_fail_their_sequence_alone(deployment: Deploy
 
 def test_for_want_of_memory_steps_are_smaller_and_nobody_fails(deployment: Deployment) -> None:
     well = [outcome(answer) for answer in deployment.ask_all(PROMPTS)]
-    deployment.faults.set(Fault(kind="no_memory", min_rows=4))
-    assert [outcome(answer) for answer in deployment.ask_all(PROMPTS)] == well
+    no_memory = Fault(kind="no_memory", min_rows=4)
+    deployment.faults.set(Fault(kind="held"), no_memory)  # until all of them are there, to be in one step
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(deployment.ask_all, PROMPTS)
+        try:
+            wait_until(lambda: deployment.num_sequences() == len(PROMPTS), 60, "not all requests came in")
+        finally:
+            deployment.faults.set(no_memory)
+        assert [outcome(answer) for answer in asking.result()] == well
     assert deployment.faults.fired()[-1]["kind"] == "no_memory"
     deployment.faults.set(Fault(kind="memory_error", text="poison"))
     assert "there is no memory for a step of" in deployment.ask(POISON).json()["error"]

@@ -19,7 +19,7 @@ from typing import Any
 from funitel.model_server.__main__ import main
 
 VARIABLE = "FUNITEL_TEST_FAULTS"
-IN_FORWARD = ("raise", "no_memory", "memory_error", "hang", "slow", "exit", "nan", "inf")
+IN_FORWARD = ("raise", "no_memory", "memory_error", "hang", "slow", "held", "exit", "nan", "inf")
 IN_ANSWER = ("garbage", "truncated", "stranger", "missing", "twice", "vocabulary", "ragged", "batch")
 KINDS = (*IN_FORWARD, *IN_ANSWER)
 STRANGER = 1 << 40  # id of a request nobody made
@@ -30,9 +30,10 @@ class Fault:
     """What goes wrong, and in which steps.
 
     `kind`, in the forward: "raise" a RuntimeError, "no_memory" torch's and "memory_error" Python's error, "hang" and
-    "slow" for `seconds`, "exit" the process, "nan" or "inf" in the scores of every row with `text`. In the answer:
-    "garbage" and "truncated" bytes, a token for a "stranger", a token "missing" or given "twice", one beyond the
-    "vocabulary", "ragged" lists, or a "batch" of rows that are not in the step.
+    "slow" for `seconds`, "held" until it is no longer among the faults, "exit" the process, "nan" or "inf" in the
+    scores of every row with `text`. In the answer: "garbage" and "truncated" bytes, a token for a "stranger", a token
+    "missing" or given "twice", one beyond the "vocabulary", "ragged" lists, or a "batch" of rows that are not in the
+    step.
     """
 
     kind: str
@@ -146,6 +147,9 @@ class FaultyForward:
                 raise MemoryError
             case "hang" | "slow":
                 threading.Event().wait(fault.seconds)
+            case "held":
+                while fault in self._faults.get():
+                    time.sleep(0.01)
             case "exit":
                 os._exit(3)
 
