@@ -17,9 +17,10 @@ import numpy as np
 from funitel.model_server.sampling.grammar import GrammarCompiler, GrammarState
 from funitel.proto.errors import InvalidRequest, TemplateError
 from funitel.proto.step import SamplingParams
+from funitel.router.core.grammar import Grammar
 from funitel.router.sandbox import pool
 from funitel.router.text.chat_template import ChatTemplate
-from funitel.router.text.grammar import Grammar, GrammarChecker
+from funitel.router.text.grammar import GrammarChecker
 from funitel.router.text.template_renderer import TemplateRenderer, TemplateTexts
 from funitel_testing import fuzz_inputs
 from funitel_testing.fuzz_inputs import Try

@@ -7,7 +7,7 @@ from funitel.llm.llm import LLM
 from funitel.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from funitel.llm.sampling import SamplingParams
 from funitel.proto.errors import FunitelError, InvalidRequest, StartupError
-from funitel.router.text.grammar import Grammar
+from funitel.router.core.grammar import Grammar
 
 __all__ = [
     "LLM",

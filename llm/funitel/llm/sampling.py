@@ -8,7 +8,7 @@ from typing import Any
 
 from funitel.proto import step
 from funitel.proto.errors import InvalidRequest
-from funitel.router.text.grammar import Grammar
+from funitel.router.core.grammar import Grammar
 
 DEFAULT_MAX_TOKENS = 256  # an answer's length, and an end to a sample that would not stop
 MIN_TEMPERATURE = 1e-5  # what is below differs from greedy in rounding only

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from funitel.proto.errors import FunitelError
 from funitel.router.api.common.errors import ErrorBoundary, answer_error, answer_http_exception
+from funitel.router.api.responses.store import ResponseStore
 from funitel.router.api.routes import operations, pages
 from funitel.router.auth.accounts import Accounts
 from funitel.router.core.file_watch import Reloadable, reload_on_change
@@ -87,6 +88,7 @@ def build_app(
     )
     app.router.redirect_slashes = False  # `/generate/` is no route
     app.state.service = service
+    app.state.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
     app.state.pages = partial(pages, listed)
     return app
 

@@ -11,10 +11,10 @@ from fakes import PIECES, FakeEngine, Serve
 
 from funitel.proto.errors import FunitelError, Overloaded, ShardFailed
 from funitel.proto.step import Generation
-from funitel.router.api.native.schema import GenerateParameters
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
 from funitel.router.serving.run import collect_all, stream_all
+from funitel.router.serving.sampling_request import SamplingRequest
 from funitel.router.serving.service import Service
 from funitel.router.serving.timing_headers import stream_headers, summed_headers
 from funitel.router.settings import RouterSettings
@@ -31,7 +31,7 @@ async def _job(model: Path, engine: FakeEngine, seed: int = 7) -> AsyncIterator[
 
     await service.start(engine.connect, fail)
     try:
-        parameters = GenerateParameters(do_sample=True, seed=seed)
+        parameters = SamplingRequest(do_sample=True, seed=seed)
         yield await prepare(service, parameters, Prompt("Hi"), stream=False, arrived=Arrival(0.0))
     finally:
         await service.close()

@@ -1,10 +1,15 @@
 """TGI's rules, one by one, at their borders, and in their order."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
 import pytest
 
 from funitel.proto.errors import ContextTooLong, InvalidRequest
 from funitel.router.api.native.schema import GenerateParameters
 from funitel.router.core.request import Limits
+from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
 from funitel.router.serving.validation import (
     build_request,
     check_parameters,
@@ -20,7 +25,17 @@ SETTINGS = RouterSettings(max_best_of=2, max_stop_sequences=4, max_top_n_tokens=
 
 def check(inputs: str = "Hi", stream: bool = False, settings: RouterSettings = SETTINGS, **given: object) -> None:
     parameters = GenerateParameters.model_validate(given)
-    check_parameters(parameters, inputs, LIMITS, settings, stream=stream)
+    with named():
+        check_parameters(parameters.sampling, inputs, LIMITS, settings, stream=stream)
+
+
+@contextmanager
+def named(**names: str) -> Iterator[None]:
+    """Raise as `prepare` does for an API with such names of fields."""
+    try:
+        yield
+    except BrokenRule as broken:
+        raise broken.error(names) from None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +194,7 @@ def test_completion_limit(num_input: int, wanted: int | None, limit: int) -> Non
     ],
 )
 def test_lengths_that_do_not_fit(num_input: int, wanted: int | None, message: str) -> None:
-    with pytest.raises(ContextTooLong) as caught:
+    with pytest.raises(ContextTooLong) as caught, named():
         completion_limit(num_input, wanted, LIMITS)
     assert caught.value.message == message
 
@@ -191,7 +206,7 @@ def test_truncation_keeps_the_end() -> None:
 
 
 def test_parameters_left_out_are_neutral() -> None:
-    request = build_request(GenerateParameters(), "Hi", [1, 2], LIMITS)
+    request = build_request(SamplingRequest(), "Hi", [1, 2], LIMITS)
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.typical_p) == (1.0, 0, 1.0, 1.0)
     assert not sampling.is_sampled
@@ -201,33 +216,36 @@ def test_parameters_left_out_are_neutral() -> None:
 
 
 def test_a_seed_is_kept_or_drawn() -> None:
-    seeds = {build_request(GenerateParameters(), "Hi", [1], LIMITS).sampling.seed for _ in range(8)}
+    seeds = {build_request(SamplingRequest(), "Hi", [1], LIMITS).sampling.seed for _ in range(8)}
     assert len(seeds) == 8
     assert all(0 <= seed < 2**64 for seed in seeds)
-    assert build_request(GenerateParameters(seed=0), "Hi", [1], LIMITS).sampling.seed == 0
+    assert build_request(SamplingRequest(seed=0), "Hi", [1], LIMITS).sampling.seed == 0
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="no tokens"):
-        build_request(GenerateParameters(), "Hi", [], LIMITS)
+    with pytest.raises(InvalidRequest, match="no tokens"), named():
+        build_request(SamplingRequest(), "Hi", [], LIMITS)
 
 
 def test_a_bias_is_for_a_token_that_exists() -> None:
-    check_token_ids(GenerateParameters(logit_bias={"9": 1.0}), 10)
-    with pytest.raises(InvalidRequest, match="`logit_bias` must have token ids >= 0 and < 10 as its names. Given: 10"):
-        check_token_ids(GenerateParameters(logit_bias={"10": 1.0}), 10)
+    check_token_ids(SamplingRequest(logit_bias={"9": 1.0}), 10)
+    with (
+        pytest.raises(InvalidRequest, match="`logit_bias` must have token ids >= 0 and < 10 as its names. Given: 10"),
+        named(),
+    ):
+        check_token_ids(SamplingRequest(logit_bias={"10": 1.0}), 10)
 
 
 @pytest.mark.parametrize("name", ["ignore_eos", "ignore_eos_token"])
 def test_both_words_ignore_the_end(name: str) -> None:
     given = GenerateParameters.model_validate({name: True})
-    assert build_request(given, "Hi", [1], LIMITS).stopping.ignore_eos is True
-    assert build_request(GenerateParameters(), "Hi", [1], LIMITS).stopping.ignore_eos is False
+    assert build_request(given.sampling, "Hi", [1], LIMITS).stopping.ignore_eos is True
+    assert build_request(SamplingRequest(), "Hi", [1], LIMITS).stopping.ignore_eos is False
 
 
 def test_parameters_beyond_tgis_reach_the_shards() -> None:
     given = GenerateParameters(min_p=0.1, logit_bias={"7": -100.0, "0": 2.5}, watermark=True)
-    sampling = build_request(given, "Hi", [1], LIMITS, raw_logprobs=True).sampling
+    sampling = build_request(replace(given.sampling, raw_logprobs=True), "Hi", [1], LIMITS).sampling
     assert sampling.min_p == 0.1
     assert sampling.logit_bias == ((7, -100.0), (0, 2.5))
     assert sampling.watermark is True
@@ -237,5 +255,19 @@ def test_parameters_beyond_tgis_reach_the_shards() -> None:
 @pytest.mark.parametrize("wanted", [1, 1024, 1025, 1500, 2990])
 def test_a_long_answer_is_as_long_as_asked(wanted: int) -> None:
     """TGI goes on in slices of 1024 tokens and returns up to the next multiple (contract 5.4)."""
-    asked = build_request(GenerateParameters(max_new_tokens=wanted), "Hi", [1] * 10, LIMITS)
+    asked = build_request(SamplingRequest(max_new_tokens=wanted), "Hi", [1] * 10, LIMITS)
     assert asked.stopping.max_new_tokens == wanted
+
+
+def test_an_api_names_fields_in_its_own_words() -> None:
+    with pytest.raises(ContextTooLong) as caught, named(inputs="messages", max_new_tokens="max_tokens"):
+        completion_limit(2995, 6, LIMITS)
+    assert caught.value.param == "max_tokens"
+    assert caught.value.message == (
+        "`messages` tokens + `max_tokens` must be <= 3000. Given: 2995 `messages` tokens and 6 `max_tokens`"
+    )
+
+
+def test_what_a_client_sent_is_quoted_as_it_is() -> None:
+    with pytest.raises(InvalidRequest, match=r"Given: \$inputs `inputs`$"), named(inputs="messages"):
+        check_parameters(SamplingRequest(adapter_id="$inputs `inputs`"), "Hi", LIMITS, SETTINGS, stream=False)

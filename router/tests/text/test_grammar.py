@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import GrammarType
+from funitel.router.core.grammar import Grammar
 from funitel.router.sandbox import pool as killable
 from funitel.router.sandbox.pool import SandboxPool
 from funitel.router.sandbox.process import SandboxProcess, SandboxTask
 from funitel.router.text import grammar as module
-from funitel.router.text.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarChecker
+from funitel.router.text.grammar import MAX_GRAMMAR_BYTES, GrammarChecker
 
 STALL_SECONDS = 0.05
 # Any of them may be left out: the engine takes many seconds.

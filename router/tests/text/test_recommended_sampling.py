@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from funitel.proto.errors import StartupError
-from funitel.router.serving.sampling_request import ChatSampling, parameters_of
+from funitel.router.serving.sampling_request import SamplingRequest
 from funitel.router.text.model_files import RecommendedSampling, read_recommended
 
 
@@ -44,8 +44,8 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
 def test_requests_beat_recommendations() -> None:
     recommended = RecommendedSampling(0.2, 0.9)
 
-    def chosen(**fields: Any) -> tuple[bool, float | None, float | None]:
-        parameters = parameters_of(ChatSampling(**fields), recommended)
+    def chosen(**fields: Any) -> tuple[bool | None, float | None, float | None]:
+        parameters = SamplingRequest(**fields).resolved(recommended)
         return parameters.do_sample, parameters.temperature, parameters.top_p
 
     assert chosen() == (True, 0.2, 0.9)
@@ -57,5 +57,5 @@ def test_requests_beat_recommendations() -> None:
 
 
 def test_a_recommended_temperature_of_zero_is_greedy() -> None:
-    parameters = parameters_of(ChatSampling(), RecommendedSampling(0.0))
+    parameters = SamplingRequest().resolved(RecommendedSampling(0.0))
     assert (parameters.do_sample, parameters.temperature) == (False, None)

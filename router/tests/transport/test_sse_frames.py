@@ -9,7 +9,12 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from funitel.proto.errors import FunitelError
-from funitel.router.api.anthropic.schema import ContentBlockDelta, InputAddition, TextAddition, ThinkingAddition
+from funitel.router.api.anthropic.schema_response import (
+    ContentBlockDelta,
+    InputAddition,
+    TextAddition,
+    ThinkingAddition,
+)
 from funitel.router.api.native.schema import StreamResponse, Token
 from funitel.router.api.openai.schema_answers import ChatCompletionChunk, ChunkChoice, Delta
 from funitel.router.api.openai.schema_completions import CompletionChoice, CompletionChunk

@@ -29,9 +29,6 @@ MEANINGS = {
     504: "The time given with x-request-timeout has passed",
     529: "Too many requests at once, or no time left for this one",
 }
-READ_FAILURES = (400, 413, 415, 422, 429, 503)  # of a route that reads a body and needs the model's files
-GENERATION_FAILURES = (*READ_FAILURES, 424, 500, 504)
-ANTHROPIC_FAILURES = (400, 413, 415, 500, 503, 504, 529)
 KEY_FAILURES = (401, 403, 429)  # of a route that asks for an API key
 
 

@@ -1,11 +1,9 @@
-"""Routes for operators: health, facts, metrics and documentation.
-
-`/debug/scheduler`: how the server stands, for operators and `funitel top`.
-"""
+"""Routes for operators: health, facts, metrics, documentation, and the scheduler's state for `funitel top`."""
 
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -13,9 +11,11 @@ from starlette.responses import HTMLResponse, Response
 
 from funitel.proto.errors import FunitelError
 from funitel.router.api.common.body import json_answer
-from funitel.router.api.native.schema import Info
+from funitel.router.api.common.handler import service_of
+from funitel.router.api.common.route_kinds import native_fact, native_probe, native_state
+from funitel.router.api.native.schema import AnyObject, Info
 from funitel.router.engine.snapshot import SchedulerState
-from funitel.router.serving.prepare import service_of
+from funitel.router.middleware.operation import Access
 from funitel.router.serving.service import Service
 from funitel.router.telemetry import metrics
 
@@ -110,3 +110,28 @@ async def scheduler(http: HttpRequest) -> Response:
         replicas=[view.state(index, now) for index, view in sorted(service.engine.views.items())],
     )
     return json_answer(body)
+
+
+HEALTH = native_probe(path="/", failures=(503,), handler=health, summary="Whether every shard answers")
+ROUTES = (
+    HEALTH,
+    replace(HEALTH, path="/health"),
+    replace(HEALTH, path="/ping"),
+    replace(HEALTH, path="/health/ready"),
+    native_probe(path="/health/live", handler=live, summary="Whether the router answers"),
+    native_state(path="/info", handler=info, summary="What is served", answer=Info),
+    native_fact(path="/metrics", handler=prometheus, summary="Metrics for Prometheus", text="text/plain"),
+    native_fact(path="/docs", handler=docs, summary="This page", text="text/html"),
+    native_fact(path="/openapi.json", handler=openapi_json, summary="The OpenAPI document", answer=AnyObject),
+    native_fact(path="/api-doc/openapi.json", handler=openapi_json, summary="The same", answer=AnyObject),
+)
+# With --debug-routes only.
+DEBUG_ROUTES = (
+    native_state(
+        path="/debug/scheduler",
+        handler=scheduler,
+        summary="With --debug-routes: queue, batch, pool and last steps of every replica",
+        answer=SchedulerState,
+        access=Access.CLOSED_FACT,
+    ),
+)

@@ -2,7 +2,7 @@
 
 OpenAI's chat and responses and Anthropic's messages are thin adapters over it:
 
-1. The adapter turns its body into a `ChatCall` of `ChatMessage`s, `Tool`s, a `ToolChoice` and a `ChatSampling`.
+1. The adapter turns its body into a `ChatCall` of `ChatMessage`s, `Tool`s, a `ToolChoice` and a `SamplingRequest`.
 2. `prepare_chat(service, call, stream=..., arrived=...)` renders the template, checks and tokenizes the prompt, and
    gives a `PreparedChat`. Whatever is wrong is raised here as a FunitelError, before anything is sent.
 3. Either `await prepared.stream(take)`, which calls `take(index, part)` as parts come, where `index` is the choice (0
@@ -29,13 +29,11 @@ from funitel.router.chat.parts import (
     ToolCallStart,
 )
 from funitel.router.chat.run import PreparedChat, count_prompt_tokens, prepare_chat
-from funitel.router.serving.sampling_request import ChatSampling
 
 __all__ = [
     "ChatAnswer",
     "ChatCall",
     "ChatMessage",
-    "ChatSampling",
     "ChatUsage",
     "EndReason",
     "Finished",

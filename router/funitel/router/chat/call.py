@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from funitel.router.serving.sampling_request import ChatSampling
-from funitel.router.text.grammar import Grammar
+from funitel.router.core.grammar import Grammar
+from funitel.router.serving.sampling_request import SamplingRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class ChatCall:
     parallel_tool_calls: bool = True
     tool_prompt: str | None = None
     grammar: Grammar | None = None  # what the text must follow; not together with tools
-    sampling: ChatSampling = field(default_factory=ChatSampling)
+    sampling: SamplingRequest = field(default_factory=SamplingRequest)
     n: int = 1
     reasoning_effort: str | None = None
     continue_final_message: bool | None = None

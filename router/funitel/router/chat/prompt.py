@@ -14,8 +14,10 @@ from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, 
 from funitel.router.chat.reasoning_parser import REASONING_FORMATS, ReasoningFormat, detect_reasoning
 from funitel.router.chat.tool_formats import BY_NAME, ToolFormat, detect_tool_format
 from funitel.router.chat.tool_grammar import forced_calls
+from funitel.router.core.grammar import Grammar
+from funitel.router.serving.prepare import NO_NAMES
+from funitel.router.serving.sampling_request import BrokenRule
 from funitel.router.serving.service import Service
-from funitel.router.text.grammar import Grammar
 
 TOOL_PROMPT = (
     "You may call the functions above. To call one, answer with nothing but a JSON object of its name and its "
@@ -36,12 +38,7 @@ class ChatPrompt:
     is_thinking: bool = False  # the prompt has opened a reasoning block
 
 
-async def render(service: Service, call: ChatCall) -> str:
-    """Return the text of the prompt; raises as `render_prompt` does."""
-    return (await render_prompt(service, call)).text
-
-
-async def render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
+async def render_prompt(service: Service, call: ChatCall, names: Mapping[str, str] = NO_NAMES) -> ChatPrompt:
     """Render a conversation. Encode the text without special tokens, for the template wrote them.
 
     Raises:
@@ -52,6 +49,8 @@ async def render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
     """
     try:
         return await _render_prompt(service, call)
+    except BrokenRule as broken:
+        raise broken.error(names) from None
     except RecursionError:
         raise InvalidRequest("`tools` or the arguments of calls are nested too deeply", "tools") from None
 
@@ -99,7 +98,7 @@ def _offered(call: ChatCall) -> tuple[Tool, ...]:
     if choice.mode is ToolMode.REQUIRED and not call.tools:
         raise ToolError("`tool_choice` asks for a call, but there are no `tools`", "tool_choice")
     if call.tools and call.grammar is not None:
-        raise ToolError("`tools` and a response format exclude each other", "response_format")
+        raise BrokenRule("response_format", "`tools` and a response format exclude each other", kind=ToolError)
     if choice.name is None:
         return call.tools
     if choice.name not in names:
@@ -165,7 +164,7 @@ def _template_variables(call: ChatCall, template: str) -> Mapping[str, Any]:
     elif "enable_thinking" in template:
         variables.setdefault("enable_thinking", call.reasoning_effort != "none")
     elif call.reasoning_effort != "none":
-        raise InvalidRequest("`reasoning_effort` is not supported: the model's template knows none", "reasoning_effort")
+        raise BrokenRule("reasoning_effort", "`$reasoning_effort` is not supported: the model's template knows none")
     return variables
 
 

@@ -1,9 +1,8 @@
 """Run a chat: check it, render it, generate its choices, hand out their parts."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 from funitel.proto.errors import InvalidRequest, ToolError
 from funitel.proto.step import Generation
@@ -11,14 +10,15 @@ from funitel.router.chat.answer import ChatAnswer
 from funitel.router.chat.call import ChatCall
 from funitel.router.chat.choice import Choice
 from funitel.router.chat.parts import Part
-from funitel.router.chat.prompt import ChatPrompt, render, render_prompt
+from funitel.router.chat.prompt import ChatPrompt, render_prompt
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
+from funitel.router.serving.prepare import NO_NAMES, GenerationJob, Prompt, prepare
 from funitel.router.serving.run import Answer, collect_all, stream_all
-from funitel.router.serving.sampling_request import parameters_of
 from funitel.router.serving.service import Service
 from funitel.router.serving.timing_headers import answer_headers, stream_headers, summed_headers
+
+_TOOL_GRAMMAR = "tools.parameters"  # the field at fault where a grammar made of tools cannot be kept
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class PreparedChat:
             Choice(
                 job,
                 self.prompt,
-                top_logprobs=call.sampling.top_logprobs,
+                top_logprobs=call.sampling.top_n_tokens,
                 parallel_calls=call.allows_several_calls,
             )
             for job in self.jobs
@@ -72,51 +72,39 @@ def _assembled(choice: Choice, answer: Answer) -> ChatAnswer:
     return ChatAnswer.of(part for generation in answer.generations for part in choice.feed(generation))
 
 
-async def prepare_chat(service: Service, call: ChatCall, *, stream: bool, arrived: Arrival) -> PreparedChat:
+async def prepare_chat(
+    service: Service, call: ChatCall, *, stream: bool, arrived: Arrival, names: Mapping[str, str] = NO_NAMES
+) -> PreparedChat:
     """Render and tokenize a conversation and check what is asked of it.
 
     Args:
         service: the router's.
         call: the conversation and what is asked.
         stream: whether `parts` will be used rather than `run`.
-        arrived: when the request came, and whose it is.
+        arrived: when the request came, its key and its deadline.
+        names: the API's names of fields that it calls otherwise than `SamplingRequest` and `ChatCall` do; for errors.
 
     Raises:
         NotReady: the shards do not answer yet.
-        InvalidRequest: a value breaks a rule; `param` is the native name of the field.
+        InvalidRequest: a value breaks a rule.
         ToolError: tools are asked for that are not there, or together with a response format.
         TemplateError: the model has no template, or it refused the messages.
     """
     check_count(call.n, service)
-    prompt = await render_prompt(service, call)
-    parameters = parameters_of(call.sampling, service.recommended)
+    prompt = await render_prompt(service, call, names)
+    sampling = replace(call.sampling, grammar=prompt.grammar)
     text = Prompt(prompt.text, add_special_tokens=False)
-    with _blaming_tools(prompt):
-        job = await prepare(
-            service,
-            parameters,
-            text,
-            stream=stream,
-            arrived=arrived,
-            presence_penalty=call.sampling.presence_penalty,
-            count_penalty=call.sampling.frequency_penalty,
-            raw_logprobs=call.sampling.top_logprobs is not None,
-            grammar=prompt.grammar,
-        )
-    request_context.current().operation = "chat"
-    return PreparedChat(call, prompt, job.siblings(call.n))
-
-
-@contextmanager
-def _blaming_tools(prompt: ChatPrompt) -> Iterator[None]:
-    """A grammar made of tools' schemas that cannot be kept is the fault of the tools."""
+    if prompt.tools:  # a grammar is made of their schemas
+        names = {**names, "grammar": _TOOL_GRAMMAR}
     try:
-        yield
+        job = await prepare(service, sampling, text, stream=stream, arrived=arrived, names=names)
     except InvalidRequest as error:
-        if not prompt.tools or error.param != "grammar":
+        if error.param != _TOOL_GRAMMAR:
             raise
         message = re.sub(r"/\$defs/tool\d+", "", error.message)  # references as the client wrote them
         raise ToolError(f"the `parameters` of `tools`: {message}", "tools") from error
+    request_context.current().operation = "chat"
+    return PreparedChat(call, prompt, job.siblings(call.n))
 
 
 def check_count(n: int, service: Service) -> None:
@@ -126,7 +114,7 @@ def check_count(n: int, service: Service) -> None:
         raise InvalidRequest(f"`n` must be > 0 and <= {most}. Given: {n}", "n")
 
 
-async def count_prompt_tokens(service: Service, call: ChatCall) -> int:
+async def count_prompt_tokens(service: Service, call: ChatCall, names: Mapping[str, str]) -> int:
     """Return how many tokens the prompt of a conversation has; raises as `prepare_chat` does."""
-    prompt = await render(service, call)
-    return len((await service.tokenizer.encode(prompt, add_special_tokens=False)).ids)
+    prompt = await render_prompt(service, call, names)
+    return len((await service.tokenizer.encode(prompt.text, add_special_tokens=False)).ids)

@@ -11,7 +11,7 @@ from typing import Any
 from funitel.proto.errors import ToolError
 from funitel.proto.step import GrammarType
 from funitel.router.chat.call import Tool
-from funitel.router.text.grammar import Grammar
+from funitel.router.core.grammar import Grammar
 
 MAX_CALLS = 16  # in one answer; an array without end would only ever be cut off
 

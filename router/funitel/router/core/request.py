@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from funitel.proto.step import SamplingParams, StoppingParams
 
 DEFAULT_MODEL = "tgi"  # what TGI's clients send when they name no model
+MAX_PRIORITY = 100  # and -100 is the least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

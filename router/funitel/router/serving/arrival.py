@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from starlette.requests import Request as HttpRequest
 
 from funitel.proto.errors import InvalidRequest
-from funitel.router.api.common.schema_base import MOST_PRIORITY
 from funitel.router.auth.accounts import Account
-from funitel.router.core.request import Request
+from funitel.router.core.request import MAX_PRIORITY, Request
 from funitel.router.middleware.auth import account_of, owner_of_request
 from funitel.router.scheduler.admission import Reservation
 from funitel.router.serving.admission_gate import incoming_request
@@ -79,9 +78,9 @@ def _timeout(value: str | None) -> float | None:
 def _priority(value: str | None) -> int:
     if value is None:
         return 0
-    if not re.fullmatch(r"[+-]?[0-9]{1,4}", value) or abs(int(value)) > MOST_PRIORITY:
+    if not re.fullmatch(r"[+-]?[0-9]{1,4}", value) or abs(int(value)) > MAX_PRIORITY:
         raise InvalidRequest(
-            f"header {PRIORITY}: must be an integer >= -{MOST_PRIORITY} and <= {MOST_PRIORITY}. Given: {value!r}",
+            f"header {PRIORITY}: must be an integer >= -{MAX_PRIORITY} and <= {MAX_PRIORITY}. Given: {value!r}",
             PRIORITY,
         )
     return int(value)

@@ -1,118 +1,20 @@
-"""From checked bodies to jobs for the engine: what the routes that generate do alike."""
+"""Prepare a request for the engine: validate it, tokenize its prompt, and make a `GenerationJob` of it."""
 
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import wraps
-from typing import cast
-
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import Generation
-from funitel.router.api.common.body import receive_body
-from funitel.router.api.native.schema import GenerateParameters
-from funitel.router.api.native.schema_grammar import grammar_of
 from funitel.router.core import request_context
 from funitel.router.core.request import Request
 from funitel.router.core.stream import Timings, TokenStream
-from funitel.router.serving.admission_gate import Admits
-from funitel.router.serving.arrival import ARRIVAL, Arrival
+from funitel.router.serving.arrival import Arrival
+from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
 from funitel.router.serving.service import Service
 from funitel.router.serving.validation import build_request, check_parameters, check_prompt_ids, check_token_ids
-from funitel.router.text.grammar import Grammar
-from funitel.router.transport.sse import EventStream
 
-Handler = Callable[[HttpRequest], Awaitable[Response]]
-
-_COUNTED = "funitel.counted"
-
-
-def service_of(request: HttpRequest) -> Service:
-    """The service of the application that got the request."""
-    return cast(Service, request.app.state.service)
-
-
-def counted_route(handler: Handler) -> Handler:
-    """Count the requests of a handler, and those that fail before their answer begins.
-
-    A request that one handler hands to another is counted once.
-    """
-
-    @wraps(handler)
-    async def counted(request: HttpRequest) -> Response:
-        if request.scope.get(_COUNTED):
-            return await handler(request)
-        request.scope[_COUNTED] = True
-        metrics = service_of(request).metrics
-        metrics.count_request()
-        with metrics.counting_failures():
-            return await handler(request)
-
-    return counted
-
-
-def generation_route(handler: Handler) -> Handler:
-    """Ask the engine's admission about the requests of a handler, and count them."""
-
-    async def admitted(request: HttpRequest) -> Response:
-        return await _admitted(request, service_of(request).engine, handler)
-
-    return counted_route(wraps(handler)(admitted))
-
-
-def encoder_route(handler: Handler) -> Handler:
-    """Ask the encoder's admission about the requests of a handler, and count them."""
-
-    async def admitted(request: HttpRequest) -> Response:
-        return await _admitted(request, service_of(request).encoder.engine, handler)
-
-    return counted_route(wraps(handler)(admitted))
-
-
-def reading_route(handler: Handler) -> Handler:
-    """Bound the requests of a handler that only tokenizes."""
-
-    @wraps(handler)
-    async def admitted(request: HttpRequest) -> Response:
-        return await _admitted(request, service_of(request).tokenize_limit, handler)
-
-    return admitted
-
-
-async def _admitted(request: HttpRequest, gate: Admits, handler: Handler) -> Response:
-    """Ask admission before the body is read, and handle a request with a reservation that a stream keeps meanwhile.
-
-    Raises:
-        Overloaded: there is no room for it.
-    """
-    if ARRIVAL in request.scope:  # another handler has handed it on
-        return await handler(request)
-    arrived = Arrival.of(request)
-    incoming = arrived.incoming
-    gate.check_room(incoming)
-    await receive_body(request, service_of(request).settings.payload_limit)
-    reservation = gate.reserve(incoming)
-    request.scope[ARRIVAL] = replace(arrived, reservation=reservation)
-    with ExitStack() as held:
-        held.callback(reservation.release)
-        response = await handler(request)
-        return _ReservedStream(response, held.pop_all()) if isinstance(response, EventStream) else response
-
-
-class _ReservedStream(Response):
-    """A stream whose request is submitted once it begins: until then, or its end, the reservation is held."""
-
-    def __init__(self, stream: EventStream, held: ExitStack) -> None:
-        self._stream = stream
-        self._held = held
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
-            await self._stream(scope, receive, send)
+NO_NAMES: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,60 +67,67 @@ class GenerationJob:
 
 async def prepare(
     service: Service,
-    parameters: GenerateParameters,
+    sampling: SamplingRequest,
     prompt: Prompt,
     *,
     stream: bool,
     arrived: Arrival,
-    presence_penalty: float = 0.0,
-    count_penalty: float = 0.0,
-    raw_logprobs: bool = False,
-    grammar: Grammar | None = None,
+    names: Mapping[str, str] = NO_NAMES,
 ) -> GenerationJob:
     """Check a request, tokenize its prompt and check its lengths.
 
-    The penalties are OpenAI's; `raw_logprobs` are log-probabilities of the scores before any sampling parameter;
-    `grammar` is for callers whose parameters hold none.
+    Args:
+        service: the router's.
+        sampling: how to sample and when to stop.
+        prompt: what to go on from.
+        stream: whether the answer will be streamed.
+        arrived: when the request came, its key and its deadline.
+        names: the API's names of fields that it calls otherwise than `SamplingRequest` does; for errors.
 
     Raises:
         NotReady: the shards do not answer yet.
         InvalidRequest: it breaks a rule.
     """
-    limits = service.engine.limits
-    check_parameters(parameters, prompt.text, limits, service.settings, stream=stream)
-    check_token_ids(parameters, service.tokenizer.num_tokens)
-    language = parameters.target_language
-    first_token = None if language is None else service.tokenizer.languages.token(language)
-    if parameters.grammar is not None:
-        grammar = grammar_of(parameters.grammar)
+    try:
+        request = await _checked(service, sampling.resolved(service.recommended), prompt, stream=stream)
+    except BrokenRule as broken:
+        raise broken.error(names) from None
+    grammar = sampling.grammar
+    if grammar is not None:  # last, as TGI does, and the most expensive
+        field = names.get("grammar", "grammar")
+        if service.settings.disable_grammar_support:
+            raise InvalidRequest("grammar is not supported: --disable-grammar-support is set", field)
+        await service.grammars.check(grammar, field)
+    service.metrics.observe_prompt(len(request.input_ids), request.stopping.max_new_tokens)
+    context = request_context.current()
+    request = replace(
+        request,
+        key=arrived.key,
+        priority=arrived.priority if sampling.priority is None else sampling.priority,
+        deadline=arrived.deadline,
+        request_id=context.request_id,
+        key_name=context.key_name,
+    )
+    context.operation, context.request = "text_completion", context.request or request
+    return GenerationJob(service, request, arrived)
+
+
+async def _checked(service: Service, sampling: SamplingRequest, prompt: Prompt, *, stream: bool) -> Request:
+    """The request of checked parameters and a tokenized prompt; raises BrokenRule."""
+    limits, tokenizer = service.engine.limits, service.tokenizer
+    check_parameters(sampling, prompt.text, limits, service.settings, stream=stream)
+    check_token_ids(sampling, tokenizer.num_tokens)
+    language = sampling.target_language
+    first_token = None if language is None else tokenizer.languages.token(language)
     input_ids = prompt.ids
     if input_ids is None:
-        input_ids = (await service.tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)).ids
-        check_prompt_ids(input_ids, service.tokenizer.num_tokens)
-    request = build_request(
-        parameters,
+        input_ids = (await tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)).ids
+        check_prompt_ids(input_ids, tokenizer.num_tokens)
+    return build_request(
+        sampling,
         prompt.text,
         input_ids,
         limits,
         add_special_tokens=prompt.add_special_tokens,
-        presence_penalty=presence_penalty,
-        count_penalty=count_penalty,
-        raw_logprobs=raw_logprobs,
-        grammar=grammar,
         first_token=first_token,
     )
-    if grammar is not None:  # last, as TGI does, and the dearest
-        await _check_grammar(service, grammar)
-    service.metrics.observe_prompt(len(request.input_ids), request.stopping.max_new_tokens)
-    priority = arrived.priority if parameters.priority is None else parameters.priority
-    note = request_context.current()
-    request = replace(request, key=arrived.key, priority=priority, deadline=arrived.deadline)
-    request = replace(request, request_id=note.request_id, key_name=note.key_name)
-    note.operation, note.request = "text_completion", note.request or request
-    return GenerationJob(service, request, arrived)
-
-
-async def _check_grammar(service: Service, grammar: Grammar) -> None:
-    if service.settings.disable_grammar_support:
-        raise InvalidRequest("grammar is not supported: --disable-grammar-support is set", "grammar")
-    await service.grammars.check(grammar)

@@ -1,59 +1,87 @@
-"""How the tokens of an answer are chosen, in the words of the APIs under `/v1`, and the same in the router's."""
+"""The sampling request: how the tokens of an answer are chosen and when they end. Every API converts to it.
 
-from dataclasses import dataclass
+Errors name its fields by `BrokenRule`, and `prepare` puts them in the names of the API that was asked.
+"""
 
-from funitel.router.api.native.schema import GenerateParameters
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from string import Template
+from typing import Any
+
+from funitel.proto.errors import InvalidRequest
+from funitel.router.core.grammar import Grammar
 from funitel.router.text.model_files import RecommendedSampling
 
 U64_RANGE = 2**64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatSampling:
-    """How tokens are chosen and when they end. None is "the client did not say".
+class SamplingRequest:
+    """Sampling and stopping parameters, in TGI's names; None is "the client did not say".
 
-    Nothing said about temperature, top_p and seed takes what is recommended for the model; temperature 0 or top_p 0 is
-    greedy. Penalties have OpenAI's meaning. Log-probabilities are the model's own, before any processing.
+    Under `/v1`, `do_sample` is None: temperature 0 or top_p 0 is greedy, and where nothing is said about temperature,
+    top_p and seed, those recommended for the model are used.
     """
 
+    do_sample: bool | None = None
+    best_of: int | None = None
     temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
-    min_p: float = 0.0
+    top_p: float | None = None
+    typical_p: float | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its score), each id once
+    frequency_penalty: float | None = None  # TGI's: times a token's share of the text
+    presence_penalty: float = 0.0  # OpenAI's
+    count_penalty: float = 0.0  # OpenAI's `frequency_penalty`
+    logit_bias: Mapping[str, float] = field(default_factory=dict)  # added to the score, by token id
     seed: int | None = None
-    max_tokens: int | None = None  # None: up to the context's end
+    watermark: bool = False
+    grammar: Grammar | None = None
+    target_language: str | None = None
+    max_new_tokens: int | None = None  # None: up to the context's end
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    truncate: int | None = None
+    top_n_tokens: int | None = None
+    decoder_input_details: bool = False
+    raw_logprobs: bool = False  # log-probabilities are the model's own, before any processing
+    adapter_id: str | None = None
     cache_salt: str = ""
     priority: int | None = None
-    target_language: str | None = None
-    top_logprobs: int | None = None  # None: log-probabilities are not wanted; 0: those of the tokens themselves only
+
+    def resolved(self, recommended: RecommendedSampling) -> "SamplingRequest":
+        """The same with `do_sample` decided, by the rules of `/v1` where it is None."""
+        if self.do_sample is not None:
+            return self
+        temperature, top_p = self.temperature, self.top_p
+        if temperature is None and top_p is None and self.seed is None:
+            temperature, top_p = recommended.temperature, recommended.top_p
+        seed = None if self.seed is None else self.seed % U64_RANGE
+        if temperature == 0 or top_p == 0:
+            return replace(self, do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None, seed=seed)
+        top_p = None if top_p == 1 else top_p
+        return replace(self, do_sample=True, temperature=temperature, top_p=top_p, seed=seed)
 
 
-def parameters_of(sampling: ChatSampling, recommended: RecommendedSampling) -> GenerateParameters:
-    """The same wishes as native parameters, but for OpenAI's penalties."""
-    temperature, top_p = sampling.temperature, sampling.top_p
-    if temperature is None and top_p is None and sampling.seed is None:
-        temperature, top_p = recommended.temperature, recommended.top_p
-    greedy = temperature == 0 or top_p == 0
-    return GenerateParameters(
-        do_sample=not greedy,
-        temperature=None if greedy else temperature,
-        top_p=None if greedy or top_p == 1 else top_p,
-        top_k=None if greedy else sampling.top_k,
-        min_p=None if greedy else sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        logit_bias={str(token_id): bias for token_id, bias in sampling.logit_bias} or None,
-        max_new_tokens=sampling.max_tokens,
-        stop=list(sampling.stop),
-        ignore_eos=sampling.ignore_eos,
-        cache_salt=sampling.cache_salt,
-        priority=sampling.priority,
-        target_language=sampling.target_language,
-        seed=None if sampling.seed is None else sampling.seed % U64_RANGE,
-        top_n_tokens=sampling.top_logprobs,
-    )
+class BrokenRule(Exception):
+    """A rule for a field that a request breaks; the text has `$field` where each API says its own name of it."""
+
+    def __init__(
+        self, field: str, text: str, given: Any = None, *, kind: type[InvalidRequest] = InvalidRequest
+    ) -> None:
+        super().__init__(text)
+        self._field = field
+        self._text = text
+        self._given = "" if given is None else f". Given: {given}"
+        self._kind = kind
+
+    def error(self, names: Mapping[str, str]) -> InvalidRequest:
+        """The error for the client of an API; `names` has its names of fields that it calls otherwise."""
+        text = Template(self._text).substitute(_Names(names))
+        return self._kind(text + self._given, names.get(self._field, self._field))
+
+
+class _Names(dict[str, str]):
+    def __missing__(self, field: str) -> str:
+        return field

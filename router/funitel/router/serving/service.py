@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
-from funitel.router.api.responses.store import ResponseStore
 from funitel.router.core.request import DEFAULT_MODEL, Limits, Request
 from funitel.router.core.stream import TokenStream
 from funitel.router.core.version import version
@@ -84,7 +83,6 @@ class Service:
         self.metrics.roofline.roof = settings.memory_bandwidth and settings.memory_bandwidth * 1e9
         self.version = version()
         self.recommended = RecommendedSampling()
-        self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
         self.facts = ModelOrigin()
         self.drain = Drain()
         self._stage = "starting: reading the tokenizer"

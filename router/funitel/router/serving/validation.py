@@ -1,4 +1,4 @@
-"""TGI's rules for a generation request, in TGI's order and words. Pure; knows no HTTP.
+"""Validate a generation request by TGI's rules, in TGI's order and words. Pure; knows no HTTP.
 
 `check_parameters` runs before the prompt is tokenized, `build_request` after.
 """
@@ -7,127 +7,126 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from funitel.proto.errors import ContextTooLong, InvalidRequest
+from funitel.proto.errors import ContextTooLong
 from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
-from funitel.router.api.native.schema import GenerateParameters
 from funitel.router.core.request import Limits, Request
+from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
 from funitel.router.settings import RouterSettings
-from funitel.router.text.grammar import Grammar
 
 FIRST_SLICE = 1024  # TGI's: a longer `max_new_tokens` is accepted whenever that many tokens fit
 
 
-def _require(condition: bool, param: str, message: str, given: Any = None) -> None:
+def _require(condition: bool, field: str, rule: str, given: Any = None) -> None:
     if not condition:
-        raise InvalidRequest(message if given is None else f"{message}. Given: {given}", param)
+        raise BrokenRule(field, rule, given)
 
 
 def check_parameters(
-    parameters: GenerateParameters, inputs: str, limits: Limits, settings: RouterSettings, *, stream: bool
+    sampling: SamplingRequest, inputs: str, limits: Limits, settings: RouterSettings, *, stream: bool
 ) -> None:
-    """Raise InvalidRequest for the first rule that the parameters or an empty prompt break."""
-    _check_best_of(parameters, settings, stream=stream)
-    _check_sampling(parameters)
-    _require(parameters.max_new_tokens != 0, "max_new_tokens", "`max_new_tokens` must be strictly positive", 0)
-    _check_stop(parameters.stop, settings.max_stop_sequences)
+    """Raise BrokenRule for the first rule that the parameters or an empty prompt break."""
+    _check_best_of(sampling, settings, stream=stream)
+    _check_sampling(sampling)
+    _require(sampling.max_new_tokens != 0, "max_new_tokens", "`$max_new_tokens` must be strictly positive", 0)
+    _check_stop(sampling.stop, settings.max_stop_sequences)
     _require(
-        parameters.seed is None or (parameters.best_of or 1) == 1,
+        sampling.seed is None or (sampling.best_of or 1) == 1,
         "seed",
-        "`seed` must not be set when `best_of` > 1",
-        parameters.seed,
+        "`$seed` must not be set when `$best_of` > 1",
+        sampling.seed,
     )
-    top_n = parameters.top_n_tokens or 0
+    top_n = sampling.top_n_tokens or 0
     _require(
         top_n <= settings.max_top_n_tokens,
         "top_n_tokens",
-        f"`top_n_tokens` must be >= 0 and <= {settings.max_top_n_tokens}",
+        f"`$top_n_tokens` must be >= 0 and <= {settings.max_top_n_tokens}",
         top_n,
     )
-    _require(inputs != "", "inputs", "`inputs` cannot be empty")
-    truncate = parameters.truncate
+    _require(inputs != "", "inputs", "`$inputs` cannot be empty")
+    truncate = sampling.truncate
     _require(
         truncate is None or 0 < truncate <= limits.max_input_tokens,
         "truncate",
-        f"`truncate` must be strictly positive and less than {limits.max_input_tokens}",
+        f"`$truncate` must be strictly positive and less than {limits.max_input_tokens}",
         truncate,
     )
-    _check_supported(parameters)
+    _check_supported(sampling)
 
 
-def _check_supported(parameters: GenerateParameters) -> None:
+def _check_supported(sampling: SamplingRequest) -> None:
     """What TGI would ignore, or has no word for."""
-    adapter_id = parameters.adapter_id
-    _require(not adapter_id, "adapter_id", "`adapter_id` is not supported: no adapter is loaded", adapter_id)
-    min_p = parameters.min_p
-    _require(min_p is None or 0 <= min_p <= 1, "min_p", "`min_p` must be >= 0.0 and <= 1.0", min_p)
-    for token_id, bias in (parameters.logit_bias or {}).items():
+    adapter_id = sampling.adapter_id
+    _require(not adapter_id, "adapter_id", "`$adapter_id` is not supported: no adapter is loaded", adapter_id)
+    min_p = sampling.min_p
+    _require(min_p is None or 0 <= min_p <= 1, "min_p", "`$min_p` must be >= 0.0 and <= 1.0", min_p)
+    for token_id, bias in sampling.logit_bias.items():
         _require(
             token_id.isascii() and token_id.isdigit() and str(int(token_id[:20])) == token_id,
             "logit_bias",
-            "`logit_bias` must have token ids as its names",
+            "`$logit_bias` must have token ids as its names",
             repr(token_id[:50]),
         )
-        _require(-100 <= bias <= 100, "logit_bias", "`logit_bias` must be >= -100.0 and <= 100.0", bias)
+        _require(-100 <= bias <= 100, "logit_bias", "`$logit_bias` must be >= -100.0 and <= 100.0", bias)
 
 
-def check_token_ids(parameters: GenerateParameters, num_tokens: int) -> None:
-    """Raise InvalidRequest for a token id that a vocabulary of so many tokens does not have."""
-    for token_id in parameters.logit_bias or {}:
+def check_token_ids(sampling: SamplingRequest, num_tokens: int) -> None:
+    """Raise BrokenRule for a token id that a vocabulary of so many tokens does not have."""
+    for token_id in sampling.logit_bias:
         _require(
             int(token_id) < num_tokens,
             "logit_bias",
-            f"`logit_bias` must have token ids >= 0 and < {num_tokens} as its names",
+            f"`$logit_bias` must have token ids >= 0 and < {num_tokens} as its names",
             token_id,
         )
 
 
 def check_prompt_ids(input_ids: Sequence[int], num_tokens: int) -> None:
-    """Raise InvalidRequest for a text with a token of the tokenizer's that the model, of so many, does not have."""
+    """Raise BrokenRule for a text with a token of the tokenizer's that the model, of so many, does not have."""
     largest = max(input_ids, default=0)
     _require(
         largest < num_tokens,
         "inputs",
-        f"`inputs` has a token that the model does not have: token ids must be >= 0 and < {num_tokens}",
+        f"`$inputs` has a token that the model does not have: token ids must be >= 0 and < {num_tokens}",
         largest,
     )
 
 
-def _check_best_of(parameters: GenerateParameters, settings: RouterSettings, *, stream: bool) -> None:
-    best_of = 1 if parameters.best_of is None else parameters.best_of
+def _check_best_of(sampling: SamplingRequest, settings: RouterSettings, *, stream: bool) -> None:
+    best_of = 1 if sampling.best_of is None else sampling.best_of
     if stream:
-        _require(best_of == 1, "best_of", "`best_of` != 1 is not supported when streaming tokens", best_of)
+        _require(best_of == 1, "best_of", "`$best_of` != 1 is not supported when streaming tokens", best_of)
         _require(
-            not parameters.decoder_input_details,
+            not sampling.decoder_input_details,
             "decoder_input_details",
-            "`decoder_input_details` == true is not supported when streaming tokens",
+            "`$decoder_input_details` == true is not supported when streaming tokens",
         )
     _require(
         settings.max_best_of > 1 or best_of == 1,
         "best_of",
-        "`best_of` != 1 is not allowed for this endpoint",
+        "`$best_of` != 1 is not allowed for this endpoint",
         best_of,
     )
     _require(
         0 < best_of <= settings.max_best_of,
         "best_of",
-        f"`best_of` must be > 0 and <= {settings.max_best_of}",
+        f"`$best_of` must be > 0 and <= {settings.max_best_of}",
         best_of,
     )
     _require(
-        best_of == 1 or _wants_sampling(parameters),
+        best_of == 1 or _wants_sampling(sampling),
         "best_of",
-        "you must use sampling when `best_of` is > 1",
+        "you must use sampling when `$best_of` is > 1",
         best_of,
     )
 
 
-def _wants_sampling(parameters: GenerateParameters) -> bool:
-    shaping = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.typical_p)
-    return parameters.do_sample or bool(parameters.min_p) or any(value is not None for value in shaping)
+def _wants_sampling(sampling: SamplingRequest) -> bool:
+    shaping = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.typical_p)
+    return bool(sampling.do_sample) or bool(sampling.min_p) or any(value is not None for value in shaping)
 
 
-def _check_sampling(parameters: GenerateParameters) -> None:
-    p = parameters
+def _check_sampling(sampling: SamplingRequest) -> None:
+    p = sampling
     positive = "must be strictly positive"
     share = "must be > 0.0 and < 1.0"
     rules = (
@@ -143,12 +142,12 @@ def _check_sampling(parameters: GenerateParameters) -> None:
         ("top_k", p.top_k is None or p.top_k > 0, positive),
     )
     for name, holds, rule in rules:
-        _require(holds, name, f"`{name}` {rule}", getattr(p, name))
+        _require(holds, name, f"`${name}` {rule}", getattr(p, name))
 
 
 def _check_stop(stop: Sequence[str], most: int) -> None:
-    _require(len(stop) <= most, "stop", f"`stop` supports up to {most} stop sequences", len(stop))
-    _require(all(stop), "stop", "`stop` sequences cannot be empty")
+    _require(len(stop) <= most, "stop", f"`$stop` supports up to {most} stop sequences", len(stop))
+    _require(all(stop), "stop", "`$stop` sequences cannot be empty")
 
 
 def truncated(input_ids: Sequence[int], truncate: int | None) -> tuple[int, ...]:
@@ -160,77 +159,75 @@ def completion_limit(num_input_tokens: int, max_new_tokens: int | None, limits: 
     """Return how many completion tokens a request may have.
 
     Raises:
-        ContextTooLong: prompt and first slice exceed the context, or the prompt its own limit; in that order.
+        BrokenRule: prompt and first slice exceed the context, or the prompt its own limit; in that order.
     """
     room = limits.max_total_tokens - num_input_tokens
     wanted = max(room, 0) if max_new_tokens is None else max_new_tokens
     if num_input_tokens + min(wanted, FIRST_SLICE) > limits.max_total_tokens:
-        raise ContextTooLong(
-            f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
-            f"Given: {num_input_tokens} `inputs` tokens and {wanted} `max_new_tokens`",
+        raise BrokenRule(
             "max_new_tokens",
+            f"`$inputs` tokens + `$max_new_tokens` must be <= {limits.max_total_tokens}. "
+            f"Given: {num_input_tokens} `$inputs` tokens and {wanted} `$max_new_tokens`",
+            kind=ContextTooLong,
         )
     if num_input_tokens > limits.max_input_tokens:
-        raise ContextTooLong(
-            f"`inputs` must have less than {limits.max_input_tokens} tokens. Given: {num_input_tokens}",
+        raise BrokenRule(
             "inputs",
+            f"`$inputs` must have less than {limits.max_input_tokens} tokens",
+            num_input_tokens,
+            kind=ContextTooLong,
         )
     return min(wanted, room)
 
 
 def build_request(
-    parameters: GenerateParameters,
+    sampling: SamplingRequest,
     inputs: str,
     input_ids: Sequence[int],
     limits: Limits,
     *,
     add_special_tokens: bool = True,
-    presence_penalty: float = 0.0,
-    count_penalty: float = 0.0,
-    raw_logprobs: bool = False,
-    grammar: Grammar | None = None,
     first_token: int | None = None,
 ) -> Request:
     """Make the request of checked parameters and a tokenized prompt; without a seed it gets a random one.
 
     Raises:
-        ContextTooLong: see `completion_limit`.
-        InvalidRequest: the prompt has no tokens.
+        BrokenRule: the prompt has no tokens, or see `completion_limit`.
     """
-    prompt = truncated(input_ids, parameters.truncate)
-    _require(bool(prompt), "inputs", "`inputs` cannot be empty: the prompt has no tokens")
-    max_new_tokens = completion_limit(len(prompt), parameters.max_new_tokens, limits)
+    prompt = truncated(input_ids, sampling.truncate)
+    _require(bool(prompt), "inputs", "`$inputs` cannot be empty: the prompt has no tokens")
+    max_new_tokens = completion_limit(len(prompt), sampling.max_new_tokens, limits)
     return Request(
         input_ids=prompt,
         sampling=SamplingParams(
-            temperature=1.0 if parameters.temperature is None else parameters.temperature,
-            top_k=parameters.top_k or 0,
-            top_p=1.0 if parameters.top_p is None else parameters.top_p,
-            typical_p=1.0 if parameters.typical_p is None else parameters.typical_p,
-            do_sample=parameters.do_sample,
-            seed=random_seed() if parameters.seed is None else parameters.seed,
-            repetition_penalty=1.0 if parameters.repetition_penalty is None else parameters.repetition_penalty,
-            frequency_penalty=parameters.frequency_penalty or 0.0,
-            presence_penalty=presence_penalty,
-            count_penalty=count_penalty,
-            watermark=parameters.watermark,
-            min_p=parameters.min_p or 0.0,
-            logit_bias=tuple((int(token_id), bias) for token_id, bias in (parameters.logit_bias or {}).items()),
-            raw_logprobs=raw_logprobs,
-            grammar=grammar.text if grammar else "",
-            grammar_type=grammar.kind if grammar else GrammarType.NONE,
+            temperature=1.0 if sampling.temperature is None else sampling.temperature,
+            top_k=sampling.top_k or 0,
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            typical_p=1.0 if sampling.typical_p is None else sampling.typical_p,
+            do_sample=bool(sampling.do_sample),
+            seed=random_seed() if sampling.seed is None else sampling.seed,
+            repetition_penalty=1.0 if sampling.repetition_penalty is None else sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty or 0.0,
+            presence_penalty=sampling.presence_penalty,
+            count_penalty=sampling.count_penalty,
+            watermark=sampling.watermark,
+            min_p=sampling.min_p or 0.0,
+            logit_bias=tuple((int(token_id), bias) for token_id, bias in sampling.logit_bias.items()),
+            raw_logprobs=sampling.raw_logprobs,
+            grammar=sampling.grammar.text if sampling.grammar else "",
+            grammar_type=sampling.grammar.kind if sampling.grammar else GrammarType.NONE,
             first_token=first_token,
         ),
         stopping=StoppingParams(
             max_new_tokens=max_new_tokens,
-            stop_sequences=tuple(parameters.stop),
-            ignore_eos=parameters.ignore_eos or parameters.ignore_eos_token,
+            stop_sequences=sampling.stop,
+            ignore_eos=sampling.ignore_eos,
         ),
-        prefill_logprobs=parameters.decoder_input_details,
-        top_n_tokens=parameters.top_n_tokens or 0,
+        prefill_logprobs=sampling.decoder_input_details,
+        top_n_tokens=sampling.top_n_tokens or 0,
         inputs=inputs,
         add_special_tokens=add_special_tokens,
-        cache_salt=parameters.cache_salt or "",
+        cache_salt=sampling.cache_salt,
     )
 
 

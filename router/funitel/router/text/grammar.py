@@ -1,20 +1,16 @@
-"""What a completion shall look like, and whether the shards can keep it to that: found out in a process that can be
-killed, before a request is queued. A bomb costs its sender a refusal, and nobody else anything. Event loop only.
+"""Check grammars before requests are queued: compile each in a sandbox process, and remember what was found.
+
+A grammar that takes too much time or memory is refused, and delays no other request. Event loop only.
 """
 
 import asyncio
-import hashlib
-import json
-import re
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.step import GrammarType
+from funitel.router.core.grammar import Grammar
 from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
 
 TIME_LIMIT_SECONDS = 5.0  # reasonable grammars take milliseconds
@@ -23,49 +19,6 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 NUM_WORKERS = 2  # so that one bomb does not make others wait for its end
 NUM_VERDICTS = 1024
 LIMIT_VERDICT_SECONDS = 60.0  # a busy machine may be what made a grammar slow
-
-
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """What a completion shall look like. `is_native`: TGI's rules for schemas hold, too."""
-
-    kind: GrammarType
-    text: str
-    is_native: bool = False
-
-    @classmethod
-    def json(cls, schema: Any, *, is_native: bool = False) -> "Grammar":
-        """JSON text that a schema describes; the schema may be text itself.
-
-        Raises:
-            InvalidRequest: it is nested too deeply.
-        """
-        try:
-            text = schema if isinstance(schema, str) else json.dumps(schema)
-        except RecursionError:
-            raise InvalidRequest("grammar is not valid: the schema is nested too deeply", "grammar") from None
-        return cls(GrammarType.JSON, text, is_native)
-
-    @classmethod
-    def regex(cls, pattern: str) -> "Grammar":
-        """Text that matches a regular expression from its beginning to its end."""
-        return cls(GrammarType.REGEX, pattern or "(?:)")  # no text at all would be no grammar
-
-    @classmethod
-    def choice(cls, choices: Sequence[str]) -> "Grammar":
-        """One of a few texts."""
-        return cls(GrammarType.REGEX, "|".join(map(_escape, choices)))
-
-    @property
-    def digest(self) -> bytes:
-        """A short name that no other grammar has."""
-        head = f"{self.kind}{self.is_native}:"
-        return hashlib.sha256(head.encode() + self.text.encode(errors="surrogatepass")).digest()
-
-
-def _escape(text: str) -> str:
-    """A pattern that matches this text only; what is no ASCII letter or digit is written by its number."""
-    return re.sub(r"[^0-9A-Za-z]", lambda match: f"\\x{{{ord(match[0]):x}}}", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +49,14 @@ class GrammarChecker:
             memory_limit=memory_limit,
         )
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raise InvalidRequest, saying why, unless the grammar can be kept; the loop never waits for it."""
+    async def check(self, grammar: Grammar, field: str = "grammar") -> None:
+        """Raise InvalidRequest for a `field`, saying why, unless the grammar can be kept; never blocks the loop."""
         size = len(grammar.text.encode(errors="surrogatepass"))
         if size > MAX_GRAMMAR_BYTES:
-            raise InvalidRequest(f"grammar must have at most {MAX_GRAMMAR_BYTES} bytes, given {size}", "grammar")
+            raise InvalidRequest(f"grammar must have at most {MAX_GRAMMAR_BYTES} bytes, given {size}", field)
         verdict = self._known(grammar.digest) or await self._find_out(grammar)
         if verdict.error is not None:
-            raise InvalidRequest(verdict.error, "grammar")
+            raise InvalidRequest(verdict.error, field)
 
     def _known(self, digest: bytes) -> _Verdict | None:
         verdict = self._verdicts.get(digest)
@@ -136,7 +89,7 @@ class GrammarChecker:
             error = f"grammar is not valid: {limit} to compile"
             return _Verdict(error, time.monotonic() + LIMIT_VERDICT_SECONDS)
         except WorkerUnavailable as problem:
-            raise InvalidRequest(f"grammar is not supported: {problem}", "grammar") from None
+            return _Verdict(f"grammar is not supported: {problem}", until=0.0)
 
     async def close(self) -> None:
         """End the workers."""

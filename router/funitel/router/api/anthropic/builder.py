@@ -6,7 +6,7 @@ from typing import Any
 
 import pydantic_core
 
-from funitel.router.api.anthropic.schema import (
+from funitel.router.api.anthropic.schema_response import (
     Content,
     ContentBlockDelta,
     ContentBlockStart,

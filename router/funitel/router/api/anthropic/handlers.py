@@ -8,23 +8,20 @@ from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest
 from funitel.router.api.anthropic.builder import MessageBuilder
-from funitel.router.api.anthropic.schema import (
+from funitel.router.api.anthropic.schema_request import (
     CountTokensRequest,
-    MessageAnswer,
     MessagesRequest,
-    MessageUsage,
-    Ping,
     ThinkingAdaptive,
     ThinkingEnabled,
-    TokenCount,
 )
-from funitel.router.api.anthropic.to_chat import chat_call, chat_sampling
+from funitel.router.api.anthropic.schema_response import MessageAnswer, MessageUsage, Ping, TokenCount
+from funitel.router.api.anthropic.to_chat import chat_call, sampling_of
 from funitel.router.api.common.body import json_answer, read_body
-from funitel.router.api.common.errors import anthropic_error, new_request_id, renaming
+from funitel.router.api.common.errors import anthropic_error, new_request_id
+from funitel.router.api.common.handler import generation_route, reading_route, service_of
 from funitel.router.chat import Part, PreparedChat, count_prompt_tokens, prepare_chat
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import generation_route, reading_route, service_of
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
 from funitel.router.transport.sse_frames import named_frame
@@ -66,8 +63,7 @@ async def count_tokens(http: HttpRequest) -> Response:
     service = service_of(http)
     _check_version(http)
     body = await read_body(http, CountTokensRequest, service.settings.payload_limit)
-    with renaming(FIELDS):
-        count = await count_prompt_tokens(service, chat_call(body))
+    count = await count_prompt_tokens(service, chat_call(body), FIELDS)
     return json_answer(TokenCount(input_tokens=count), {"request-id": new_request_id()})
 
 
@@ -79,9 +75,8 @@ def _check_version(http: HttpRequest) -> None:
 
 
 async def _prepare(service: Service, body: MessagesRequest, arrived: Arrival) -> PreparedChat:
-    with renaming(FIELDS):
-        call = chat_call(body, chat_sampling(body))
-        chat = await prepare_chat(service, call, stream=body.stream, arrived=arrived)
+    call = chat_call(body, sampling_of(body))
+    chat = await prepare_chat(service, call, stream=body.stream, arrived=arrived, names=FIELDS)
     if isinstance(body.thinking, ThinkingEnabled) and chat.prompt.reasoning is None:
         raise InvalidRequest("`thinking` is not supported: the model's template marks no reasoning", "thinking")
     return chat

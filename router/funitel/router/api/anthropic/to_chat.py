@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import GrammarType
-from funitel.router.api.anthropic.schema import (
+from funitel.router.api.anthropic.schema_request import (
     CountTokensRequest,
     Message,
     MessagesRequest,
@@ -20,12 +20,13 @@ from funitel.router.api.anthropic.schema import (
     ToolUseBlock,
     joined,
 )
-from funitel.router.api.anthropic.schema import Tool as BodyTool
-from funitel.router.chat import ChatCall, ChatMessage, ChatSampling, PastToolCall, Tool, ToolChoice, ToolMode
-from funitel.router.text.grammar import Grammar
+from funitel.router.api.anthropic.schema_request import Tool as BodyTool
+from funitel.router.chat import ChatCall, ChatMessage, PastToolCall, Tool, ToolChoice, ToolMode
+from funitel.router.core.grammar import Grammar
+from funitel.router.serving.sampling_request import SamplingRequest
 
 
-def chat_call(body: CountTokensRequest, sampling: ChatSampling | None = None) -> ChatCall:
+def chat_call(body: CountTokensRequest, sampling: SamplingRequest | None = None) -> ChatCall:
     """The conversation of a request, and how to go on.
 
     Raises:
@@ -40,12 +41,12 @@ def chat_call(body: CountTokensRequest, sampling: ChatSampling | None = None) ->
         tool_choice=_tool_choice(body),
         parallel_tool_calls=not getattr(body.tool_choice, "disable_parallel_tool_use", False),
         grammar=_grammar(body),
-        sampling=sampling or ChatSampling(),
+        sampling=sampling or SamplingRequest(),
         template_variables={"enable_thinking": isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive)},
     )
 
 
-def chat_sampling(body: MessagesRequest) -> ChatSampling:
+def sampling_of(body: MessagesRequest) -> SamplingRequest:
     """How tokens are chosen and when they end.
 
     Raises:
@@ -57,11 +58,11 @@ def chat_sampling(body: MessagesRequest) -> ChatSampling:
             f"Given: {body.thinking.budget_tokens}",
             "thinking.budget_tokens",
         )
-    return ChatSampling(
+    return SamplingRequest(
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k or None,
-        max_tokens=body.max_tokens,
+        max_new_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
     )
 

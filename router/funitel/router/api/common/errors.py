@@ -5,10 +5,7 @@ Anthropic's is for its routes, and for whatever under `/v1` is asked with the he
 
 import logging
 import math
-import re
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from pydantic import BaseModel
@@ -19,10 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from funitel.proto.errors import MAX_PARAM_CHARACTERS, Cancelled, FunitelError, InvalidRequest, ModelNotFound
 from funitel.proto.printable import shortened
-from funitel.router.api.anthropic.schema import AnthropicErrorDetail, AnthropicErrorResponse
 from funitel.router.api.common.body import json_answer
-from funitel.router.api.native.schema import ErrorResponse
-from funitel.router.api.openai.schema_chat import OpenAIError, OpenAIErrorResponse
+from funitel.router.api.common.error_schemas import (
+    AnthropicErrorDetail,
+    AnthropicErrorResponse,
+    ErrorResponse,
+    OpenAIError,
+    OpenAIErrorResponse,
+)
 from funitel.router.core import request_context
 from funitel.router.middleware.route_context import is_native
 
@@ -42,18 +43,7 @@ _ANTHROPIC = {
     503: (503, "api_error"),
     504: (504, "timeout_error"),
 }
-_QUOTED = re.compile(r"`(\w+)`")
 _HTTP_TYPES = {404: "not_found", 405: "method_not_allowed"}
-
-
-@contextmanager
-def renaming(fields: Mapping[str, str]) -> Iterator[None]:
-    """Say what is wrong with a request in the words of its own API: native names of fields to theirs."""
-    try:
-        yield
-    except InvalidRequest as error:
-        message = _QUOTED.sub(lambda found: f"`{fields.get(found[1], found[1])}`", error.message)
-        raise type(error)(message, fields.get(error.param or "", error.param)) from error
 
 
 def native_error(error: FunitelError) -> ErrorResponse:

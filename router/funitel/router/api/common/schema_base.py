@@ -21,6 +21,8 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from funitel.router.core.request import MAX_PRIORITY
+
 F32_MAX = 3.4028234663852886e38
 F32_TINY = 1.1754943508222875e-38
 
@@ -43,9 +45,7 @@ def is_none(value: Any) -> bool:
 
 MAX_UNKNOWN_FIELDS = 1000  # of one record; each would be an error, or a warning
 
-MOST_PRIORITY = 100
-
-Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from funitel.proto.errors import FunitelError, InvalidRequest
 from funitel.proto.step import EncoderInput, EncoderTask
 from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.common.handler import encoder_route, service_of
 from funitel.router.api.embeddings.schema import (
     USUAL_TOP_K,
     Embedding,
@@ -35,7 +36,6 @@ from funitel.router.encoder.engine import BYTES, Encoded
 from funitel.router.encoder.service import EncoderService, Wish
 from funitel.router.encoder.tokenize import EncodedText
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import encoder_route, service_of
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import run_until_disconnect
 

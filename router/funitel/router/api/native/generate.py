@@ -11,6 +11,7 @@ from starlette.responses import Response
 from funitel.proto.step import Generation
 from funitel.router.api.common.body import json_answer, read_body
 from funitel.router.api.common.errors import native_error
+from funitel.router.api.common.handler import generation_route, service_of
 from funitel.router.api.native.schema import (
     BestOfSequence,
     CompatGenerateRequest,
@@ -27,7 +28,7 @@ from funitel.router.api.native.schema import (
 )
 from funitel.router.core.request import Request
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import GenerationJob, Prompt, generation_route, prepare, service_of
+from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
 from funitel.router.serving.run import Answer, collect_best, stream_all
 from funitel.router.serving.service import Service
 from funitel.router.serving.timing_headers import answer_headers, stream_headers
@@ -83,7 +84,7 @@ async def generate_stream(http: HttpRequest) -> Response:
 async def _answer(
     service: Service, parameters: GenerateParameters, inputs: str, arrived: Arrival
 ) -> tuple[GenerateResponse, dict[str, str]]:
-    job = await prepare(service, parameters, Prompt(inputs), stream=False, arrived=arrived)
+    job = await prepare(service, parameters.sampling, Prompt(inputs), stream=False, arrived=arrived)
     [[best, *others]] = await collect_best([job], [parameters.best_of or 1])
     prefix = inputs if parameters.return_full_text else ""
     response = GenerateResponse(
@@ -116,7 +117,7 @@ def _details_of(answer: Answer) -> dict[str, Any]:
 
 
 async def _stream(service: Service, parameters: GenerateParameters, inputs: str, arrived: Arrival) -> EventStream:
-    job = await prepare(service, parameters, Prompt(inputs), stream=True, arrived=arrived)
+    job = await prepare(service, parameters.sampling, Prompt(inputs), stream=True, arrived=arrived)
     return EventStream(partial(_events, job, parameters), native_error, headers=stream_headers(job))
 
 

@@ -25,7 +25,8 @@ from funitel.router.api.common.schema_base import (
     TargetLanguage,
     is_none,
 )
-from funitel.router.api.native.schema_grammar import GrammarType
+from funitel.router.api.native.schema_grammar import GrammarType, grammar_of
+from funitel.router.serving.sampling_request import SamplingRequest
 
 # Requests
 
@@ -82,6 +83,35 @@ class GenerateParameters(NativeBody):
     target_language: TargetLanguage | None = Field(default=None, description=TARGET_LANGUAGE)
     ignore_eos: bool = Field(default=False, description="Go on after the end token, up to the token limit.")
     ignore_eos_token: bool = Field(default=False, description="The same; TGI's word for it.")
+
+    @property
+    def sampling(self) -> SamplingRequest:
+        """The same for the engine; what is said of the answer's shape stays here."""
+        return SamplingRequest(
+            do_sample=self.do_sample,
+            best_of=self.best_of,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            typical_p=self.typical_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias or {},
+            seed=self.seed,
+            watermark=self.watermark,
+            grammar=None if self.grammar is None else grammar_of(self.grammar),
+            target_language=self.target_language,
+            max_new_tokens=self.max_new_tokens,
+            stop=tuple(self.stop),
+            ignore_eos=self.ignore_eos or self.ignore_eos_token,
+            truncate=self.truncate,
+            top_n_tokens=self.top_n_tokens,
+            decoder_input_details=self.decoder_input_details,
+            adapter_id=self.adapter_id,
+            cache_salt=self.cache_salt or "",
+            priority=self.priority,
+        )
 
     @property
     def wants_details(self) -> bool:
@@ -246,15 +276,6 @@ class Info(BaseModel):
 
 class AnyObject(RootModel[dict[str, Any]]):
     """A JSON object that a standard describes."""
-
-
-class ErrorResponse(BaseModel):
-    """Any failure of a native route."""
-
-    error: str
-    error_type: str
-    queue_position: int | None = Field(default=None, exclude_if=is_none, description="Where it would have stood.")
-    estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)
 
 
 def ending(finished: GeneratedText) -> dict[str, Any]:

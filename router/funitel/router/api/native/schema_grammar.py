@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from funitel.router.api.common.schema_base import NativeBody
-from funitel.router.text.grammar import Grammar
+from funitel.router.core.grammar import Grammar
 
 
 class JsonGrammar(NativeBody):

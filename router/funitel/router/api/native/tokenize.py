@@ -4,10 +4,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.common.handler import counted_route, reading_route, service_of
 from funitel.router.api.native.schema import ChatTokenizeResponse, GenerateRequest, SimpleToken, TokenizeResponse
 from funitel.router.api.openai.schema_chat import ChatRequest
-from funitel.router.chat.prompt import render
-from funitel.router.serving.prepare import counted_route, reading_route, service_of
+from funitel.router.chat.prompt import render_prompt
 from funitel.router.text.tokenizer import Encoding
 
 
@@ -27,7 +27,7 @@ async def chat_tokenize(http: HttpRequest) -> Response:
     service = service_of(http)
     body = await read_body(http, ChatRequest, service.settings.payload_limit)
     body.refuse_unsupported()
-    text = await render(service, body.call)
+    text = (await render_prompt(service, body.call)).text
     encoding = await service.tokenizer.encode(text, add_special_tokens=False)
     answer = ChatTokenizeResponse(tokenize_response=_listed(encoding), templated_text=text)
     return json_answer(answer)

@@ -1,4 +1,4 @@
-"""OpenAI's routes: `/v1/chat/completions` and `/v1/models`."""
+"""OpenAI's `/v1/chat/completions`: the answer to a chat, whole or streamed."""
 
 import time
 import uuid
@@ -9,9 +9,9 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from funitel.proto.errors import ModelNotFound
 from funitel.router.api.common.body import json_answer, read_body
-from funitel.router.api.common.errors import openai_error, renaming
+from funitel.router.api.common.errors import openai_error
+from funitel.router.api.common.handler import generation_route, service_of
 from funitel.router.api.openai.schema_answers import (
     AnsweredToolCall,
     AnswerMessage,
@@ -30,7 +30,7 @@ from funitel.router.api.openai.schema_answers import (
     ToolCallDelta,
     Usage,
 )
-from funitel.router.api.openai.schema_chat import ChatRequest, Model, ModelList
+from funitel.router.api.openai.schema_chat import ChatRequest
 from funitel.router.chat import (
     ChatAnswer,
     EndReason,
@@ -48,34 +48,18 @@ from funitel.router.chat import (
 )
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import generation_route, service_of
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
 from funitel.router.transport.sse_frames import HOLE, Template
 
-# Native names of what a chat calls otherwise.
-NATIVE_NAMES = {
+# What a chat calls otherwise than `SamplingRequest` and `ChatCall` do.
+FIELDS = {
     "inputs": "messages",
     "max_new_tokens": "max_tokens",
     "top_n_tokens": "top_logprobs",
     "grammar": "response_format",
 }
 LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
-
-
-async def models(http: HttpRequest) -> Response:
-    """`/v1/models`: the one model that is served."""
-    name = service_of(http).model_id
-    body = ModelList(data=[Model(id=name, owned_by=name)])
-    return json_answer(body)
-
-
-async def model(http: HttpRequest) -> Response:
-    """`/v1/models/{model}`: the one model that is served, by its name."""
-    name, asked = service_of(http).model_id, http.path_params["model"]
-    if asked != name:
-        raise ModelNotFound(f"no model is named {asked!r}; the one here is {name!r}")
-    return json_answer(Model(id=name, owned_by=name))
 
 
 @generation_route
@@ -94,8 +78,7 @@ async def chat_completions(http: HttpRequest) -> Response:
 
 
 async def _prepare(service: Service, body: ChatRequest, arrived: Arrival) -> PreparedChat:
-    with renaming(NATIVE_NAMES):
-        return await prepare_chat(service, body.call, stream=bool(body.stream), arrived=arrived)
+    return await prepare_chat(service, body.call, stream=bool(body.stream), arrived=arrived, names=FIELDS)
 
 
 async def _complete(service: Service, body: ChatRequest, arrived: Arrival) -> tuple[ChatCompletion, dict[str, str]]:

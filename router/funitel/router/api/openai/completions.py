@@ -13,7 +13,8 @@ from starlette.responses import Response
 from funitel.proto.errors import BatchSizeExceeded, InvalidRequest
 from funitel.proto.step import Generation
 from funitel.router.api.common.body import json_answer, read_body
-from funitel.router.api.common.errors import openai_error, renaming
+from funitel.router.api.common.errors import openai_error
+from funitel.router.api.common.handler import generation_route, service_of
 from funitel.router.api.openai.completion_text import Addition, CompletionText, joined
 from funitel.router.api.openai.schema_answers import PromptTokensDetails, Usage
 from funitel.router.api.openai.schema_completions import (
@@ -25,16 +26,16 @@ from funitel.router.api.openai.schema_completions import (
 )
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import GenerationJob, Prompt, generation_route, prepare, service_of
+from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
 from funitel.router.serving.run import Answer, collect_all, stream_all
-from funitel.router.serving.sampling_request import U64_RANGE, ChatSampling, parameters_of
+from funitel.router.serving.sampling_request import U64_RANGE, SamplingRequest
 from funitel.router.serving.service import Service
 from funitel.router.serving.timing_headers import stream_headers, summed_headers
 from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
 from funitel.router.transport.sse_frames import HOLE, Template
 
-# Native names of what a completion calls otherwise.
-NATIVE_NAMES = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "logprobs"}
+# What a completion calls otherwise than `SamplingRequest` does.
+FIELDS = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "logprobs"}
 
 
 @generation_route
@@ -101,10 +102,11 @@ async def _prepare(service: Service, body: CompletionRequest, arrived: Arrival) 
     for place, prompt in enumerate(prompts):
         most = 1 if body.max_tokens == 0 else body.max_tokens  # a shard gives one token at least
         sampling = body.sampling(max_tokens=most, top_logprobs=body.logprobs)
+        if each > (body.n or 1):  # the likeliest are chosen by them
+            sampling = replace(sampling, raw_logprobs=True)
         if body.seed is not None:  # the sequences of a request have the seeds that follow its own
             sampling = replace(sampling, seed=(body.seed + place * each) % U64_RANGE)
-        with renaming(NATIVE_NAMES):
-            job = await _job(service, body, sampling, prompt, arrived)
+        job = await _job(service, body, sampling, prompt, arrived)
         jobs += job.siblings(each)
     return _Batch(service, body, jobs)
 
@@ -124,7 +126,7 @@ def _check_count(service: Service, num_prompts: int, each: int) -> None:
 
 
 async def _job(
-    service: Service, body: CompletionRequest, sampling: ChatSampling, prompt: GivenPrompt, arrived: Arrival
+    service: Service, body: CompletionRequest, sampling: SamplingRequest, prompt: GivenPrompt, arrived: Arrival
 ) -> GenerationJob:
     text = prompt.text
     if prompt.ids is not None:
@@ -132,13 +134,11 @@ async def _job(
         text = await service.tokenizer.decode(prompt.ids)
     job = await prepare(
         service,
-        parameters_of(sampling, service.recommended),
+        sampling,
         Prompt(text, ids=prompt.ids),
         stream=bool(body.stream),
         arrived=arrived,
-        presence_penalty=sampling.presence_penalty,
-        count_penalty=sampling.frequency_penalty,
-        raw_logprobs=body.logprobs is not None or body.num_sequences > (body.n or 1),
+        names=FIELDS,
     )
     if body.echo and body.logprobs is not None:
         job.request = replace(job.request, prefill_logprobs=True)

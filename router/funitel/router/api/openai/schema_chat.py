@@ -1,16 +1,16 @@
-"""OpenAI's chat request, its errors and its list of models, as typed records.
+"""OpenAI's chat request as a typed record, and the sampling fields it shares with completions.
 
 Every field of OpenAI's chat request is known here and falls in one of three groups: it is honoured; it only
 concerns OpenAI's service and is accepted; or it would change the answer and is refused by name, unless it
 asks for nothing.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from funitel.proto.errors import InvalidRequest
-from funitel.router.api.common.schema_base import F32, TARGET_LANGUAGE, U32, Priority, StopList, TargetLanguage, is_none
+from funitel.router.api.common.schema_base import F32, TARGET_LANGUAGE, U32, Priority, StopList, TargetLanguage
 from funitel.router.api.openai.schema_messages import Message, OpenAIBody
 from funitel.router.api.openai.schema_tools import (
     ResponseFormat,
@@ -19,9 +19,8 @@ from funitel.router.api.openai.schema_tools import (
     tools_and_choice,
 )
 from funitel.router.chat.call import ChatCall
-from funitel.router.serving.sampling_request import ChatSampling
+from funitel.router.serving.sampling_request import U64_RANGE, SamplingRequest
 
-U64_RANGE = 2**64
 MAX_CHOICES = 128  # OpenAI's
 
 # Fields that would change the answer, with the values that ask for nothing.
@@ -94,25 +93,26 @@ class SamplingFields(OpenAIBody):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", "stream_options")
 
-    def sampling(self, *, max_tokens: int | None, top_logprobs: int | None) -> ChatSampling:
-        """The same wishes in the words of the chat core."""
-        return ChatSampling(
+    def sampling(self, *, max_tokens: int | None, top_logprobs: int | None) -> SamplingRequest:
+        """The same for the engine; `top_logprobs` is None where no log-probabilities are wanted."""
+        return SamplingRequest(
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k if (self.top_k or 0) > 0 else None,
-            min_p=self.min_p or 0.0,
+            min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=tuple((int(token_id), bias) for token_id, bias in (self.logit_bias or {}).items()),
+            count_penalty=self.frequency_penalty or 0.0,
+            logit_bias={str(int(token_id)): bias for token_id, bias in (self.logit_bias or {}).items()},
             seed=self.seed,
-            max_tokens=max_tokens,
+            max_new_tokens=max_tokens,
             stop=tuple(self.stop),
             ignore_eos=bool(self.ignore_eos),
             cache_salt=self.cache_salt or "",
             priority=self.priority,
             target_language=self.target_language,
-            top_logprobs=top_logprobs,
+            top_n_tokens=top_logprobs,
+            raw_logprobs=top_logprobs is not None,
         )
 
 
@@ -192,40 +192,3 @@ class ChatRequest(SamplingFields):
             add_generation_prompt=self.add_generation_prompt,
             template_variables=self.chat_template_kwargs or {},
         )
-
-
-# Models and errors
-
-
-class Model(BaseModel):
-    """A model that is served."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int = 0
-    owned_by: str
-
-
-class ModelList(BaseModel):
-    """The models that are served."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
-
-
-class OpenAIError(BaseModel):
-    """What went wrong, in OpenAI's words; `param` is the field at fault."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class OpenAIErrorResponse(BaseModel):
-    """Any failure of an OpenAI route; `error_type` is TGI's word for it."""
-
-    error: OpenAIError
-    error_type: str
-    queue_position: int | None = Field(default=None, exclude_if=is_none, description="Where it would have stood.")
-    estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)

@@ -9,7 +9,7 @@ from funitel.proto.errors import InvalidRequest, ToolError
 from funitel.proto.step import GrammarType
 from funitel.router.api.openai.schema_messages import OpenAIBody
 from funitel.router.chat.call import Tool, ToolChoice, ToolMode
-from funitel.router.text.grammar import Grammar
+from funitel.router.core.grammar import Grammar
 
 ANY_OBJECT = '{"type": "object"}'
 

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, LengthMismatch, NotUtf8
 from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.common.handler import generation_route, service_of
 from funitel.router.api.native.schema import GenerateParameters
 from funitel.router.api.platforms.schema import (
     KserveInput,
@@ -19,7 +20,7 @@ from funitel.router.api.platforms.schema import (
     KserveWanted,
 )
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import Prompt, generation_route, prepare, service_of
+from funitel.router.serving.prepare import Prompt, prepare
 from funitel.router.serving.run import Answer, check_count, collect_best
 from funitel.router.serving.service import Service
 from funitel.router.serving.timing_headers import summed_headers
@@ -73,7 +74,9 @@ async def _answer(service: Service, body: KserveRequest, arrived: Arrival) -> tu
     best_of = [parameters.best_of or 1] * len(body.inputs)
     check_count(service, "inputs", best_of)
     prompts = [_text(place, given) for place, given in enumerate(body.inputs)]
-    jobs = [await prepare(service, parameters, Prompt(text), stream=False, arrived=arrived) for text in prompts]
+    jobs = [
+        await prepare(service, parameters.sampling, Prompt(text), stream=False, arrived=arrived) for text in prompts
+    ]
     ranked = await collect_best(jobs, best_of)
     prefixes = prompts if parameters.return_full_text else [""] * len(prompts)
     outputs = _outputs(body.inputs, body.outputs, prefixes, [answers[0] for answers in ranked])

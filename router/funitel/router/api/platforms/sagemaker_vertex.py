@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, NoInstances
 from funitel.router.api.common.body import json_answer, read_body, read_json
+from funitel.router.api.common.handler import Handler, generation_route, service_of
 from funitel.router.api.native import generate
 from funitel.router.api.native.schema import GenerateParameters, GenerateRequest
 from funitel.router.api.openai import chat as openai
@@ -15,7 +16,7 @@ from funitel.router.api.openai.schema_chat import ChatRequest
 from funitel.router.api.platforms.schema import VertexRequest, VertexResponse
 from funitel.router.chat import prepare_chat
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import GenerationJob, Handler, Prompt, generation_route, prepare, service_of
+from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
 from funitel.router.serving.run import check_count, collect_best
 from funitel.router.serving.service import Service
 from funitel.router.serving.timing_headers import summed_headers
@@ -68,7 +69,7 @@ async def _job(service: Service, instance: GenerateRequest | ChatRequest, arrive
     if isinstance(instance, ChatRequest):
         return await _chat_job(service, instance, arrived)
     parameters = _vertex_parameters(instance)
-    return await prepare(service, parameters, Prompt(instance.inputs), stream=False, arrived=arrived)
+    return await prepare(service, parameters.sampling, Prompt(instance.inputs), stream=False, arrived=arrived)
 
 
 async def _chat_job(service: Service, body: ChatRequest, arrived: Arrival) -> GenerationJob:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from funitel.proto.errors import FunitelError, InvalidRequest, NotFound
 from funitel.router.api.common.body import json_answer, read_body, shape_error
-from funitel.router.api.common.errors import renaming
+from funitel.router.api.common.handler import generation_route, reading_route, service_of
 from funitel.router.api.responses.builder import ResponseBuilder, new_id
 from funitel.router.api.responses.schema_request import (
     InputItemsQuery,
@@ -29,13 +29,12 @@ from funitel.router.api.responses.schema_response import (
     ModelResponse,
     ResponseReasoning,
 )
-from funitel.router.api.responses.store import StoredResponse
+from funitel.router.api.responses.store import ResponseStore, StoredResponse
 from funitel.router.api.responses.to_chat import chat_call, conversation
 from funitel.router.chat import Part, PreparedChat, count_prompt_tokens, prepare_chat
 from funitel.router.core import request_context
 from funitel.router.middleware.auth import tenant_of
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import generation_route, reading_route, service_of
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
 from funitel.router.transport.sse_frames import named_frame
@@ -60,7 +59,8 @@ async def create(http: HttpRequest) -> Response:
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` needs `stream` to be true", "stream_options")
     owner = tenant_of(http.scope)
-    answering = _Answering(service, body, conversation(body, service.responses, owner), owner)
+    store = store_of(http)
+    answering = _Answering(service, store, body, conversation(body, store, owner), owner)
     if body.stream:
         chat = await answering.prepare(arrived)
         stream = partial(answering.stream, chat)
@@ -74,9 +74,8 @@ async def count_input_tokens(http: HttpRequest) -> Response:
     """`POST /v1/responses/input_tokens`: how many tokens the prompt of a conversation has."""
     service = service_of(http)
     body = await read_body(http, InputTokensRequest, service.settings.payload_limit)
-    with renaming(FIELDS):
-        call = chat_call(body, conversation(body, service.responses, tenant_of(http.scope)))
-        count = await count_prompt_tokens(service, call)
+    call = chat_call(body, conversation(body, store_of(http), tenant_of(http.scope)))
+    count = await count_prompt_tokens(service, call, FIELDS)
     return json_answer(InputTokenCount(input_tokens=count))
 
 
@@ -89,7 +88,7 @@ async def retrieve(http: HttpRequest) -> Response:
 async def delete(http: HttpRequest) -> Response:
     """`DELETE /v1/responses/{response_id}`: store it no more."""
     id = _stored(http).response.id
-    service_of(http).responses.remove(id)
+    store_of(http).remove(id)
     return json_answer(DeletedResponse(id=id))
 
 
@@ -120,9 +119,14 @@ async def input_items(http: HttpRequest) -> Response:
     return json_answer(listed)
 
 
+def store_of(http: HttpRequest) -> ResponseStore:
+    """The store of the application that got the request."""
+    return cast(ResponseStore, http.app.state.responses)
+
+
 def _stored(http: HttpRequest) -> StoredResponse:
     id: str = http.path_params["response_id"]
-    stored = service_of(http).responses.get(id, tenant_of(http.scope))
+    stored = store_of(http).get(id, tenant_of(http.scope))
     if stored is None:
         raise NotFound(f"no response with id {id!r} is stored")
     return stored
@@ -139,17 +143,19 @@ def _query(http: HttpRequest, model: type[Q]) -> Q:
 class _Answering:
     """One response while it is made."""
 
-    def __init__(self, service: Service, body: ResponsesRequest, items: Sequence[Item], owner: bytes) -> None:
+    def __init__(
+        self, service: Service, store: ResponseStore, body: ResponsesRequest, items: Sequence[Item], owner: bytes
+    ) -> None:
         self._service = service
+        self._store = store
         self._body = body
         self._items = items
         self._owner = owner
         self.builder = ResponseBuilder(_begun(service, body), wants_logprobs=body.wants_logprobs)
 
     async def prepare(self, arrived: Arrival) -> PreparedChat:
-        with renaming(FIELDS):
-            call = chat_call(self._body, self._items)
-            return await prepare_chat(self._service, call, stream=bool(self._body.stream), arrived=arrived)
+        call, is_streamed = chat_call(self._body, self._items), bool(self._body.stream)
+        return await prepare_chat(self._service, call, stream=is_streamed, arrived=arrived, names=FIELDS)
 
     async def run(self, arrived: Arrival) -> dict[str, str]:
         """Make the whole response; return the headers."""
@@ -158,7 +164,7 @@ class _Answering:
         for part in answer.parts:
             for _ in self.builder.feed(part):
                 pass
-        self._store()
+        self._keep()
         return headers
 
     async def stream(self, chat: PreparedChat, put: Put) -> None:
@@ -167,7 +173,7 @@ class _Answering:
         def take(_index: int, part: Part) -> None:
             for event in self.builder.feed(part):
                 if self.builder.response.status != "in_progress":
-                    self._store()
+                    self._keep()
                 put(event)
 
         await chat.stream(take)
@@ -175,12 +181,12 @@ class _Answering:
     def failed(self, error: FunitelError) -> BaseModel:
         """The event that says so; a failed response is stored too."""
         event = self.builder.failed(error)
-        self._store()
+        self._keep()
         return event
 
-    def _store(self) -> None:
+    def _keep(self) -> None:
         if self.builder.response.store:
-            self._service.responses.put(StoredResponse.of(self.builder.response, self._items, self._owner))
+            self._store.put(StoredResponse.of(self.builder.response, self._items, self._owner))
 
 
 def _begun(service: Service, body: ResponsesRequest) -> ModelResponse:

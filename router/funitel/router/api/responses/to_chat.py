@@ -25,8 +25,9 @@ from funitel.router.api.responses.schema_request import (
     SchemaFormat,
 )
 from funitel.router.api.responses.store import ResponseStore
-from funitel.router.chat import ChatCall, ChatMessage, ChatSampling, PastToolCall, Tool, ToolChoice, ToolMode
-from funitel.router.text.grammar import Grammar
+from funitel.router.chat import ChatCall, ChatMessage, PastToolCall, Tool, ToolChoice, ToolMode
+from funitel.router.core.grammar import Grammar
+from funitel.router.serving.sampling_request import SamplingRequest
 
 ANY_OBJECT = '{"type": "object"}'
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -66,7 +67,7 @@ def chat_call(body: InputTokensRequest, items: Sequence[Item]) -> ChatCall:
     Raises:
         InvalidRequest: items do not fit together, or tools are chosen that are not there.
     """
-    sampling = chat_sampling(body) if isinstance(body, ResponsesRequest) else ChatSampling()
+    sampling = sampling_of(body) if isinstance(body, ResponsesRequest) else SamplingRequest()
     tools, choice = _tools(body)
     return ChatCall(
         messages=tuple(_messages(body.instructions, items, first=len(items) - len(body.input))),
@@ -79,7 +80,7 @@ def chat_call(body: InputTokensRequest, items: Sequence[Item]) -> ChatCall:
     )
 
 
-def chat_sampling(body: ResponsesRequest) -> ChatSampling:
+def sampling_of(body: ResponsesRequest) -> SamplingRequest:
     """How tokens are chosen and when they end.
 
     Raises:
@@ -87,11 +88,12 @@ def chat_sampling(body: ResponsesRequest) -> ChatSampling:
     """
     if body.top_logprobs and not body.wants_logprobs:
         raise InvalidRequest("`top_logprobs` needs `message.output_text.logprobs` in `include`", "top_logprobs")
-    return ChatSampling(
+    return SamplingRequest(
         temperature=body.temperature,
         top_p=body.top_p,
-        max_tokens=body.max_output_tokens,
-        top_logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+        max_new_tokens=body.max_output_tokens,
+        top_n_tokens=(body.top_logprobs or 0) if body.wants_logprobs else None,
+        raw_logprobs=body.wants_logprobs,
     )
 
 

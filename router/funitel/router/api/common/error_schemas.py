@@ -1,0 +1,51 @@
+"""Error records of the three protocols: TGI's, OpenAI's and Anthropic's."""
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from funitel.router.api.common.schema_base import is_none
+
+
+class ErrorResponse(BaseModel):
+    """Any failure of a native route."""
+
+    error: str
+    error_type: str
+    queue_position: int | None = Field(default=None, exclude_if=is_none, description="Where it would have stood.")
+    estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)
+
+
+class OpenAIError(BaseModel):
+    """What went wrong, in OpenAI's words; `param` is the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAIErrorResponse(BaseModel):
+    """Any failure of an OpenAI route; `error_type` is TGI's word for it."""
+
+    error: OpenAIError
+    error_type: str
+    queue_position: int | None = Field(default=None, exclude_if=is_none, description="Where it would have stood.")
+    estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)
+
+
+class AnthropicErrorDetail(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """Any failure of these routes, and the event that ends a stream which fails."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+    request_id: str
+    queue_position: int | None = Field(default=None, exclude_if=is_none, description="Where it would have stood.")
+    estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)
