@@ -11,13 +11,14 @@ import warnings
 import zipfile
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from funitel.model_server.files.integrity import check_pickle
-from funitel.proto.errors import WeightsError
+from funitel.proto.errors import WeightsError, translating
 
 logger = logging.getLogger(__name__)
 
@@ -88,20 +89,21 @@ def _load(path: Path) -> object:
     is_zip = zipfile.is_zipfile(path)
     if not is_zip:
         logger.info("%s is in PyTorch's format before 1.6, which is read into memory as a whole", path)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the age of the file's format
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except Exception as error:  # a damaged file makes the library raise nearly anything
-        refused = _REFUSED.search(str(error))
-        name = refused[1] if refused else _foreign_global(path)
-        if name is not None:
-            raise WeightsError(
-                f"{path} is refused: it asks for {name}, and a checkpoint may hold tensors only"
-            ) from None
-        told = _REASON.search(str(error))
-        reason = told[1] if told else (str(error).splitlines() or [type(error).__name__])[0]
-        raise WeightsError(f"{path} cannot be read as a PyTorch checkpoint: {reason}") from None
+    # A damaged file makes the library raise nearly anything.
+    with translating(partial(_refusal, path)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the age of the file's format
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+
+
+def _refusal(path: Path, error: Exception) -> WeightsError:
+    """Why a file cannot be read, by what the library raised."""
+    refused = _REFUSED.search(str(error))
+    name = refused[1] if refused else _foreign_global(path)
+    if name is not None:
+        return WeightsError(f"{path} is refused: it asks for {name}, and a checkpoint may hold tensors only")
+    told = _REASON.search(str(error))
+    reason = told[1] if told else (str(error).splitlines() or [type(error).__name__])[0]
+    return WeightsError(f"{path} cannot be read as a PyTorch checkpoint: {reason}")
 
 
 def _foreign_global(path: Path) -> str | None:
@@ -112,7 +114,7 @@ def _foreign_global(path: Path) -> str | None:
     try:
         with _pickle_of(path) as file:
             return next((".".join(each) for each in _globals(file) if each[0] not in _USUAL), None)
-    except Exception:  # the file is refused already, and damaged as it likes
+    except Exception:  # the file is refused already, and its damage may raise anything in zipfile and pickletools
         return None
 
 

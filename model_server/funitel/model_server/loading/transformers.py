@@ -17,7 +17,13 @@ from funitel.model_server.loading.common import Loaded
 from funitel.model_server.models.transformers_fallback.attention import Unsuited
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_keeper
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
-from funitel.model_server.models.transformers_fallback.load import first_line, hollow, load_model, named, read_config
+from funitel.model_server.models.transformers_fallback.load import (
+    hollow,
+    load_model,
+    named,
+    read_config,
+    translating_errors,
+)
 from funitel.model_server.models.transformers_fallback.packed import PackedModel
 from funitel.model_server.models.transformers_fallback.padded import StackedModel
 from funitel.model_server.models.transformers_fallback.pool import FallbackPools
@@ -26,7 +32,7 @@ from funitel.model_server.models.transformers_fallback.tensor_parallel import Sp
 from funitel.model_server.models.weight_offload import refuse_host_memory
 from funitel.model_server.sampling.logits_processors import TorchScores
 from funitel.model_server.settings import ModelServerSettings
-from funitel.proto.errors import NoRow, SettingsError, UnsupportedModel
+from funitel.proto.errors import FunitelError, NoRow, SettingsError, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
@@ -160,17 +166,17 @@ def _choose_way(
     former = model.config._attn_implementation
     failures: list[str] = []
     with torch.inference_mode():
-        prompts, expected = _expected(model, vocab_size, device)
+        with translating_errors():
+            prompts, expected = expected_logits(model, vocab_size, device)
         for way in ways:
             try:
-                forward = way(model)
-                size = forward.kept.fit_block(block_size, context, dtype)
-                pools = FallbackPools(forward.kept, size, dtype, device, num_ranks)
-                check_steps(forward, pools, prompts, expected)
-            except Unsuited as error:
-                failures.append(str(error))
-            except Exception as error:  # the code is not ours
-                failures.append(f"its code fails: {first_line(error)}")
+                with translating_errors("its code fails"):
+                    forward = way(model)
+                    size = forward.kept.fit_block(block_size, context, dtype)
+                    pools = FallbackPools(forward.kept, size, dtype, device, num_ranks)
+                    check_steps(forward, pools, prompts, expected)
+            except FunitelError as error:
+                failures.append(error.message)
             else:
                 if failures:
                     logger.info("not computed in a faster way: %s", "; ".join(failures))
@@ -184,13 +190,6 @@ def _stacked(model: Any, device: torch.device, turns: DynamicRope, *, is_alone: 
     if not keeper.takes_padding and not is_alone:
         raise Unsuited("its code does not say how to pad")
     return StackedModel(model, keeper, device, turns, is_alone=is_alone)
-
-
-def _expected(model: Any, vocab_size: int, device: torch.device) -> tuple[list[list[int]], list[torch.Tensor]]:
-    try:
-        return expected_logits(model, vocab_size, device)
-    except Exception as error:  # the code is not ours
-        raise UnsupportedModel(f"the model's code in transformers fails: {first_line(error)}") from error
 
 
 def context_of(config: Any, folder: Path) -> int:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor as ThreadExecutor
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import uvloop
@@ -33,6 +34,16 @@ class Lane(Protocol):
 
         Then call `done` with what came of it, or `failed` with what either of them raised.
         """
+
+
+def attempt(work: Callable[[], T], done: Callable[[T], object], failed: Callable[[Exception], object]) -> None:
+    """Call `done` with what `work` returns, or `failed` with what it raises."""
+    try:
+        result = work()
+    except Exception as error:  # any failure of a call is its reply, and the shard goes on
+        failed(error)
+    else:
+        done(result)
 
 
 async def emptied(lane: Lane) -> None:
@@ -62,23 +73,19 @@ class ThreadedRunner:
         """See `Lane`."""
         loop = asyncio.get_running_loop()
 
-        def tell(make: Callable[[], R]) -> None:
-            try:
-                result = make()
-            except Exception as error:
-                loop.call_soon_threadsafe(failed, error)
-            else:
-                loop.call_soon_threadsafe(done, result)
+        def tell_done(result: R) -> None:
+            loop.call_soon_threadsafe(done, result)
 
-        def compute() -> None:
-            try:
-                computed = job()
-            except Exception as error:
-                self._answers.submit(loop.call_soon_threadsafe, failed, error)
-            else:
-                self._answers.submit(tell, lambda: finish(computed))
+        def tell_failed(error: Exception) -> None:
+            loop.call_soon_threadsafe(failed, error)
 
-        self._compute.submit(compute)
+        def answer(computed: T) -> None:
+            self._answers.submit(attempt, partial(finish, computed), tell_done, tell_failed)
+
+        def fail(error: Exception) -> None:
+            self._answers.submit(tell_failed, error)
+
+        self._compute.submit(attempt, job, answer, fail)
 
 
 class InlineRunner:
@@ -96,15 +103,7 @@ class InlineRunner:
     ) -> None:
         """See `Lane`."""
 
-        def compute() -> None:
-            try:
-                result = finish(job())
-            except Exception as error:
-                failed(error)
-            else:
-                done(result)
-
-        self._jobs.append(compute)
+        self._jobs.append(partial(attempt, lambda: finish(job()), done, failed))
         if len(self._jobs) == 1:
             asyncio.get_running_loop().call_soon(self._turn)
 

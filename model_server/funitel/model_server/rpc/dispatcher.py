@@ -10,12 +10,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from funitel.model_server.device.memory import is_out_of_memory
 from funitel.model_server.executor.executor import Executor, PendingStep
 from funitel.model_server.rpc.call_order import StepOrder
-from funitel.model_server.rpc.compute_threads import Lane
+from funitel.model_server.rpc.compute_threads import Lane, attempt
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import wire
 from funitel.proto.errors import FunitelError, ResourceExhausted, ShardFailed, ShardUnsound, StepFailed
@@ -70,15 +71,16 @@ class Dispatcher:
 
     def make(self, call: Callable[[Q, ReplyCallbacks[R]], None], request: Q, reply: ReplyCallbacks[R]) -> None:
         """Make one of the calls below; what it raises itself is answered too, and takes up the call's number."""
-        try:
-            call(request, reply)
-        except Exception as error:
+
+        def fail(error: Exception) -> None:
             failure = self._failure(error)
 
             def refuse(_: FunitelError | None = None) -> None:
                 reply.refuse(failure)
 
             self._order.begin(_step_seq(request), refuse, refuse)
+
+        attempt(partial(call, request, reply), lambda _: None, fail)
 
     def clear_cache(self, request: pb.ClearCacheRequest, reply: ReplyCallbacks[pb.ClearCacheResponse]) -> None:
         """Drop one or all cached batches; dropping all starts the numbering again."""

@@ -8,7 +8,7 @@ from funitel.model_server.executor.encoder import EncoderExecutor
 from funitel.model_server.rpc.base_servicer import Context, ShardServicer, abort
 from funitel.proto import encoder_wire
 from funitel.proto import generate_pb2 as pb
-from funitel.proto.errors import FunitelError, StepFailed
+from funitel.proto.errors import FunitelError, StepFailed, translating
 from funitel.proto.step import ShardInfo
 
 logger = logging.getLogger(__name__)
@@ -31,10 +31,13 @@ class EncoderServicer(ShardServicer):
         loop = asyncio.get_running_loop()
         try:
             task, inputs = encoder_wire.decode_inputs(request)
-            result = await loop.run_in_executor(self._compute, self._executor.encode, task, inputs)
+            with translating(_failure):
+                result = await loop.run_in_executor(self._compute, self._executor.encode, task, inputs)
         except FunitelError as error:
             await abort(context, error)
-        except Exception as error:
-            logger.exception("encoding failed")
-            await abort(context, StepFailed(f"{type(error).__name__}: {error}"))
         return encoder_wire.encode_rows(result)
+
+
+def _failure(error: Exception) -> StepFailed:
+    logger.error("encoding failed", exc_info=error)
+    return StepFailed(f"{type(error).__name__}: {error}")

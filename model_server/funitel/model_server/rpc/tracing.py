@@ -40,6 +40,19 @@ class CallSpans:
         for span in self._spans:
             span.fail(error, **{"rpc.grpc.status_code": status.value[0]})
 
+    def __enter__(self) -> "CallSpans":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """End them where the call has raised: what `abort` raises comes from the error it was given."""
+        cause = error if error is None or isinstance(error, FunitelError) else error.__context__
+        if isinstance(cause, FunitelError):
+            self.fail(cause, cause.grpc_status)
+        elif isinstance(error, Exception):
+            self.fail(error, grpc.StatusCode.UNKNOWN)
+        elif error is not None:
+            self.fail(Cancelled("the call was cancelled"), grpc.StatusCode.CANCELLED)
+
 
 NO_SPANS = CallSpans()
 
@@ -70,26 +83,11 @@ class TracedCalls(grpc.aio.ServerInterceptor):
         rpc: str = handler_call_details.method.rpartition("/")[2]
 
         async def traced(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            spans = open_spans(rpc, metadata)
-            try:
+            with open_spans(rpc, metadata) as spans:
                 answer = await handler.unary_unary(request, context)
-            except BaseException as error:
-                _fail(spans, error)
-                raise
-            spans.end(answer)
-            return answer
+                spans.end(answer)
+                return answer
 
         return grpc.unary_unary_rpc_method_handler(
             traced, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
         )
-
-
-def _fail(spans: CallSpans, error: BaseException) -> None:
-    """End the spans of a call that raised: what `abort` raises comes from the error it was given."""
-    cause = error if isinstance(error, FunitelError) else error.__context__
-    if isinstance(cause, FunitelError):
-        spans.fail(cause, cause.grpc_status)
-    elif isinstance(error, Exception):
-        spans.fail(error, grpc.StatusCode.UNKNOWN)
-    else:
-        spans.fail(Cancelled("the call was given up"), grpc.StatusCode.CANCELLED)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from funitel.proto.errors import WeightsError
+from funitel.proto.errors import WeightsError, translating
 
 PREFIX_TOKENS = 5  # prompt tokens decoded along, so that the first piece keeps its leading space (TGI's choice)
 REPLACEMENT = "\ufffd"
@@ -22,10 +22,8 @@ class TextCodec:
         self.path = path = folder / "tokenizer.json"
         if not path.is_file():
             raise WeightsError(f"{folder} holds no tokenizer.json")
-        try:
-            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception for any malformed file
-            raise WeightsError(f"{path} is not a readable tokenizer: {error}") from error
+        with translating(lambda error: WeightsError(f"{path} is not a readable tokenizer: {error}")):
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))  # raises bare Exception for a malformed file
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
         self._alone: dict[int, str] = {}  # texts of tokens that were decoded alone

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from funitel.model_server.checkpoint.storage import open_file
 from funitel.model_server.files.integrity import read_json, weight_files
 from funitel.model_server.models.transformers_fallback.tensor_parallel import Split
-from funitel.proto.errors import NoRow, UnsupportedModel, WeightsError
+from funitel.proto.errors import FunitelError, NoRow, UnsupportedModel, WeightsError, translating
 
 logger = logging.getLogger(__name__)
 
 _LIBRARY = f"transformers {transformers.__version__}"
+
+
+def translating_errors(
+    message: str = "the model's code in transformers fails", make: type[FunitelError] = UnsupportedModel
+) -> AbstractContextManager[None]:
+    """Raise what transformers, or code that comes with a model, raises inside as `make`: any class is possible."""
+    return translating(lambda error: make(f"{message}: {first_line(error)}"))
 
 
 def first_line(error: BaseException) -> str:
@@ -39,11 +47,9 @@ def read_config(folder: Path, no_row: NoRow, *, trusts_code: bool) -> Any:
     if not is_known and not has_code:
         raise UnsupportedModel(f"{no_row.message}; {_LIBRARY} does not know it either")
     _check_layers(given, folder)
-    try:
+    with translating_errors(f"{no_row.message}; {_LIBRARY} refuses its config.json"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trusts_code, local_files_only=True)
         is_causal = has_code and trusts_code or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    except Exception as error:  # it raises what it likes
-        raise UnsupportedModel(f"{no_row.message}; {_LIBRARY} refuses its config.json: {first_line(error)}") from error
     if not is_causal or config.is_encoder_decoder:
         raise UnsupportedModel(f"{no_row.message}; in {_LIBRARY} it is no causal language model")
     if given.get("quantization_config") is not None:
@@ -78,11 +84,8 @@ def hollow(config: Any, *, trusts_code: bool) -> Any:
     Raises:
         UnsupportedModel: its code fails.
     """
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trusts_code).eval()
-    except Exception as error:  # the code is not ours
-        raise UnsupportedModel(f"the model's code in transformers fails: {first_line(error)}") from error
+    with translating_errors(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trusts_code).eval()
 
 
 def load_model(
@@ -95,7 +98,7 @@ def load_model(
     """
     transformers.utils.logging.set_verbosity_error()  # its reports of loading are ours to give
     transformers.utils.logging.disable_progress_bar()
-    try:
+    with translating_errors(f"transformers cannot load {folder}", WeightsError):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -106,8 +109,6 @@ def load_model(
             output_loading_info=True,
             **({} if split is None else split.settings()),
         )
-    except Exception as error:  # it raises what it likes
-        raise WeightsError(f"transformers cannot load {folder}: {first_line(error)}") from error
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise WeightsError(f"the checkpoint lacks {len(missing)} tensors of the model: {', '.join(missing[:3])}")

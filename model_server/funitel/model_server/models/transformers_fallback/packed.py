@@ -4,6 +4,7 @@ For models whose layers see other tokens through `AttentionInterface` only.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,11 @@ class PackedModel:
         if not model.is_backend_compatible():
             raise Unsuited("its code does not use AttentionInterface")
         former = model.config._attn_implementation
-        model.set_attn_implementation(self._interface.name)
-        try:
+        with ExitStack() as undo:
+            undo.callback(model.set_attn_implementation, former)
+            model.set_attn_implementation(self._interface.name)
             self.kept = self._probe()
-        except BaseException:
-            model.set_attn_implementation(former)
-            raise
+            undo.pop_all()
         self.takes_chunks = self.shares_prefixes = not turns.is_by_length
 
     def _probe(self) -> CacheLayout:

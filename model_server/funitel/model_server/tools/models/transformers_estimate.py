@@ -1,6 +1,7 @@
 """What a model that runs through transformers would take, from its configuration and a forward without values."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +11,12 @@ from funitel.model_server.files.integrity import read_json
 from funitel.model_server.loading.transformers import check_honoured, context_of
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_keeper
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
-from funitel.model_server.models.transformers_fallback.load import hollow, named, read_config
+from funitel.model_server.models.transformers_fallback.load import hollow, named, read_config, translating_errors
 from funitel.model_server.models.transformers_fallback.packed import PackedModel
 from funitel.model_server.models.transformers_fallback.pool import CacheLayout
 from funitel.model_server.models.transformers_fallback.tensor_parallel import Split
 from funitel.model_server.settings import ModelsSettings
-from funitel.proto.errors import NoRow
+from funitel.proto.errors import FunitelError, NoRow
 
 _META = torch.device("meta")
 
@@ -64,8 +65,6 @@ def _kept(model: torch.nn.Module, block_size: int) -> CacheLayout | None:
         lambda: choose_keeper(model, _META).kept,
     )
     for probe in probes:
-        try:
+        with suppress(FunitelError), translating_errors():  # code that looks at values has none here
             return probe()
-        except Exception:  # code that looks at values has none here
-            continue
     return None
