@@ -11,7 +11,8 @@ import tokenizers
 from funitel.proto.errors import ContextTooLong, FunitelError, InvalidRequest, TemplateError
 from funitel.router.core.request import Limits
 from funitel.router.text.chat_template import ChatTemplate
-from funitel.router.text.tokenizer import NO_TEMPLATE, ModelFiles
+from funitel.router.text.model_files import ModelFiles
+from funitel.router.text.tokenizer import NO_TEMPLATE
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]

@@ -37,7 +37,7 @@ def test_impossible_recommendations_stop_the_start(tmp_path: Path, values: dict[
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "funitel.json").write_text("{")
-    with pytest.raises(StartupError, match=r"funitel\.json is not readable JSON"):
+    with pytest.raises(StartupError, match=r"funitel\.json cannot be read"):
         read_recommended(tmp_path)
 
 

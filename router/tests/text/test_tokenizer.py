@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fakes import byte_tokenizer, write_model
 
-from funitel.proto.errors import StartupError, TemplateError
+from funitel.proto.errors import InvalidRequest, StartupError, TemplateError
 from funitel.router.text.chat_template import ChatTemplate
 from funitel.router.text.tokenizer import Tokenizer
 
@@ -211,3 +211,15 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
     (write_model(tmp_path) / name).write_text("{")
     with pytest.raises(StartupError, match=f"{name} cannot be read"):
         Tokenizer.load(str(tmp_path), None, 1)
+
+
+async def test_a_text_that_cannot_be_tokenized_is_refused_by_its_field(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    tokenizer = Tokenizer.load(str(tmp_path), None, 1)
+    tokenizer._tokenizer = None  # type: ignore[assignment]  # fails as the library does: by any exception
+    try:
+        with pytest.raises(InvalidRequest, match="^`messages` cannot be tokenized$") as caught:
+            await tokenizer.encode("Hi", field="messages")
+    finally:
+        await tokenizer.close()
+    assert caught.value.param == "messages"

@@ -117,4 +117,5 @@ def check_count(n: int, service: Service) -> None:
 async def count_prompt_tokens(service: Service, call: ChatCall, names: Mapping[str, str]) -> int:
     """Return how many tokens the prompt of a conversation has; raises as `prepare_chat` does."""
     prompt = await render_prompt(service, call, names)
-    return len((await service.tokenizer.encode(prompt.text, add_special_tokens=False)).ids)
+    field = names.get("inputs", "inputs")
+    return len((await service.tokenizer.encode(prompt.text, add_special_tokens=False, field=field)).ids)

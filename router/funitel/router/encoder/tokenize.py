@@ -1,19 +1,17 @@
 """Texts as an encoder takes them: to tokens, many at once, in worker threads. Knows no HTTP and no torch."""
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import tokenizers
 
-from funitel.proto.errors import InvalidRequest, StartupError
-from funitel.router.text.tokenizer import ModelFiles
-
-logger = logging.getLogger(__name__)
+from funitel.proto.errors import InvalidRequest, StartupError, translating
+from funitel.router.text.model_files import ModelFiles
+from funitel.router.text.tokenizer import cannot_tokenize
 
 TextOrPair = str | tuple[str, str]
 _MASKS = ("[MASK]", "<mask>")  # for folders that do not say which token it is
@@ -104,11 +102,8 @@ class TextEncoder:
 
     def _encode(self, texts: Sequence[TextOrPair], truncate: str | None) -> list[EncodedText]:
         tokenizer = self._tokenizer if truncate is None else self._cutting(truncate)
-        try:
+        with translating(partial(cannot_tokenize, "inputs")):
             found = tokenizer.encode_batch_fast(list(texts))
-        except Exception as error:  # tokenizers raises bare Exception
-            logger.debug("the tokenizer failed: %s", error)
-            raise InvalidRequest("`inputs` cannot be tokenized", "inputs") from error
         has_pairs = any(not isinstance(text, str) for text in texts)
         return [EncodedText(tuple(each.ids), tuple(each.type_ids) if has_pairs else ()) for each in found]
 

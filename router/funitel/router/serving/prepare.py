@@ -89,7 +89,7 @@ async def prepare(
         InvalidRequest: it breaks a rule.
     """
     try:
-        request = await _checked(service, sampling.resolved(service.recommended), prompt, stream=stream)
+        request = await _checked(service, sampling.resolved(service.recommended), prompt, names, stream=stream)
     except BrokenRule as broken:
         raise broken.error(names) from None
     grammar = sampling.grammar
@@ -112,7 +112,9 @@ async def prepare(
     return GenerationJob(service, request, arrived)
 
 
-async def _checked(service: Service, sampling: SamplingRequest, prompt: Prompt, *, stream: bool) -> Request:
+async def _checked(
+    service: Service, sampling: SamplingRequest, prompt: Prompt, names: Mapping[str, str], *, stream: bool
+) -> Request:
     """The request of checked parameters and a tokenized prompt; raises BrokenRule."""
     limits, tokenizer = service.engine.limits, service.tokenizer
     check_parameters(sampling, prompt.text, limits, service.settings, stream=stream)
@@ -121,7 +123,9 @@ async def _checked(service: Service, sampling: SamplingRequest, prompt: Prompt, 
     first_token = None if language is None else tokenizer.languages.token(language)
     input_ids = prompt.ids
     if input_ids is None:
-        input_ids = (await tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens)).ids
+        field = names.get("inputs", "inputs")
+        encoding = await tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens, field=field)
+        input_ids = encoding.ids
         check_prompt_ids(input_ids, tokenizer.num_tokens)
     return build_request(
         sampling,

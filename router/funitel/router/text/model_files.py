@@ -1,13 +1,8 @@
-"""From the name of a model to a folder with its tokenizer: a folder as it is, else the files of a hub repository.
+"""Read the files of a model folder: tokenizer, chat template, special tokens, origin and recommended sampling.
 
-The launcher hands over a folder; names are for routers started by hand. Weights are never fetched here.
-
-What a model folder says about where its model comes from and what it is for. Nothing is fetched.
-
-The sampling recommended for a model, used on `/v1` where a request says nothing about sampling.
-
-`generation_config.json` says it for hub checkpoints that sample by default; `funitel.json`, written beside converted
-weights, for models of the catalogue. Native routes keep TGI's defaults.
+The launcher gives the router a folder. A name is for routers started by hand: the files of a hub repository are
+fetched, without weights. `generation_config.json` recommends sampling for hub checkpoints that sample by default;
+`funitel.json`, written beside converted weights, for models of the catalogue.
 """
 
 import json
@@ -16,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from funitel.proto.errors import StartupError
+import tokenizers
+
+from funitel.proto.errors import StartupError, translating
+from funitel.router.text.template_renderer import TemplateTexts
 
 _SHA = re.compile(r"[0-9a-f]{40}")
 _PIPELINE_TAG = re.compile(r"^pipeline_tag:[ \t]*[\"']?([\w-]+)", re.MULTILINE)
@@ -32,7 +30,7 @@ class ModelOrigin:
 
     @classmethod
     def of(cls, folder: Path) -> "ModelOrigin":
-        """Read a model folder."""
+        """Read the origin of a model folder."""
         is_snapshot = folder.parent.name == "snapshots" and _SHA.fullmatch(folder.name) is not None
         return cls(folder.name if is_snapshot else None, _pipeline_tag(folder / "README.md"))
 
@@ -105,10 +103,10 @@ class RecommendedSampling:
 
 
 def read_recommended(folder: Path) -> RecommendedSampling:
-    """Read a model folder.
+    """Read the sampling that a model folder recommends, used on `/v1` where a request says nothing about it.
 
     Raises:
-        StartupError: a file is not JSON, or recommends what cannot be.
+        StartupError: a file is not a JSON object, or recommends what cannot be.
     """
     values = _json(folder / "generation_config.json")
     if not values.get("do_sample"):
@@ -120,11 +118,102 @@ def read_recommended(folder: Path) -> RecommendedSampling:
     return RecommendedSampling(temperature, None if top_p == 1.0 else top_p)
 
 
+_TOOL_USE = "tool_use"  # the name of a template of its own for chats with tools
+
+
+class ModelFiles:
+    """The files of a model folder that say how to tokenize."""
+
+    def __init__(self, folder: Path, config_path: Path | None = None) -> None:
+        self._folder = folder
+        if config_path is not None and not config_path.is_file():
+            raise StartupError(f"--tokenizer-config-path {config_path} is not a file")
+        self._config = _json(config_path or folder / "tokenizer_config.json")
+        self._is_own_config = config_path is not None
+
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        """Read tokenizer.json."""
+        path = self._folder / "tokenizer.json"
+        if not path.is_file():
+            raise StartupError(f"{path} does not exist: --tokenizer-name must be a folder that has it")
+        with translating(lambda error: StartupError(f"{path} cannot be read: {error}")):  # it raises bare Exception
+            return tokenizers.Tokenizer.from_file(str(path))
+
+    def model_vocab_size(self) -> int | None:
+        """Rows of the model's embedding, as config.json says."""
+        config = _json(self._folder / "config.json")
+        text_config = config.get("text_config")
+        size = config.get("vocab_size") or (text_config.get("vocab_size") if isinstance(text_config, dict) else None)
+        return size if isinstance(size, int) else None
+
+    def template_texts(self, tokenizer: tokenizers.Tokenizer) -> TemplateTexts | None:
+        """The chat template and what it may use; None if there is none."""
+        source = self._template_source("default")
+        if source is None:
+            return None
+        return TemplateTexts(source, self.special_tokens(tokenizer), self._template_source(_TOOL_USE))
+
+    def _template_source(self, name: str) -> str | None:
+        """A config the user gave comes first; then files of their own, chat_template.json, tokenizer_config.json."""
+        own = _pick_template(self._config.get("chat_template"), name)
+        if own is not None and self._is_own_config:
+            return own
+        is_default = name == "default"
+        path = "chat_template.jinja" if is_default else f"additional_chat_templates/{name}.jinja"
+        jinja_file = self._folder / path
+        if jinja_file.is_file():
+            return jinja_file.read_text(encoding="utf-8")
+        return _pick_template(_json(self._folder / "chat_template.json").get("chat_template"), name) or own
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A file of the folder, which must be a JSON object where it is there; empty where it is not."""
+        return _json(self._folder / name)
+
+    def special_tokens(self, tokenizer: tokenizers.Tokenizer) -> dict[str, str]:
+        """`bos_token`, `eos_token` and the like; the ids of config.json help where no text is given."""
+        named = _json(self._folder / "special_tokens_map.json") | self._config
+        tokens = {name: _token_text(value) for name, value in named.items() if name.endswith("_token")}
+        special = {name: text for name, text in tokens.items() if text is not None}
+        ids = _json(self._folder / "config.json") | _json(self._folder / "generation_config.json")
+        for name in ("bos_token", "eos_token"):
+            text = _text_of_id(tokenizer, ids.get(f"{name}_id"))
+            if name not in special and text is not None:
+                special[name] = text
+        return special
+
+
+def _pick_template(value: Any, name: str) -> str | None:
+    """The template of a name; one that has none is the default."""
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get(name)
+    elif name != "default":
+        value = None
+    return value if isinstance(value, str) else None
+
+
+def _token_text(value: Any) -> str | None:
+    """A token is written as its text or as an object with it."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _text_of_id(tokenizer: tokenizers.Tokenizer, token_id: Any) -> str | None:
+    """An id may be one or a list of several, the first being the main one."""
+    if isinstance(token_id, list):
+        token_id = token_id[0] if token_id else None
+    return tokenizer.id_to_token(token_id) if isinstance(token_id, int) else None
+
+
 def _json(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds; empty where there is no file."""
     if not path.is_file():
         return {}
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise StartupError(f"{path} is not readable JSON: {error}") from error
-    return values if isinstance(values, dict) else {}
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise StartupError(f"{path} is not a JSON object")
+    return content
