@@ -1,4 +1,4 @@
-"""What do HTTP, the router and gRPC cost? Streams over HTTP against the executor called in its own process.
+"""Measure the overhead of HTTP, router and gRPC: streams over HTTP against the executor called in a process.
 
 Both compute the same batch: the same prompts, greedy, with the same precision and as many threads, until the model or
 the limit ends each; the totals of tokens must agree. The executor is called by a loop that does nothing else: take the
@@ -56,53 +56,13 @@ def precision_of(arguments: argparse.Namespace) -> tuple[str, ...]:
 # In process
 
 
-def work(arguments: argparse.Namespace) -> None:
-    """Load the model, then run one batch for each line read: `streams tokens`; answer with tokens and seconds."""
-    from funitel.model_server.hub.resolve import resolve
-    from funitel.model_server.loading.decoder import load
-    from funitel.model_server.settings import ModelServerSettings
-    from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams, WarmupLimits
-
-    settings = ModelServerSettings(
-        model_id=arguments.model,
-        dtype=arguments.dtype,
-        quantize=arguments.quantize,
-        num_threads=arguments.threads,
-    )
-    executor, info = load(settings, resolve(arguments.model).folder)
-
-    def start(number: int, prompt: str, tokens: int, room: int) -> SequenceStart:
-        return SequenceStart(
-            request_id=number,
-            inputs=prompt,
-            sampling=SamplingParams(),
-            stopping=StoppingParams(max_new_tokens=tokens),
-            blocks=tuple(range(1 + number * room, 1 + (number + 1) * room)),
-        )
-
-    warm = start(0, "a" * 64, 1, 0)
-    executor.warmup([warm], WarmupLimits(max_batch_total_tokens=POOL_TOKENS))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        streams, tokens = map(int, line.split())
-        room = -(-(MAX_PROMPT_TOKENS + tokens) // info.block_size)
-        starts = [start(i, prompt, tokens, room) for i, prompt in enumerate(prompts_of(streams))]
-        begin, cpu, count = time.monotonic(), time.process_time(), 0
-        result = executor.prefill(0, starts)
-        while True:
-            count += sum(len(generation.tokens.ids) for generation in result.generations)
-            if result.batch is None:
-                break
-            result = executor.decode([result.batch])
-        print(count, time.monotonic() - begin, time.process_time() - cpu, flush=True)
-
-
 class Worker:
     """The executor in a process of its own."""
 
     def __init__(self, arguments: argparse.Namespace, threads: int) -> None:
-        command = [sys.executable, __file__, arguments.model, *precision_of(arguments), "--threads", str(threads)]
-        self._process = subprocess.Popen([*command, "--work"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        program = Path(__file__).with_name("executor_worker.py")
+        command = [sys.executable, program, arguments.model, *precision_of(arguments), "--threads", str(threads)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.pid = self._process.pid
         if self._answer() != "ready":
             raise SystemExit("error: the executor did not start")
@@ -258,12 +218,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.work:
-        work(arguments)
-        return
     if len(os.sched_getaffinity(0)) < 2:
         raise SystemExit("error: two cores are needed")
     names = "layout streams pipeline_steps executor_tokens_per_second http_tokens_per_second ratio"

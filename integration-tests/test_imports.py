@@ -43,6 +43,7 @@ PROTO_ARROWS = {
     ("settings.options", "settings.bounds"),
     ("settings.options", "settings.tgi_flags"),
     ("tracing.export", "errors"),
+    ("tracing.export", "tracing.otlp"),
     ("tracing.export", "tracing.spans"),
     ("tracing.spans", "errors"),
 }

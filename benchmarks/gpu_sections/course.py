@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -81,16 +82,17 @@ class Course:
 
     def _run_one(self, section: Section, end: float | None, put: Callable[[Line | None], None]) -> None:
         begin = time.monotonic()
-        try:
-            seconds = section.seconds * self.patience
-            seconds = seconds if end is None else min(seconds, end - begin)
-            error = self._watch(section, seconds, put) if seconds > 0 else "no time was left for it"
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        self.taken[section.name] = round(time.monotonic() - begin, 1)
-        if error is not None:
-            self.errors[section.name] = error
-        put(None)
+        with ExitStack() as done:
+            done.callback(put, None)
+            try:
+                seconds = section.seconds * self.patience
+                seconds = seconds if end is None else min(seconds, end - begin)
+                error = self._watch(section, seconds, put) if seconds > 0 else "no time was left for it"
+            except (OSError, ValueError) as failure:
+                error = f"{type(failure).__name__}: {failure}"
+            self.taken[section.name] = round(time.monotonic() - begin, 1)
+            if error is not None:
+                self.errors[section.name] = error
 
     def _watch(self, section: Section, seconds: float, put: Callable[[Line | None], None]) -> str | None:
         """Run one section; returns what went wrong."""

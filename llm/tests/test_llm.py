@@ -336,7 +336,7 @@ def test_an_interrupt_takes_every_sequence_out(llm: LLM) -> None:
     threading.Thread(target=_interrupt_main, args=(engine,)).start()
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["long"] * 20, SamplingParams(max_tokens=200, ignore_eos=True, n=2), use_tqdm=False)
-    assert engine._requests.streams == {}
+    assert engine.requests.streams == {}
     assert not engine._scheduler.waiting
     assert not engine._scheduler.running
     assert len(ids(llm, "after", GREEDY)) == 1
@@ -377,7 +377,7 @@ def test_closing_ends_threads_frees_memory_and_calls(model: Path) -> None:
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    while not llm._model.engine._requests.streams:
+    while not llm._model.engine.requests.streams:
         time.sleep(0.01)
     llm.close()
     llm.close()

@@ -43,11 +43,11 @@ def recording() -> Iterator[Recorded]:
     exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracing.use(provider.get_tracer("test"))
+    tracing.set_tracer(provider.get_tracer("test"))
     try:
         yield Recorded(exporter)
     finally:
-        tracing.use(None)
+        tracing.set_tracer(None)
 
 
 def parent_of(span: ReadableSpan) -> int:

@@ -90,7 +90,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
 def test_a_name_is_one_key_s_until_it_is_revoked(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     new(path, capsys)
     before = Path(path).read_text()
-    with pytest.raises(SettingsError, match="has this name too"):
+    with pytest.raises(SettingsError, match="has the same name"):
         new(path, capsys)
     assert Path(path).read_text() == before
     revoke(RevokeKeySettings(api_key_file=path, name="team-a"))

@@ -1,6 +1,6 @@
-"""Use a model from Python, without a server: `LLM(...).generate([...], SamplingParams(...))`.
+"""Offline inference from Python, without a server: `LLM(...).generate([...], SamplingParams(...))`.
 
-The same executor, scheduler and engine as behind HTTP, in this process. See docs/offline.md.
+It runs the executor, scheduler and engine of the server in this process. See docs/offline.md.
 """
 
 from funitel.llm.llm import LLM

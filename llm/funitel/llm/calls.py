@@ -1,4 +1,4 @@
-"""One call of the user: all its sequences through the engine, their answers in the order of the prompts."""
+"""Run the sequences of one `generate` or `chat` call on the engine; results are in the order of the prompts."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,27 +16,27 @@ from funitel.router.engine.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class CompletionJob:
-    """A checked prompt with its parameters, and a request for each of its completions."""
+    """A validated prompt with its parameters, and a request for each of its completions."""
 
-    place: int
+    index: int
     prompt: EncodedPrompt
     params: SamplingParams
     requests: tuple[Request, ...]
 
     @classmethod
     def of(
-        cls, place: int, prompt: EncodedPrompt, params: SamplingParams, limits: Limits, vocab_size: int
+        cls, index: int, prompt: EncodedPrompt, params: SamplingParams, limits: Limits, vocab_size: int
     ) -> "CompletionJob":
-        """Check a prompt's length and what is asked of the vocabulary, and make its requests.
+        """Validate a prompt's length and its parameters against the vocabulary, and make its requests.
 
         Raises:
-            InvalidRequest: the prompt leaves no room for a completion, or the vocabulary is smaller than is asked for.
+            InvalidRequest: the prompt leaves no room for a completion, or a parameter exceeds the vocabulary.
         """
         try:
             params.check_vocabulary(vocab_size)
             max_new_tokens = room_for(prompt, params.max_tokens, limits)
         except FunitelError as error:
-            raise numbered("prompt", place, error) from error
+            raise numbered("prompt", index, error) from error
         stopping = StoppingParams(
             max_new_tokens=max_new_tokens, stop_sequences=params.stops, ignore_eos=params.ignore_eos
         )
@@ -44,14 +44,14 @@ class CompletionJob:
             Request(input_ids=prompt.ids, sampling=sampling, stopping=stopping, top_n_tokens=params.logprobs or 0)
             for sampling in params.for_engine()
         ]
-        return cls(place, prompt, params, tuple(requests))
+        return cls(index, prompt, params, tuple(requests))
 
 
 async def run_jobs(engine: Engine, jobs: Sequence[CompletionJob], progress: CompletionProgress) -> list[RequestOutput]:
-    """Run every sequence of every job at once; whoever fails or is cancelled takes all of them out of the engine.
+    """Run every sequence of every job concurrently; a failure or cancellation cancels all of them.
 
     Raises:
-        FunitelError: the first failure, naming its prompt.
+        FunitelError: the first failure, with the index of its prompt.
     """
     await engine.health()
     try:
@@ -68,7 +68,7 @@ async def _run_job(engine: Engine, job: CompletionJob, progress: CompletionProgr
             tasks = [group.create_task(_complete(engine, job, index, progress)) for index in range(len(job.requests))]
     except BaseExceptionGroup as failures:
         error = failures.exceptions[0]
-        raise (numbered("prompt", job.place, error) if isinstance(error, FunitelError) else error) from None
+        raise (numbered("prompt", job.index, error) if isinstance(error, FunitelError) else error) from None
     return RequestOutput(job.prompt.text, job.prompt.ids, tuple(task.result() for task in tasks))
 
 

@@ -1,4 +1,4 @@
-"""A model in this process: loaded once, then asked for completions and chat answers from any thread."""
+"""The class `LLM`: a model in this process that generates completions and chat answers, from any thread."""
 
 import os
 import re
@@ -24,10 +24,10 @@ DEFAULT_PREFILL_TOKENS = RouterSettings().max_batch_prefill_tokens
 
 
 class LLM:
-    """One model and the memory for its sequences, until `close`, the end of a `with`, or nobody has it any more.
+    """One model and its KV pool, until `close`, the end of a `with`, or garbage collection.
 
-    The prompts of a call, and the calls of several threads, share steps as the requests of a server do. The engine
-    turns in a thread of its own, so an event loop of the caller, as in a notebook, neither helps nor hinders.
+    The prompts of a call, and the calls of several threads, are batched as the requests of a server are. The engine
+    runs in its own thread, so an event loop of the caller, as in a notebook, does not matter.
     """
 
     def __init__(
@@ -48,26 +48,26 @@ class LLM:
         max_batch_total_tokens: int | None = None,
         max_batch_size: int | None = None,
     ) -> None:
-        """Fetch or convert the model if need be, load it and size its pool. What is None is decided as by a server.
+        """Fetch or convert the model if necessary, load it and size its pool. None means the server's default.
 
         Args:
             model: catalogue name, hub repository, local folder, or path of a .gguf file.
             revision: of a hub repository.
-            cache_dir: folder for models fetched and converted; FUNITEL_CACHE or ~/.cache/funitel when not given.
+            cache_dir: folder for fetched and converted models; FUNITEL_CACHE or ~/.cache/funitel when not given.
             device: auto, cpu or cuda.
             dtype: precision of weights and KV: float32, float16 or bfloat16.
-            quantize: how the checkpoint's weights must be quantised.
+            quantize: quantisation of the checkpoint's weights.
             num_shard: only 1 here; a server splits a model over several processes.
-            num_threads: that compute.
+            num_threads: of compute threads.
             block_size: tokens per KV block.
-            cuda_memory_fraction: share of a whole GPU's memory, or of what the KV pool may take on a CPU.
-            max_total_tokens: most tokens of a prompt and its completion together.
-            max_batch_prefill_tokens: most prompt tokens computed in one step.
+            cuda_memory_fraction: of the GPU's memory, or of the default KV pool on a CPU.
+            max_total_tokens: maximum of tokens in a prompt and its completion.
+            max_batch_prefill_tokens: maximum of prompt tokens in one step.
             max_batch_total_tokens: size of the KV pool in tokens.
-            max_batch_size: most sequences running at once.
+            max_batch_size: maximum of running sequences.
 
         Raises:
-            StartupError: model, arguments and machine do not fit together.
+            StartupError: an argument is invalid for the model or the machine.
         """
         if num_shard != 1:
             raise SettingsError(f"num_shard must be 1 in one process, given {num_shard!r}: start a server for more")
@@ -101,11 +101,11 @@ class LLM:
                     or min(DEFAULT_PREFILL_TOKENS, max_batch_total_tokens or DEFAULT_PREFILL_TOKENS),
                     max_batch_total_tokens=max_batch_total_tokens,
                     max_batch_size=max_batch_size,
-                    max_concurrent_requests=sys.maxsize,  # whoever asks waits, and knows how much was asked
+                    max_concurrent_requests=sys.maxsize,  # callers wait for their own calls
                 ),
             )
         except StartupError as error:
-            raise type(error)(_in_python_words(error.message)) from error
+            raise type(error)(_with_argument_names(error.message)) from error
         self._encoder = PromptEncoder(folder, self._model.vocab_size)
         self._default_params = _recommended(folder)
 
@@ -127,7 +127,7 @@ class LLM:
             One output for each prompt, in their order.
 
         Raises:
-            InvalidRequest: a prompt or parameter is wrong, and which; nothing was computed.
+            InvalidRequest: a prompt or parameter is invalid; the message names it, and nothing was computed.
             FunitelError: a step failed, or the LLM was closed.
         """
         return self._run(self._encoder.prompts(prompts), sampling_params, use_tqdm)
@@ -147,7 +147,7 @@ class LLM:
         return self._run(self._encoder.chats(messages), sampling_params, use_tqdm)
 
     def close(self) -> None:
-        """Cancel what other threads wait for and give the memory back. More calls of it do nothing."""
+        """Cancel the calls of other threads and free the memory; idempotent."""
         self._model.close()
 
     def __enter__(self) -> Self:
@@ -167,8 +167,8 @@ class LLM:
         each = params_for(self._default_params if sampling_params is None else sampling_params, len(prompts))
         model = self._model
         jobs = [
-            CompletionJob.of(place, prompt, params, model.limits, model.vocab_size)
-            for place, (prompt, params) in enumerate(zip(prompts, each, strict=True))
+            CompletionJob.of(index, prompt, params, model.limits, model.vocab_size)
+            for index, (prompt, params) in enumerate(zip(prompts, each, strict=True))
         ]
         with CompletionProgress(sum(params.n for params in each), is_shown=use_tqdm) as progress:
             return model.run(run_jobs(model.engine, jobs, progress), progress.show)
@@ -183,7 +183,7 @@ def _recommended(folder: Path) -> SamplingParams:
 
 
 def _cache_dir(given: str | Path | None) -> Path | None:
-    """The folder given, or as for every other program of ours the one the environment names."""
+    """The given folder, or that of FUNITEL_CACHE."""
     folder = given or os.environ.get("FUNITEL_CACHE")
     return Path(folder) if folder else None
 
@@ -199,6 +199,6 @@ def _check_integers(**values: object) -> None:
             raise SettingsError(f"{name} must be an integer >= 1, given {value!r}")
 
 
-def _in_python_words(message: str) -> str:
-    """Settings by the names they have here: `--block-size` is `block_size`."""
+def _with_argument_names(message: str) -> str:
+    """Replace flags by argument names: `--block-size` becomes `block_size`."""
     return re.sub(r"--([a-z][a-z-]*)", lambda match: match[1].replace("-", "_"), message)

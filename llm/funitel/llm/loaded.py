@@ -1,9 +1,10 @@
-"""A loaded model with its engine and the two threads they need, and the end of all four."""
+"""Load a model in this process, run an engine over it on two threads, and shut all of them down."""
 
 import asyncio
 import gc
 import weakref
 from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,24 +25,23 @@ T = TypeVar("T")
 
 
 class LoadedModel:
-    """Ready when made. Ends with `close`, or when nobody has it any more, or with the program."""
+    """A loaded model; it ends by `close`, by garbage collection, or with the program."""
 
     def __init__(self, folder: Path, shard: ModelServerSettings, router: RouterSettings) -> None:
-        """Load the model in `folder` on a new compute thread and start an engine over it on another.
+        """Load the model in `folder` on a new compute thread, and start an engine on another.
 
         Raises:
             StartupError: model, settings and machine do not fit together.
         """
         self._loop = LoopThread()
         compute = ComputeThread()
-        try:
+        with ExitStack() as undo:
+            # No join after an interrupt: loading goes on to its end.
+            undo.push(lambda _, error, __: compute.join() if isinstance(error, FunitelError) else None)
+            undo.callback(compute.close)
+            undo.callback(self._loop.close, _nothing)
             engine, self.vocab_size = self._loop.run(_start(folder, shard, router, compute))
-        except BaseException as error:
-            self._loop.close(_nothing)
-            compute.close()
-            if isinstance(error, FunitelError):  # not when interrupted: loading ends by itself, nobody waits for it
-                compute.join()
-            raise
+            undo.pop_all()
         self.limits = engine.limits
         self._engine: Engine | None = engine
         self._finalizer = weakref.finalize(self, _shut_down, self._loop, engine, compute)
@@ -58,10 +58,10 @@ class LoadedModel:
         return self._loop.run(work, meanwhile)
 
     def close(self) -> None:
-        """Cancel what runs, wait for a step under way and let the memory go."""
+        """Cancel running calls, wait for the step in flight and free the memory."""
         self._finalizer()
         self._engine = None
-        gc.collect()  # tasks and tracebacks of the engine form circles
+        gc.collect()  # tasks and tracebacks of the engine form reference cycles
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
 
@@ -81,7 +81,7 @@ async def _nothing() -> None:
 
 
 def _shut_down(loop: LoopThread, engine: Engine, compute: ComputeThread) -> None:
-    """End the loop, then the compute thread. A garbage collector may call this on either of them."""
+    """End the loop, then the compute thread; the garbage collector may call this on either."""
     loop.close(engine.close)
     loop.join()
     compute.join()

@@ -1,4 +1,4 @@
-"""What comes back for each prompt, made from what the engine delivered."""
+"""Result types of a prompt, built from the output of the engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ from funitel.router.text.stop_holdback import stop_start
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token that could stand at one place of a completion.
+    """A candidate token at one position of a completion.
 
     Attributes:
         logprob: its log-probability under the model, before temperature, penalties and filters.
-        rank: 1 for the likeliest; None for a token taken from beyond those reported.
+        rank: 1 for the likeliest; None for a chosen token outside the reported ones.
         decoded_token: its text.
     """
 
@@ -30,12 +30,12 @@ class CompletionOutput:
 
     Attributes:
         index: which of the `n`.
-        text: without special tokens, and without the stop text unless that was asked for.
-        token_ids: everything that was generated, end of text and stop included.
+        text: without special tokens, and without the stop text unless it was requested.
+        token_ids: all generated tokens, with end of text and stop.
         cumulative_logprob: sum of the tokens' log-probabilities under the model.
-        logprobs: at each place the likeliest tokens and the one taken, by token id; None if not asked for.
+        logprobs: at each position, the likeliest tokens and the chosen one, by token id; None if not requested.
         finish_reason: `stop` at the model's end of text or a stop text, `length` at `max_tokens` or the context's end.
-        stop_reason: the stop text that was found.
+        stop_reason: the stop text that occurred.
     """
 
     index: int
@@ -59,7 +59,7 @@ class RequestOutput:
 def completion(
     index: int, generations: Sequence[Generation], finished: GeneratedText, params: SamplingParams
 ) -> CompletionOutput:
-    """Put a finished completion together from all its steps."""
+    """Build a completion from the outputs of all its steps."""
     stop = None if finished.stop_index is None else params.stops[finished.stop_index]
     end = stop_start(finished, params.stops)
     if stop is not None and params.include_stop_str_in_output:
@@ -78,17 +78,17 @@ def completion(
 
 def _logprobs(generations: Sequence[Generation], num_top: int) -> tuple[dict[int, Logprob], ...]:
     return tuple(
-        _at_place(generation, place, num_top)
+        _at_position(generation, position, num_top)
         for generation in generations
-        for place in range(len(generation.tokens.ids))
+        for position in range(len(generation.tokens.ids))
     )
 
 
-def _at_place(generation: Generation, place: int, num_top: int) -> dict[int, Logprob]:
-    """The likeliest tokens, best first, then the one taken if it is none of them."""
+def _at_position(generation: Generation, position: int, num_top: int) -> dict[int, Logprob]:
+    """The likeliest tokens, best first, then the chosen token if it is not among them."""
     found = {}
     if generation.top_tokens:
-        top = generation.top_tokens[place]
+        top = generation.top_tokens[position]
         ranked = zip(top.ids, top.logprobs, top.texts, strict=True)
         found = {
             token_id: Logprob(logprob, rank, text)
@@ -96,5 +96,5 @@ def _at_place(generation: Generation, place: int, num_top: int) -> dict[int, Log
             if rank <= num_top
         }
     tokens = generation.tokens
-    taken = Logprob(tokens.logprobs[place], None, tokens.texts[place])
-    return found if tokens.ids[place] in found else found | {tokens.ids[place]: taken}
+    chosen = Logprob(tokens.logprobs[position], None, tokens.texts[position])
+    return found if tokens.ids[position] in found else found | {tokens.ids[position]: chosen}

@@ -1,4 +1,4 @@
-"""What one call has computed so far, as a bar on stderr or in the notebook."""
+"""Progress bar of one call, on stderr or in a notebook."""
 
 import time
 from types import TracebackType
@@ -7,33 +7,33 @@ from tqdm.auto import tqdm
 
 
 class _Bar(tqdm):  # type: ignore[misc]
-    """A bar that starts no thread to watch over itself: whoever waits looks after it."""
+    """A bar without tqdm's monitor thread; the waiting thread refreshes it."""
 
     monitor_interval = 0
 
 
 class CompletionProgress:
-    """Counted on the engine's thread, shown by the thread that waits; a context manager that ends the bar."""
+    """Counted on the engine's thread and shown by the waiting thread; a context manager that closes the bar."""
 
     def __init__(self, num_completions: int, *, is_shown: bool) -> None:
         self._num_finished = 0
         self._num_tokens = 0
-        self._begun = time.monotonic()
+        self._started = time.monotonic()
         self._bar = _Bar(total=num_completions, desc="completions", disable=not is_shown, dynamic_ncols=True)
         self._shown = 0  # tokens
 
     def count(self, num_tokens: int, *, is_last: bool) -> None:
-        """Note what a step brought for one completion."""
+        """Count the tokens of one step for one completion."""
         self._num_tokens += num_tokens
         self._num_finished += is_last
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens of all completions."""
-        return self._num_tokens / max(time.monotonic() - self._begun, 1e-6)
+        return self._num_tokens / max(time.monotonic() - self._started, 1e-6)
 
     def show(self) -> None:
-        """Bring the bar up to date."""
+        """Update the bar."""
         if self._shown == self._num_tokens:
             return
         self._shown = self._num_tokens

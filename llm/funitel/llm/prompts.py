@@ -1,4 +1,4 @@
-"""What callers give as prompts, as tokens; every error names the prompt by its place."""
+"""Encode the caller's prompts and conversations to tokens; every error names the index of its prompt."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import tokenizers
 
-from funitel.proto.errors import ContextTooLong, FunitelError, InvalidRequest, TemplateError
+from funitel.proto.errors import ContextTooLong, FunitelError, InvalidRequest, TemplateError, translating
 from funitel.router.core.request import Limits
 from funitel.router.text.chat_template import ChatTemplate
 from funitel.router.text.model_files import ModelFiles
@@ -27,7 +27,7 @@ class EncodedPrompt:
 
 
 class PromptEncoder:
-    """The tokenizer and the chat template of a model folder. Usable from any thread."""
+    """The tokenizer and chat template of a model folder; thread-safe."""
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         files = ModelFiles(folder)
@@ -41,7 +41,7 @@ class PromptEncoder:
         """Encode one prompt or several; texts get the special tokens the model's tokenizer adds.
 
         Raises:
-            InvalidRequest: something is neither a text nor a list of the vocabulary's token ids.
+            InvalidRequest: an item is neither a text nor a list of token ids of the vocabulary.
         """
         prompts = [_as_prompt(place, item) for place, item in enumerate(_as_list(given))]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -58,7 +58,7 @@ class PromptEncoder:
         """Render one conversation or several by the model's template and encode them.
 
         Raises:
-            InvalidRequest: something is no conversation.
+            InvalidRequest: an item is no conversation.
             TemplateError: the model has no template, or it refuses a conversation.
         """
         is_one = isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
@@ -74,10 +74,8 @@ class PromptEncoder:
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
         if not texts:
             return []
-        try:
+        with translating(lambda error: InvalidRequest(f"tokenizer error {error}", "prompts")):
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        except Exception as error:  # tokenizers raises bare Exception
-            raise InvalidRequest(f"tokenizer error {error}", "prompts") from error
         return [tuple(encoding.ids) for encoding in encodings]
 
     def _check_ids(self, place: int, ids: Sequence[int]) -> None:
@@ -103,7 +101,7 @@ class PromptEncoder:
 
 
 def _template(files: ModelFiles, tokenizer: tokenizers.Tokenizer) -> ChatTemplate | TemplateError:
-    """The compiled chat template, or why there is none. It runs in this process: in a sandbox, without other limits."""
+    """The compiled chat template, or the error; it runs in this process, in jinja's sandbox without other limits."""
     texts = files.template_texts(tokenizer)
     if texts is None:
         return TemplateError(NO_TEMPLATE)
@@ -113,30 +111,30 @@ def _template(files: ModelFiles, tokenizer: tokenizers.Tokenizer) -> ChatTemplat
         return error
 
 
-def numbered(what: str, place: int, error: FunitelError) -> FunitelError:
-    """The same error, naming the prompt or conversation it is about."""
-    named = type(error)(f"{what} {place}: {error.message}")
+def numbered(what: str, index: int, error: FunitelError) -> FunitelError:
+    """The same error, with the index of its prompt or conversation in the message."""
+    named = type(error)(f"{what} {index}: {error.message}")
     if isinstance(error, InvalidRequest) and isinstance(named, InvalidRequest):
         named.param = error.param
     return named
 
 
 def room_for(prompt: EncodedPrompt, max_tokens: int | None, limits: Limits) -> int:
-    """How many tokens a completion may have: as asked, but no more than the context has room for.
+    """Maximum of tokens in a completion: as requested, limited by the context.
 
     Raises:
-        ContextTooLong: the prompt leaves no room, or is longer than prompts may be.
+        ContextTooLong: the prompt leaves no room, or exceeds the maximum of input tokens.
     """
     num_tokens = len(prompt.ids)
-    most = min(limits.max_input_tokens, limits.max_total_tokens - 1)
-    if num_tokens > most:
-        raise ContextTooLong(f"the prompt must have at most {most} tokens, given {num_tokens}", "prompts")
+    maximum = min(limits.max_input_tokens, limits.max_total_tokens - 1)
+    if num_tokens > maximum:
+        raise ContextTooLong(f"the prompt must have at most {maximum} tokens, given {num_tokens}", "prompts")
     room = limits.max_total_tokens - num_tokens
     return room if max_tokens is None else min(max_tokens, room)
 
 
 def _as_list(given: Any) -> Sequence[Any]:
-    """One prompt, a text or token ids, is a list of one."""
+    """A list of prompts; a single prompt becomes a list of one."""
     if isinstance(given, str) or (isinstance(given, Sequence) and given and _is_id(given[0])):
         return [given]
     if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
@@ -153,7 +151,7 @@ def _as_prompt(place: int, item: Any) -> str | tuple[int, ...]:
 
 
 def _is_id(value: Any) -> bool:
-    """Whole numbers of any library, but no truth values."""
+    """Whether a value is an integer of any library, and no boolean."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
@@ -164,7 +162,7 @@ def _listed(messages: Any) -> Sequence[Any]:
 
 
 def _message(number: int, message: Any, knows_developers: bool) -> dict[str, Any]:
-    """A message as a template sees it: a role, a text, and whatever else it was given."""
+    """A message for the template: its role, its content as text, and its other fields."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"message {number} must have a role, given {message!r}", "messages")
     role = "system" if message["role"] == "developer" and not knows_developers else message["role"]
@@ -172,7 +170,7 @@ def _message(number: int, message: Any, knows_developers: bool) -> dict[str, Any
 
 
 def _text(number: int, content: Any) -> str:
-    """A message's text, which may come in parts."""
+    """A message's content as text; text parts are joined."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, Sequence):

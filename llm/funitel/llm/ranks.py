@@ -1,4 +1,4 @@
-"""A model in this process as the engine's replica sees it: the calls a shard gets over gRPC, made on a thread."""
+"""Adapt a local executor to the engine's `Ranks` interface: the calls of a shard, made on a thread instead of gRPC."""
 
 import asyncio
 import logging
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from funitel.llm.threads import ComputeThread
 from funitel.model_server.executor.executor import Executor, PendingStep
-from funitel.proto.errors import FunitelError, StepFailed
+from funitel.proto.errors import StepFailed, translating
 from funitel.proto.step import (
     BlockCopy,
     CachedBatch,
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 class LocalRanks:
-    """The `Ranks` of a `Replica`: one rank, one compute thread. Calls run in the order they are made."""
+    """One rank on one compute thread; calls run in the order in which they are made."""
 
     def __init__(self, executor: Executor, info: ShardInfo, compute: ComputeThread) -> None:
         self.infos: tuple[ShardInfo, ...] = (info,)
@@ -41,7 +41,7 @@ class LocalRanks:
         return [await self._run(lambda: self._executor.warmup(sequences, limits))]
 
     async def health(self) -> tuple[ShardMemory, ...]:
-        """The model is where its caller is: there is nothing to say."""
+        """No memory is reported: the model is in the caller's process."""
         return ()
 
     def prefill(
@@ -53,7 +53,7 @@ class LocalRanks:
         copies: Sequence[BlockCopy],
         step_seq: int | None,
     ) -> Awaitable[tuple[StepResult, ...]]:
-        """Take new sequences in and run one step."""
+        """Add new sequences and run one step."""
         return self._described(
             lambda: self._executor.compute_prefill(
                 batch_id, starts, cached, rows, copies, is_ahead=step_seq is not None
@@ -87,35 +87,35 @@ class LocalRanks:
         return self._run(lambda: self._executor.clear(batch_id))
 
     async def dismiss(self, reason: str) -> None:
-        """The model is where its caller is."""
+        """Do nothing: the model is in the caller's process."""
 
     async def close(self) -> None:
-        """Let the threads end, once a step under way has."""
+        """End the threads after the step in flight."""
         self._compute.close()
         if self._answers is not None:
             self._answers.close()
 
     def _described(self, call: Callable[[], PendingStep]) -> Awaitable[tuple[StepResult, ...]]:
-        """Queue a step now; its result is put into words beside the next step."""
+        """Queue a step now; its result is described while the next step computes."""
         return self._finished(self._run(call), lambda step: (step.describe(),))
 
     async def _finished(self, computing: Awaitable[T], finish: Callable[[T], R]) -> R:
-        """What `finish` makes of what was computed: on the caller's thread, or on another where that waits."""
+        """Apply `finish` to the result, on the caller's thread, or on another if it blocks."""
         computed = await computing
         if self._answers is None:
             return finish(computed)
         return await _translated(asyncio.wrap_future(self._answers.submit(lambda: finish(computed))))
 
     def _run(self, call: Callable[[], T]) -> Awaitable[T]:
-        """Queue a call now; what it raises is a FunitelError."""
+        """Queue a call now; its exceptions are translated to FunitelError."""
         return _translated(asyncio.wrap_future(self._compute.submit(call)))
 
 
 async def _translated(future: "asyncio.Future[T]") -> T:
-    try:
+    with translating(_step_failed):
         return await future
-    except FunitelError:
-        raise
-    except Exception as error:
-        logger.exception("step failed")
-        raise StepFailed(f"{type(error).__name__}: {error}") from error
+
+
+def _step_failed(error: Exception) -> StepFailed:
+    logger.error("step failed", exc_info=error)
+    return StepFailed(f"{type(error).__name__}: {error}")

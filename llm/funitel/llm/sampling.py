@@ -1,4 +1,4 @@
-"""What a caller may ask of a prompt's completions, checked when it is made, and what that is to the engine."""
+"""Sampling parameters of the offline API: validation, and conversion to those of the engine."""
 
 import math
 import random
@@ -10,8 +10,8 @@ from funitel.proto import step
 from funitel.proto.errors import InvalidRequest
 from funitel.router.core.grammar import Grammar
 
-DEFAULT_MAX_TOKENS = 256  # an answer's length, and an end to a sample that would not stop
-MIN_TEMPERATURE = 1e-5  # what is below differs from greedy in rounding only
+DEFAULT_MAX_TOKENS = 256  # length of a completion that does not stop by itself
+MIN_TEMPERATURE = 1e-5  # lower ones differ from greedy in rounding only
 NUM_SEEDS = 2**64
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
@@ -19,22 +19,22 @@ MAX_BIAS = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to complete a prompt. Values out of range raise InvalidRequest here, not later.
+    """Parameters of completions. Values out of range raise InvalidRequest on construction.
 
     Attributes:
         n: completions of each prompt.
-        temperature: 0 takes the likeliest token each time.
-        top_p, top_k, min_p, typical_p: which tokens may be drawn; `top_k` 0 or -1 means all.
-        seed: of a prompt's first completion, the i-th has seed + i. The same seed gives the same tokens in any company,
-            here and from a server. None draws one.
+        temperature: 0 means greedy.
+        top_p, top_k, min_p, typical_p: which tokens may be sampled; `top_k` 0 or -1 means all.
+        seed: of a prompt's first completion; the i-th has seed + i. The same seed gives the same tokens in any batch,
+            here and from a server. None means random.
         stop: texts that end a completion. They are cut off, unless `include_stop_str_in_output`.
-        max_tokens: most tokens of a completion; None: as many as the context has room for.
+        max_tokens: maximum of tokens in a completion; None: as many as the context allows.
         presence_penalty, frequency_penalty: as OpenAI defines them.
-        repetition_penalty: divides the scores of tokens that occurred, in the prompt too.
-        logprobs: how many of the likeliest tokens to report at each place besides the one taken; None: nothing.
+        repetition_penalty: divides the logits of tokens that occurred, also in the prompt.
+        logprobs: number of likeliest tokens to report at each position, besides the chosen one; None: nothing.
         ignore_eos: go on after the model's end of text.
-        logit_bias: added to the scores of tokens, by id.
-        grammar: what the completion must look like: `Grammar.json(schema)`, `.regex(pattern)` or `.choice(texts)`.
+        logit_bias: added to the logits of tokens, by id.
+        grammar: constraint of the completion: `Grammar.json(schema)`, `.regex(pattern)` or `.choice(texts)`.
     """
 
     n: int = 1
@@ -95,20 +95,20 @@ class SamplingParams:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop texts, however they were given."""
+        """The stop texts as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise InvalidRequest for what a vocabulary of `size` tokens cannot give."""
+        """Raise InvalidRequest for parameters that exceed a vocabulary of `size` tokens."""
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, size)
         for token_id in self.logit_bias or ():
             _check_int("logit_bias: a token id", token_id, 0, size - 1)
 
     def for_engine(self) -> list[step.SamplingParams]:
-        """What the engine is told, for each of the `n` completions."""
+        """The engine's parameters for each of the `n` completions."""
         first = step.SamplingParams(
-            **self._drawing(),
+            **self._sampling_fields(),
             seed=random.randrange(NUM_SEEDS) if self.seed is None else self.seed,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
@@ -120,8 +120,8 @@ class SamplingParams:
         )
         return [replace(first, seed=(first.seed + index) % NUM_SEEDS) for index in range(self.n)]
 
-    def _drawing(self) -> dict[str, Any]:
-        """Which tokens may be drawn and how; nothing where the likeliest is taken."""
+    def _sampling_fields(self) -> dict[str, Any]:
+        """The fields of random sampling; empty for greedy decoding."""
         if self.temperature < MIN_TEMPERATURE:
             return {}
         return {
@@ -138,7 +138,7 @@ def params_for(given: SamplingParams | Iterable[SamplingParams], num_prompts: in
     """The parameters of each prompt: the same for all, or one each.
 
     Raises:
-        InvalidRequest: there are more or fewer of them than prompts, or something else among them.
+        InvalidRequest: their number differs from that of the prompts, or an item has another type.
     """
     if isinstance(given, SamplingParams):
         return [given] * num_prompts
@@ -156,16 +156,23 @@ def params_for(given: SamplingParams | Iterable[SamplingParams], num_prompts: in
     return each
 
 
-def _check_int(name: str, value: Any, least: int, most: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        raise _wrong(name, f"an integer >= {least}" if most is None else f"an integer within {least}..{most}", value)
+def _check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < minimum
+        or (maximum is not None and value > maximum)
+    ):
+        raise _wrong(
+            name, f"an integer >= {minimum}" if maximum is None else f"an integer within {minimum}..{maximum}", value
+        )
 
 
-def _check_number(name: str, value: Any, least: float, most: float = math.inf, is_open: bool = False) -> None:
+def _check_number(name: str, value: Any, minimum: float, maximum: float = math.inf, is_open: bool = False) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or not least <= value <= most or (is_open and value == least):
-        above = f"> {least:g}" if is_open else f">= {least:g}"
-        raise _wrong(name, f"a number {above}" + (f" and <= {most:g}" if most < math.inf else ""), value)
+    if not is_number or not minimum <= value <= maximum or (is_open and value == minimum):
+        above = f"> {minimum:g}" if is_open else f">= {minimum:g}"
+        raise _wrong(name, f"a number {above}" + (f" and <= {maximum:g}" if maximum < math.inf else ""), value)
 
 
 def _wrong(name: str, allowed: str, value: Any) -> InvalidRequest:

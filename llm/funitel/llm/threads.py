@@ -1,7 +1,7 @@
-"""The two threads of an `LLM`: one runs the engine's event loop, one computes. Knows no models.
+"""Run the two threads of an `LLM`: one for the engine's event loop, one for computing.
 
-Both are daemons that are told to end and waited for. The pools of `concurrent.futures` would not do: they take no more
-work once the main thread has ended, while other threads may still want answers.
+Both are daemon threads that are closed and joined. Executors of `concurrent.futures` are unsuitable: they accept no
+work once the main thread has ended, while other threads may still make calls.
 """
 
 import asyncio
@@ -9,14 +9,15 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from funitel.proto.errors import NotReady
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.1  # between two looks at the progress of a call
-CANCEL_SECONDS = 60.0  # for a cancelled call to leave; only a thread that hangs needs longer
+POLL_SECONDS = 0.1  # between two progress updates of a call
+CANCEL_SECONDS = 60.0  # timeout of a cancelled call; only a hung thread needs longer
 
 CLOSED = "this LLM is closed"
 
@@ -24,7 +25,7 @@ _Calls = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 class ComputeThread:
-    """Runs calls one after the other, in the order they were made."""
+    """Runs calls one at a time, in the order in which they were made."""
 
     def __init__(self) -> None:
         self._calls: _Calls = queue.SimpleQueue()
@@ -32,17 +33,17 @@ class ComputeThread:
         self._thread.start()
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """Queue a call; once begun it cannot be cancelled."""
+        """Queue a call; a running call cannot be cancelled."""
         future: Future[T] = Future()
         self._calls.put((call, future))
         return future
 
     def close(self) -> None:
-        """Let the thread end after the calls made so far."""
+        """End the thread after the calls made so far."""
         self._calls.put(None)
 
     def join(self) -> None:
-        """Wait until it has ended; not from within."""
+        """Wait until it has ended, unless called on this thread."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -50,7 +51,7 @@ class ComputeThread:
 def _compute(calls: _Calls) -> None:
     while (item := calls.get()) is not None:
         _call(*item)
-        del item  # an idle thread keeps nothing alive
+        del item  # an idle thread holds no references
 
 
 def _call(call: Callable[[], T], future: "Future[T]") -> None:
@@ -58,26 +59,26 @@ def _call(call: Callable[[], T], future: "Future[T]") -> None:
         return
     try:
         future.set_result(call())
-    except BaseException as error:
+    except BaseException as error:  # the caller of `result` gets it
         future.set_exception(error)
 
 
 class LoopThread:
-    """An event loop in a thread of its own; other threads run coroutines on it and wait for them."""
+    """An event loop in its own thread; other threads run coroutines on it and wait for them."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[Future[Any], asyncio.Task[Any]] = {}
-        self._lock = threading.Lock()  # between closing and what must come before
+        self._lock = threading.Lock()  # serialises `close` and the start of calls
         self._is_closed = False
         self._thread = threading.Thread(target=_turn, args=(self._loop,), name="funitel-engine", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None] = lambda: None) -> T:
-        """Run `work` to its end and call `meanwhile` now and then. An interrupt cancels `work` before it goes on.
+        """Run `work` to its end and call `meanwhile` regularly. An interrupt cancels `work`.
 
         Raises:
-            NotReady: the thread was closed, before or meanwhile.
+            NotReady: the thread was closed before or during the call.
         """
         done: Future[T] = Future()
         with self._lock:
@@ -85,25 +86,24 @@ class LoopThread:
                 work.close()
                 raise NotReady(CLOSED)
             self._loop.call_soon_threadsafe(self._begin, work, done)
-        try:
+        with ExitStack() as undo:
+            undo.callback(wait, [done], timeout=CANCEL_SECONDS)
+            undo.callback(self._loop.call_soon_threadsafe, self._cancel, done)
             while not wait([done], timeout=POLL_SECONDS).done:
                 meanwhile()
             meanwhile()
-        except BaseException:
-            self._loop.call_soon_threadsafe(self._cancel, done)
-            wait([done], timeout=CANCEL_SECONDS)
-            raise
+            undo.pop_all()
         return done.result()
 
-    def close(self, farewell: Callable[[], Awaitable[None]]) -> None:
-        """Cancel whatever runs, then await `farewell`, then end."""
+    def close(self, shut_down: Callable[[], Awaitable[None]]) -> None:
+        """Cancel running calls, then await `shut_down`, then end."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._end(farewell)))
+                self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._end(shut_down)))
 
     def join(self) -> None:
-        """Wait until the thread has ended; not from within."""
+        """Wait until the thread has ended, unless called on this thread."""
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -126,13 +126,13 @@ class LoopThread:
         if done in self._tasks:
             self._tasks[done].cancel()
 
-    async def _end(self, farewell: Callable[[], Awaitable[None]]) -> None:
+    async def _end(self, shut_down: Callable[[], Awaitable[None]]) -> None:
         try:
             tasks = list(self._tasks.values())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await farewell()
+            await shut_down()
         finally:
             self._loop.stop()
 

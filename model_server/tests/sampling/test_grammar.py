@@ -226,7 +226,7 @@ def test_where_nothing_can_follow_the_sequence_is_cut(executor: Executor, caplog
     with caplog.at_level(logging.WARNING):
         result = executor.decode([result.batch])
     (told,) = [record for record in caplog.records if "ends early" in record.message]
-    assert logs.facts_of(told) == {"request_id": "1"}
+    assert logs.fields_of(told) == {"request_id": "1"}
     by_id = {g.request_id: g for g in result.generations}
     finished = by_id[1].finished
     assert finished is not None

@@ -1,1 +1,1 @@
-"""What router, shards and launcher share: the wire, its nouns, errors, settings and logging."""
+"""Code shared by router, shards and launcher: wire format, step types, errors, settings, logging, tracing."""

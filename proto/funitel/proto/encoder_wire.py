@@ -1,4 +1,4 @@
-"""The nouns of encoders <-> protobuf messages, both directions; for `wire`, and those who carry Encode calls."""
+"""Convert the types of encoders to protobuf messages and back, for `wire` and Encode calls."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def encode_facts(facts: EncoderFacts) -> pb.EncoderFacts:
 
 
 def decode_facts(message: pb.EncoderFacts) -> EncoderFacts:
-    """Read the EncoderFacts of an InfoResponse; a task that is not known is left out."""
+    """Read the EncoderFacts of an InfoResponse; unknown tasks are left out."""
     known = {int(task) for task in EncoderTask}
     return EncoderFacts(
         tasks=frozenset(EncoderTask(int(task)) for task in message.tasks if int(task) in known),

@@ -1,43 +1,43 @@
-"""Every failure funitel can name, once, with the codes each protocol gives it.
+"""Define the error hierarchy of funitel, with the codes of each protocol as class attributes.
 
-Handlers and the servicer map by attribute, never by `isinstance` ladders.
+Handlers and the servicer read these attributes; they contain no `isinstance` ladders.
 
     FunitelError
-    ├── InvalidRequest            the caller's request is wrong; the message names field, value and limit
+    ├── InvalidRequest            the request is invalid; the message names field, value and limit
     │   ├── ContextTooLong        prompt or prompt + completion over the model's limits
     │   ├── MalformedBody         not JSON at all
     │   ├── PayloadTooLarge       body over --payload-limit
     │   ├── UnsupportedMediaType  a body that is not application/json
-    │   ├── TemplateError         the chat template refused the messages
+    │   ├── TemplateError         the chat template is missing or refused the messages
     │   ├── NoInstances           Vertex AI: nothing to predict
-    │   ├── NotUtf8               KServe: bytes that are no text
-    │   ├── LengthMismatch        KServe: another number of outputs than inputs
-    │   ├── ToolError             tools and what is asked of them do not fit together
-    │   ├── SuffixNotSupported    a completion that shall end in a given text
+    │   ├── NotUtf8               KServe: bytes that are not UTF-8
+    │   ├── LengthMismatch        KServe: the numbers of outputs and inputs differ
+    │   ├── ToolError             the tool choice does not match the tools
+    │   ├── SuffixNotSupported    a completion with a suffix
     │   ├── BatchSizeExceeded     more prompts than `--max-client-batch-size`, or texts than `--max-client-texts`
-    │   └── WrongTask             the model served does not do what the route is for
+    │   └── WrongTask             the served model does not support the task of the route
     ├── Unauthorized              missing or wrong API key
     ├── Forbidden                 the API key is not for this route or model
-    ├── RateLimited               the API key has used up what it may use in a minute, or at once
-    ├── NotFound                  what a path names is not there
-    │   └── ModelNotFound         the model it names is not the one served
-    ├── Overloaded                too many requests at once, or no time left for this one
-    ├── DeadlineExceeded          the time the client gave has passed
+    ├── RateLimited               the API key has reached its limit per minute, or of concurrent requests
+    ├── NotFound                  the resource of a path does not exist
+    │   └── ModelNotFound         the named model is not served
+    ├── Overloaded                too many requests in flight, or the deadline cannot be met
+    ├── DeadlineExceeded          the client's deadline has passed
     ├── NotReady                  starting or draining
-    │   └── ShuttingDown          draining: too late for a request, or for its answer
-    ├── Cancelled                 the client left
+    │   └── ShuttingDown          draining: the request or its answer came too late
+    ├── Cancelled                 the client disconnected
     ├── Incomplete                a generation ended without its final message
     ├── ShardFailed               a shard died, diverged or timed out
-    │   └── ShardUnsound          a shard that answers is not to be used again: it lies, hangs, or has lost the others
-    ├── StepFailed                one step failed, the shard is sound
+    │   └── ShardUnsound          a shard answers but must not be used: wrong answers, a hang, or lost ranks
+    ├── StepFailed                one step failed, the shard is usable
     │   ├── UnknownBatch          a call names a batch or request the shard does not hold
     │   ├── ResourceExhausted     there was no memory for the step
-    │   └── BrokenScores          the model gave a sequence scores that are not numbers
+    │   └── BrokenScores          the logits of a sequence are not finite
     └── StartupError              a process cannot start
-        ├── SettingsError         flags or variables contradict each other
+        ├── SettingsError         flags or variables are invalid or contradict each other
         ├── WeightsError          checkpoint missing, truncated, mismatched
-        ├── UnsupportedModel      no way to run this architecture
-        │   └── NoRow             it is in no row of the table; transformers may run it
+        ├── UnsupportedModel      the architecture is not supported
+        │   └── NoRow             the registry has no row for it; transformers may run it
         └── NotEnoughMemory       weights or pool do not fit
 """
 
@@ -50,9 +50,9 @@ import grpc
 from funitel.proto.printable import printable, shortened
 
 MAX_CHARACTERS = 2000
-"""Longest message: what is longer quotes what others sent or wrote, and is cut."""
+"""Maximum length of a message; longer ones quote foreign text, and are cut."""
 MAX_PARAM_CHARACTERS = 200
-"""Longest name of a field; clients make up names too."""
+"""Maximum length of a field name; clients can invent names."""
 
 
 class FunitelError(Exception):
@@ -60,14 +60,14 @@ class FunitelError(Exception):
 
     http_status: ClassVar[int] = 500
     error_type: ClassVar[str] = "internal"
-    openai_code: ClassVar[str] = ""  # OpenAI's word for it, where it has one
-    anthropic_type: ClassVar[str] = ""  # Anthropic's, where the status alone does not say it
+    openai_code: ClassVar[str] = ""  # OpenAI's code, if it has one
+    anthropic_type: ClassVar[str] = ""  # Anthropic's type, if the status alone does not determine it
     prefix: ClassVar[str] = ""
     grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     metric: ClassVar[str] = "generation"
     retry_after: ClassVar[bool] = False
-    position: int | None = None  # in the queue, where a refused request would have stood
-    wait_seconds: float | None = None  # estimated until it would have begun
+    position: int | None = None  # of a refused request in the queue
+    wait_seconds: float | None = None  # estimated time to its start
 
     def __init__(self, message: str) -> None:
         self.message = shortened(" ".join(message.split()), MAX_CHARACTERS)
@@ -75,7 +75,7 @@ class FunitelError(Exception):
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is the server's fault, by TGI's statuses: 424 is a generation that failed."""
+        """Whether it is a server error by TGI's statuses, in which 424 is a failed generation."""
         return self.http_status >= 500 or self.http_status == 424
 
     @property
@@ -86,7 +86,7 @@ class FunitelError(Exception):
 
 @contextmanager
 def translating(make: Callable[[Exception], FunitelError]) -> Iterator[None]:
-    """Raise what a library raises inside as `make(error)`, with its cause. A FunitelError passes unchanged."""
+    """Translate exceptions of a library to `make(error)`, with the cause; a FunitelError passes unchanged."""
     try:
         yield
     except FunitelError:
@@ -96,7 +96,7 @@ def translating(make: Callable[[Exception], FunitelError]) -> Iterator[None]:
 
 
 class InvalidRequest(FunitelError):
-    """The request breaks a rule; nothing was computed. `param` names the field at fault, where there is one."""
+    """The request is invalid; nothing was computed. `param` names the field at fault, if any."""
 
     http_status = 422
     error_type = "validation"
@@ -154,32 +154,32 @@ class NotUtf8(InvalidRequest):
 
 
 class LengthMismatch(InvalidRequest):
-    """A KServe request that wants another number of outputs than it has inputs."""
+    """A KServe request whose numbers of outputs and inputs differ."""
 
     error_type = "length mismatch"
 
 
 class ToolError(InvalidRequest):
-    """Tools, and what is asked of them, do not fit together."""
+    """The tool choice does not match the tools."""
 
     error_type = "tool_error"
     prefix = "Tool error: "
 
 
 class SuffixNotSupported(InvalidRequest):
-    """A completion shall end in a given text."""
+    """A completion with a suffix."""
 
     error_type = "suffix not supported"
 
 
 class BatchSizeExceeded(InvalidRequest):
-    """A completion has more prompts than `--max-client-batch-size`, or another request more texts than may be."""
+    """More prompts than `--max-client-batch-size`, or more texts than `--max-client-texts`."""
 
     error_type = "batch size exceeded"
 
 
 class WrongTask(InvalidRequest):
-    """The model served does not do what the route is for."""
+    """The served model does not support the task of the route."""
 
     error_type = "wrong_task"
     openai_code = "model_not_supported"
@@ -196,7 +196,7 @@ class Unauthorized(FunitelError):
 
 
 class Forbidden(FunitelError):
-    """The API key is a right one, and not for this."""
+    """The API key is valid, but not for this route or model."""
 
     http_status = 403
     openai_code = "insufficient_permissions"
@@ -206,7 +206,7 @@ class Forbidden(FunitelError):
 
 
 class RateLimited(FunitelError):
-    """The API key has used up what it may use in a minute, or at once; seconds until it may again, where known."""
+    """The API key has reached a limit; `wait_seconds` is the time until it may be used again, if known."""
 
     http_status = 429
     openai_code = "rate_limit_exceeded"
@@ -222,7 +222,7 @@ class RateLimited(FunitelError):
 
 
 class NotFound(FunitelError):
-    """What a path names is not there."""
+    """The resource of a path does not exist."""
 
     http_status = 404
     error_type = "not_found"
@@ -238,10 +238,9 @@ class ModelNotFound(NotFound):
 
 
 class Overloaded(FunitelError):
-    """No place in the queue, by its bounds, by fairness, or within the time that the client gave.
+    """Admission refused: by a bound of the queue, by fairness, or by the client's deadline.
 
-    Its place there and the estimated seconds until it would have begun, where they are known, are for the client;
-    `reason` is the bound, for metrics.
+    The queue position and the estimated wait, if known, are for the client; `reason` names the bound, for metrics.
     """
 
     http_status = 429
@@ -261,7 +260,7 @@ class Overloaded(FunitelError):
 
 
 class DeadlineExceeded(FunitelError):
-    """The time that the client gave for a request has passed before its answer was whole."""
+    """The client's deadline passed before the answer was complete."""
 
     http_status = 504
     error_type = "timeout"
@@ -281,7 +280,7 @@ class NotReady(FunitelError):
 
 
 class ShuttingDown(NotReady):
-    """The server ends: a request came too late, or its answer was not whole in time."""
+    """The server is shutting down: a request came too late, or its answer was not complete in time."""
 
     error_type = "shutting_down"
     prefix = "Server is shutting down: "
@@ -289,7 +288,7 @@ class ShuttingDown(NotReady):
 
 
 class Cancelled(FunitelError):
-    """The client left; no answer is sent."""
+    """The client disconnected; no answer is sent."""
 
     http_status = 499
     error_type = "cancelled"
@@ -316,13 +315,13 @@ class ShardFailed(FunitelError):
 
 
 class ShardUnsound(ShardFailed):
-    """A shard answers, and is not to be used again: it gave an impossible answer, hangs, or has lost other ranks."""
+    """A shard answers but must not be used again: it gave an impossible answer, hangs, or has lost other ranks."""
 
     grpc_status = grpc.StatusCode.DATA_LOSS
 
 
 class StepFailed(FunitelError):
-    """One step failed; the shard is sound and its other batches are intact."""
+    """One step failed; the shard is usable and its other batches are intact."""
 
     http_status = 424
     error_type = "generation"
@@ -337,19 +336,19 @@ class UnknownBatch(StepFailed):
 
 
 class ResourceExhausted(StepFailed):
-    """There was no memory for a step; what it took was given back, and a smaller one may fit."""
+    """Out of memory in a step; its memory was freed, and a smaller step may fit."""
 
     grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class BrokenScores(StepFailed):
-    """The model gave a sequence scores that are not numbers, or infinite; every other sequence of its step is well."""
+    """The logits of a sequence are NaN or infinite; the other sequences of its step are unaffected."""
 
 
 class StartupError(FunitelError):
     """A process cannot start; the message says what to change. Exit code 1.
 
-    Messages quote names out of files that others wrote: what cannot be printed is escaped.
+    Messages quote names from foreign files: characters that cannot be printed are escaped.
     """
 
     grpc_status = grpc.StatusCode.FAILED_PRECONDITION
@@ -360,7 +359,7 @@ class StartupError(FunitelError):
 
 
 class SettingsError(StartupError):
-    """Settings contradict each other or the machine."""
+    """Settings are invalid, or contradict each other or the machine."""
 
 
 class WeightsError(StartupError):
@@ -368,11 +367,11 @@ class WeightsError(StartupError):
 
 
 class UnsupportedModel(StartupError):
-    """No specification or code path runs this architecture."""
+    """No specification or code path supports this architecture."""
 
 
 class NoRow(UnsupportedModel):
-    """No row of the table describes the model, for the reason `why`; transformers may run it."""
+    """The registry has no row for the model, for the reason `why`; transformers may run it."""
 
     def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
-"""Grammars as clients write them -> as the engine, llguidance, reads them. The router checks what shards then compile.
+"""Translate clients' grammars (JSON schema, regular expression) for llguidance, and compile them.
 
-JSON is written as TGI's shards write it: on one line, with at most one space where JSON allows any. Keywords of JSON
-Schema that cannot be kept token by token (`uniqueItems`, `not`, `if` and the like) are refused by name, never ignored;
-what says the same in words the engine knows is put in those.
+The router checks the grammars that shards compile. JSON has TGI's form: one line, at most one space where JSON allows
+any. JSON Schema keywords that cannot be enforced token by token (`uniqueItems`, `not`, `if` and similar) are refused by
+name, never ignored; equivalent forms are rewritten to keywords that llguidance knows.
 """
 
 import json
@@ -16,10 +16,10 @@ from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import GrammarType
 
 MAX_GRAMMAR_BYTES = 256 * 1024
-# Work per step is bounded by the engine's own limits. A lexer's state takes about 2 kB, and a shard keeps several.
+# llguidance itself bounds the work per step. A lexer state takes about 2 kB.
 LIMITS: Final = LLParserLimits(max_lexer_states=16_000, verbose_errors=False)
 WHITESPACE = "[ ]?"
-# The engine's own; a format it does not know says nothing about the value, as JSON Schema has it.
+# Formats of llguidance; an unknown format does not constrain the value, as in JSON Schema.
 FORMATS = frozenset(
     ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
@@ -40,17 +40,17 @@ _SCHEMA_KEYWORDS = (
 _DESCRIPTIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 # Keywords beside which a property may be evaluated elsewhere.
 _EVALUATORS = frozenset(("allOf", "anyOf", "oneOf", "if", "$ref", "$dynamicRef", "dependentSchemas"))
-MAX_REFERENCES = 8  # from one to the next, to what lists the names of a map
+MAX_REFERENCES = 8  # chained, to the names of a map
 
 _LIST_KEYWORDS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAP_KEYWORDS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
 def compile_grammar(kind: GrammarType, text: str, tokenizer: LLTokenizer) -> LLMatcher:
-    """Compile a grammar over a tokenizer; its first mask is computed, so that hidden costs show here.
+    """Compile a grammar over a tokenizer, and compute its first mask, so that lazy costs occur here.
 
     Raises:
-        InvalidRequest: the grammar is malformed, cannot be kept, allows nothing, or exceeds a limit.
+        InvalidRequest: the grammar is malformed, cannot be enforced, allows nothing, or exceeds a limit.
     """
     matcher = LLMatcher(tokenizer, engine_grammar(kind, text), log_level=0, limits=LIMITS)
     if matcher.is_error():
@@ -65,23 +65,23 @@ def compile_grammar(kind: GrammarType, text: str, tokenizer: LLTokenizer) -> LLM
 
 
 def engine_grammar(kind: GrammarType, text: str) -> str:
-    """Write a grammar as the engine reads it.
+    """Write a grammar in llguidance's form.
 
     Raises:
-        InvalidRequest: it is of no known kind, too long, or no JSON where a schema is meant.
+        InvalidRequest: its kind is unknown, it is too long, or a schema is not JSON.
     """
     size = len(text.encode(errors="replace"))
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"grammar must have at most {MAX_GRAMMAR_BYTES} bytes, given {size}", "grammar")
     try:
         return _engine_grammar(kind, text)
-    except ValueError as error:  # of the engine: text that is no Unicode, say
+    except ValueError as error:  # of llguidance, such as invalid Unicode
         raise InvalidRequest(f"grammar is not valid: {_reason(str(error))}", "grammar") from error
 
 
 def _engine_grammar(kind: GrammarType, text: str) -> str:
     if kind is GrammarType.REGEX:
-        # As ECMAScript and TGI's shards have it, \d, \w and \s mean ASCII.
+        # As in ECMAScript and TGI's shards, \d, \w and \s mean ASCII.
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(text, 'dws')}/")
     if kind is GrammarType.JSON:
         options: Any = {"whitespace_pattern": WHITESPACE}
@@ -92,7 +92,7 @@ def _engine_grammar(kind: GrammarType, text: str) -> str:
 def _schema(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text)
-        schema = _as_the_engine_knows_it(given, given)
+        schema = _rewritten(given, given)
     except ValueError as error:
         raise InvalidRequest(f"grammar is not valid: the schema is no JSON: {error}", "grammar") from error
     except RecursionError:
@@ -104,10 +104,10 @@ def _schema(text: str) -> dict[str, Any]:
     return schema
 
 
-def _as_the_engine_knows_it(schema: Any, root: Any) -> Any:
-    """A schema that allows the same values, without what the engine would refuse or obey though it need not.
+def _rewritten(schema: Any, root: Any) -> Any:
+    """An equivalent schema without annotations and keywords that llguidance would refuse or misread.
 
-    `root` is the whole schema, which references start from.
+    `root` is the complete schema, from which references are resolved.
     """
     if not isinstance(schema, dict):
         return schema
@@ -115,18 +115,18 @@ def _as_the_engine_knows_it(schema: Any, root: Any) -> Any:
     kept = _with_named_properties(_with_evaluated_properties(kept), root)
     for key in _SCHEMA_KEYWORDS:
         if isinstance(kept.get(key), dict):
-            kept[key] = _as_the_engine_knows_it(kept[key], root)
+            kept[key] = _rewritten(kept[key], root)
     for key in _LIST_KEYWORDS:
         if isinstance(kept.get(key), list):
-            kept[key] = [_as_the_engine_knows_it(part, root) for part in kept[key]]
+            kept[key] = [_rewritten(part, root) for part in kept[key]]
     for key in _MAP_KEYWORDS:
         if isinstance(kept.get(key), dict):
-            kept[key] = {name: _as_the_engine_knows_it(part, root) for name, part in kept[key].items()}
+            kept[key] = {name: _rewritten(part, root) for name, part in kept[key].items()}
     return kept
 
 
 def _with_evaluated_properties(schema: dict[str, Any]) -> dict[str, Any]:
-    """Where nothing else evaluates properties, what is unevaluated is what is additional."""
+    """Replace unevaluatedProperties by additionalProperties where nothing else evaluates properties."""
     if "unevaluatedProperties" not in schema or _EVALUATORS & schema.keys():
         return schema
     rest = {key: value for key, value in schema.items() if key != "unevaluatedProperties"}
@@ -134,7 +134,7 @@ def _with_evaluated_properties(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_named_properties(schema: dict[str, Any], root: Any) -> dict[str, Any]:
-    """A map whose keys are listed or follow a pattern, as pydantic describes it, in keywords the engine keeps."""
+    """Rewrite `propertyNames` with a list or pattern, as pydantic writes it, to keywords that llguidance supports."""
     if "propertyNames" not in schema or {"properties", "patternProperties"} & schema.keys():
         return schema
     names = _resolved(schema["propertyNames"], root)
@@ -154,7 +154,7 @@ def _with_named_properties(schema: dict[str, Any], root: Any) -> dict[str, Any]:
 
 
 def _resolved(schema: Any, root: Any) -> dict[str, Any]:
-    """What a schema refers to within the whole one, if it does nothing else; without a schema, an empty one."""
+    """The target of a schema that is only a `$ref` within the root; an empty schema if there is none."""
     for _ in range(MAX_REFERENCES):
         if not isinstance(schema, dict):
             return {}
@@ -168,7 +168,7 @@ def _resolved(schema: Any, root: Any) -> dict[str, Any]:
 
 
 _IS_TRIVIAL: dict[str, Callable[[Any], bool]] = {
-    "x-guidance": lambda value: True,  # options of the engine are not for clients
+    "x-guidance": lambda value: True,  # options of llguidance are not for clients
     "format": lambda value: isinstance(value, str) and value not in FORMATS,
     "uniqueItems": lambda value: value is False,
     "minProperties": lambda value: value == 0 and value is not False,
@@ -180,7 +180,7 @@ def _is_annotation(key: str, value: Any) -> bool:
 
 
 def _reason(error: str) -> str:
-    """The engine's reason in one line, without those that point at places in its own notation."""
+    """The reason of llguidance in one line, without positions in its own notation."""
     if unkept := re.match(r"Unimplemented keys: \[(.*)\]$", error):
         return f"the schema has keywords that cannot be kept: {unkept[1]}"
     if error.startswith("oneOf constraints are not supported"):

@@ -1,11 +1,11 @@
-"""What others wrote, fit to stand in a line of ours: nothing in it is obeyed by a terminal or taken for a new line."""
+"""Escape and shorten foreign text for log lines and messages: no control characters, no line breaks."""
 
 
 def printable(text: str) -> str:
-    """`text` with what cannot be printed, line ends included, as Python writes it in a literal."""
+    """`text` with unprintable characters, line ends included, escaped as in Python literals."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def shortened(text: str, most: int) -> str:
-    """The first `most` characters of a text, and a sign where it goes on."""
-    return text if len(text) <= most else f"{text[:most]}..."
+def shortened(text: str, max_characters: int) -> str:
+    """The first `max_characters` of a text, with an ellipsis if it was cut."""
+    return text if len(text) <= max_characters else f"{text[:max_characters]}..."

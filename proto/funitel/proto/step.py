@@ -1,6 +1,6 @@
-"""The nouns router and shards share: what a step shall compute and what it computed.
+"""Types of a step that router and shards share: its sequences, its results, facts about shards.
 
-Standard library only; knows neither protobuf nor torch. `wire` carries these across the process boundary.
+Standard library only, without protobuf and torch. `wire` converts these to messages.
 """
 
 from dataclasses import dataclass, field
@@ -8,10 +8,10 @@ from enum import IntEnum, StrEnum
 
 
 class Capability(StrEnum):
-    """What a shard understands beyond TGI's v3 wire (`InfoResponse.capabilities`)."""
+    """Extensions of a shard beyond TGI's v3 wire format (`InfoResponse.capabilities`)."""
 
-    # Numbered calls, executed strictly in order on every rank. They may be planned before the step before them is
-    # answered: rows and batches that ended in it compute nothing, rows without a word in `rows` one token.
+    # Numbered calls, executed strictly in order on every rank. They may be planned before the previous step is
+    # answered: rows and batches that ended in it compute nothing, rows without an update compute one token.
     STEP_SEQ = "step_seq"
     ROW_UPDATES = "row_updates"  # block grants and chunk lengths per step
     TOKEN_IDS = "token_ids"  # prompts as input_ids, resumption through output_ids
@@ -19,11 +19,11 @@ class Capability(StrEnum):
     GRAMMARS = "grammars"  # JSON schemas beside regular expressions, and CompileGrammar
     FORCED_SPANS = "forced_spans"  # generations of several tokens whose KV a later step computes as a chunk
     MORE_SAMPLERS = "more_samplers"  # min_p, logit_bias and raw_logprobs
-    FIRST_TOKEN = "first_token"  # first_token: the language of a translation; of models that translate only
+    FIRST_TOKEN = "first_token"  # first_token: the language of a translation; translation models only
 
 
 class EncoderTask(IntEnum):
-    """What an encoder is asked for; values are those of the wire."""
+    """Task of an encoder call; values are those of the wire."""
 
     EMBED = 0  # a vector for each text
     CLASSIFY = 1  # scores of every class
@@ -31,7 +31,7 @@ class EncoderTask(IntEnum):
 
 
 class GrammarType(IntEnum):
-    """How the text of a grammar is written; values are those of the wire."""
+    """Kind of a grammar's text; values are those of the wire."""
 
     NONE = 0
     JSON = 1  # a JSON schema
@@ -70,17 +70,17 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # times the token's share of the sequence, prompt included (TGI)
     presence_penalty: float = 0.0  # once for each token the completion holds (OpenAI)
     count_penalty: float = 0.0  # per occurrence in the completion (OpenAI's frequency_penalty)
-    min_p: float = 0.0  # least probability of a token, as a share of the likeliest one's
+    min_p: float = 0.0  # minimum probability of a token, as a fraction of the likeliest one's
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its score), each id once
     watermark: bool = False
     grammar: str = ""
     grammar_type: GrammarType = GrammarType.NONE
     raw_logprobs: bool = False  # log-probabilities of the model's own scores, before any processing
-    first_token: int | None = None  # what the completion begins with, where the model lets a request say so
+    first_token: int | None = None  # first token of the completion, for models that let a request choose it
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the token is drawn rather than the most likely one taken (TGI's rule)."""
+        """Whether the token is sampled rather than greedy (TGI's rule)."""
         return (
             self.do_sample
             or self.temperature != 1.0
@@ -102,12 +102,12 @@ class SamplingParams:
 
     @property
     def edits_scores(self) -> bool:
-        """Whether single scores are changed before a token is chosen."""
+        """Whether individual logits are changed before a token is chosen."""
         return self.has_penalties or self.watermark or bool(self.logit_bias)
 
     @property
     def changes_scores(self) -> bool:
-        """Whether the scores the token is chosen by can differ from the model's own."""
+        """Whether the logits used for choosing can differ from the model's."""
         return self.is_sampled or self.edits_scores or bool(self.grammar)
 
 
@@ -122,10 +122,10 @@ class StoppingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStart:
-    """One sequence as it enters a shard.
+    """A new sequence for a shard.
 
-    `input_ids` empty means the shard tokenizes `inputs` itself (a TGI router). `output_ids` are completion tokens
-    already produced elsewhere: the shard rebuilds its state over them silently and goes on.
+    Empty `input_ids` mean that the shard tokenizes `inputs` itself (a TGI router). `output_ids` are completion tokens
+    that were generated before: the shard recomputes its state over them without output, and goes on.
     """
 
     request_id: int
@@ -143,21 +143,21 @@ class SequenceStart:
     truncate: int = 0
     add_special_tokens: bool = True
     adapter_id: str | None = None
-    name: str = ""  # what people know its request by, for the log
+    name: str = ""  # id of its request in log lines
 
 
 @dataclass(frozen=True, slots=True)
 class RowUpdate:
-    """What the router decides for one running row: granted blocks, and how many known tokens to compute."""
+    """The router's decisions for one running row: granted blocks, and how many known tokens to compute."""
 
     request_id: int
     blocks: tuple[int, ...] = ()
-    chunk_len: int | None = None  # None: one token if decoding; 0: sit this step out
+    chunk_len: int | None = None  # None: one token if decoding; 0: no token in this step
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A block of the pool and a slot of the host's memory: one is copied to the other before a step computes."""
+    """A copy between a block of the KV pool and a slot of host memory, before the step computes."""
 
     block: int
     slot: int
@@ -174,7 +174,7 @@ class CachedBatch:
     current_tokens: int = 0
 
 
-@dataclass(slots=True)  # not frozen, which would treble the cost of what every token is made of
+@dataclass(slots=True)  # not frozen, which would triple the cost of construction per token
 class Tokens:
     """Parallel lists about some tokens; `logprobs` of the very first prompt token is NaN."""
 
@@ -197,13 +197,13 @@ class GeneratedText:
 
     @property
     def openai_reason(self) -> str:
-        """The word of OpenAI's routes; a stop found with the last token allowed is a stop there."""
+        """The word of OpenAI's routes; a stop sequence that ends with the last allowed token counts as a stop."""
         return "stop" if self.stop_start is not None else self.finish_reason.openai
 
 
-@dataclass(slots=True)  # not frozen, which would treble the cost of what every token is made of
+@dataclass(slots=True)  # not frozen, which would triple the cost of construction per token
 class Generation:
-    """What one step produced for one sequence."""
+    """Output of one step for one sequence."""
 
     request_id: int
     tokens: Tokens
@@ -213,7 +213,7 @@ class Generation:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing to say but one token."""
+        """Whether the output is a single token and nothing else."""
         tokens = self.tokens
         return (
             self.finished is None
@@ -225,7 +225,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a Prefill or Decode call returned; times in nanoseconds."""
+    """Result of a Prefill or Decode call; times in nanoseconds."""
 
     generations: tuple[Generation, ...]
     batch: CachedBatch | None
@@ -240,14 +240,14 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderFacts:
-    """What an encoder can be asked for, and what comes out."""
+    """Tasks, limits and output format of an encoder model."""
 
     tasks: frozenset[EncoderTask]
-    width: int  # numbers of a vector
+    width: int  # of an output vector
     max_tokens: int  # of a text, special ones included
-    usual_tokens: int  # most tokens of a text by the model's authors
+    usual_tokens: int  # maximum of tokens in a text, by the model's authors
     labels: tuple[str, ...] = ()  # of the classes, in the order of their scores
-    is_multi_label: bool = False  # a text may be of several classes
+    is_multi_label: bool = False  # a text may belong to several classes
     pooling: str = ""
 
 
@@ -258,9 +258,9 @@ class EncoderInput:
     input_ids: tuple[int, ...]
     type_ids: tuple[int, ...] = ()
     dimensions: int = 0  # EMBED: how many to keep, 0 for all
-    is_normalized: bool = False  # EMBED: the vector shall have length 1
+    is_normalized: bool = False  # EMBED: normalize the vector to length 1
     mask_place: int = 0  # FILL: which token
-    top_n: int = 0  # FILL: how many tokens are wanted
+    top_n: int = 0  # FILL: number of tokens to return
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,14 +297,14 @@ class ShardInfo:
     sharded_weight_bytes: int = 0
     total_sharded_weight_bytes: int = 0
     encoder: EncoderFacts | None = None  # None: the model generates
-    step_socket: str = ""  # path of a Unix socket that takes numbered calls too, see `step_socket`
-    vocab_size: int = 0  # tokens are below it; 0 where that is not told
-    num_opening_tokens: int = 0  # tokens the shard puts behind every prompt, each in a place of the pool, for a decoder
+    step_socket: str = ""  # path of a Unix socket that also takes numbered calls, see `step_socket`
+    vocab_size: int = 0  # 0 if unknown
+    num_opening_tokens: int = 0  # tokens that the shard appends to every prompt for a decoder, each in a KV slot
 
 
 @dataclass(frozen=True, slots=True)
 class ShardMemory:
-    """Memory of the host that a shard holds, and the most it ever held; 0 where it does not say."""
+    """Resident and peak host memory of a shard; 0 if not reported."""
 
     resident_bytes: int = 0
     peak_bytes: int = 0
@@ -312,7 +312,7 @@ class ShardMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupLimits:
-    """What Warmup is asked for, in tokens; None means the shard decides. `max_batch_size` is in sequences."""
+    """Limits of a Warmup call, in tokens; None means the shard decides. `max_batch_size` is in sequences."""
 
     max_input_tokens: int | None = None
     max_prefill_tokens: int = 4096
@@ -323,9 +323,9 @@ class WarmupLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupResult:
-    """What Warmup measured: the pool and the limits in tokens, this rank's KV and all ranks' KV in bytes.
+    """Result of Warmup: pool and limits in tokens, KV bytes of this rank and of all ranks.
 
-    `host_blocks` are slots for blocks in the host's memory.
+    `host_blocks` is the number of KV block slots in host memory.
     """
 
     pool_tokens: int | None

@@ -1,9 +1,8 @@
-"""Frames of the step socket: numbered calls between a router and a shard of one machine, without gRPC's cost for each.
+"""Framing protocol of the step socket: numbered calls between router and shard on one machine, cheaper than gRPC.
 
-A frame is a header and two pieces of bytes: the context of a trace as JSON, mostly empty, and a message of
-`generate.v3`. The router numbers its calls as it likes; an answer bears the number of its call. Its `code` is the
-method in a call and gRPC's status in an answer, where a failure's payload is what was wrong, in UTF-8. Why there is
-such a socket beside gRPC: ADR 10.
+A frame is a header, a trace context as JSON (usually empty), and a message of `generate.v3`. The router chooses the
+numbers of its calls; an answer has the number of its call. `code` is the method in a call and the gRPC status in an
+answer. The payload of an error is its message in UTF-8. ADR 10 gives the reasons.
 """
 
 import asyncio
@@ -14,12 +13,12 @@ from enum import IntEnum
 from typing import NamedTuple, cast
 
 SUFFIX = ".steps"  # of the gRPC socket's path
-# Of gRPC between machines: how often an end without news asks for some, and how long it waits.
+# gRPC keepalive between machines: interval and timeout of pings.
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 20_000
-MAX_BYTES = 1 << 28  # of a message, here and in gRPC: prompts of all sequences of a step, or all that is said of them
+MAX_BYTES = 1 << 28  # maximum size of a message, here and in gRPC
 
-# gRPC's numbers of statuses that either end gives itself.
+# Numbers of the gRPC statuses that either end produces.
 OK = 0
 DEADLINE_EXCEEDED = 4
 UNAVAILABLE = 14
@@ -29,7 +28,7 @@ _HEADER = struct.Struct("<IIQB")  # bytes of payload, bytes of context, number o
 
 
 class Method(IntEnum):
-    """Calls a step socket takes."""
+    """Methods of the step socket."""
 
     PREFILL = 1
     DECODE = 2
@@ -52,15 +51,15 @@ class Frame(NamedTuple):
 
 
 def encode_context(headers: Mapping[str, str]) -> bytes:
-    """Write the context of a trace, as `tracing.inject` gives it."""
+    """Encode a trace context from `tracing.inject`."""
     return json.dumps(dict(headers)).encode() if headers else b""
 
 
 def decode_context(context: bytes) -> dict[str, str]:
-    """Read the context of a trace; empty where there is none.
+    """Decode a trace context; empty bytes give an empty one.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: it is not a JSON object of strings.
     """
     try:
         headers = json.loads(context) if context else {}
@@ -72,7 +71,7 @@ def decode_context(context: bytes) -> dict[str, str]:
 
 
 class FrameProtocol(asyncio.Protocol):
-    """Either end of a step socket: whole frames come to `take`."""
+    """Either end of a step socket; `take` receives complete frames."""
 
     _transport: asyncio.Transport
 
@@ -84,24 +83,24 @@ class FrameProtocol(asyncio.Protocol):
         raise NotImplementedError
 
     def refuse(self, reason: str) -> None:
-        """Hang up at once: what came is no frame, and nobody knows where the next one begins."""
+        """Abort the connection: the data is no frame, so the start of the next one is unknown."""
         self._transport.abort()
 
     def send(self, frame: Frame) -> None:
-        """Send a frame, after all that were sent before."""
+        """Send a frame, after earlier ones."""
         header = _HEADER.pack(len(frame.payload), len(frame.context), frame.call_id, frame.code)
         self._transport.write(header + frame.context + frame.payload)
 
     def close(self) -> None:
-        """Hang up once everything is sent."""
+        """Close the connection after all data is sent."""
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember the way out."""
+        """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Cut what came into frames."""
+        """Split the received data into frames."""
         buffer = self._buffer
         buffer += data
         begin = 0

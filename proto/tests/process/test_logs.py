@@ -184,13 +184,15 @@ def test_what_an_event_quotes_is_obeyed_by_nobody(
 def test_a_long_event_is_cut(json_output: bool, capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("router", json_output=json_output)
     logging.getLogger("funitel").warning("x" * 1_000_000)
-    assert len(capsys.readouterr().err) < 2 * logs.MOST_CHARACTERS
+    assert len(capsys.readouterr().err) < 2 * logs.MAX_CHARACTERS
 
 
 def test_facts_stand_behind_the_words_and_hold_nothing_a_terminal_obeys(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("router")
-    with logs.concerning(request_id="r-1"), logs.concerning(trace_id="t-1"):
-        logs.tell(logging.getLogger("funitel.router"), "answered", status=200, route="/x y\n\x1b[31m\x9b", nothing=None)
+    with logs.log_context(request_id="r-1"), logs.log_context(trace_id="t-1"):
+        logs.log_fields(
+            logging.getLogger("funitel.router"), "answered", status=200, route="/x y\n\x1b[31m\x9b", nothing=None
+        )
     logging.getLogger("funitel.router").info("later")
     first, second = capsys.readouterr().err.splitlines()
     assert first.endswith(r'answered request_id=r-1 trace_id=t-1 status=200 route="/x y\n\u001b[31m\u009b"')
@@ -199,7 +201,7 @@ def test_facts_stand_behind_the_words_and_hold_nothing_a_terminal_obeys(capsys: 
 
 def test_facts_stand_before_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("router")
-    with logs.concerning(request_id="r-1"):
+    with logs.log_context(request_id="r-1"):
         try:
             raise ValueError("here")
         except ValueError:
@@ -211,8 +213,8 @@ def test_facts_stand_before_a_traceback(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_facts_are_keys_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("router", json_output=True)
-    with logs.concerning(request_id="r-1"):
-        logs.tell(logging.getLogger("funitel.router"), "answered", status=200, cancelled=False, seconds=0.5)
+    with logs.log_context(request_id="r-1"):
+        logs.log_fields(logging.getLogger("funitel.router"), "answered", status=200, cancelled=False, seconds=0.5)
     (event,) = events(capsys)
     assert {"request_id": "r-1", "status": 200, "cancelled": False, "seconds": 0.5}.items() <= event.items()
     assert event["filename"] == "test_logs.py"
@@ -220,11 +222,11 @@ def test_facts_are_keys_of_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_facts_of_a_shard_are_loguru_s_extra(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("shard-0", json_output=True)
-    logs.tell(logging.getLogger("funitel.model_server"), "ends early", logging.WARNING, request_id="r-1")
+    logs.log_fields(logging.getLogger("funitel.model_server"), "ends early", logging.WARNING, request_id="r-1")
     assert json.loads(capsys.readouterr().out)["record"]["extra"] == {"request_id": "r-1"}
 
 
 def test_a_line_below_the_level_is_not_written(capsys: pytest.CaptureFixture[str]) -> None:
     logs.configure("router", level="warning")
-    logs.tell(logging.getLogger("funitel.router"), "answered", status=200)
+    logs.log_fields(logging.getLogger("funitel.router"), "answered", status=200)
     assert capsys.readouterr().err == ""

@@ -106,14 +106,14 @@ def test_a_line_that_is_wrong_is_named(line: str, why: str, tmp_path: Path) -> N
 def test_two_valid_keys_do_not_share_a_name_but_a_revoked_one_may() -> None:
     revoked = record(revoked="2026-01-01")
     assert len(parse([revoked, record(sha256="cd" * 32), revoked], "f")) == 3
-    with pytest.raises(SettingsError, match="line 3: the key of line 1 has this name too"):
+    with pytest.raises(SettingsError, match="line 3: the key of line 1 has the same name"):
         parse([record(), "bare", record(sha256="cd" * 32)], "f")
 
 
 def test_a_file_that_is_no_file_of_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     for content, why in (
-        (b" \n\n", "must hold a key"),
+        (b" \n\n", "must contain keys"),
         (b"\xff", "utf-8"),
         (b"x" * (9 << 20), "at most 8388608 bytes"),
     ):

@@ -22,7 +22,7 @@ SLACK_SECONDS = 4.0  # of a busy machine; without a bound it is ten and more
 @pytest.fixture(autouse=True)
 def _nothing_is_recorded_afterwards() -> Iterator[None]:
     yield
-    spans.use(None)
+    spans.set_tracer(None)
 
 
 def one_span() -> None:
@@ -56,6 +56,7 @@ def test_tls_and_headers_are_those_of_the_standard_variables(tmp_path: Path, mon
 
 
 def test_an_exporter_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "funitel.proto.tracing.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
     with pytest.raises(SettingsError, match="--otlp-endpoint needs the package opentelemetry-exporter-otlp-proto-grpc"):
         export.export("http://localhost:4317", "test")
@@ -111,7 +112,7 @@ def test_a_collector_that_is_gone_is_told_of_once(caplog: pytest.LogCaptureFixtu
     export.export(GONE, "test")()
     caplog.clear()
     logger.filters.clear()
-    export._quieten()
+    export._limit_logs()
     for _ in range(5):
         logger.warning("trying again")
         logger.error("failed to export")

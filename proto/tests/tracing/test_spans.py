@@ -58,7 +58,7 @@ def test_a_tracestate_too_long_is_left_and_its_parent_kept(spans: Recorded) -> N
 
 def test_a_client_that_samples_nothing_is_not_recorded(spans: Recorded) -> None:
     span = tracing.begin("here", tracing.extract({"traceparent": TRACEPARENT[:-1] + "0"}))
-    with tracing.within(span):
+    with tracing.activate(span):
         assert tracing.current() is None
         assert tracing.inject()["traceparent"].endswith("-00")
     span.end()
@@ -67,7 +67,7 @@ def test_a_client_that_samples_nothing_is_not_recorded(spans: Recorded) -> None:
 
 def test_without_a_tracer_nothing_is_recorded_nor_sent() -> None:
     span = tracing.begin("here", tracing.ROOT)
-    with tracing.within(span), tracing.telling([span]):
+    with tracing.activate(span), tracing.propagate_to([span]):
         assert tracing.inject() == {}
         assert tracing.current() is None
     span.event("x")
@@ -77,7 +77,7 @@ def test_without_a_tracer_nothing_is_recorded_nor_sent() -> None:
 def test_a_call_made_for_several_tells_of_each(spans: Recorded) -> None:
     places = [tracing.extract({"traceparent": f"00-{n:032x}-{SPAN}-01", "tracestate": f"v={n}"}) for n in (1, 2, 3)]
     begun = [tracing.begin("step", place) for place in places]
-    with tracing.telling(begun):
+    with tracing.propagate_to(begun):
         headers = tracing.inject()
     assert tracing.inject() == {}
     for span, place in zip(begun, tracing.extract_all(headers), strict=True):
@@ -89,7 +89,7 @@ def test_a_call_made_for_several_tells_of_each(spans: Recorded) -> None:
 def test_however_many_it_is_made_for_its_headers_stay_within_grpcs_bound(spans: Recorded) -> None:
     state = ",".join(f"k{n}={'x' * 12}" for n in range(30))
     place = tracing.extract({"traceparent": TRACEPARENT, "tracestate": state})
-    with tracing.telling([tracing.begin("step", place) for _ in range(300)]):
+    with tracing.propagate_to([tracing.begin("step", place) for _ in range(300)]):
         headers = tracing.inject()
     assert 1 < len(tracing.extract_all(headers)) < 300
     assert sum(len(name) + len(value) + 32 for name, value in headers.items()) <= tracing.MAX_CONTEXT_BYTES
@@ -117,7 +117,7 @@ def test_a_failure_is_named_and_quotes_no_client(spans: Recorded, error: Excepti
 def test_what_has_ended_takes_no_notice(spans: Recorded) -> None:
     span = tracing.begin("here", tracing.ROOT)
     span.end(a=1)
-    span.note(b=2)
+    span.set_attributes(b=2)
     span.event("late")
     span.fail(StepFailed("late"))
     assert facts_of(spans.one("here")) == {"a": 1}

@@ -127,5 +127,5 @@ def test_a_client_that_leaves_ends_what_is_open(spans: Recorded) -> None:
 
 def test_who_is_not_traced_has_none(spans: Recorded) -> None:
     assert RequestTrace.of_caller() is None
-    with tracing.within(tracing.begin("request", tracing.ROOT)):
+    with tracing.activate(tracing.begin("request", tracing.ROOT)):
         assert RequestTrace.of_caller() is not None

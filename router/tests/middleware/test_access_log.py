@@ -32,7 +32,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[list[dict[str, Any]]]:
 
     class Catch(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(logs.facts_of(record) | {"level": record.levelname})
+            found.append(logs.fields_of(record) | {"level": record.levelname})
 
     logger, handler = logging.getLogger("funitel.router.middleware.access_log"), Catch()
     logger.addHandler(handler)
@@ -154,7 +154,7 @@ async def test_what_is_logged_on_the_way_bears_the_id_too(client: httpx.AsyncCli
 
     class Catch(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            found.append(logs.facts_of(record))
+            found.append(logs.fields_of(record))
 
     logger, handler = logging.getLogger("funitel.router.api.common.body"), Catch()
     logger.addHandler(handler)

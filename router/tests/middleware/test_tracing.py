@@ -56,7 +56,7 @@ async def _generate(engine: object, index: int) -> None:
         input_ids=(1, 2, 3, index), sampling=SamplingParams(), stopping=StoppingParams(max_new_tokens=6), inputs=SECRET
     )
     span = tracing.begin("request", tracing.ROOT)
-    with tracing.within(span):
+    with tracing.activate(span):
         async with engine.submit(request) as stream:  # type: ignore[attr-defined]
             await stream.last()
     span.end()

@@ -180,7 +180,7 @@ def test_an_empty_key_or_file_lets_nobody_in(tmp_path: Path) -> None:
     async def never(*_: object) -> Any:
         raise FunitelError("not reached")
 
-    for path, why in ((empty, "must hold a key"), (tmp_path / "absent", "No such file")):
+    for path, why in ((empty, "must contain keys"), (tmp_path / "absent", "No such file")):
         with pytest.raises(SettingsError, match=f"--api-key-file .*{why}"):
             build_app(RouterSettings(api_key_file=str(path)), never)
 

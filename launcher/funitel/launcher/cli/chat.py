@@ -63,6 +63,7 @@ class Conversation:
         head = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = [*self._messages, {"role": "user", "content": message}]
         said: list[str] = []
+        is_kept = False
         self._finish_reason = None
         try:
             with closing(self._api.stream("/v1/chat/completions", self._body(head + asked))) as events:
@@ -70,16 +71,17 @@ class Conversation:
                     for piece in self._pieces(event):
                         if not piece.is_thought:
                             said.append(piece.text)
+                            is_kept = True
                         yield piece
             if self._finish_reason is None:
                 raise Incomplete("the server ended the answer without a finish reason")
+            is_kept = True
         except FunitelError:
+            is_kept = False
             raise
-        except BaseException:
-            if said:
-                self._keep(asked, said)
-            raise
-        self._keep(asked, said)
+        finally:
+            if is_kept:
+                self._messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         return {"messages": messages, "stream": True, **self._parameters}
@@ -92,9 +94,6 @@ class Conversation:
                 yield Piece(delta["reasoning_content"], is_thought=True)
             if delta.get("content"):
                 yield Piece(delta["content"])
-
-    def _keep(self, asked: list[dict[str, str]], said: list[str]) -> None:
-        self._messages = [*asked, {"role": "assistant", "content": "".join(said)}]
 
 
 def chat(settings: ChatSettings) -> None:

@@ -514,7 +514,7 @@ class Executor:
             return [token]
         if grammar.is_stuck:
             facts = {"request_id": row.start.name or str(row.request_id)}
-            logs.tell(logger, "a request ends early: its grammar allows nothing more", logging.WARNING, **facts)
+            logs.log_fields(logger, "a request ends early: its grammar allows nothing more", logging.WARNING, **facts)
             return [replace(token, is_cut=True)]
         grammar.push(token.id)
         if not self.options.forces_spans or params.raw_logprobs or token.id in self.options.eos_token_ids:

@@ -1,1 +1,1 @@
-"""What every process needs of its operating system: logs, lock files, parent death, private sockets, core sets."""
+"""Operating-system services of every process: logs, lock files, parent death, private sockets, core sets."""

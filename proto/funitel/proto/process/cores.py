@@ -1,14 +1,14 @@
-"""Sets of cores as the kernel writes them: `0-3,8`."""
+"""Parse and format sets of CPU cores in the kernel's notation: `0-3,8`."""
 
 from collections.abc import Iterable
 from itertools import groupby
 
 
 class Cores(frozenset[int]):
-    """Numbers of logical processors; made of text such as `0-3,8`, or of numbers, and text again by `str`."""
+    """A set of logical processors, from text such as `0-3,8` or from numbers; `str` gives the text."""
 
     def __new__(cls, cores: str | Iterable[int]) -> "Cores":
-        """Raise ValueError, which says what is wrong, for text of any other form."""
+        """Raise ValueError with the reason for text of another form."""
         return super().__new__(cls, _parse(cores) if isinstance(cores, str) else cores)
 
     def __str__(self) -> str:

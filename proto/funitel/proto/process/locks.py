@@ -1,4 +1,4 @@
-"""The lock file beside the sockets of a deployment: held by the launcher, removed by whoever of it ends last."""
+"""Lock file beside the sockets of a deployment: held by the launcher, removed by its last process."""
 
 import fcntl
 import os
@@ -9,12 +9,12 @@ _POLL_SECONDS = 0.01
 
 
 def lock_of(path: str) -> str:
-    """Name the lock file of the shards' socket path."""
+    """Name of the lock file of the shards' socket path."""
     return f"{path}.lock"
 
 
 def try_lock(name: str) -> int | None:
-    """Lock the file `name`; None when another process holds it or it is not ours to write."""
+    """Lock the file `name`; None when another process holds it or it is not writable."""
     while (descriptor := _open(name)) is not None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -23,7 +23,7 @@ def try_lock(name: str) -> int | None:
             return None
         if _is_named(descriptor, name):
             return descriptor
-        os.close(descriptor)  # its holder removed the file, then let go: locking that keeps nobody out
+        os.close(descriptor)  # its owner removed the file before unlocking: this lock excludes no other process
     return None
 
 
@@ -42,7 +42,7 @@ def _is_named(descriptor: int, name: str) -> bool:
 
 
 def remove_if_free(name: str, seconds: float = 0.0) -> None:
-    """Remove a lock file that nobody holds, such as one whose holder was killed; it may be held for `seconds` more."""
+    """Remove a lock file that no process holds, such as that of a killed process; wait up to `seconds` for it."""
     end = time.monotonic() + seconds
     while os.path.exists(name):
         if (descriptor := try_lock(name)) is not None:

@@ -1,11 +1,11 @@
-"""One logging setup for every process: text lines for people, JSON lines for machines.
+"""Configure logging of every process: text lines or JSON lines, with structured fields.
 
-Everything goes to stderr, but the JSON of shards and downloads: a launcher reads that from their stdout. Whatever an
-event quotes, its line cannot pass for another one: what cannot be printed is escaped, what is long is cut, and the
-lines of a traceback are indented. JSON is ASCII.
+Everything goes to stderr except the JSON of shards and downloads, which the launcher reads from their stdout. Quoted
+text cannot forge a log line: unprintable characters are escaped, long text is cut, and lines of a traceback are
+indented. JSON is ASCII.
 
-A line may have facts besides its words: those that are given with it (`tell`), and those of what the caller works for
-(`concerning`), such as the id of a request. In text they stand behind the words, in JSON they are keys of their own.
+A line may have fields: those given with it (`log_fields`), and those of the caller's context (`log_context`), such as
+the id of a request. In text they follow the message; in JSON they are keys.
 """
 
 import json
@@ -23,41 +23,41 @@ from typing import Any
 from funitel.proto.printable import printable, shortened
 
 MAX_CHARACTERS = 8192  # of a line of text, or of a message
-MAX_FACT_CHARACTERS = 500
+MAX_FIELD_CHARACTERS = 500
 
 LEVELS = ("debug", "info", "warning", "error")
 
-Fact = str | int | float | bool
+Field = str | int | float | bool
 
 _PLAIN = re.compile(r"[\w.:/@+-]+", re.ASCII)
-_concern: ContextVar[Mapping[str, Fact]] = ContextVar("concern", default=MappingProxyType({}))
+_context: ContextVar[Mapping[str, Field]] = ContextVar("log_context", default=MappingProxyType({}))
 
 
 @contextmanager
-def concerning(**facts: Fact) -> Iterator[None]:
-    """Put facts on every line that is logged within the `with`, by tasks begun there too."""
-    token = _concern.set({**_concern.get(), **facts})
+def log_context(**fields: Field) -> Iterator[None]:
+    """Add fields to every line logged within the `with`, also by tasks started there."""
+    token = _context.set({**_context.get(), **fields})
     try:
         yield
     finally:
-        _concern.reset(token)
+        _context.reset(token)
 
 
-def tell(logger: logging.Logger, message: str, level: int = logging.INFO, /, **facts: Fact | None) -> None:
-    """Log a line with facts; those that are None are left out."""
+def log_fields(logger: logging.Logger, message: str, level: int = logging.INFO, /, **fields: Field | None) -> None:
+    """Log a line with fields; those that are None are left out."""
     if logger.isEnabledFor(level):
-        known = {name: fact for name, fact in facts.items() if fact is not None}
-        logger.log(level, message, extra={"facts": known}, stacklevel=2)
+        given = {name: value for name, value in fields.items() if value is not None}
+        logger.log(level, message, extra={"fields": given}, stacklevel=2)
 
 
-def facts_of(record: logging.LogRecord) -> dict[str, Fact]:
-    """The facts of a line that is being logged."""
-    return {**_concern.get(), **getattr(record, "facts", {})}
+def fields_of(record: logging.LogRecord) -> dict[str, Field]:
+    """The fields of a log record."""
+    return {**_context.get(), **getattr(record, "fields", {})}
 
 
-def _worded(fact: Fact) -> str:
-    """A fact as text: what is not plain is quoted, and holds no character that a terminal obeys."""
-    text = shortened(str(fact), MAX_FACT_CHARACTERS)
+def _formatted(value: Field) -> str:
+    """A field's value as text, quoted as JSON unless it is plain, without control characters."""
+    text = shortened(str(value), MAX_FIELD_CHARACTERS)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
@@ -69,7 +69,7 @@ class _TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = printable(shortened(super().formatMessage(record).rstrip("\n"), MAX_CHARACTERS))
-        return line + "".join(f" {name}={_worded(fact)}" for name, fact in facts_of(record).items())
+        return line + "".join(f" {name}={_formatted(value)}" for name, value in fields_of(record).items())
 
     def formatException(self, ei: Any) -> str:
         lines = super().formatException(ei).splitlines()
@@ -77,14 +77,14 @@ class _TextFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One object a line with the keys of TGI's router; the launcher's have TGI's nested message besides."""
+    """One object a line with the keys of TGI's router; the launcher's also have TGI's nested message."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        more: dict[str, Any] = {**facts_of(record), "filename": record.filename, "line_number": record.lineno}
+        more: dict[str, Any] = {**fields_of(record), "filename": record.filename, "line_number": record.lineno}
         if record.exc_info:
             more["exception"] = self.formatException(record.exc_info)
         message = shortened(record.getMessage(), MAX_CHARACTERS)
@@ -92,7 +92,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _LoguruFormatter(logging.Formatter):
-    """One object a line as loguru serializes it, which is what TGI's launcher reads from shards and downloads."""
+    """One object a line in loguru's form, which TGI's launcher reads from shards and downloads."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class _LoguruFormatter(logging.Formatter):
         described = {
             "elapsed": {"seconds": record.relativeCreated / 1000},
             "exception": self.formatException(record.exc_info) if record.exc_info else None,
-            "extra": facts_of(record),
+            "extra": fields_of(record),
             "file": {"name": record.filename, "path": record.pathname},
             "function": record.funcName,
             "level": {"name": record.levelname, "no": record.levelno},
@@ -119,7 +119,7 @@ class _LoguruFormatter(logging.Formatter):
 
 
 def json_event(seconds: float, level: int, process: str, target: str, message: str, /, **more: Any) -> str:
-    """Write one event as a JSON object; `seconds` are those of the epoch, `level` is logging's."""
+    """Write one event as a JSON object; `seconds` are since the epoch, `level` is that of `logging`."""
     instant = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     nested = {"fields": {"message": message}} if process == "launcher" else {}
     event = {"timestamp": instant, "level": _TRACING_NAMES.get(level, "INFO"), "message": message, **nested}
@@ -131,11 +131,11 @@ _TRACING_NAMES[logging.CRITICAL] = "ERROR"
 
 
 def parse_level(text: str, process: str = "") -> int:
-    """Turn a level, or a filter as TGI takes it, into a logging level.
+    """Convert a level, or a filter in TGI's form, to a logging level.
 
     Args:
-        text: `info`, `WARN`, or `warn,text_generation_router=debug`: a level for all, and for one program.
-        process: the program that asks, such as "router"; what names another is passed over.
+        text: `info`, `WARN`, or `warn,text_generation_router=debug`: a general level, and one for a program.
+        process: this program, such as "router"; levels of other programs are ignored.
     """
     general, own = "", ""
     for part in text.split(","):
@@ -151,12 +151,12 @@ def parse_level(text: str, process: str = "") -> int:
 
 
 def configure(process: str, *, json_output: bool = False, level: str = "info") -> None:
-    """Send the `funitel` loggers, and warnings of everything else, to where they belong.
+    """Configure the `funitel` loggers, and the warnings of all others.
 
     Args:
         process: shown on every line, such as "router" or "shard-1".
         json_output: one JSON object a line instead of text.
-        level: least severe level shown for funitel's own loggers.
+        level: minimum level of the `funitel` loggers.
     """
     is_read_by_launcher = json_output and process.startswith(("shard-", "download"))
     handler = logging.StreamHandler(sys.stdout if is_read_by_launcher else sys.stderr)

@@ -1,6 +1,6 @@
-"""Die with the process that started us, however it ends. Linux only; elsewhere it does nothing.
+"""End this process with its parent process, by PR_SET_PDEATHSIG. Linux only; elsewhere it does nothing.
 
-The parent is known by the process id it handed down: asked for later, the id might already be that of its successor.
+The parent passes its process id, since `getppid` may already give the id of another process.
 """
 
 import ctypes
@@ -13,17 +13,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def is_parent_gone(parent: int | None) -> bool:
-    """Whether the parent with this process id is gone; None is a parent that does not matter."""
+    """Whether the parent with this process id has ended; None means no parent to watch."""
     return parent is not None and os.getppid() != parent
 
 
 def is_parent_ending(parent: int | None) -> bool:
-    """Whether the parent is gone, or about to be: the signal is sent when the first of its threads has ended."""
+    """Whether the parent has ended or is ending: the signal is sent when its first thread has ended."""
     return is_parent_gone(parent) or (parent is not None and _state_of(parent) in ("Z", "X"))
 
 
 def _state_of(process: int) -> str:
-    """The kernel's letter for what a process does; empty where there is none. Source: proc(5)."""
+    """The kernel's state letter of a process; empty if it does not exist. Source: proc(5)."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -31,9 +31,9 @@ def _state_of(process: int) -> str:
 
 
 def stop_with_parent(parent: int | None) -> None:
-    """Have the kernel send SIGTERM to this process once its parent is gone, or now if it is. Source: prctl(2)."""
+    """Have the kernel send SIGTERM when the parent ends; send it now if it has ended. Source: prctl(2)."""
     if parent is None or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if is_parent_gone(parent):  # it went before the kernel knew
+    if is_parent_gone(parent):  # it ended before the call above
         os.kill(os.getpid(), signal.SIGTERM)

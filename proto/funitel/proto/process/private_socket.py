@@ -1,4 +1,4 @@
-"""Unix sockets that only their owner reaches: whoever may connect to one may run the model and read what others ask."""
+"""Create Unix sockets with owner-only permissions, since a connection gives access to the model and all requests."""
 
 import os
 import socket
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SOCKET_MODE = 0o600
-_NOBODY_ELSE = 0o077
+_OWNER_ONLY_UMASK = 0o077
 
 
 def bind_private(path: str) -> socket.socket:
-    """Make a Unix socket at a path that is free; it takes no connection before somebody listens.
+    """Bind a Unix socket to a free path; it accepts no connections until `listen`.
 
     Raises:
-        OSError: the path is taken, too long or not ours.
+        OSError: the path is in use, too long or not writable.
     """
     made = socket.socket(socket.AF_UNIX)
     try:
@@ -27,11 +27,11 @@ def bind_private(path: str) -> socket.socket:
 
 @contextmanager
 def keeping_private(path: str) -> Iterator[None]:
-    """Let whoever listens within the block make the socket at `path`: at no instant is it open to others.
+    """Give the socket at `path`, created within the block, owner-only permissions from its creation on.
 
-    Files that other threads make meanwhile are theirs alone too.
+    The umask also applies to files that other threads create meanwhile.
     """
-    before = os.umask(_NOBODY_ELSE)
+    before = os.umask(_OWNER_ONLY_UMASK)
     try:
         yield
     finally:

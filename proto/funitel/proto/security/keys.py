@@ -1,8 +1,7 @@
-"""API keys at rest: the file of them, read and written. Knows no HTTP, no limits at work and no clock.
+"""Read and write the file of API keys.
 
-A line is a JSON object, which has the SHA-256 of a key and what it is for, or a bare key, which is for everything. A
-key made here is 256 random bits: nobody guesses one, so its hash needs neither salt nor the slowness that passwords
-need, and a check costs a microsecond.
+A line is a JSON object with the SHA-256 of a key, its scopes and limits, or a bare key without restrictions. A key made
+here has 256 random bits, so its hash needs neither a salt nor a slow hash function, and a check costs a microsecond.
 """
 
 import fcntl
@@ -22,8 +21,8 @@ from typing import Any
 from funitel.proto.errors import SettingsError
 
 FLAG = "--api-key-file"
-SETTING_NAME = "api-key"  # of the key that is a setting and has no line in a file
-PREFIX = "funitel-"  # lets scanners for leaked secrets tell what they have found
+SETTING_NAME = "api-key"  # of the key given as a setting, not in a file
+PREFIX = "funitel-"  # for scanners of leaked secrets
 KEY_BYTES = 32
 MAX_FILE_BYTES = 8 << 20
 MAX_LIMIT = 10**9
@@ -38,12 +37,12 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key: `digest` is its SHA-256, the rest what it may do; `()` and None are no bound.
+    """One key: `digest` is its SHA-256, the rest are scopes and limits; `()` and None mean no restriction.
 
     Attributes:
-        name: what people, logs and metrics call it.
-        routes: paths as the table of routes writes them; one that ends in `*` stands for all that begin so.
-        models: names of models, in the same way.
+        name: in messages, logs and metrics.
+        routes: paths as in the table of routes; a final `*` matches every continuation.
+        models: names of models, with the same patterns.
     """
 
     name: str
@@ -59,19 +58,19 @@ class Key:
 
 
 def covers(patterns: Sequence[str], name: str) -> bool:
-    """Whether one of the patterns stands for `name`; none at all stand for everything."""
+    """Whether one of the patterns matches `name`; no patterns match everything."""
     return not patterns or any(
         name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern for pattern in patterns
     )
 
 
 def new_key() -> str:
-    """Draw a key."""
+    """Generate a random key."""
     return PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def digest_of(key: bytes) -> bytes:
-    """What a file and a router know of a key."""
+    """The SHA-256 of a key, as files and routers store it."""
     return hashlib.sha256(key).digest()
 
 
@@ -79,7 +78,7 @@ def digest_of(key: bytes) -> bytes:
 
 
 def keys_of(key: str | None, path: str | None) -> list[Key]:
-    """The keys of a router: the one that is a setting, and those of a file; raises as `read_keys`."""
+    """The keys of a router: the one given as a setting, and those of a file; raises as `read_keys`."""
     setting = [] if key is None else [Key(name=SETTING_NAME, digest=digest_of(key.encode()))]
     return setting + ([] if path is None else read_keys(path))
 
@@ -88,16 +87,16 @@ def read_keys(path: str) -> list[Key]:
     """Return the keys of a file, revoked ones too, in the order of its lines.
 
     Raises:
-        SettingsError: it cannot be read, holds no key, or a line is wrong; names file, line and field.
+        SettingsError: it cannot be read, has no key, or a line is invalid; names file, line and field.
     """
     keys = parse(read_lines(path), path)
     if not keys:
-        raise SettingsError(f"{FLAG} {path} must hold a key, one a line; it is empty")
+        raise SettingsError(f"{FLAG} {path} must contain keys, one a line; it is empty")
     return keys
 
 
 def read_lines(path: str) -> list[str]:
-    """The lines of a file; raises SettingsError when it cannot be read, or is too large to be a file of keys."""
+    """The lines of a file; raises SettingsError when it cannot be read or is too large."""
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -109,7 +108,7 @@ def read_lines(path: str) -> list[str]:
 
 
 def parse(lines: Sequence[str], path: str) -> list[Key]:
-    """Make keys of lines; raises SettingsError, which names `path` as the place, for a line that is wrong."""
+    """Parse lines to keys; raises SettingsError, which names `path`, for an invalid line."""
     keys: list[Key] = []
     names: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
@@ -124,13 +123,13 @@ def parse(lines: Sequence[str], path: str) -> list[Key]:
         except ValueError as error:
             raise SettingsError(f"{FLAG} {path} line {number}: {error}") from error
         if key.revoked is None and names.setdefault(key.name, number) != number:
-            raise SettingsError(f"{FLAG} {path} line {number}: the key of line {names[key.name]} has this name too")
+            raise SettingsError(f"{FLAG} {path} line {number}: the key of line {names[key.name]} has the same name")
         keys.append(key)
     return keys
 
 
 def _parse_record(text: str) -> Key:
-    """Make a key of a JSON object; raises ValueError, which names the field, for anything else."""
+    """Parse a key from a JSON object; raises ValueError, which names the field."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError):
@@ -162,7 +161,7 @@ def _instant(fields: dict[str, Any], field: str) -> datetime | None:
 
 
 def parse_instant(text: str, field: str) -> datetime:
-    """Read a date, or a date and time, of UTC where it names no zone; raises ValueError, which names `field`."""
+    """Parse a date, or a date and time, in UTC unless it names a zone; raises ValueError, which names `field`."""
     try:
         instant = datetime.fromisoformat(text)
         return (instant.replace(tzinfo=UTC) if instant.tzinfo is None else instant).astimezone(UTC)
@@ -180,7 +179,7 @@ def _names(fields: dict[str, Any], field: str) -> tuple[str, ...]:
 
 
 def check_pattern(pattern: object, field: str) -> None:
-    """Raise ValueError unless this can stand for routes or models."""
+    """Raise ValueError unless this is a pattern of routes or models."""
     is_text = isinstance(pattern, str) and 0 < len(pattern) <= 256 and "*" not in pattern[:-1]
     if not is_text or (field == "routes" and not str(pattern).startswith(("/", "*"))):
         what = "paths such as /v1/completions or /v1/*" if field == "routes" else "names such as my-model or mine/*"
@@ -193,7 +192,7 @@ def _limit(fields: dict[str, Any], field: str) -> int | None:
 
 
 def check_limit(value: object, field: str) -> int:
-    """Return what can be a limit; raises ValueError for anything else."""
+    """Return a valid limit; raises ValueError for anything else."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_LIMIT:
         raise ValueError(f"`{field}` must be an integer within 1..{MAX_LIMIT}. Given: {value!r}")
     return value
@@ -203,7 +202,7 @@ def check_limit(value: object, field: str) -> int:
 
 
 def line_of(key: Key) -> str:
-    """Write a key as a line of its file."""
+    """Format a key as a line of its file."""
     times = {field: getattr(key, field) for field in TIMES}
     record: dict[str, Any] = {"name": key.name, "sha256": key.digest.hex()}
     record |= {field: shown(instant) for field, instant in times.items() if instant is not None}
@@ -219,14 +218,14 @@ def shown(instant: datetime) -> str:
 
 @contextmanager
 def editing(path: str) -> Iterator[list[str]]:
-    """Give the lines of a file, none where there is no file; what they have become is written as a whole at the end.
+    """Yield the lines of a file, none if it is missing, and replace the file atomically by the changed lines.
 
-    Whoever reads the file meanwhile sees all of the old or all of the new; whoever edits it waits for this to end.
+    Readers see either the old or the new content; other editors wait for this one.
 
     Raises:
         SettingsError: it cannot be read or written.
     """
-    target = Path(path).resolve()  # what a link names is replaced, not the link
+    target = Path(path).resolve()  # the target of a link is replaced, not the link
     with _locked(target.parent):
         lines = read_lines(str(target)) if target.exists() else []
         yield lines
@@ -250,11 +249,11 @@ def _replace(target: Path, content: str) -> None:
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
     except OSError as error:
-        raise SettingsError(f"{FLAG} {target}: cannot write beside it: {error.strerror}") from error
+        raise SettingsError(f"{FLAG} {target}: cannot write to its folder: {error.strerror}") from error
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(content)
-            _take_after(target, file.fileno())
+            _copy_mode(target, file.fileno())
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, target)
@@ -264,8 +263,8 @@ def _replace(target: Path, content: str) -> None:
         raise SettingsError(f"{FLAG} {target}: {error.strerror}") from error
 
 
-def _take_after(target: Path, descriptor: int) -> None:
-    """Give the new file the mode and, where we may, the owner of the old one."""
+def _copy_mode(target: Path, descriptor: int) -> None:
+    """Give the new file the mode and, if permitted, the owner of the old one."""
     try:
         old = target.stat()
     except FileNotFoundError:

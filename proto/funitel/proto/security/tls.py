@@ -1,8 +1,4 @@
-"""TLS from PEM files: contexts for HTTP, credentials for gRPC.
-
-What is wrong with a file is one line that names its flag. Knows no sockets: whoever listens or connects takes what is
-made here.
-"""
+"""Make TLS contexts for HTTP and credentials for gRPC from PEM files; errors name the flag of the file."""
 
 import ssl
 from dataclasses import dataclass
@@ -15,22 +11,22 @@ from funitel.proto.errors import SettingsError
 
 
 class _Encrypted(Exception):
-    """A key that cannot be read without a passphrase, which nobody is there to give."""
+    """A key that needs a passphrase."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The files of a certificate, with its chain, and of its key; `flag` begins the names of the flags of both."""
+    """Files of a certificate with its chain, and of its key; `flag` is the common prefix of their flags."""
 
     cert: str
     key: str
     flag: str = "--tls"
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Let a context show the certificate, from the next handshake on.
+        """Load the certificate into a context, for further handshakes.
 
         Raises:
-            SettingsError: a file cannot be read, is no PEM, is encrypted, or the two do not belong together.
+            SettingsError: a file cannot be read, is no PEM, is encrypted, or the key does not match.
         """
         cert, key = f"{self.flag}-cert {self.cert}", f"{self.flag}-key {self.key}"
         _read(self.cert, f"{self.flag}-cert")
@@ -57,10 +53,10 @@ def _read(path: str, flag: str) -> bytes:
 
 
 def server_context(pair: Pair, client_ca: str | None = None) -> ssl.SSLContext:
-    """Make the context of an HTTPS server: TLS 1.2 and up; with `client_ca`, clients must show a certificate of it.
+    """Make the context of an HTTPS server, TLS 1.2 or later; with `client_ca`, client certificates are required.
 
     Raises:
-        SettingsError: a file is not what it must be.
+        SettingsError: a file is missing or invalid.
     """
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -73,10 +69,10 @@ def server_context(pair: Pair, client_ca: str | None = None) -> ssl.SSLContext:
 
 
 def client_context(ca: str | None = None, pair: Pair | None = None) -> ssl.SSLContext:
-    """Make the context of a client that trusts the authorities in `ca`, or the system's, and may show a certificate.
+    """Make the context of a client that trusts the authorities in `ca`, or the system's, with an optional certificate.
 
     Raises:
-        SettingsError: a file is not what it must be.
+        SettingsError: a file is missing or invalid.
     """
     context = ssl.create_default_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -88,7 +84,7 @@ def client_context(ca: str | None = None, pair: Pair | None = None) -> ssl.SSLCo
 
 
 def trust(context: ssl.SSLContext, ca: str, flag: str) -> None:
-    """Let a context trust the certificates of a file that `flag` gave; raises SettingsError when it has none."""
+    """Add the certificates of a file, given by `flag`, as trusted; raises SettingsError when it has none."""
     _read(ca, flag)
     try:
         context.load_verify_locations(ca)
@@ -101,14 +97,14 @@ def trust(context: ssl.SSLContext, ca: str, flag: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MutualTls:
-    """Files by which router and shards know each other over TCP: each shows a certificate of one authority."""
+    """Files for mutual TLS between router and shards over TCP: each presents a certificate of one authority."""
 
     pair: Pair
     ca: str
 
     @classmethod
     def of(cls, cert: str | None, key: str | None, ca: str | None) -> "MutualTls | None":
-        """Of the three settings; None when none is given. Raises SettingsError when only some are."""
+        """Build from the three settings; None when none is given. Raises SettingsError when only some are."""
         if cert is None and key is None and ca is None:
             return None
         if cert is None or key is None or ca is None:
@@ -116,17 +112,17 @@ class MutualTls:
         return cls(Pair(cert, key, "--shard-tls"), ca)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """What a router shows, and whom it trusts; raises SettingsError for a file that is not what it must be."""
+        """Credentials of a router; raises SettingsError for an invalid file."""
         ca, key, cert = self._contents()
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """What a shard shows, and whom it trusts; raises as `channel_credentials`."""
+        """Credentials of a shard; raises as `channel_credentials`."""
         ca, key, cert = self._contents()
         return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
 
     def _contents(self) -> tuple[bytes, bytes, bytes]:
-        """Authority, key and certificate, tried before: gRPC says of a wrong one only that nothing works."""
+        """Authority, key and certificate, validated first, since gRPC gives no reason for an invalid one."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self.pair.load_into(context)
         trust(context, self.ca, "--shard-tls-ca")

@@ -1,1 +1,1 @@
-"""Settings as frozen dataclasses rendered as typer commands."""
+"""Settings: frozen dataclasses, rendered as typer commands."""

@@ -1,4 +1,4 @@
-"""Sizes of batches as TGI writes them: `1,2,4`."""
+"""Parse and format batch sizes in TGI's form: `1,2,4`."""
 
 from collections.abc import Iterable
 
@@ -7,10 +7,10 @@ _MAX_DIGITS = 9
 
 
 class BatchSizes(frozenset[int]):
-    """Numbers of rows; made of text such as `1,2,4`, of which `0` is none, or of numbers, and text again by `str`."""
+    """A set of batch sizes, from text such as `1,2,4` or from numbers; `0` means none; `str` gives the text."""
 
     def __new__(cls, sizes: str | Iterable[int]) -> "BatchSizes":
-        """Raise ValueError, which says what is wrong, for text of any other form."""
+        """Raise ValueError with the reason for text of another form."""
         return super().__new__(cls, _parse(sizes) if isinstance(sizes, str) else sizes)
 
     def __str__(self) -> str:

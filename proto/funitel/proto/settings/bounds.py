@@ -1,4 +1,4 @@
-"""The numbers that a setting may be."""
+"""Bounds of numeric settings."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Bounds:
     maximum: float | None = None
 
     def __contains__(self, number: float) -> bool:
-        """Whether a number is in the range; what is not a number (NaN) is in none."""
+        """Whether a number is in the range; NaN is in none."""
         return (
             number == number
             and (self.above is None or number > self.above)
@@ -27,7 +27,7 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        """What a number must be: `> 0`, `within 0..65535`."""
+        """The bounds as text: `> 0`, `within 0..65535`."""
         if self.minimum is not None and self.maximum is not None:
             return f"within {self.minimum}..{self.maximum}"
         sides = ((">", self.above), (">=", self.minimum), ("<=", self.maximum))

@@ -1,9 +1,8 @@
 """Settings as frozen dataclasses, rendered as typer commands.
 
-A field made with `setting(default, help)` becomes the flag `--its-name`, the variable `ITS_NAME` and a line
-of `--help`; each default exists once. Flag beats variable beats default. The environment is read by typer, at
-the rim, and nowhere else. Flags that are taken but not honoured are rows of `foreign`. `to_argv` turns settings back
-into flags for a child process.
+A field made with `setting(default, help)` becomes the flag `--its-name`, the variable `ITS_NAME` and a line of
+`--help`. Precedence: flag, variable, default. Only typer reads the environment. Flags of TGI that are accepted without
+being honoured are rows of `tgi_flags`. `to_argv` converts settings back to flags for a child process.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ import typer
 
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.settings.bounds import ANY, Bounds
-from funitel.proto.settings.options import Meta, flag_of, foreign_option, option_of, usage_message
+from funitel.proto.settings.options import Meta, flag_of, option_of, tgi_option, usage_message
 from funitel.proto.settings.tgi_flags import Inert, Program, Refused, rows_of
 
 logger = logging.getLogger(__name__)
@@ -45,12 +44,12 @@ def setting(
         default: value when neither flag nor variable is given; None means "decided at start".
         help: one line for `--help` and the settings page; names the unit.
         short: one-letter flag, such as "-p".
-        choices: the only values allowed.
+        choices: the allowed values; empty for any.
         env: name of the variable; "" derives it from the field, None means there is none.
         aliases: further long flags.
         takes_value: a boolean that is written `--its-name true` instead of being a switch.
-        refused: values that are known but cannot be honoured, and why.
-        bounds: the numbers it may be, for `check_bounds`; None may always be where it is the default.
+        refused: known values that cannot be honoured, with the reason.
+        bounds: range for `check_bounds`; None is always allowed where it is the default.
     """
     meta = Meta(help, short, tuple(choices), env, tuple(aliases), takes_value, refused, bounds)
     return field(default=default, metadata={"setting": meta})
@@ -64,17 +63,17 @@ def as_command(
     program: Program | None = None,
     set_up: Callable[[T], None] = lambda settings: None,
 ) -> Callable[..., None]:
-    """Make a typer command function that builds `cls` from flags and variables and hands it to `run`.
+    """Make a typer command function that builds `cls` from flags and variables and calls `run` with it.
 
     Args:
         cls: the settings dataclass.
         run: called with the settings.
         arguments: the fields that are positional, with their help.
-        program: whose rows of `foreign` are taken too; those refused raise SettingsError before `run`.
-        set_up: called before `run` and before anything is logged: each row that is given and has no effect is one line.
+        program: whose rows of `tgi_flags` are accepted too; refused ones raise SettingsError before `run`.
+        set_up: called before `run` and before the first log line; each given row without effect is logged.
     """
     rows = tuple(rows_of(program)) if program else ()
-    parameters = [*_parameters(cls, arguments or {}), *(foreign_option(row, program) for row in rows if program)]
+    parameters = [*_parameters(cls, arguments or {}), *(tgi_option(row, program) for row in rows if program)]
     parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
 
     def command(*, context: typer.Context, **values: Any) -> None:
@@ -111,25 +110,25 @@ def _parameters(cls: type[Any], positional: Mapping[str, str]) -> Iterator[inspe
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What was given on one command line and in its environment."""
+    """The values of one command line and its environment."""
 
     context: typer.Context
     values: Mapping[str, Any]
 
     def value(self, name: str) -> Any:
-        """A value as the dataclass holds it."""
+        """A value in the type of the dataclass."""
         value = self.values[name]
         return tuple(value) if isinstance(value, list) else value
 
     def text(self, name: str, value: Any) -> str:
-        """How a value was given: as `--its-name value` or as `ITS_NAME=value`."""
+        """A value as it was given: `--its-name value` or `ITS_NAME=value`."""
         source = self.context.get_parameter_source(name)
         if source is not None and source.name == "ENVIRONMENT":
             return f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}"
         return flag_of(name) if value is True else f"{flag_of(name)} {value}"
 
     def check_refused(self, cls: type[Any]) -> None:
-        """Raise SettingsError for a value that is known and cannot be honoured."""
+        """Raise SettingsError for a known value that cannot be honoured."""
         for setting_field in dataclasses.fields(cls):
             meta = setting_field.metadata.get("setting")
             value = self.values[setting_field.name]
@@ -159,7 +158,7 @@ def to_argv(settings: Any, skip: Iterable[str] = ()) -> list[str]:
 
 
 def project(settings: Any, cls: type[T], **changes: Any) -> T:
-    """Build the settings `cls` of a child from the fields it shares with `settings`; `changes` win."""
+    """Build the settings `cls` of a child from the fields it shares with `settings`; `changes` take precedence."""
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     shared = {f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.name in names}
     return cls(**(shared | changes))
@@ -172,7 +171,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_bounds(settings: Any) -> None:
-    """Raise SettingsError for the first number that is beyond its bounds."""
+    """Raise SettingsError for the first number outside its bounds."""
     for setting_field in dataclasses.fields(settings):
         meta = setting_field.metadata.get("setting")
         value = getattr(settings, setting_field.name)
@@ -181,7 +180,7 @@ def check_bounds(settings: Any) -> None:
 
 
 def run_app(app: typer.Typer) -> NoReturn:
-    """Run a typer app; usage errors are one line and exit code 2, all others one line and exit code 1.
+    """Run a typer app; usage errors end it with one line and exit code 2, others with one line and exit code 1.
 
     The traceback of an unexpected error is logged at debug level.
     """

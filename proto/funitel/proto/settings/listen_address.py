@@ -1,4 +1,4 @@
-"""On which address the HTTP port is opened."""
+"""Decide the address on which the HTTP port listens."""
 
 import ipaddress
 import logging
@@ -11,29 +11,29 @@ logger = logging.getLogger(__name__)
 EVERY_ADDRESS = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
 LOCAL_ONLY = (
-    f"there is no API key: listening on {LOOPBACK}, for this machine only; to be reached from others give --api-key, "
-    f"or --hostname {EVERY_ADDRESS} to let everybody in"
+    f"there is no API key: listening on {LOOPBACK}, for this machine only; for other machines give --api-key, "
+    f"or --hostname {EVERY_ADDRESS} to serve without a key"
 )
 
 
-def listen_address(hostname: str | None, usual: str | None, *, is_guarded: bool) -> str:
-    """Decide on an address to bind.
+def listen_address(hostname: str | None, default: str | None, *, is_guarded: bool) -> str:
+    """Decide the address to bind.
 
-    A server that lets everybody in is for its own machine unless somebody says otherwise. The name of the machine says
-    nothing: containers and some shells export it as HOSTNAME. Any other name that is no address is every address, as
-    with TGI.
+    A server without authentication listens on loopback by default. The machine's own name counts as not given, since
+    containers and some shells export it as HOSTNAME. Any other name that is no address means all addresses, as with
+    TGI.
 
     Args:
-        hostname: what was asked for, if anything.
-        usual: the address when nothing is, where the installation has chosen one, as the container image does.
-        is_guarded: whether clients must show who they are.
+        hostname: as given, or None.
+        default: address when `hostname` is not given, as the container image sets it; or None.
+        is_guarded: whether clients must authenticate.
 
     Raises:
-        SettingsError: `usual` is no address.
+        SettingsError: `default` is no address.
     """
-    if hostname is None or _is_nobodys_choice(hostname):
-        require(usual is None or _is_address(usual), f"--default-hostname must be like 0.0.0.0, given {usual!r}")
-        return usual or (EVERY_ADDRESS if is_guarded else LOOPBACK)
+    if hostname is None or _is_default(hostname):
+        require(default is None or _is_address(default), f"--default-hostname must be like 0.0.0.0, given {default!r}")
+        return default or (EVERY_ADDRESS if is_guarded else LOOPBACK)
     if hostname == "localhost":
         return LOOPBACK
     if not _is_address(hostname):
@@ -42,12 +42,12 @@ def listen_address(hostname: str | None, usual: str | None, *, is_guarded: bool)
     return hostname
 
 
-def is_local_by_default(hostname: str | None, usual: str | None, *, is_guarded: bool) -> bool:
-    """Whether `listen_address` keeps others out because nobody was asked: `LOCAL_ONLY` is then to be said."""
-    return _is_nobodys_choice(hostname) and usual is None and not is_guarded
+def is_local_by_default(hostname: str | None, default: str | None, *, is_guarded: bool) -> bool:
+    """Whether `listen_address` falls back to loopback; `LOCAL_ONLY` must then be logged."""
+    return _is_default(hostname) and default is None and not is_guarded
 
 
-def _is_nobodys_choice(hostname: str | None) -> bool:
+def _is_default(hostname: str | None) -> bool:
     return hostname is None or hostname == socket.gethostname()
 
 
@@ -60,6 +60,6 @@ def _is_address(text: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host, as it is written in `host:port`."""
+    """Whether a host, as written in `host:port`, is loopback."""
     host = host.strip("[]")
     return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)

@@ -1,7 +1,4 @@
-"""One setting as typer sees it: its names, its kind, how its text becomes a value.
-
-`settings` makes options of the fields of a dataclass and of the rows of `foreign`.
-"""
+"""Make typer options from settings fields and from rows of TGI's flags, and parse their text."""
 
 import inspect
 import types
@@ -22,7 +19,7 @@ class Counts(tuple[int, ...]):
     """Whole numbers in one flag: `1,4,16`."""
 
     def __new__(cls, text: str) -> "Counts":
-        """Raise ValueError, which says what is wrong, for anything else."""
+        """Raise ValueError with the reason for any other text."""
         return super().__new__(cls, _numbers(text, int, "whole numbers such as 1,4,16"))
 
     def __str__(self) -> str:
@@ -33,7 +30,7 @@ class Rates(tuple[float, ...]):
     """Numbers in one flag: `0.5,2`."""
 
     def __new__(cls, text: str) -> "Rates":
-        """Raise ValueError, which says what is wrong, for anything else."""
+        """Raise ValueError with the reason for any other text."""
         return super().__new__(cls, _numbers(text, float, "numbers such as 0.5,2"))
 
     def __str__(self) -> str:
@@ -47,7 +44,7 @@ def _numbers(text: str, kind: Callable[[str], T], what: str) -> list[T]:
         raise ValueError(f"is not a list of {what}") from None
 
 
-# What a boolean may be written as, in any case; the variable of a switch takes the same.
+# Words for booleans, in any case; also for the variable of a switch.
 TRUE_WORDS = ("true", "1", "yes", "on")
 FALSE_WORDS = ("false", "0", "no", "off")
 _NOT_BOOLEAN = f"is not one of {', '.join((*TRUE_WORDS, *FALSE_WORDS))}"
@@ -55,7 +52,7 @@ _NOT_BOOLEAN = f"is not one of {', '.join((*TRUE_WORDS, *FALSE_WORDS))}"
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What `settings.setting` was told of a field."""
+    """The arguments of `fields.setting` for a field."""
 
     help: str
     short: str | None
@@ -88,7 +85,7 @@ def _plain(annotation: Any) -> tuple[Any, bool]:
 
 
 def option_of(field: "Field[Any]", annotation: Any) -> inspect.Parameter:
-    """Make the option of a field that `settings.setting` declared."""
+    """Make the option of a field that `fields.setting` declared."""
     meta: Meta = field.metadata["setting"]
     plain, repeatable = _plain(annotation)
     is_switch = plain is bool and not meta.takes_value
@@ -107,8 +104,8 @@ def option_of(field: "Field[Any]", annotation: Any) -> inspect.Parameter:
     return _parameter(field.name, option, list[kind] if repeatable else kind)
 
 
-def foreign_option(row: TgiFlag, program: Program) -> inspect.Parameter:
-    """Make the option of a row; it is hidden where the program has only the variable."""
+def tgi_option(row: TgiFlag, program: Program) -> inspect.Parameter:
+    """Make the option of a row of `tgi_flags`; hidden where the program has only the variable."""
     is_switch = row.kind is bool
     option = _make_option(
         None,
@@ -141,7 +138,7 @@ def _parameter(name: str, option: Any, kind: Any) -> inspect.Parameter:
 
 
 def _parse(kind: Callable[[str], Any], value: Any) -> Any:
-    """Turn the text of a flag or variable into a value; typer also hands in defaults, which are values already."""
+    """Parse the text of a flag or variable; typer also passes defaults, which are values already."""
     if not isinstance(value, str):
         return value
     try:
@@ -155,7 +152,7 @@ _KINDS: dict[Callable[[str], Any], str] = {int: "integer", float: "number"}
 
 
 def parse_bool(text: str) -> bool:
-    """Read a boolean; ValueError says what it may be."""
+    """Parse a boolean; ValueError lists the allowed words."""
     word = text.lower()
     if word not in (*TRUE_WORDS, *FALSE_WORDS):
         raise ValueError(_NOT_BOOLEAN)
@@ -163,7 +160,7 @@ def parse_bool(text: str) -> bool:
 
 
 def usage_message(error: typer.TyperException) -> str:
-    """Say in one line what is wrong with a command line; typer leaves out the value of a switch's variable."""
+    """Describe a usage error in one line; typer leaves out the value of a switch's variable."""
     option = getattr(error, "param", None)
     if isinstance(error, typer.BadParameter) and getattr(option, "is_flag", False) and option and error.ctx:
         value = option.value_from_envvar(error.ctx)

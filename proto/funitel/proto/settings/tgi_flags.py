@@ -1,8 +1,7 @@
-"""TGI's flags and variables that funitel takes without honouring them, as two tables with the reason of each row.
+"""Tables of TGI's flags and variables that funitel accepts without effect or refuses, with a reason for each.
 
-An *inert* one changes no answer here: when it is given, one line of the log says so. A *refused* one would change the
-answer, so the program does not start. Everything else of TGI's is honoured and a field of a settings dataclass.
-`settings.as_command` makes options of the rows, for `ROWS` of each program.
+An *inert* one changes no answer here and is logged when given. A *refused* one would change answers, so the program
+does not start. All other flags of TGI are honoured, as fields of a settings dataclass.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +16,11 @@ class TgiFlag:
     """One flag and variable of TGI.
 
     Attributes:
-        name: of the flag, with underscores; the variable is the same in capitals.
-        flag: programs that have it as a flag, and as its variable where `has_variable`.
+        name: of the flag, with underscores; the variable is its upper case.
+        flag: programs that have it as a flag, and as a variable if `has_variable`.
         variable: programs that have it as a variable only.
-        kind: what a value is made of: bool is a switch, else called with the text, and raises ValueError.
-        choices: the only values TGI takes; empty for any.
+        kind: bool for a switch, else a parser of the text, which raises ValueError.
+        choices: the values that TGI accepts; empty for any.
         why: completes "... is accepted and changes nothing: " or "... cannot be honoured: ".
     """
 
@@ -39,13 +38,13 @@ class TgiFlag:
         return self.name.upper() if self.has_variable else None
 
     def asks(self, value: Any) -> bool:
-        """Whether a value asks for anything: a switch that is off does not."""
+        """Whether a value is given; a switch that is off is not."""
         return value is not None and value is not False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inert(TgiFlag):
-    """Accepted, though it changes no answer here."""
+    """Accepted without effect."""
 
     def remark(self, given: str) -> str:
         """The line of the log; `given` is the flag or variable with its value."""
@@ -54,12 +53,12 @@ class Inert(TgiFlag):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(TgiFlag):
-    """Refused at start, but for the values in `allowed`, which ask for what happens anyway."""
+    """Refused at start, except for the values in `allowed`, which match the default behaviour."""
 
     allowed: tuple[str, ...] = ()
 
     def asks(self, value: Any) -> bool:
-        """Whether a value asks for what cannot be done."""
+        """Whether a value is given that cannot be honoured."""
         return TgiFlag.asks(self, value) and str(value) not in self.allowed
 
     def refusal(self, given: str) -> str:
@@ -175,7 +174,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
 )
 
-# Values of honoured flags that are refused, with the reason; `settings` takes them beside a field's own choices.
+# Refused values of honoured flags, with the reason; accepted by the parser beside a field's choices.
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "quantize": dict.fromkeys(
         (
@@ -186,14 +185,14 @@ REFUSED_VALUES: dict[str, dict[str, str]] = {
             "bitsandbytes-nf4",
             "bitsandbytes-fp4",
         ),
-        "such weights can neither be read nor made; serve a checkpoint that is not quantised, or as GPTQ, AWQ or fp8",
+        "this format is not supported; serve a checkpoint that is not quantised, or one in GPTQ, AWQ or fp8",
     ),
     "rope_scaling": {
-        "dynamic": "rotations would depend on what shares the batch; give linear, which stretches them for all",
+        "dynamic": "rotations would depend on the other sequences of the batch; give linear",
     },
 }
 
 
 def rows_of(program: Program) -> Iterator[TgiFlag]:
-    """The rows that concern one program."""
+    """The rows of one program."""
     return (row for row in (*INERT, *REFUSED) if program in row.flag or program in row.variable)

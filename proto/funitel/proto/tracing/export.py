@@ -1,6 +1,6 @@
-"""Where spans go: to a collector, by OTLP over gRPC, from a thread of its own.
+"""Export spans to a collector by OTLP over gRPC from a background thread.
 
-Whatever becomes of the collector, the process goes on: what it does not take in time is dropped.
+A collector that is slow or unreachable does not delay the process: spans that it does not accept in time are dropped.
 """
 
 import logging
@@ -11,63 +11,56 @@ from collections.abc import Callable
 from importlib import metadata
 from urllib.parse import urlsplit
 
-from funitel.proto.errors import SettingsError
+from funitel.proto.errors import SettingsError, translating
 from funitel.proto.tracing import spans
 
-EXPORT_SECONDS = 5.0  # that a collector may take for one batch
-END_SECONDS = 1.5  # that it may take for all that is left at the end of the process
-COMPLAINT_SECONDS = 60.0  # between two lines of the log about a collector that takes nothing
+EXPORT_SECONDS = 5.0  # timeout of one batch
+END_SECONDS = 1.5  # timeout of the remaining spans at the end of the process
+MIN_LOG_SECONDS = 60.0  # between two log lines about a failing collector
 
 _EXPORTER_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"
 
 
 def export(endpoint: str, service_name: str, **attributes: str | int) -> Callable[[], None]:
-    """Send this process's spans to a collector; call the result at the end.
+    """Export this process's spans to a collector; the result flushes and ends the export.
 
-    `https://` is TLS. Certificates, headers, sampling and sizes are what the standard variables `OTEL_*` say.
+    `https://` means TLS. The standard variables `OTEL_*` set certificates, headers, sampling and sizes.
 
     Args:
         endpoint: such as `http://localhost:4317`.
-        service_name: what the spans are from.
-        attributes: what else is true of all of this process's spans.
+        service_name: of the spans' resource.
+        attributes: further attributes of that resource.
 
     Raises:
-        SettingsError: it is no endpoint, or the exporter is not installed.
+        SettingsError: the endpoint is invalid, or the exporter is not installed.
     """
     _check(endpoint)
     try:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from funitel.proto.tracing.otlp import build_provider
     except ImportError as error:
         raise SettingsError(
             "--otlp-endpoint needs the package opentelemetry-exporter-otlp-proto-grpc, which is not installed"
         ) from error
-    _quieten()
+    _limit_logs()
     facts = {"service.name": service_name, "service.version": _version(), "process.pid": os.getpid(), **attributes}
-    provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
     is_plain = urlsplit(endpoint).scheme != "https"
-    try:
-        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=is_plain, timeout=EXPORT_SECONDS)
-    except Exception as error:  # whatever it makes of a variable that only it knows
-        raise SettingsError(f"--otlp-endpoint {endpoint}: a variable OTEL_* is wrong: {error}") from error
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    spans.use(provider.get_tracer("funitel", _version()))
+    with translating(lambda error: SettingsError(f"--otlp-endpoint {endpoint}: a variable OTEL_* is wrong: {error}")):
+        provider, abort = build_provider(endpoint, facts, is_plain=is_plain, timeout=EXPORT_SECONDS)
+    spans.set_tracer(provider.get_tracer("funitel", _version()))
 
     def finish() -> None:
-        spans.use(None)
+        spans.set_tracer(None)
         ending = threading.Thread(target=provider.shutdown, name="last-spans", daemon=True)
         ending.start()
         ending.join(END_SECONDS)
         if ending.is_alive():
-            exporter.shutdown()  # gives up the batch under way, and those behind it
+            abort()  # drops the batch in flight and those queued
 
     return finish
 
 
 def _check(endpoint: str) -> None:
-    """Raise SettingsError unless an endpoint has a host; `host:port` alone is taken too."""
+    """Raise SettingsError unless an endpoint has a host; `host:port` alone is accepted."""
     try:
         parts = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
         is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -84,25 +77,25 @@ def _version() -> str:
         return "0.0.0"
 
 
-def _quieten() -> None:
-    """Have OpenTelemetry log what an operator must know and no more: clients choose what its warnings would quote."""
+def _limit_logs() -> None:
+    """Log errors of OpenTelemetry only, and seldom: its warnings quote text that clients choose."""
     logging.getLogger("opentelemetry").setLevel(logging.ERROR)
     exporter = logging.getLogger(_EXPORTER_LOGGER)
-    if not any(isinstance(filter, _Seldom) for filter in exporter.filters):
-        exporter.addFilter(_Seldom())
+    if not any(isinstance(filter, _RateLimit) for filter in exporter.filters):
+        exporter.addFilter(_RateLimit())
 
 
-class _Seldom(logging.Filter):
-    """Lets a line pass now and then."""
+class _RateLimit(logging.Filter):
+    """Passes one line per interval."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._last = -COMPLAINT_SECONDS
+        self._last = -MIN_LOG_SECONDS
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the last line was long ago."""
+        """Whether the interval since the last line has passed."""
         now = time.monotonic()
-        is_due = now - self._last >= COMPLAINT_SECONDS
+        is_due = now - self._last >= MIN_LOG_SECONDS
         if is_due:
             self._last = now
         return is_due

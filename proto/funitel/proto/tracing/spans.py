@@ -1,7 +1,7 @@
-"""Spans of OpenTelemetry, and how their context crosses from one process to the next (W3C Trace Context).
+"""Record OpenTelemetry spans, and propagate their context between processes (W3C Trace Context).
 
-Until `use` is called every function here returns at once and nothing is recorded. Spans never carry words of a request:
-of an error that quotes its client only the kind is told.
+Until `set_tracer` is called, every function here returns at once and records nothing. Spans never contain text of a
+request: of an error that quotes its client, only the type is recorded.
 """
 
 import time
@@ -20,48 +20,48 @@ Attribute = str | int | float | bool | Sequence[str]
 
 ROOT = Context()  # the parent of a span that begins a trace of its own
 PARENT, STATE = "traceparent", "tracestate"
-MAX_HEADER_BYTES = 512  # of either header; W3C asks for as many
-# Headers of one call. gRPC refuses metadata beyond 8 KiB, and clients choose how long theirs are.
+MAX_HEADER_BYTES = 512  # of each header; the minimum by W3C
+# Headers of one call. gRPC refuses metadata above 8 KiB, and clients choose the length of theirs.
 MAX_CONTEXT_BYTES = 4096
-HEADER_OVERHEAD_BYTES = 32  # of a header, by HTTP/2's count
+HEADER_OVERHEAD_BYTES = 32  # per header, as HTTP/2 counts
 
 _PROPAGATOR = TraceContextTextMapPropagator()
 _tracer: Tracer | None = None
 
 
-def use(tracer: Tracer | None) -> None:
+def set_tracer(tracer: Tracer | None) -> None:
     """Record spans by `tracer`; None records nothing."""
     global _tracer
     _tracer = tracer
 
 
 def is_recording() -> bool:
-    """Whether spans are recorded at all; to be asked where even a call that returns at once is too many."""
+    """Whether spans are recorded; for hot paths, where even a call without effect costs too much."""
     return _tracer is not None
 
 
 class OpenSpan:
-    """A span that is ended by hand: what it measures goes on while the caller turns to something else.
+    """A span that is ended explicitly, for operations that outlast the caller's block.
 
-    Instants are of the monotonic clock, in seconds. One that was ended takes no notice of anything.
+    Instants are of the monotonic clock, in seconds. Methods have no effect once the span has ended.
     """
 
     def __init__(self, span: Span) -> None:
         self.span = span
-        self.place = trace.set_span_in_context(span, ROOT)  # what is begun there is below this span
+        self.context = trace.set_span_in_context(span, ROOT)  # parent context for child spans
 
     @property
     def trace_id(self) -> str:
-        """Of the trace it belongs to, recorded or not; hexadecimal."""
+        """Id of its trace, recorded or not; hexadecimal."""
         return trace.format_trace_id(self.span.get_span_context().trace_id)
 
-    def note(self, **attributes: Attribute) -> None:
+    def set_attributes(self, **attributes: Attribute) -> None:
         """Add attributes."""
         if self.span.is_recording():
             self.span.set_attributes(attributes)
 
     def event(self, name: str, **attributes: Attribute) -> None:
-        """Note that something happened now."""
+        """Add an event with the current time."""
         if self.span.is_recording():
             self.span.add_event(name, attributes)
 
@@ -71,20 +71,20 @@ class OpenSpan:
             self.span.set_attributes(attributes)
             self.span.end()
 
-    def blame(self, error: Exception) -> None:
-        """Note that what the span measures has failed, and why."""
+    def set_error(self, error: Exception) -> None:
+        """Set the error status and type."""
         if self.span.is_recording():
             self.span.set_attribute("error.type", type(error).__name__)
-            self.span.set_status(Status(StatusCode.ERROR, _words(error)))
+            self.span.set_status(Status(StatusCode.ERROR, _description(error)))
 
     def fail(self, error: Exception, **attributes: Attribute) -> None:
-        """End the span now; what it measures has failed."""
-        self.blame(error)
+        """End the span now with an error."""
+        self.set_error(error)
         self.end(**attributes)
 
 
-def _words(error: Exception) -> str:
-    """What may be said of an error: messages to clients quote them."""
+def _description(error: Exception) -> str:
+    """Description of an error; client errors give only their type, since their messages quote the request."""
     return error.message if isinstance(error, FunitelError) and error.is_ours else type(error).__name__
 
 
@@ -97,27 +97,27 @@ def begin(
     kind: SpanKind = SpanKind.INTERNAL,
     attributes: Mapping[str, Attribute] | None = None,
 ) -> OpenSpan:
-    """A span below `parent` that lasts until it is ended."""
+    """Start a child span of `parent`."""
     return NO_SPAN if _tracer is None else OpenSpan(_tracer.start_span(name, parent, kind, attributes))
 
 
 def record(name: str, parent: OpenSpan, begin: float, end: float) -> None:
-    """Record a span after the fact; both instants are of the monotonic clock."""
+    """Record a span that has ended; both instants are of the monotonic clock."""
     if _tracer is not None:
         offset = time.time_ns() - time.monotonic_ns()
-        span = _tracer.start_span(name, parent.place, start_time=offset + int(begin * 1e9))
+        span = _tracer.start_span(name, parent.context, start_time=offset + int(begin * 1e9))
         span.end(offset + int(end * 1e9))
 
 
 @contextmanager
-def within(span: OpenSpan) -> Iterator[None]:
-    """Be below a span for the length of a `with`; it goes on afterwards."""
+def activate(span: OpenSpan) -> Iterator[None]:
+    """Make a span the current one for the length of a `with`, without ending it."""
     with trace.use_span(span.span, record_exception=False, set_status_on_exception=False):
         yield
 
 
 def current() -> OpenSpan | None:
-    """The span of the caller; None unless it is recorded: clients decide by the flag of their `traceparent`."""
+    """The current span; None unless it is recorded, which clients decide by the flag of `traceparent`."""
     if _tracer is None:
         return None
     span = trace.get_current_span()
@@ -127,33 +127,32 @@ def current() -> OpenSpan | None:
 # Across processes
 
 
-_told: ContextVar[tuple[OpenSpan, ...]] = ContextVar("told", default=())
+_propagated: ContextVar[tuple[OpenSpan, ...]] = ContextVar("told", default=())
 
 
 @contextmanager
-def telling(spans: Sequence[OpenSpan]) -> Iterator[None]:
-    """Let a call made within the `with` be continued below each of `spans`: it is made for all of them."""
-    token = _told.set(tuple(spans))
+def propagate_to(spans: Sequence[OpenSpan]) -> Iterator[None]:
+    """Propagate each of `spans` with a call made within the `with`, which serves all of them."""
+    token = _propagated.set(tuple(spans))
     try:
         yield
     finally:
-        _told.reset(token)
+        _propagated.reset(token)
 
 
 def inject() -> dict[str, str]:
-    """Headers by which another process goes on below the caller's span, or below those it is `telling`.
+    """Headers that propagate the current span, or those of `propagate_to`, to another process.
 
-    The first has W3C's names; the names of further ones end in their number. What would make them too long is left
-    out: those spans then have nothing of that call below them.
+    The first has W3C's names; the names of further ones end in their number. Headers beyond the maximum are left out.
     """
     headers: dict[str, str] = {}
     if _tracer is None:
         return headers
     num_bytes = 0
-    places: Sequence[Context | None] = [span.place for span in _told.get()] or (None,)
-    for number, place in enumerate(places):
+    contexts: Sequence[Context | None] = [span.context for span in _propagated.get()] or (None,)
+    for number, context in enumerate(contexts):
         carrier: dict[str, str] = {}
-        _PROPAGATOR.inject(carrier, place)
+        _PROPAGATOR.inject(carrier, context)
         suffix = f"-{number}" if number else ""
         found = {name + suffix: value for name, value in carrier.items()}
         num_bytes += sum(len(name) + len(value) + HEADER_OVERHEAD_BYTES for name, value in found.items())
@@ -164,7 +163,7 @@ def inject() -> dict[str, str]:
 
 
 def extract(headers: Mapping[str, str]) -> Context:
-    """The place that W3C's headers name; the root where there are none, or they are malformed or too long."""
+    """The parent context in W3C's headers; the root if they are missing, malformed or too long."""
     parent, state = headers.get(PARENT, ""), headers.get(STATE, "")
     if len(parent) > MAX_HEADER_BYTES:
         return ROOT
@@ -173,11 +172,11 @@ def extract(headers: Mapping[str, str]) -> Context:
 
 
 def extract_all(headers: Mapping[str, str]) -> list[Context]:
-    """Every place that `inject` wrote."""
-    places = []
+    """Every context that `inject` wrote."""
+    contexts = []
     number, suffix = 0, ""
     while (parent := headers.get(PARENT + suffix)) is not None:
-        places.append(extract({PARENT: parent, STATE: headers.get(STATE + suffix, "")}))
+        contexts.append(extract({PARENT: parent, STATE: headers.get(STATE + suffix, "")}))
         number += 1
         suffix = f"-{number}"
-    return places
+    return contexts

@@ -40,7 +40,7 @@ class RequestTrace:
     def __init__(self, request: spans.OpenSpan) -> None:
         """Begin in the queue, below the span of the request."""
         self._request = request
-        self._queue: spans.OpenSpan | None = spans.begin("queue", request.place)
+        self._queue: spans.OpenSpan | None = spans.begin("queue", request.context)
         self._prefill: spans.OpenSpan | None = None
         self._num_prompt_left = 0  # tokens to be computed before it decodes
         self._num_chunks = 0
@@ -60,7 +60,7 @@ class RequestTrace:
             self._queue = None
         self._num_prompt_left, self._num_chunks = num_tokens, 0
         facts = {"funitel.tokens": num_tokens, "funitel.cached_tokens": num_cached}
-        self._prefill = spans.begin("prefill", self._request.place, attributes=facts)
+        self._prefill = spans.begin("prefill", self._request.context, attributes=facts)
 
     def send(self, num_tokens: int, decode_tokens: int) -> spans.OpenSpan | None:
         """Note a step that computes so many tokens; returns the span it begins, for the shards to go on below.
@@ -77,7 +77,7 @@ class RequestTrace:
         decodes = self._decodes
         is_new = not decodes or decodes[-1].is_full
         if is_new:
-            decodes.append(_Decode(spans.begin("decode", self._request.place), decode_tokens))
+            decodes.append(_Decode(spans.begin("decode", self._request.context), decode_tokens))
         newest = decodes[-1]
         newest.num_steps += 1
         newest.num_in_flight += 1
@@ -102,7 +102,7 @@ class RequestTrace:
             return
         self._request.event(reason)
         self._close(None)
-        self._queue = spans.begin("queue", self._request.place)
+        self._queue = spans.begin("queue", self._request.context)
 
     def end(self, error: FunitelError | None = None) -> None:
         """End whatever is open: the sequence has finished, has failed, or its client has left."""

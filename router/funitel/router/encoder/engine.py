@@ -237,7 +237,7 @@ class EncoderEngine:
         began = time.monotonic()
         self._metrics.count_step("encode")
         try:
-            with spans.telling(self._spans(texts)):
+            with spans.propagate_to(self._spans(texts)):
                 result = await self._answer(shards, task, texts)
             self._settle(texts, result)
         except ShardFailed as error:

@@ -255,7 +255,7 @@ class StepLoop:
         if not spans:
             self._pipeline.send(plan)
             return
-        with tracing.telling(spans):
+        with tracing.propagate_to(spans):
             self._pipeline.send(plan)
 
     def _deliver(self, sequence: Sequence, generation: Generation) -> None:

@@ -44,7 +44,7 @@ class AccessLog:
                 message = {**message, "headers": [*message.get("headers", ()), named]}
             await send(message)
 
-        with logs.concerning(request_id=request_id), request_context.noting(request_id) as note:
+        with logs.log_context(request_id=request_id), request_context.noting(request_id) as note:
             try:
                 await self._app(scope, receive, naming)
             finally:
@@ -63,7 +63,7 @@ def _tell(scope: Scope, status: int, note: RequestContext, seconds: float) -> No
     operation: Operation | None = scope.get(ROUTE)
     route = operation.path if operation is not None else UNKNOWN_ROUTE
     is_quiet = route in QUIET and status < 400
-    logs.tell(
+    logs.log_fields(
         logger,
         "answered" if status else "left",
         logging.DEBUG if is_quiet else logging.INFO,

@@ -47,7 +47,7 @@ class TracingMiddleware:
         note = current()
         note.trace_id = span.trace_id
         try:
-            with spans.within(span), logs.concerning(trace_id=span.trace_id):
+            with spans.activate(span), logs.log_context(trace_id=span.trace_id):
                 await self._app(scope, receive, noting)
         finally:
             answer.end(scope, note, self._model)
@@ -64,21 +64,21 @@ class _AnswerSpan:
     def start(self, message: Message) -> None:
         """Note how the answer begins."""
         self._status = message["status"]
-        self._span.note(**{"http.response.status_code": self._status})
+        self._span.set_attributes(**{"http.response.status_code": self._status})
         if any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in message["headers"]):
-            self._stream = spans.begin("stream", self._span.place)
+            self._stream = spans.begin("stream", self._span.context)
 
     def end(self, scope: Scope, note: RequestContext, model: str) -> None:
         """Name the request by the route it took, and tell what came of it."""
         operation: Operation | None = scope.get(ROUTE)
         if operation is not None:
             self._span.span.update_name(f"{operation.method} {operation.path}")
-            self._span.note(**{"http.route": operation.path})
+            self._span.set_attributes(**{"http.route": operation.path})
         self._stream.end(**{"funitel.tokens": note.tokens})
         if note.error is not None and note.error.is_ours:
-            self._span.blame(note.error)
+            self._span.set_error(note.error)
         elif self._status >= 500:
-            self._span.blame(FunitelError("internal error"))
+            self._span.set_error(FunitelError("internal error"))
         self._span.end(**attributes_of(note, model))
 
 
