@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from funitel.proto.errors import Cancelled
 from funitel.proto.process import logs
-from funitel.proto.process.logs import Fact
+from funitel.proto.process.logs import Field
 from funitel.router.core import request_context
 from funitel.router.core.request_context import RequestContext
 from funitel.router.middleware.operation import Operation
@@ -75,7 +75,7 @@ def _tell(scope: Scope, status: int, note: RequestContext, seconds: float) -> No
     )
 
 
-def _facts(note: RequestContext) -> dict[str, Fact | None]:
+def _facts(note: RequestContext) -> dict[str, Field | None]:
     """What came of work that a model was asked for."""
     timings = note.timings
     was_cancelled = isinstance(note.error, Cancelled)
