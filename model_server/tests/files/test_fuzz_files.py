@@ -60,7 +60,7 @@ def test_a_process_that_dies_or_hangs_is_named_and_the_others_go_on(
     (tmp_path / "deadly_worker.py").write_text(WORKER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(module, "KINDS", {"gguf": ("deadly_worker", 5)})
-    monkeypatch.setattr(module, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(module, "MAX_SECONDS", 0.5)
     report = fuzz(["gguf"], 5)
     assert report.outcomes["gguf", "loaded"] == 3
     assert {failure["number"]: failure["outcome"] for failure in report.failures} == {

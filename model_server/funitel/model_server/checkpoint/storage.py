@@ -98,6 +98,18 @@ class PlainStorage(Storage):
         return kept
 
 
+class HollowStorage(Storage):
+    """A tensor of which only the shape is known: what is read of it has no values."""
+
+    def __init__(self, name: str, shape: Sequence[int]) -> None:
+        self.names = (name,)
+        self.shape = tuple(shape)
+
+    def read(self, rows: Range | None, columns: Range | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """See Storage; `device` is meta."""
+        return torch.empty(part_shape(self.shape, rows, columns), dtype=dtype, device=device)
+
+
 class StackedStorage(Storage):
     """One matrix of a stack [matrices, outputs, inputs].
 

@@ -183,14 +183,13 @@ def _is_whole(folder: Path) -> bool:
 
 def _convert(path: Path, sha256: str, target: Path, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
     """Convert below `target`'s folder and move the result there whole. Call with `exclusive(target)` held."""
-    from funitel.model_server.convert import gguf as gguf_convert
-    from funitel.model_server.convert import llama2c  # numpy: not needed for what is converted already
+    from funitel.model_server.convert import gguf, llama2c  # numpy: not needed for what is converted already
 
     form = file_format(path)
     with scratch(target) as folder:
         result = folder / target.name
         result.mkdir()
-        gguf_convert.convert_gguf(path, result) if form == "gguf" else llama2c.convert_llama2c(path, result)
+        gguf.convert_gguf(path, result) if form == "gguf" else llama2c.convert_llama2c(path, result)
         source = {form: str(path), "sha256": sha256, "conversion": CONVERSION}
         if sampling:
             recommended = json.dumps({"sampling": dict(sampling)}, indent=2)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from funitel.model_server.attention.torch_reference import TorchAttention
-from funitel.model_server.checkpoint.storage import Range, part_shape
+from funitel.model_server.checkpoint.storage import HollowStorage, Range, Storage, part_shape
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.layers.linear import Matmul
@@ -50,7 +50,7 @@ def torch_weight_bytes(
 
 
 class SizedProducts:
-    """See Products: computes nothing."""
+    """See QuantizedMatmul: computes nothing."""
 
     name = "sizes"
 
@@ -63,13 +63,14 @@ class SizedProducts:
 
 
 class _Sizes(Weights):
-    """A checkpoint that has every tensor anyone asks for, and counts them."""
+    """A checkpoint that has every tensor that is asked for, and counts them."""
 
     def __init__(self, dtype: torch.dtype, checkpoint: Weights | None) -> None:
         self.dtype, self.device = dtype, _META
         self.prefix = "" if checkpoint is None else checkpoint.prefix
         self._checkpoint = checkpoint
         self.held_bytes = self.sharded_bytes = self.total_sharded_bytes = 0
+        self._storages, self._used, self._progress, self._is_shown = {}, set(), None, False
         kept = None if checkpoint is None else checkpoint.products
         self.products = None if kept is None else SizedProducts(kept.made)
 
@@ -77,33 +78,8 @@ class _Sizes(Weights):
         """Any, where no checkpoint says otherwise."""
         return self._checkpoint is None or self._checkpoint.has(name)
 
-    def read(
-        self,
-        name: str,
-        shape: Sequence[int],
-        *,
-        rows: Range | None = None,
-        columns: Range | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """A tensor of the part's shape."""
-        kept = torch.empty(part_shape(shape, rows, columns), dtype=dtype or self.dtype, device=_META)
-        self.held_bytes += kept.numel() * kept.element_size()
-        return kept
-
-    def read_linear(
-        self,
-        stem: str,
-        num_outputs: int,
-        num_inputs: int,
-        *,
-        rows: Range | None = None,
-        columns: Range | None = None,
-        is_transposed: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """A matrix of the part's shape."""
-        return self.read(stem, [num_outputs, num_inputs], rows=rows, columns=columns, dtype=dtype)
+    def _shaped(self, name: str, shape: Sequence[int]) -> Storage:
+        return HollowStorage(name, shape)
 
     def kept(self, stem: str) -> Quantization | None:
         """As in the checkpoint."""
@@ -130,4 +106,4 @@ class _Sizes(Weights):
         return None
 
     def finish(self, ignored: Sequence[str]) -> None:
-        """There is nothing that nobody asked for."""
+        """No tensor is unexpected."""

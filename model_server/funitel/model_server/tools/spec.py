@@ -1,4 +1,4 @@
-"""`funitel spec`: print the spec of a checkpoint, or hold one against its tensors."""
+"""The command `funitel spec`: print the spec of a checkpoint, or check a spec against its tensors."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from funitel.model_server.attention.torch_reference import TorchAttention
-from funitel.model_server.checkpoint.storage import Range, part_shape
+from funitel.model_server.checkpoint.storage import HollowStorage, Storage
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.files.integrity import read_json
@@ -28,16 +28,7 @@ class Inspection(Weights):
         super().__init__(folder, torch.float32, _META, prefix, is_shown=False)
         self.problems: list[str] = []
 
-    def read(
-        self,
-        name: str,
-        shape: Sequence[int],
-        *,
-        rows: Range | None = None,
-        columns: Range | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """A tensor of the part's shape, without values."""
+    def _shaped(self, name: str, shape: Sequence[int]) -> Storage:
         try:
             storage = self._find(name)
             self._used.update(storage.names)
@@ -45,10 +36,10 @@ class Inspection(Weights):
                 self._note(f"wrong shape: {name} is {list(storage.shape)}, the spec says {list(shape)}")
         except WeightsError:
             self._note(f"missing: {name} {list(shape)}")
-        return torch.empty(part_shape(shape, rows, columns), device=_META)
+        return HollowStorage(name, shape)
 
     def finish(self, ignored: Sequence[str]) -> None:
-        """Note the tensors nobody asked for."""
+        """Note the tensors that the model does not know."""
         try:
             super().finish(ignored)
         except WeightsError:

@@ -97,14 +97,10 @@ class Split:
 
     def settings(self) -> dict[str, Any]:
         """Keyword arguments of transformers' `from_pretrained`."""
-        from transformers.distributed import DistributedConfig
-        from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+        # DTensor: half a second to import, and in recent versions of transformers only
+        from funitel.model_server.models.transformers_fallback.shared_heads import distributed_config
 
-        kind = f"funitel_shared_{self.num_kv_heads}"
-        if self.shared:
-            ALL_PARALLEL_STYLES.register(kind, _shared_heads(self.num_kv_heads))
-        plan = dict.fromkeys(self.shared, kind)
-        return {"distributed_config": DistributedConfig(tp_size=self.size, tp_plan=plan or None)}
+        return {"distributed_config": distributed_config(self.size, self.shared, self.num_kv_heads)}
 
     def regroup(self, model: Any) -> None:
         """Tell attention modules how many of a rank's queries look at each of its key-value heads."""
@@ -168,19 +164,6 @@ def _projections(model: Any, rules: Mapping[str, str]) -> Iterator[tuple[str, in
             rule = _rule(f"{name}.{child_name}")
             if rules.get(rule) == "colwise" and hasattr(child, "out_features"):
                 yield rule, child.out_features // head_dim
-
-
-def _shared_heads(num_heads: int) -> Any:
-    """The style, as transformers calls it, of a projection to `num_heads` of which each rank uses one."""
-    from transformers.distributed.tensor_parallel import TensorParallelLayer
-
-    class SharedHeads(TensorParallelLayer):  # type: ignore[misc]
-        def transform_output_post_forward(self, module: Any, output: torch.Tensor, mesh: Any) -> torch.Tensor:
-            width = output.shape[-1] // num_heads
-            head = mesh.get_local_rank() * num_heads // mesh.size()
-            return output[..., head * width : (head + 1) * width]
-
-    return SharedHeads()
 
 
 @dataclass(slots=True)

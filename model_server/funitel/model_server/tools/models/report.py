@@ -8,7 +8,8 @@ from pathlib import Path
 from funitel.model_server.hub import resolve
 from funitel.model_server.hub.catalogue import CATALOGUE
 from funitel.model_server.settings import ModelsSettings
-from funitel.model_server.tools.models.needs import Needs, needs_of
+from funitel.model_server.tools.models.estimate import needs_of
+from funitel.model_server.tools.models.needs import Needs
 from funitel.model_server.tools.models.table import ServedArchitecture, served_architectures, through_transformers
 
 

@@ -1,38 +1,29 @@
-"""What a model that runs through transformers would take, from its configuration and a forward without values."""
+"""Estimate what a model that runs through transformers takes, from its configuration and a forward without values."""
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from funitel.model_server.files.integrity import read_json
+from funitel.model_server.loading.common import choose_device, choose_dtype
 from funitel.model_server.loading.transformers import check_honoured, context_of
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_keeper
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.load import hollow, named, read_config, translating_errors
 from funitel.model_server.models.transformers_fallback.packed import PackedModel
-from funitel.model_server.models.transformers_fallback.pool import CacheLayout
+from funitel.model_server.models.transformers_fallback.pool import CacheLayout, FallbackPools
 from funitel.model_server.models.transformers_fallback.tensor_parallel import Split
 from funitel.model_server.settings import ModelsSettings
+from funitel.model_server.tools.models.needs import Needs, name_of, with_memory
 from funitel.proto.errors import FunitelError, NoRow
 
 _META = torch.device("meta")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransformersEstimate:
-    """Of one model: elements of the weights of each rank, and what each keeps, None where only loading tells."""
-
-    architecture: str
-    num_elements: tuple[int, ...]
-    context: int
-    kept: CacheLayout | None
-
-
-def forecast(settings: ModelsSettings, folder: Path, no_row: NoRow) -> TransformersEstimate:
-    """What loading the model in `folder` would find.
+def estimate(settings: ModelsSettings, folder: Path, no_row: NoRow) -> Needs:
+    """What each rank of the model in `folder` takes.
 
     Raises:
         StartupError: it cannot be served, or not with these settings.
@@ -41,13 +32,25 @@ def forecast(settings: ModelsSettings, folder: Path, no_row: NoRow) -> Transform
     check_honoured({"--quantize": settings.quantize}, no_row.why)
     model = hollow(config, trusts_code=settings.trust_remote_code)
     split = Split.of(model, settings.num_shard) if settings.num_shard > 1 else None
-    kept = _kept(model, settings.block_size)
-    return TransformersEstimate(
+    context = context_of(config.get_text_config(decoder=True), folder)
+    device = choose_device(settings.device, 0)
+    dtype = choose_dtype(settings.dtype, device)
+    facts = Needs(
         architecture=named(read_json(folder / "config.json")),
-        num_elements=tuple(_num_elements(model, split, rank) for rank in range(settings.num_shard)),
-        context=context_of(config.get_text_config(decoder=True), folder),
-        kept=kept if split is None or kept is None else split.kept_of(kept),
+        served_by="transformers, over our blocks",
+        why=no_row.why,
+        precision=name_of(dtype),
+        kv_precision=name_of(dtype),
+        context=context,
+        weights=tuple(_num_elements(model, split, rank) * dtype.itemsize for rank in range(settings.num_shard)),
     )
+    kept = _kept(model, settings.block_size)
+    if kept is None:  # only loading tells
+        return with_memory(facts, settings)
+    kept = kept if split is None else split.kept_of(kept)
+    size = kept.fit_block(settings.block_size, context, dtype)
+    pools = FallbackPools(kept, size, dtype, device, settings.num_shard)
+    return with_memory(facts, settings, [pools] * settings.num_shard)
 
 
 def _num_elements(model: torch.nn.Module, split: Split | None, rank: int) -> int:

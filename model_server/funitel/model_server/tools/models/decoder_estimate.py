@@ -1,0 +1,57 @@
+"""Estimate what serving a decoder takes, in the fused C++ step or in torch, as `loading.decoder` would choose."""
+
+from pathlib import Path
+
+import torch
+
+from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.cpu.coverage import missing
+from funitel.model_server.cpu.footprint import weight_bytes
+from funitel.model_server.cpu.precision import Tier, choose_tier
+from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.kv_cache.pool import SpecPools
+from funitel.model_server.loading.common import choose_device, choose_dtype
+from funitel.model_server.loading.torch_footprint import SizedProducts, torch_weight_bytes
+from funitel.model_server.quantized.config import check_flag
+from funitel.model_server.quantized.select import MADE as MADE_ON_GPU
+from funitel.model_server.settings import ModelsSettings
+from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.model_server.tools.models.needs import Needs, name_of, with_memory
+
+_META = torch.device("meta")
+
+
+def estimate(settings: ModelsSettings, folder: Path, spec: ModelSpec) -> Needs:
+    """What each rank of the decoder takes. Raises: `StartupError`."""
+    device = choose_device(settings.device, 0)
+    ranks = [TensorParallel(rank, settings.num_shard, _META) for rank in range(settings.num_shard)]
+    heads = [HeadSplit.of(spec.num_heads, spec.num_kv_heads, rank.size, rank.rank) for rank in ranks]
+    weights = Weights(folder, choose_dtype(settings.dtype, device), _META, spec.names.prefix, is_shown=False)
+    tier = None
+    if device.type == "cpu":
+        tier = choose_tier(settings.dtype, settings.quantize, weights.quantization, has_blocks=weights.has_blocks)
+    made = MADE_ON_GPU.get(settings.quantize or "") if device.type == "cuda" else None
+    if weights.quantization is not None or (tier is None and made is None):
+        check_flag(settings.quantize, weights.quantization)
+    if device.type == "cuda" and (weights.quantization is not None or made is not None):
+        weights.products = SizedProducts(made)
+    reason = f"the fused step is for CPUs, not {device.type}" if tier is None else missing(spec)
+    if tier is not None and reason is None:
+        held = [weight_bytes(spec, rank, tier, weights.block_type) for rank in ranks]
+        kv_dtype = torch.float16 if tier.has_half_kv else torch.float32
+        served_by, precision = "the fused C++ step", "the GGUF's blocks" if tier is Tier.GGUF else tier.label
+    else:
+        dtype = kv_dtype = weights.dtype
+        held = [torch_weight_bytes(spec, each.rank, each.size, dtype, device, checkpoint=weights) for each in ranks]
+        served_by, precision = "torch", name_of(dtype)
+    facts = Needs(
+        architecture=spec.architecture,
+        served_by=served_by,
+        why=reason or "",
+        precision=precision,
+        kv_precision=name_of(kv_dtype),
+        context=spec.max_position_embeddings,
+        weights=tuple(held),
+    )
+    pools = [SpecPools(spec, each, settings.block_size, kv_dtype, device) for each in heads]
+    return with_memory(facts, settings, pools)

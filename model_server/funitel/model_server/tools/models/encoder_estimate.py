@@ -1,0 +1,36 @@
+"""Estimate what serving an encoder takes."""
+
+from math import prod
+from pathlib import Path
+
+from funitel.model_server.checkpoint.storage import open_file
+from funitel.model_server.files.integrity import read_json, weight_files
+from funitel.model_server.loading.common import choose_device, choose_dtype
+from funitel.model_server.registry.encoders import encoder_spec_of
+from funitel.model_server.settings import ModelsSettings
+from funitel.model_server.tools.models.needs import Needs, name_of, with_memory
+from funitel.proto.errors import SettingsError
+
+
+def estimate(settings: ModelsSettings, folder: Path) -> Needs:
+    """What the encoder takes. Raises: `StartupError`."""
+    if settings.num_shard > 1:
+        raise SettingsError(
+            f"--num-shard {settings.num_shard}: an encoder is not split over shards, but runs in replicas"
+        )
+    device = choose_device(settings.device, 0)
+    dtype = choose_dtype(settings.dtype, device)
+    spec = encoder_spec_of(read_json(folder / "config.json"))
+    facts = Needs(
+        architecture=spec.architecture,
+        served_by="torch, as an encoder",
+        precision=name_of(dtype),
+        context=spec.max_tokens,
+        weights=(_count_elements(folder) * dtype.itemsize,),
+    )
+    return with_memory(facts, settings)
+
+
+def _count_elements(folder: Path) -> int:
+    files = [open_file(path) for path in weight_files(folder)]
+    return sum(prod(file.get_slice(name).get_shape()) for file, names in files for name in names)
