@@ -8,7 +8,7 @@ TIMED_TESTS := $(addprefix integration-tests/test_,fairness.py grammar.py prefix
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test faults check triton fmt proto docs itest bench families fuzz wheel clean
+.PHONY: help setup serve test mutants faults check triton fmt proto docs itest bench families fuzz wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -30,6 +30,10 @@ test: check triton ## all tests but those of faults; ARGS="-m slow" runs the slo
 
 faults: setup ## kills, full disks, cut networks under load, then a soak; ARGS="--full --write" is the long form
 	@$(BIN)/pytest $(AGAIN) integration-tests/faults $(ARGS)
+
+mutants: setup ## change the pure core line by line: which changes does no test notice? ARGS="stops kv_cache"
+	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[mutants]"
+	@$(BIN)/python scripts/mutants.py $(ARGS)
 
 check: setup ## format, lint, types, generated code and pages, version
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .

@@ -8,6 +8,7 @@ import hypothesis
 
 # A busy machine makes single examples slow; what takes too long shows in the suite's time instead.
 hypothesis.settings.register_profile("funitel", deadline=None)
+hypothesis.settings.register_profile("short", deadline=None, max_examples=25)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=4000)
 hypothesis.settings.load_profile("funitel")
 

@@ -59,4 +59,9 @@ def test_a_huge_stop_is_matched_in_linear_time() -> None:
 def test_a_shard_that_does_not_say_where_stops_at_the_end() -> None:
     finished = GeneratedText("one two", 2, FinishReason.STOP_SEQUENCE)
     assert stop_start(finished, ["two", " two", "x"]) == 3
+    assert stop_start(finished, []) == stop_start(finished, ["x"]) == 7
     assert stop_start(GeneratedText("one two", 2, FinishReason.LENGTH), ["two"]) == 7
+    holdback = StopHoldback(["x", "two"])
+    assert holdback.feed("one t") == "one "
+    assert holdback.finish(finished) == ""
+    assert holdback.num_shown == 4

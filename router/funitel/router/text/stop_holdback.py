@@ -50,13 +50,12 @@ class StopHoldback:
             for character in text:
                 matcher.feed(character)
         text = self._held + text
-        safe = len(text) - max((matcher.matched for matcher in self._matchers), default=0)
+        safe = len(text) - max(matcher.matched for matcher in self._matchers)
         self._held = text[safe:]
         return self._show(text[:safe])
 
     def finish(self, finished: GeneratedText) -> str:
         """Return what was not shown yet of the whole text, up to the stop that ended it."""
-        self._held = ""
         return self._show(finished.text[self.num_shown : stop_start(finished, self._stop_sequences)])
 
     def _show(self, text: str) -> str:
