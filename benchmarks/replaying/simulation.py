@@ -19,8 +19,9 @@ from funitel.proto.step import (
     Tokens,
 )
 from funitel.router.core.request import Request, Sequence
+from funitel.router.engine.interface import ReplicaLoad
 from funitel.router.engine.step_pipeline import plan_after
-from funitel.router.replica_set.load_balancer import ReplicaLoad, choose_replica
+from funitel.router.replica_set.load_balancer import choose_replica
 from funitel.router.scheduler.admission import Admission, InFlight
 from funitel.router.scheduler.plan import StepPlan
 from funitel.router.scheduler.scheduler import Scheduler

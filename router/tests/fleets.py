@@ -11,8 +11,9 @@ from fake_shards import FakeShard, fake_shards, next_token
 from fakes import eventually
 
 from funitel.proto.step import SamplingParams, StoppingParams
+from funitel.router.connect import connect
 from funitel.router.core.request import Request
-from funitel.router.replica_set.replica_set import ReplicaSet, connect
+from funitel.router.replica_set.replica_set import ReplicaSet
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 

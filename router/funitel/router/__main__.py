@@ -16,7 +16,7 @@ from funitel.proto.settings.listen_address import LOCAL_ONLY, is_local_by_defaul
 from funitel.proto.tracing.export import export
 from funitel.router.api.routes import document
 from funitel.router.app import build_app
-from funitel.router.replica_set.replica_set import connect
+from funitel.router.connect import connect
 from funitel.router.settings import RouterSettings, is_guarded
 from funitel.router.transport.fd_limit import allow_open_files, most_connections
 from funitel.router.transport.server import SEND_BUFFER_BYTES, Server, bind

@@ -13,8 +13,8 @@ from fake_shards import FakeShard, fake_shards
 from fakes import FakeEngine, Serve, eventually
 
 from funitel.proto.errors import SettingsError
+from funitel.router.connect import connect
 from funitel.router.engine.snapshot import MOST_SHOWN, MOST_STEPS
-from funitel.router.replica_set.replica_set import connect
 from funitel.router.settings import RouterSettings
 
 SECRET = "xyzzy"

@@ -21,8 +21,8 @@ from funitel.proto.errors import (
     StepFailed,
 )
 from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
+from funitel.router.connect import connect
 from funitel.router.core.request import Request
-from funitel.router.replica_set.replica_set import connect
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.rank import ShardClient
 from funitel.router.shard_client.shards import Shards

@@ -17,8 +17,8 @@ from funitel.proto.errors import NotReady, ShardFailed
 from funitel.proto.step import SamplingParams, StoppingParams
 from funitel.proto.tracing import spans as tracing
 from funitel.router.app import build_app
+from funitel.router.connect import connect
 from funitel.router.core.request import Request
-from funitel.router.replica_set.replica_set import connect
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel_testing.servers import free_port, wait_until

@@ -16,8 +16,9 @@ from funitel.proto import generate_pb2_grpc
 from funitel.proto.errors import DeadlineExceeded, NotReady, Overloaded, ShardFailed
 from funitel.proto.security.tls import MutualTls, Pair
 from funitel.proto.step import GrammarType
-from funitel.router.replica_set.failover import LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS, next_pause
-from funitel.router.replica_set.replica_set import ReplicaSet, connect
+from funitel.router.connect import connect
+from funitel.router.replica_set.failover import MAX_PAUSE_SECONDS, MIN_PAUSE_SECONDS, next_pause
+from funitel.router.replica_set.replica_set import ReplicaSet
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel_testing.certificates import Authority
@@ -71,7 +72,7 @@ async def test_streams_of_the_only_replica_go_on_when_it_is_back(
 
 
 async def test_it_may_be_lost_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("funitel.router.replica_set.failover.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.replica_set.failover.MIN_PAUSE_SECONDS", 0.01)
     async with running(tmp_path, 1, **PATIENT) as run_:
         asked = [request(5, 190, first=10 * i) for i in range(2)]
         run_.replicas[0][0].delay = lambda: 0.005
@@ -97,7 +98,7 @@ async def test_a_lost_replica_of_several_takes_its_part_again(tmp_path: Path) ->
         assert await asyncio.gather(*(run(run_.fleet, each) for each in asked)) == [expected(each) for each in asked]
         assert all(fake.steps for fake in fresh)
         assert run_.value("tgi_batch_max_total_tokens") == 800
-        assert [member.seat.index for member in run_.fleet._serving] == [0, 1]
+        assert [member.slot.index for member in run_.fleet._serving] == [0, 1]
 
 
 async def test_all_of_several_are_lost_and_the_first_to_come_back_serves_all(tmp_path: Path) -> None:
@@ -240,7 +241,7 @@ async def test_nothing_is_found_computed_that_was_lost(tmp_path: Path) -> None:
 async def test_what_never_gets_a_token_before_its_replica_is_lost_is_blamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("funitel.router.replica_set.failover.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.replica_set.failover.MIN_PAUSE_SECONDS", 0.01)
     async with running(tmp_path, 1, **PATIENT) as run_:
         run_.replicas[0][0].pause.clear()
         task = asyncio.create_task(run(run_.fleet, request()))
@@ -269,7 +270,7 @@ async def test_a_step_without_an_answer_is_a_loss_whoever_answers_by_then(tmp_pa
 async def test_a_replica_that_is_another_is_not_let_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("funitel.router.replica_set.failover.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.replica_set.failover.MIN_PAUSE_SECONDS", 0.01)
     async with running(tmp_path, 1, **PATIENT) as run_:
         await run_.lose(0)
         await is_seen_lost(run_)
@@ -285,7 +286,7 @@ async def test_a_replica_that_is_another_is_not_let_in(
 async def test_a_smaller_replica_is_better_than_none_but_not_than_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("funitel.router.replica_set.failover.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.replica_set.failover.MIN_PAUSE_SECONDS", 0.01)
     async with running(tmp_path, 2, **PATIENT) as run_:
         await run_.lose(0)
         await is_seen_lost(run_, 1)
@@ -342,7 +343,7 @@ async def test_losses_leave_no_task_behind(tmp_path: Path) -> None:
         await asyncio.sleep(0.05)
         num_tasks = len(asyncio.all_tasks())
         for count in range(1, 3):
-            run_.fleet._serving[0].seat.pause_seconds = 0.0
+            run_.fleet._serving[0].slot.pause_seconds = 0.0
             run_.fleet._serving[0].since -= 100
             await run_.lose(0)
             await is_seen_lost(run_)
@@ -356,8 +357,8 @@ def test_pauses_double_up_to_a_bound() -> None:
     pauses = [0.0]
     for _ in range(12):
         pauses.append(next_pause(pauses[-1]))
-    assert pauses[1:3] == [LEAST_PAUSE_SECONDS, 2 * LEAST_PAUSE_SECONDS]
-    assert pauses[-1] == MOST_PAUSE_SECONDS
+    assert pauses[1:3] == [MIN_PAUSE_SECONDS, 2 * MIN_PAUSE_SECONDS]
+    assert pauses[-1] == MAX_PAUSE_SECONDS
 
 
 async def test_a_replica_that_hangs_is_made_sure_to_be_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

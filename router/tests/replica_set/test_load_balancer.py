@@ -2,7 +2,8 @@
 
 import pytest
 
-from funitel.router.replica_set.load_balancer import ReplicaLoad, choose_replica
+from funitel.router.engine.interface import ReplicaLoad
+from funitel.router.replica_set.load_balancer import choose_replica
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from funitel.proto.errors import (
     StartupError,
 )
 from funitel.proto.step import GrammarType, ShardInfo
+from funitel.router.connect import connect
 from funitel.router.replica_set import replica_set as module
-from funitel.router.replica_set.replica_set import connect
-from funitel.router.replica_set.slot import check_alike, least_limits
+from funitel.router.replica_set.slot import check_alike, smallest_limits
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 
@@ -197,7 +197,7 @@ async def test_when_the_last_is_lost_everything_fails_and_says_so(tmp_path: Path
 async def test_what_may_have_ended_its_replicas_is_not_let_loose_on_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_LOSSES", 2)
+    monkeypatch.setattr(module, "MAX_LOSSES", 2)
     async with running(tmp_path, 4) as run_:
         for replica in run_.replicas:
             replica[0].pause.clear()
@@ -205,7 +205,7 @@ async def test_what_may_have_ended_its_replicas_is_not_let_loose_on_more(
         for _ in range(2):
             await holds(lambda: any(m.engine.requests for m in run_.fleet._serving), "it is somewhere")
             await asyncio.sleep(0.02)
-            home = next(m.seat.index for m in run_.fleet._serving if m.engine.requests)
+            home = next(m.slot.index for m in run_.fleet._serving if m.engine.requests)
             await run_.lose(home)
         with pytest.raises(ShardFailed):
             await asyncio.wait_for(task, 10)
@@ -294,7 +294,7 @@ async def test_the_limits_are_the_least(tmp_path: Path) -> None:
     async with running(tmp_path) as run_:
         assert run_.fleet.limits.pool_tokens == 400
         small = replace(run_.fleet.limits, pool_tokens=100, max_total_tokens=90)
-        assert least_limits([run_.fleet.limits, small]) == replace(small, max_input_tokens=199)
+        assert smallest_limits([run_.fleet.limits, small]) == replace(small, max_input_tokens=199)
 
 
 async def test_one_replica_is_a_fleet_too(tmp_path: Path) -> None:

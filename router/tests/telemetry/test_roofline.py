@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from funitel.proto.errors import SettingsError
 from funitel.proto.step import ShardMemory, StepResult
-from funitel.router.replica_set.replica_set import connect
+from funitel.router.connect import connect
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.telemetry.replica_metrics import ReplicaMetrics

@@ -13,7 +13,6 @@ from math import inf
 from funitel.proto.errors import (
     DeadlineExceeded,
     FunitelError,
-    NotReady,
     Overloaded,
     ShardFailed,
     ShardUnsound,
@@ -28,8 +27,8 @@ from funitel.router.core.stream import Timings
 from funitel.router.encoder.queue import EncoderQueue, QueuedText, Submission
 from funitel.router.engine.step_pipeline import FIRST_FACTOR
 from funitel.router.engine.warmup import admission_of
-from funitel.router.replica_set.failover import MOST_LOSSES, NO_REPLICA
-from funitel.router.replica_set.membership import EncoderReplicas
+from funitel.router.replica_set.failover import MAX_LOSSES
+from funitel.router.replica_set.membership import Member, Membership, Slot
 from funitel.router.scheduler.admission import Exceeded, InFlight, Reservation, Reservations
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.shards import Shards
@@ -82,30 +81,29 @@ class _Pending:
             self.done.set_exception(error)
 
 
-class EncoderEngine:
+class EncoderEngine(Membership[Member]):
     """The replicas of one encoder, each a single shard."""
 
     def __init__(self, replicas: Sequence[Shards], limits: Limits, settings: RouterSettings, metrics: Metrics) -> None:
+        super().__init__(len(replicas), settings, metrics)
         self.limits = limits
         self.facts = _facts(replicas[0])
         self.dtype = replicas[0].infos[0].dtype
-        self._settings = settings
-        self._metrics = metrics
         self._queue = EncoderQueue(settings.max_batch_prefill_tokens, settings.max_batch_size)
         self._pending: dict[Submission, _Pending] = {}
         self._admission = admission_of(settings)
         self._reservations = Reservations()
         self._next_id = 0
-        self._is_draining = False
         self._has_work = asyncio.Event()
         self._left = asyncio.Event()  # set whenever a request ends
         self._device_type = replicas[0].infos[0].device_type
-        self._replicas = EncoderReplicas(replicas, settings, metrics, self._work, self.fail_all)
+        for index, shards in enumerate(replicas):
+            self._add(Member(slot=Slot(index=index), shards=shards))
 
     @property
     def compute_type(self) -> str:
         """Shards and device, such as "1-cpu"."""
-        return f"{self._replicas.num_replicas}-{self._device_type}"
+        return f"{self._num_replicas}-{self._device_type}"
 
     async def encode(
         self,
@@ -173,12 +171,6 @@ class EncoderEngine:
     def _in_flight(self) -> InFlight:
         return InFlight(len(self._pending), 0) + self._reservations.in_flight(b"")
 
-    def _check_open(self) -> None:
-        if self._is_draining:
-            raise NotReady("the server is shutting down")
-        if self._replicas.patience.is_over:
-            raise ShardFailed(NO_REPLICA)
-
     def _check(self, num_tokens: int, deadline: float | None, now: float) -> None:
         self._check_open()
         if deadline is not None and deadline <= now:
@@ -201,23 +193,19 @@ class EncoderEngine:
             position = self._in_flight.num_requests + 1
             raise Overloaded(f": {exceeded.words}", position, self._wait_seconds, exceeded.reason)
 
-    async def health(self) -> None:
-        """Return once one replica answers; raise a FunitelError when none does."""
-        await self._replicas.health()
-
     async def close(self) -> None:
         """Refuse new requests, let running ones finish, then let go of the shards."""
         self._is_draining = True
         while self._pending:
             self._left.clear()
             await self._left.wait()
-        await self._replicas.close()
+        await self._close_members()
 
     # Batches --------------------------------------------------------------------------------------------------------
 
-    async def _work(self, shards: Shards) -> None:
+    async def _work(self, member: Member) -> None:
         """Send batch after batch to one replica, until it is lost."""
-        while self._replicas.serves(shards):
+        while member in self._serving:
             texts = self._queue.plan()
             if not texts:
                 self._has_work.clear()
@@ -229,20 +217,20 @@ class EncoderEngine:
                 timings.started = timings.started or now
             self._metrics.observe_new_batch(len(texts))
             self._report()
-            await self._compute(shards, texts)
+            await self._compute(member, texts)
 
-    async def _compute(self, shards: Shards, texts: Sequence[QueuedText]) -> None:
+    async def _compute(self, member: Member, texts: Sequence[QueuedText]) -> None:
         """Have texts encoded; where that fails, each request by itself, so that it fails alone."""
         task = texts[0].submission.task
         began = time.monotonic()
         self._metrics.count_step("encode")
         try:
             with spans.propagate_to(self._spans(texts)):
-                result = await self._answer(shards, task, texts)
+                result = await self._answer(member.shards, task, texts)
             self._settle(texts, result)
         except ShardFailed as error:
             self._metrics.count_step_failure("encode")
-            self._lose(shards, texts, error)
+            self._lose_texts(member, texts, error)
         except FunitelError as error:
             self._metrics.count_step_failure("encode")
             submissions = list(dict.fromkeys(text.submission for text in texts))
@@ -251,7 +239,7 @@ class EncoderEngine:
                 return
             for submission in submissions:
                 if submission in self._pending:
-                    await self._compute(shards, [text for text in texts if text.submission is submission])
+                    await self._compute(member, [text for text in texts if text.submission is submission])
         except Exception as error:  # a request must not hang
             logger.exception("a batch of texts failed")
             self._fail(texts, StepFailed(f"{type(error).__name__}: {error}"))
@@ -295,17 +283,36 @@ class EncoderEngine:
                 self._queue.remove(submission)
                 self._pending[submission].fail(error)
 
-    def _lose(self, shards: Shards, texts: Sequence[QueuedText], error: FunitelError) -> None:
-        """Let other replicas encode what a lost one had, or wait for one; it fails where none can come."""
-        can_go_on = self._replicas.lose(shards, error)
+    def _lose_texts(self, member: Member, texts: Sequence[QueuedText], error: FunitelError) -> None:
+        """Let other replicas encode the texts of a lost one, or a replica that comes back; fail them if none can."""
+        self._lose(member, error)
+        can_go_on = not self._return_timeout.is_over and member not in self._serving
         for submission in {text.submission for text in texts}:
-            if submission.lost_with is not shards:
+            if submission.lost_with is not member:
                 submission.num_losses += 1
-            submission.lost_with = shards
-            if not can_go_on or submission.num_losses >= MOST_LOSSES:
+            submission.lost_with = member
+            if not can_go_on or submission.num_losses >= MAX_LOSSES:
                 self._fail([text for text in texts if text.submission is submission], error)
         self._queue.give_back(texts)
         self._has_work.set()
+
+    def _lose(self, member: Member, error: FunitelError) -> None:
+        """Go on without a replica; the last one is kept where none can come back."""
+        if self._settings.shard_return_timeout or len(self._serving) > 1:
+            super()._lose(member, error)
+
+    def _on_loss(self, member: Member, error: FunitelError) -> str:
+        return f"texts waiting={self._queue.num_texts}"
+
+    def _on_join(self, member: Member) -> str:
+        for _ in range(self._settings.pipeline_steps):
+            self._tasks.start(self._work(member))
+        return f"texts waiting={self._queue.num_texts}"
+
+    async def _rejoin(self, lost: Member, shards: Shards) -> Member:
+        if len(shards.infos) != 1 or shards.infos[0].encoder != self.facts:
+            raise StartupError("what answers there is another model")
+        return Member(slot=lost.slot, shards=shards)
 
     def fail_all(self, error: FunitelError) -> None:
         """End whatever waits for its rows; clients get the error."""
@@ -324,7 +331,7 @@ def _facts(shards: Shards) -> EncoderFacts:
     return facts
 
 
-def start(replicas: Sequence[Shards], settings: RouterSettings, metrics: Metrics) -> EncoderEngine:
+def start_encoder(replicas: Sequence[Shards], settings: RouterSettings, metrics: Metrics) -> EncoderEngine:
     """Start the engine of an encoder.
 
     Args:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StepFailed
 from funitel.router.core.request import Limits, Request, Sequence
 from funitel.router.core.stream import TokenStream
+from funitel.router.engine.interface import ReplicaLoad
 from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.snapshot import EngineView
 from funitel.router.engine.step_loop import StepLoop
-from funitel.router.replica_set.load_balancer import ReplicaLoad
 from funitel.router.scheduler.admission import Admission, InFlight, Reservation, Reservations
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.settings import RouterSettings
@@ -108,7 +108,7 @@ class Engine:
         num_opening = self._replica.info.num_opening_tokens
         return Sequence(self._next_id, request, num_opening=num_opening, arrived=time.monotonic())
 
-    def tell_of_loss(self, on_lost: Callable[[FunitelError], None]) -> None:
+    def on_loss(self, on_lost: Callable[[FunitelError], None]) -> None:
         """Have `on_lost` called once the shards are gone; it must call `evacuate`."""
         self._steps.on_lost = on_lost
 
@@ -135,8 +135,8 @@ class Engine:
         """Whether a sequence can go on behind tokens that it has got already, here or elsewhere."""
         return self._scheduler.can_resume
 
-    def standing(self, sequence: Sequence) -> ReplicaLoad:
-        """How suitable this replica is for a sequence that is not here."""
+    def load_for(self, sequence: Sequence) -> ReplicaLoad:
+        """The load of this replica, and its cached prefix of a sequence that is not here."""
         return ReplicaLoad(self._scheduler.load_tokens, self._scheduler.cached_prefix_len(sequence))
 
     def _take(self, sequence: Sequence) -> None:

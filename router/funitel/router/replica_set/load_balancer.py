@@ -1,37 +1,26 @@
-"""Which replica a sequence goes to. Pure: what the replicas have is passed in."""
+"""Load balancing: which replica a sequence goes to, by its cached prefix and the load. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-# A token found computed outweighs so many that a replica has more to hold than another: the one is computed anew
-# elsewhere, of the others most are computed already and only make every step a little longer.
+from funitel.router.engine.interface import ReplicaLoad
+
+# A cached token outweighs this many tokens of load above another replica's: the cached one is computed anew elsewhere,
+# of the load most is computed already and only makes every step a little longer.
 TOKENS_PER_CACHED_TOKEN = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """How a replica stands towards one sequence.
+def choose_replica(loads: Sequence[ReplicaLoad]) -> int:
+    """Return the index of the replica with the longest cached prefix of the sequence that is not overloaded.
 
-    `load_tokens` are the tokens known of every sequence that waits or runs there; `cached_tokens` those at the
-    beginning of the one sequence that are computed there.
+    A replica is overloaded when it has so many more tokens than the least loaded one that the cached prefix does not
+    make up for them. Among equals the least loaded is taken, then the first.
     """
-
-    load_tokens: int
-    cached_tokens: int
-
-
-def choose_replica(standings: Sequence[ReplicaLoad]) -> int:
-    """Say which of the replicas gets the sequence: the one with its longest computed beginning that is not overloaded.
-
-    A replica is overloaded when it has so many more tokens than the least loaded one that the beginning does not make
-    up for them. Among equals the least loaded is taken, then the first.
-    """
-    least = min(standing.load_tokens for standing in standings)
+    least = min(load.load_tokens for load in loads)
     return min(
-        (choose_replica for choose_replica, standing in enumerate(standings) if not _is_overloaded(standing, least)),
-        key=lambda choose_replica: (-standings[choose_replica].cached_tokens, standings[choose_replica].load_tokens),
+        (index for index, load in enumerate(loads) if not _is_overloaded(load, least)),
+        key=lambda index: (-loads[index].cached_tokens, loads[index].load_tokens),
     )
 
 
-def _is_overloaded(standing: ReplicaLoad, least_tokens: int) -> bool:
-    return standing.load_tokens - least_tokens > TOKENS_PER_CACHED_TOKEN * standing.cached_tokens
+def _is_overloaded(load: ReplicaLoad, least_tokens: int) -> bool:
+    return load.load_tokens - least_tokens > TOKENS_PER_CACHED_TOKEN * load.cached_tokens

@@ -1,151 +1,170 @@
-"""The replicas of an encoder, each a single shard: those that serve, and those that are lost until they come back.
-
-Event loop only.
-"""
+"""Replica membership: which replicas serve, health checks, the loss of a replica and its return. Event loop only."""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Generic, TypeVar
 
-from funitel.proto.errors import FunitelError, ShardFailed, StartupError
+from funitel.proto.errors import FunitelError, NotReady, ShardFailed
 from funitel.router.core.background_tasks import Tasks
-from funitel.router.replica_set.failover import NO_REPLICA, STEADY_SECONDS, ReturnTimeout, comeback, next_pause
+from funitel.router.replica_set.failover import NO_REPLICA, STEADY_SECONDS, ReturnTimeout, next_pause, reconnect
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.shards import Shards
 from funitel.router.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-RECHECK_SECONDS = 0.5  # between two looks at a shard whose connection ended and that answers all the same
+RECHECK_SECONDS = 0.5  # between two checks of a replica whose connection ended and that answers all the same
 
 
-@dataclass(eq=False, slots=True)
-class _Serving:
-    """A replica while it serves."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class Slot:
+    """What stays of a replica when it is lost."""
 
+    index: int
+    pause_seconds: float = 0.0  # before its shards are connected to again
+
+    def note_loss(self, since: float) -> None:
+        """Note that a replica is lost that served here `since` an instant of the monotonic clock."""
+        is_steady = time.monotonic() - since >= STEADY_SECONDS
+        self.pause_seconds = 0.0 if is_steady else next_pause(self.pause_seconds)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Member:
+    """One replica while it serves."""
+
+    slot: Slot
     shards: Shards
-    watch: "asyncio.Task[None] | None"
     since: float = field(default_factory=time.monotonic)
+    watch: asyncio.Task[None] | None = None
+
+    def health(self) -> Awaitable[object]:
+        """Raise a FunitelError unless every shard answers."""
+        return self.shards.health()
+
+    async def close(self) -> None:
+        """Close the connections to the shards."""
+        await self.shards.close()
 
 
-Work = Callable[[Shards], Coroutine[Any, Any, None]]
+T = TypeVar("T", bound=Member)
 
 
-class EncoderReplicas:
-    """Shards by the place of their replica. Each that serves has workers."""
+class Membership(ABC, Generic[T]):
+    """The replicas of one model, by their index."""
 
-    def __init__(
-        self,
-        found: Sequence[Shards],
-        settings: RouterSettings,
-        metrics: Metrics,
-        work: Work,
-        run_out: Callable[[FunitelError], None],
-    ) -> None:
-        """Let the shards serve.
-
-        Args:
-            found: those of each replica.
-            settings: the router's.
-            metrics: told how many serve.
-            work: what a worker does, until `serves` is false of its shards.
-            run_out: called when none has served for too long.
-        """
-        self.num_replicas = len(found)
-        self.patience = ReturnTimeout(settings.shard_return_timeout, run_out)
-        self._facts = found[0].infos[0].encoder
-        self._can_come_back = settings.shard_return_timeout > 0
-        self._num_workers = settings.pipeline_steps
-        self._addresses = (settings.master_url, *settings.replica_address)
-        self._tls = settings.shard_tls
-        self._serving: dict[int, _Serving] = {}
-        self._pauses = [0.0] * len(found)
+    def __init__(self, num_replicas: int, settings: RouterSettings, metrics: Metrics) -> None:
+        """Begin without any that serves."""
+        self._num_replicas = num_replicas
+        self._settings = settings
         self._metrics = metrics
-        self._work = work
+        self._addresses = (settings.master_url, *settings.replica_address)
+        self._serving: list[T] = []
+        self._return_timeout = ReturnTimeout(settings.shard_return_timeout, self.fail_all)
+        self._is_draining = False
         self._tasks = Tasks()
-        self._farewells = Tasks()
-        for place, shards in enumerate(found):
-            self._welcome(place, shards)
+        self._closing = Tasks()
 
-    def serves(self, shards: Shards) -> bool:
-        """Whether these shards are there."""
-        return any(each.shards is shards for each in self._serving.values())
+    @abstractmethod
+    async def _rejoin(self, lost: T, shards: Shards) -> T:
+        """Make a member of shards that answer in place of a lost one's; raise a FunitelError if they cannot serve."""
+
+    @abstractmethod
+    def _on_join(self, member: T) -> str:
+        """Let a member work, and all that waits for one; return what the log says of that."""
+
+    @abstractmethod
+    def _on_loss(self, member: T, error: FunitelError) -> str:
+        """Let other members have the work of a lost one; return what the log says of that."""
+
+    @abstractmethod
+    def fail_all(self, error: FunitelError) -> None:
+        """End every request; clients get the error."""
+
+    def _check_open(self) -> None:
+        if self._is_draining:
+            raise NotReady("the server is shutting down")
+        if self._return_timeout.is_over:
+            raise ShardFailed(NO_REPLICA)
 
     async def health(self) -> None:
         """Return once one replica answers; raise a FunitelError when none does."""
         failure: FunitelError = ShardFailed(NO_REPLICA)
-        for each in tuple(self._serving.values()):  # one may be lost meanwhile
-            try:
-                await each.shards.health()
-                return
-            except FunitelError as error:
+        pending = {self._tasks.start(_health(member)) for member in self._serving}
+        while pending:  # checks that are still pending end by themselves
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                error = task.exception()
+                if error is None:
+                    return
+                if not isinstance(error, FunitelError):
+                    raise error
                 failure = error
         raise failure
 
-    def _welcome(self, place: int, shards: Shards) -> None:
-        watch = self._tasks.start(self._watch(shards)) if self._can_come_back else None
-        self._serving[place] = _Serving(shards, watch)
-        for _ in range(self._num_workers):
-            self._tasks.start(self._work(shards))
-        self._report()
-
-    def _report(self) -> None:
-        self._metrics.set_replicas(len(self._serving), self.num_replicas - len(self._serving))
-
-    async def _watch(self, shards: Shards) -> None:
-        """Notice the end of a replica at once, idle or not."""
-        while self.serves(shards):
-            await shards.disconnected()
-            try:
-                await shards.health()
-            except FunitelError as error:
-                self.lose(shards, error)
-            else:
-                await asyncio.sleep(RECHECK_SECONDS)
-
-    def lose(self, shards: Shards, error: FunitelError) -> bool:
-        """Go on without a replica; say whether what it had can be encoded by another, now or later.
-
-        The last one is kept where no other can come.
-        """
-        if not self._can_come_back and len(self._serving) == 1 and self.serves(shards):
-            return False
-        for place in [place for place, each in self._serving.items() if each.shards is shards]:
-            lost = self._serving.pop(place)
-            if lost.watch is not None:
-                lost.watch.cancel()
-            self._report()
-            logger.error("replica %d is lost: %s", place, error.message)
-            shards.fence()
-            self._farewells.start(shards.close())
-            if self._can_come_back:
-                is_steady = time.monotonic() - lost.since >= STEADY_SECONDS
-                self._pauses[place] = 0.0 if is_steady else next_pause(self._pauses[place])
-                self._tasks.start(self._come_back(place))
-            if not self._serving:
-                self.patience.begin()
-        return not self.patience.is_over
-
-    async def _come_back(self, place: int) -> None:
-        """Let a replica serve again as soon as its shard answers."""
-        began = time.monotonic()
-        shards = await comeback(self._addresses[place], self._tls, self._let_in, self._pauses[place])
-        self.patience.renew()
-        self._welcome(place, shards)
-        self._metrics.count_return()
-        logger.warning("replica %d serves again after %.1f s", place, time.monotonic() - began)
-
-    async def _let_in(self, shards: Shards) -> Shards:
-        """Raise StartupError unless a shard is what the lost one was."""
-        if len(shards.infos) != 1 or shards.infos[0].encoder != self._facts:
-            raise StartupError("what answers there is another model")
-        return shards
-
-    async def close(self) -> None:
-        """Let go of the shards; no worker is busy."""
-        self.patience.renew()
+    async def _close_members(self) -> None:
+        serving, self._serving = self._serving, []  # none is lost from now on
+        self._return_timeout.renew()
         await self._tasks.cancel()
-        await asyncio.gather(*(each.shards.close() for each in self._serving.values()), self._farewells.ended())
+        await asyncio.gather(*(member.close() for member in serving), self._closing.ended())
+
+    def _add(self, member: T) -> str:
+        """Let a replica serve from now on."""
+        self._serving.append(member)
+        self._serving.sort(key=lambda each: each.slot.index)
+        member.watch = self._tasks.start(self._watch(member))
+        self._report_replicas()
+        return self._on_join(member)
+
+    def _report_replicas(self) -> None:
+        self._metrics.set_replicas(len(self._serving), self._num_replicas - len(self._serving))
+
+    async def _watch(self, member: T) -> None:
+        """Notice the end of a replica at once, idle or not."""
+        while member in self._serving:
+            await member.shards.disconnected()
+            try:
+                await member.health()
+            except FunitelError as error:
+                self._lose(member, error)
+            await asyncio.sleep(RECHECK_SECONDS)
+
+    def _lose(self, member: T, error: FunitelError) -> None:
+        """Go on without a replica, until it comes back."""
+        if member not in self._serving:
+            return
+        self._serving.remove(member)
+        member.shards.fence()
+        if not self._serving:
+            self._return_timeout.begin()
+        words = self._on_loss(member, error)
+        member.slot.note_loss(member.since)
+        self._report_replicas()
+        logger.error("replica %d is lost: %s; %s", member.slot.index, error.message, self._state(words))
+        if member.watch is not None:
+            member.watch.cancel()
+        self._closing.start(member.close())
+        if self._settings.shard_return_timeout:
+            self._tasks.start(self._reconnect(member))
+
+    async def _reconnect(self, lost: T) -> None:
+        """Let a replica serve again as soon as its shards answer."""
+        began, slot, rejoin = time.monotonic(), lost.slot, partial(self._rejoin, lost)
+        member = await reconnect(self._addresses[slot.index], self._settings.shard_tls, rejoin, slot.pause_seconds)
+        self._return_timeout.renew()
+        words = self._add(member)
+        self._metrics.count_return()
+        seconds = time.monotonic() - began
+        logger.warning("replica %d serves again after %.1f s; %s", slot.index, seconds, self._state(words))
+
+    def _state(self, words: str) -> str:
+        return f"{words}, {len(self._serving)} of {self._num_replicas} replicas serve"
+
+
+async def _health(member: Member) -> None:
+    await member.health()

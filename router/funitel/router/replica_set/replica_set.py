@@ -1,9 +1,9 @@
-"""The replicas of a model as one: a request goes to the one that suits it best, and on to another when that is lost.
+"""The replica set: load balancing and failover over the replicas of one model. Event loop only.
 
 A replica is lost when a rank of it does not answer any more, because it died or because it was told to end. What waited
 there waits elsewhere; what ran there is resumed elsewhere, behind the tokens its client has got: noise depends on seed
-and position only, so the answer is the one it would have been. Where no replica is left, all of it waits in the lobby
-until one comes back, with whatever arrives meanwhile. Event loop only.
+and position only, so the answer is the one it would have been. Where no replica is left, all of it waits in the holding
+queue until one comes back, with what arrives meanwhile.
 """
 
 import asyncio
@@ -12,21 +12,18 @@ import time
 from collections.abc import Sequence as Seq
 from functools import partial
 
-from funitel.proto.errors import FunitelError, NotReady, ShardFailed, StartupError
-from funitel.router.core.background_tasks import Tasks
+from funitel.proto.errors import FunitelError, ShardFailed, StartupError
 from funitel.router.core.request import Request, Sequence
 from funitel.router.core.stream import TokenStream
-from funitel.router.encoder import engine
-from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.engine.engine import Engine
 from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.snapshot import EngineView
-from funitel.router.replica_set.failover import MOST_LOSSES, NO_REPLICA, ReturnTimeout, comeback
+from funitel.router.replica_set.failover import MAX_LOSSES
 from funitel.router.replica_set.holding_queue import HoldingQueue
 from funitel.router.replica_set.load_balancer import choose_replica
-from funitel.router.replica_set.slot import ReplicaSlot, ServingReplica, check_alike, least_limits
+from funitel.router.replica_set.membership import Membership
+from funitel.router.replica_set.slot import ServingReplica, check_alike, smallest_limits
 from funitel.router.scheduler.admission import InFlight, Reservation, Reservations
-from funitel.router.serving.service import Inference
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.capabilities import check_capabilities
 from funitel.router.shard_client.shards import Shards
@@ -35,30 +32,21 @@ from funitel.router.telemetry.replica_metrics import ReplicaMetrics
 
 logger = logging.getLogger(__name__)
 
-RECHECK_SECONDS = 0.5  # between two looks at a replica whose connection ended and that answers all the same
 
-
-class ReplicaSet:
+class ReplicaSet(Membership[ServingReplica]):
     """`Inference` over the engines of the replicas of one model."""
 
     def __init__(self, members: Seq[ServingReplica], settings: RouterSettings, metrics: Metrics) -> None:
-        self.limits = least_limits([member.engine.limits for member in members])
+        super().__init__(len(members), settings, metrics)
+        self.limits = smallest_limits([member.engine.limits for member in members])
         self._infos = tuple(info for member in members for info in member.shards.infos)
-        self._settings = settings
-        self._metrics = metrics
-        self._num_replicas = len(members)
-        self._serving: list[ServingReplica] = []
-        self._lobby = HoldingQueue(ReplicaMetrics(metrics, 0), members[0].seat.admission)
-        self._patience = ReturnTimeout(settings.shard_return_timeout, self._fail_lobby)
+        self._holding = HoldingQueue(ReplicaMetrics(metrics, 0), members[0].slot.admission)
         self._reservations = Reservations()
         self._next_id = 0
         self._newest: tuple[Request, ServingReplica] | None = None
-        self._is_draining = False
-        self._tasks = Tasks()
-        self._farewells = Tasks()
         metrics.set_limits(self.limits)
         for member in members:
-            self._welcome(member)
+            self._add(member)
 
     @property
     def compute_type(self) -> str:
@@ -68,7 +56,7 @@ class ReplicaSet:
     @property
     def views(self) -> dict[int, EngineView]:
         """What the state of each replica that serves is read from, by its index."""
-        return {member.seat.index: view for member in self._serving for view in member.engine.views.values()}
+        return {member.slot.index: view for member in self._serving for view in member.engine.views.values()}
 
     def submit(self, request: Request) -> TokenStream:
         """Queue a request with the replica that suits it best; siblings, submitted in a row, stay together.
@@ -85,8 +73,8 @@ class ReplicaSet:
         sequence = self._sequence_of(request)
         self._next_id += 1
         if not self._serving:
-            return self._lobby.requests.admit(sequence, self._in_flight(request.key))
-        member = self._home_of_sibling(request) or self._choose(sequence)
+            return self._holding.requests.admit(sequence, self._in_flight(request.key))
+        member = self._replica_of_sibling(request) or self._choose(sequence)
         self._newest = request, member
         return member.engine.requests.admit(sequence, self._in_flight(request.key))
 
@@ -104,13 +92,7 @@ class ReplicaSet:
         return self._reservations.hold(incoming.key)
 
     def _table_for(self, sequence: Sequence) -> RequestTable:
-        return (self._choose(sequence).engine if self._serving else self._lobby).requests
-
-    def _check_open(self) -> None:
-        if self._is_draining:
-            raise NotReady("the server is shutting down")
-        if self._patience.is_over:
-            raise ShardFailed(NO_REPLICA)
+        return (self._choose(sequence).engine if self._serving else self._holding).requests
 
     def _sequence_of(self, request: Request) -> Sequence:
         """The sequence of a request that comes now."""
@@ -122,7 +104,7 @@ class ReplicaSet:
         tables = (holder.requests.in_flight(key) for holder in self._holders())
         return sum(tables, start=self._reservations.in_flight(key))
 
-    def _home_of_sibling(self, request: Request) -> ServingReplica | None:
+    def _replica_of_sibling(self, request: Request) -> ServingReplica | None:
         """Where the request before this one went, if it has the same prompt object: `n` and `best_of` make such."""
         if self._newest is None:
             return None
@@ -132,140 +114,75 @@ class ReplicaSet:
     def _choose(self, sequence: Sequence) -> ServingReplica:
         if len(self._serving) == 1:
             return self._serving[0]
-        return self._serving[choose_replica([member.engine.standing(sequence) for member in self._serving])]
-
-    async def health(self) -> None:
-        """Return once one replica answers; raise a FunitelError when none does."""
-        failure: FunitelError = ShardFailed(NO_REPLICA)
-        pending = {self._tasks.start(member.engine.health()) for member in self._serving}
-        while pending:  # probes that nobody waits for any more end by themselves
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                error = task.exception()
-                if error is None:
-                    return
-                if not isinstance(error, FunitelError):
-                    raise error
-                failure = error
-        raise failure
+        return self._serving[choose_replica([member.engine.load_for(sequence) for member in self._serving])]
 
     def fail_all(self, error: FunitelError) -> None:
-        """End whatever runs or waits; clients get the error."""
+        """End every request; clients get the error."""
         for holder in self._holders():
             holder.fail_all(error)
 
     async def close(self) -> None:
-        """Refuse new requests, let running ones finish, wherever, then let go of the shards."""
+        """Refuse new requests, let running ones finish on any replica, then close the shards."""
         self._is_draining = True
         while any(holder.requests for holder in self._holders()):
             await asyncio.gather(*(holder.requests.drained() for holder in self._holders()))
-        serving, self._serving = self._serving, []  # none is lost from now on
-        self._patience.renew()
-        await self._tasks.cancel()
-        await asyncio.gather(*(member.engine.close() for member in serving), self._farewells.ended())
+        await self._close_members()
 
     def _holders(self) -> list[HoldingQueue | Engine]:
-        return [self._lobby, *(member.engine for member in self._serving)]
+        return [self._holding, *(member.engine for member in self._serving)]
 
     # Losses ---------------------------------------------------------------------------------------------------------
 
-    async def _watch(self, member: ServingReplica) -> None:
-        """Notice the end of a replica at once, idle or not."""
-        while member in self._serving:
-            await member.shards.disconnected()
-            try:
-                await member.engine.health()
-            except FunitelError as error:
-                self._lose(member, error)
-            else:
-                await asyncio.sleep(RECHECK_SECONDS)
-
-    def _lose(self, member: ServingReplica, error: FunitelError) -> None:
-        """Go on without a replica: what it had is moved to the others, oldest first, or waits for one to come back."""
-        if member not in self._serving:
-            return
-        self._serving.remove(member)
-        member.shards.fence()
-        handed_over = member.engine.evacuate()
-        member.seat.note_loss(member.since)
+    def _on_loss(self, member: ServingReplica, error: FunitelError) -> str:
+        """Move the requests of a lost replica to the others, oldest first, or let them wait for one to come back."""
+        evacuated = member.engine.evacuate()
         if not self._serving:
-            self._lobby = HoldingQueue(ReplicaMetrics(self._metrics, 0), member.seat.admission)
-            self._patience.begin()
-        num_kept = sum(self._move(sequence, stream, member, error) for sequence, stream in handed_over)
-        self._report()
-        logger.error(
-            "replica %d is lost: %s; requests moved=%d waiting=%d failed=%d, %d of %d replicas serve",
-            member.seat.index,
-            error.message,
-            num_kept if self._serving else 0,
-            0 if self._serving else num_kept,
-            len(handed_over) - num_kept,
-            len(self._serving),
-            self._num_replicas,
-        )
-        if member.watch is not None:
-            member.watch.cancel()
-        self._farewells.start(member.engine.close())
-        if self._settings.shard_return_timeout:
-            self._tasks.start(self._come_back(member.seat))
+            self._holding = HoldingQueue(ReplicaMetrics(self._metrics, 0), member.slot.admission)
+        num_kept = sum(self._move(sequence, stream, member, error) for sequence, stream in evacuated)
+        num_moved, num_waiting = (num_kept, 0) if self._serving else (0, num_kept)
+        return f"requests moved={num_moved} waiting={num_waiting} failed={len(evacuated) - num_kept}"
 
     def _move(self, sequence: Sequence, stream: TokenStream, lost: ServingReplica, error: FunitelError) -> bool:
         """Let a sequence go on with another replica, or wait for one; one that cannot gets the error."""
         can_go_on = not sequence.output_ids or lost.engine.can_resume
-        if self._patience.is_over or sequence.num_losses >= MOST_LOSSES or not can_go_on:
+        if self._return_timeout.is_over or sequence.num_losses >= MAX_LOSSES or not can_go_on:
             stream.deliver(error)
             return False
+        self._table_for(sequence).adopt(sequence, stream)
         if self._serving:
-            self._choose(sequence).engine.requests.adopt(sequence, stream)
             self._metrics.count_moved()
-        else:
-            self._lobby.requests.adopt(sequence, stream)
         return True
-
-    def _fail_lobby(self, error: FunitelError) -> None:
-        self._lobby.fail_all(error)
 
     # Returns --------------------------------------------------------------------------------------------------------
 
-    async def _come_back(self, seat: ReplicaSlot) -> None:
-        """Have a seat taken again as soon as shards answer there: who waits in the lobby goes on."""
-        began = time.monotonic()
-        member = await comeback(seat.address, self._settings.shard_tls, partial(self._let_in, seat), seat.pause_seconds)
-        waiting = self._lobby.evacuate()
-        self._patience.renew()
-        self._welcome(member)
-        self._metrics.count_return()
-        num_resumed = sum(self._resume(sequence, stream) for sequence, stream in waiting)
-        logger.warning(
-            "replica %d serves again after %.1f s; requests resumed=%d failed=%d, %d of %d replicas serve",
-            seat.index,
-            time.monotonic() - began,
-            num_resumed,
-            len(waiting) - num_resumed,
-            len(self._serving),
-            self._num_replicas,
-        )
-
-    async def _let_in(self, seat: ReplicaSlot, shards: Shards) -> ServingReplica:
+    async def _rejoin(self, lost: ServingReplica, shards: Shards) -> ServingReplica:
         """Start an engine over shards that answer again.
 
         Raises:
             StartupError: they are not as they were.
             ShardFailed: they are lost already.
         """
-        check_alike([self._settings.master_url, seat.address], [self._infos[0], shards.infos[-1]])
-        member = await seat.take(shards, self._settings)
-        limits, least = self.limits, least_limits([self.limits, member.engine.limits])
+        slot = lost.slot
+        check_alike([self._addresses[0], self._addresses[slot.index]], [self._infos[0], shards.infos[-1]])
+        member = await slot.start(shards, self._settings)
+        limits, least = self.limits, smallest_limits([self.limits, member.engine.limits])
         if (least.max_input_tokens, least.max_total_tokens) == (limits.max_input_tokens, limits.max_total_tokens):
             return member
         words = f"a request may have {least.max_total_tokens} tokens there, elsewhere {limits.max_total_tokens}"
         if self._serving:
-            seat.metrics.retire()
+            slot.metrics.retire()
             await member.engine.close()
             raise StartupError(words)
-        logger.warning("replica %d came back smaller: %s", seat.index, words)  # which is better than none
+        logger.warning("replica %d came back smaller: %s", slot.index, words)  # which is better than none
         self.limits = least
         return member
+
+    def _on_join(self, member: ServingReplica) -> str:
+        """Let the requests of the holding queue go on."""
+        member.engine.on_loss(partial(self._lose, member))
+        waiting = self._holding.evacuate()
+        num_resumed = sum(self._resume(sequence, stream) for sequence, stream in waiting)
+        return f"requests resumed={num_resumed} failed={len(waiting) - num_resumed}"
 
     def _resume(self, sequence: Sequence, stream: TokenStream) -> bool:
         """Let a sequence go on with a replica that has come back, if it is large enough."""
@@ -274,37 +191,5 @@ class ReplicaSet:
         if length > most:
             stream.deliver(ShardFailed(f"the replica came back smaller: it may have {most} tokens, it wants {length}"))
             return False
-        self._choose(sequence).engine.requests.adopt(sequence, stream)
+        self._table_for(sequence).adopt(sequence, stream)
         return True
-
-    def _welcome(self, member: ServingReplica) -> None:
-        """Let a replica serve from now on."""
-        self._serving.append(member)
-        self._serving.sort(key=lambda each: each.seat.index)
-        member.engine.tell_of_loss(partial(self._lose, member))
-        member.watch = self._tasks.start(self._watch(member))
-        self._report()
-
-    def _report(self) -> None:
-        self._metrics.set_replicas(len(self._serving), self._num_replicas - len(self._serving))
-
-
-async def connect(settings: RouterSettings, metrics: Metrics) -> Inference | EncoderEngine:
-    """Connect to the shards of every replica, warm them up and start an engine for each; one for all of an encoder.
-
-    Raises:
-        StartupError: a shard does not answer, replicas differ, or settings, model and memory do not fit together.
-    """
-    addresses = (settings.master_url, *settings.replica_address)
-    patience = settings.shard_connect_timeout
-    found = await asyncio.gather(*(Shards.connect(address, patience, settings.shard_tls) for address in addresses))
-    if any(info.encoder is not None for shards in found for info in shards.infos):
-        return engine.start(found, settings, metrics)
-    check_alike(addresses, [shards.infos[-1] for shards in found])
-    first_ranks = [sum(len(shards.infos) for shards in found[:index]) for index in range(len(found))]
-    seats = [
-        ReplicaSlot.of(index, address, ReplicaMetrics(metrics, first_rank), settings)
-        for index, (address, first_rank) in enumerate(zip(addresses, first_ranks, strict=True))
-    ]
-    members = await asyncio.gather(*(seat.take(shards, settings) for seat, shards in zip(seats, found, strict=True)))
-    return ReplicaSet(members, settings, metrics)

@@ -1,16 +1,16 @@
-"""The places of replicas in a fleet: one replica serves there, is lost, and another takes its place."""
+"""The slots of a replica set: one replica serves in a slot, is lost, and another takes its place."""
 
-import asyncio
-import time
+from collections.abc import Awaitable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 
 from funitel.proto.errors import StartupError
 from funitel.proto.step import ShardInfo
 from funitel.router.core.request import Limits
 from funitel.router.engine.engine import Engine
 from funitel.router.engine.warmup import admission_of, start
-from funitel.router.replica_set.failover import STEADY_SECONDS, next_pause
+from funitel.router.replica_set.membership import Member, Slot
 from funitel.router.scheduler.admission import Admission
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.shards import Shards
@@ -28,54 +28,55 @@ _ALIKE = (
 )
 
 
-@dataclass(eq=False, slots=True)
-class ReplicaSlot:
-    """What stays of a replica when it is lost: where it comes back, and what was learnt there."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class ReplicaSlot(Slot):
+    """What stays of a replica when it is lost: its metrics, and what admission has learnt there."""
 
-    index: int
-    address: str
     metrics: ReplicaMetrics
     admission: Admission
-    pause_seconds: float = 0.0  # before another replica is looked for
 
     @classmethod
-    def of(cls, index: int, address: str, metrics: ReplicaMetrics, settings: RouterSettings) -> "ReplicaSlot":
-        """A seat that nobody has taken yet."""
-        return cls(index, address, metrics, admission_of(settings))
+    def of(cls, index: int, metrics: ReplicaMetrics, settings: RouterSettings) -> "ReplicaSlot":
+        """Make a slot in which no replica serves yet."""
+        return cls(index=index, metrics=metrics, admission=admission_of(settings))
 
-    async def take(self, shards: Shards, settings: RouterSettings) -> "ServingReplica":
+    async def start(self, shards: Shards, settings: RouterSettings) -> "ServingReplica":
         """Warm shards up and start an engine over them.
 
         Raises:
             StartupError: settings, model and memory do not fit together.
             ShardFailed: they are lost already.
         """
-        try:
-            return ServingReplica(self, await start(shards, settings, self.metrics, self.admission), shards)
-        except BaseException:
-            self.metrics.retire()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self.metrics.retire)
+            engine = await start(shards, settings, self.metrics, self.admission)
+            undo.pop_all()
+        return ServingReplica(slot=self, shards=shards, engine=engine)
 
     def note_loss(self, since: float) -> None:
         """Note that a replica is lost that served here `since` an instant of the monotonic clock."""
         self.metrics.retire()
-        is_steady = time.monotonic() - since >= STEADY_SECONDS
-        self.pause_seconds = 0.0 if is_steady else next_pause(self.pause_seconds)
+        Slot.note_loss(self, since)
 
 
-@dataclass(eq=False, slots=True)
-class ServingReplica:
-    """One replica of a fleet while it serves."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class ServingReplica(Member):
+    """One replica of a replica set while it serves."""
 
-    seat: ReplicaSlot
+    slot: ReplicaSlot
     engine: Engine
-    shards: Shards
-    since: float = field(default_factory=time.monotonic)
-    watch: asyncio.Task[None] | None = None
+
+    def health(self) -> Awaitable[object]:
+        """Raise a FunitelError unless every shard answers and the engine runs."""
+        return self.engine.health()
+
+    async def close(self) -> None:
+        """Close the engine and its shards."""
+        await self.engine.close()
 
 
-def least_limits(limits: Seq[Limits]) -> Limits:
-    """What every replica can keep to: a request may go to any."""
+def smallest_limits(limits: Seq[Limits]) -> Limits:
+    """Return the limits that every replica can keep: a request may go to any."""
     return Limits(
         max_input_tokens=min(each.max_input_tokens for each in limits),
         max_total_tokens=min(each.max_total_tokens for each in limits),

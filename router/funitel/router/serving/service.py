@@ -6,16 +6,13 @@ Knows no HTTP. The engine is reached through the few names of `Inference`, so th
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
-from funitel.router.core.request import DEFAULT_MODEL, Limits, Request
-from funitel.router.core.stream import TokenStream
+from funitel.router.core.request import DEFAULT_MODEL
 from funitel.router.core.version import version
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.service import EncoderService
-from funitel.router.engine.snapshot import EngineView
-from funitel.router.scheduler.admission import Reservation
+from funitel.router.engine.interface import Inference
 from funitel.router.serving.admission_gate import TokenizeLimit
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
@@ -25,49 +22,6 @@ from funitel.router.text.tokenizer import Tokenizer
 from funitel.router.transport.drain import SHUTTING_DOWN, Drain
 
 logger = logging.getLogger(__name__)
-
-
-class Inference(Protocol):
-    """What turns requests into tokens."""
-
-    @property
-    def limits(self) -> Limits:
-        """The limits of one request."""
-        ...
-
-    @property
-    def compute_type(self) -> str:
-        """Shards and device, such as `2-cpu`; sent as `x-compute-type`."""
-        ...
-
-    def check_room(self, incoming: Request) -> None:
-        """Raise Overloaded or NotReady if a request would be refused, whatever its prompt."""
-        ...
-
-    def reserve(self, incoming: Request) -> Reservation:
-        """Hold a place for a request until it is submitted; raises as `check_room`, for want of places only."""
-        ...
-
-    @property
-    def views(self) -> dict[int, EngineView]:
-        """What the state of each replica that serves is read from, by its index."""
-        ...
-
-    def submit(self, request: Request) -> TokenStream:
-        """Queue a request, or raise Overloaded or NotReady."""
-        ...
-
-    async def health(self) -> None:
-        """Raise FunitelError when a shard does not answer."""
-        ...
-
-    def fail_all(self, error: FunitelError) -> None:
-        """End whatever runs or waits; clients get the error."""
-        ...
-
-    async def close(self) -> None:
-        """Take no more work and let running requests finish."""
-        ...
 
 
 # Makes the engine, and scales the metrics to its limits.

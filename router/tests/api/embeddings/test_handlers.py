@@ -16,7 +16,7 @@ from fakes import FakeEngine, Serve, eventually
 
 from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed, StepFailed
 from funitel.proto.step import EncoderFacts, EncoderInput, EncoderResult, EncoderTask, ShardInfo
-from funitel.router.encoder.engine import start
+from funitel.router.encoder.engine import start_encoder
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel_testing.words import word_tokenizer
@@ -99,7 +99,7 @@ def encoding(serve: Serve) -> Any:
     @asynccontextmanager
     async def serving(*fakes: FakeEncoder, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
         async def connect(settings: RouterSettings, metrics: Metrics) -> Any:
-            return start(fakes, settings, metrics)  # type: ignore[arg-type]
+            return start_encoder(fakes, settings, metrics)  # type: ignore[arg-type]
 
         async with serve(FakeEngine(), connect=connect, **{"shard_return_timeout": 0, **settings}) as client:
             yield client
@@ -414,7 +414,7 @@ async def test_texts_wait_for_the_only_replica_to_come_back(encoding: Any, monke
         await is_back.wait()
         return fresh
 
-    monkeypatch.setattr("funitel.router.replica_set.failover.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.replica_set.failover.MIN_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr("funitel.router.replica_set.failover.Shards.connect", connect)
     async with encoding(lost, shard_return_timeout=60) as client:
         before = asyncio.create_task(client.post("/embed", json={"inputs": ["sea", "the sea"]}))
@@ -442,7 +442,7 @@ async def test_texts_that_were_with_every_lost_replica_fail(encoding: Any, monke
     async def connect(address: str, patience_seconds: float, tls: object) -> FakeEncoder:
         return FakeEncoder(errors=[ShardFailed("gone")])
 
-    monkeypatch.setattr("funitel.router.replica_set.failover.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.replica_set.failover.MIN_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr("funitel.router.replica_set.failover.Shards.connect", connect)
     async with encoding(FakeEncoder(errors=[ShardFailed("gone")]), shard_return_timeout=60) as client:
         answer = await client.post("/embed", json={"inputs": "sea"})
@@ -457,7 +457,7 @@ async def test_a_batch_in_each_of_two_steps_is_one_loss(encoding: Any, monkeypat
     async def connect(address: str, patience_seconds: float, tls: object) -> FakeEncoder:
         return left.pop(0)
 
-    monkeypatch.setattr("funitel.router.replica_set.failover.LEAST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.router.replica_set.failover.MIN_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr("funitel.router.replica_set.failover.Shards.connect", connect)
     for shard in lost:
         shard.pause.clear()

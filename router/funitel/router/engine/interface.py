@@ -1,0 +1,65 @@
+"""The interface of an engine to handlers and to load balancing: `Inference` and `ReplicaLoad`."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from funitel.proto.errors import FunitelError
+from funitel.router.core.request import Limits, Request
+from funitel.router.core.stream import TokenStream
+from funitel.router.engine.snapshot import EngineView
+from funitel.router.scheduler.admission import Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """The load of a replica, and what it has of one sequence.
+
+    `load_tokens` are the tokens known of every sequence that waits or runs there; `cached_tokens` those of the cached
+    prefix of the one sequence.
+    """
+
+    load_tokens: int
+    cached_tokens: int
+
+
+class Inference(Protocol):
+    """What turns requests into tokens."""
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of one request."""
+        ...
+
+    @property
+    def compute_type(self) -> str:
+        """Shards and device, such as `2-cpu`; sent as `x-compute-type`."""
+        ...
+
+    @property
+    def views(self) -> dict[int, EngineView]:
+        """What the state of each replica that serves is read from, by its index."""
+        ...
+
+    def check_room(self, incoming: Request) -> None:
+        """Raise Overloaded or NotReady if a request would be refused, whatever its prompt."""
+        ...
+
+    def reserve(self, incoming: Request) -> Reservation:
+        """Hold a place for a request until it is submitted; raises as `check_room`, for want of places only."""
+        ...
+
+    def submit(self, request: Request) -> TokenStream:
+        """Queue a request, or raise Overloaded or NotReady."""
+        ...
+
+    async def health(self) -> None:
+        """Raise FunitelError when a shard does not answer."""
+        ...
+
+    def fail_all(self, error: FunitelError) -> None:
+        """End every request; clients get the error."""
+        ...
+
+    async def close(self) -> None:
+        """Refuse new requests and let running ones finish."""
+        ...
