@@ -250,10 +250,10 @@ class Slow(Tokenizer):
     may_go_on = asyncio.Event()
     num_texts = 0
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> Encoding:
+    async def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "inputs") -> Encoding:
         Slow.num_texts += 1
         await Slow.may_go_on.wait()
-        return await super().encode(text, add_special_tokens=add_special_tokens)
+        return await super().encode(text, add_special_tokens=add_special_tokens, field=field)
 
 
 @pytest.fixture
