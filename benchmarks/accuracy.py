@@ -1,4 +1,4 @@
-"""What does a precision tier of the fused CPU step cost in accuracy? Each tier against torch in float32 on one text.
+"""Measure the accuracy of each precision tier of the fused CPU step against torch in float32 on one text.
 
 Teacher-forced over windows of the text: perplexity, how often the likeliest token is the same, and the Kullback-Leibler
 divergence of the tier's distribution from float32's. `same` is the relative error of the logits against torch holding

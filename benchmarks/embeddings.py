@@ -1,4 +1,4 @@
-"""How do our embeddings compare with those of sentence-transformers, in numbers and in texts a second?
+"""Compare embeddings with those of sentence-transformers, in distance and in texts a second.
 
 Both embed the same texts on the same cores, in alternation, in one sitting: sentence-transformers' `encode` in this
 process, with as many threads as there are cores; our server over HTTP, as OpenAI's client asks; and our encoder in this

@@ -1,4 +1,4 @@
-"""How near is a GPU's own limit? All that docs/gpu.md promises, measured in one call of some minutes on one card.
+"""Measure the figures of docs/gpu.md against the limits of the GPU, in one call of some minutes on one card.
 
 Ceilings are what this card does: a copy within its memory, a product of large bfloat16 matrices. The model has the
 shape of Llama-3.1-8B and random weights, so nothing is fetched. Sections, in their order:

@@ -1,4 +1,4 @@
-"""`funitel bench kernels`, for those who look for it among the benchmarks."""
+"""Run `funitel bench kernels`."""
 
 import sys
 

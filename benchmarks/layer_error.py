@@ -1,4 +1,4 @@
-"""How far is one layer off when its weights were never rounded before? Random normal weights, each kind of matrix.
+"""Measure the quantisation error of one layer with random normal weights, for each kind of matrix.
 
 The demo model's weights come from a 4-bit file, which flatters every tier. Here weights and activations are normal and
 independent, so that nothing of the rounding is known to either. `rounding` is the error of the outputs against the

@@ -1,9 +1,9 @@
-"""What does a busy neighbour cost? Gaps between tokens of one stream, alone and beside a process that never rests.
+"""Measure the cost of a busy neighbour: gaps between tokens of one stream, alone and beside a busy process.
 
 The neighbour is one thread in an endless loop, kept to one core (`--core`, the last this process may use when not
 given), at ordinary priority. It comes and goes: in each round every server is asked without it and with it, for prompts
 of the same lengths and never the same twice, and every other round in reverse order, so that a machine that drifts
-favours nobody. Servers are given by
+favours no server. Servers are given by
 URL, whatever they are, one at a time under load; start them with the threads they would have alone.
 
 TPOT is the median over requests of the mean gap, p99 the 99th percentile of all gaps of a round; both are medians over

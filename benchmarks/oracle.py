@@ -1,4 +1,4 @@
-"""What exactly should a model say? Greedy completions by transformers, to hold a server's tokens against.
+"""Write greedy completions by transformers, as the reference for a server's tokens.
 
 float32, one prompt at a time and no padding, so that nothing but the model decides. Beside each generated id
 stands the gap between the two best logits: a server that differs where it is 1e-3 lost a near tie to

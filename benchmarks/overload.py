@@ -1,9 +1,9 @@
-"""Does a server keep its goodput at ten times its capacity? Capacity first, then a flood, and who got what.
+"""Measure goodput under overload: first the capacity, then ten times as many requests.
 
 Goodput is tokens a second of requests that kept the latency target: the first token within `--ttft-ms`, and all but one
 in a hundred of the gaps behind it within `--itl-ms`. Capacity is the best goodput of a closed loop, over some numbers
 of clients. Then requests come as they like, at random instants, ten times as many a second as capacity would serve,
-for `--seconds`. Whoever is refused does not come again.
+for `--seconds`. A refused request is not repeated.
 
 Printed are goodput against capacity (it should stay within 10 %), what accepted requests waited for, how long a refusal
 took (429, p99 within 50 ms), and whatever else came back; the shares of a core that router, shards and this program
@@ -196,7 +196,7 @@ class Clients:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A phase without its beginning, and the CPU time that was taken in all of it, in seconds by who took it."""
+    """A phase without its beginning, and the CPU seconds of all of it, by process."""
 
     began: float
     ended: float
@@ -241,7 +241,7 @@ def milliseconds(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def shares(window: Window) -> dict[str, float]:
-    """CPU time by who took it, as shares of one core."""
+    """CPU time by process, as shares of one core."""
     return {name: round(seconds / window.seconds, 3) for name, seconds in window.cpu.items()}
 
 

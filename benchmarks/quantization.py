@@ -1,4 +1,4 @@
-"""What does each way of quantising cost? Perplexity and distance to float32 on a text that calibrated nothing.
+"""Measure perplexity and distance to float32 of quantised models on a held-out text.
 
 For every folder: perplexity of the held-out text, how often its most likely token is that of float32, mean KL
 divergence from float32 in nats, size of the weights, and the mean relative error of the outputs of each kind of linear

@@ -1,8 +1,8 @@
-"""What would the scheduler make of this load? A trace of arrivals through the router's own scheduler, in virtual time.
+"""Replay a trace of arrivals through the router's own scheduler in virtual time.
 
 The scheduler and the block allocator are the router's, unchanged; the shards only take time, by coefficients measured
 with `--calibrate` on the real executor. So a million requests take a quarter of an hour to half an hour, and replicas
-and shards that nobody has can be tried. Every combination of `--policy` and `--replicas` is a line of the table; the
+and imagined shards can be tried. Every combination of `--policy` and `--replicas` is a line of the table; the
 last line on stdout is one JSON object. `docs/replay.md` says what is simulated and what is not.
 
     python benchmarks/replay.py --requests 64 --pool-share 0.25 --policy grow reserve

@@ -1,4 +1,4 @@
-"""What does a token cost in the router? Many clients stream from a router whose shard answers at once.
+"""Measure the router's cost of a token: many clients stream from a router over a shard that answers at once.
 
 The same bytes are streamed, in the same run and by turns, by the least that uvicorn can be asked for: an ASGI function
 that writes recorded events, one write for each, without looking at anything. Both serve as many clients from one

@@ -1,4 +1,4 @@
-"""`funitel bench`, for those who look for it among the benchmarks."""
+"""Run `funitel bench`."""
 
 import sys
 

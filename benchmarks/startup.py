@@ -1,4 +1,4 @@
-"""How long does a start take, from the command to the first token of an answer, with the model in the cache?
+"""Measure a start, from the command to the first token of an answer, with the model in the cache.
 
 Each start is a new `funitel` on a free port, which is asked for one token as soon as it says that it is ready, and
 then ended. Phases end where a line of its log arrives; what several processes do at once is not told apart. The time of

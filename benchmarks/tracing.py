@@ -1,4 +1,4 @@
-"""What does a trace cost? CPU time of router and shard for one request: without a collector, with one, and traced.
+"""Measure the cost of traces: CPU time of router and shard per request without a collector, with one, and traced.
 
 A tiny random model, so that what is measured is not hidden behind what a model computes. Three kinds of request take
 turns: to a server without `--otlp-endpoint`; to one with it, from a client that samples nothing; and to the same,

@@ -1,4 +1,4 @@
-"""Fail when pyproject.toml and the newest entry of CHANGELOG.md name different versions."""
+"""Check that pyproject.toml and the newest entry of CHANGELOG.md have the same version."""
 
 import re
 import sys

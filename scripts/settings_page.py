@@ -24,28 +24,28 @@ HEAD = """# Settings
 
 Written by `make docs` from the settings dataclasses; change those, not this page.
 
-A flag beats its variable, the variable beats the default; an empty variable is as good as none. The launcher takes
-variables from the file of `--config` too, which beats the environment ([restarts](restarts.md)). A switch is a flag
-without a value, and `--no-` before its name turns it off. Booleans are `true`, `1`, `yes`, `on` or `false`, `0`, `no`,
-`off`, in any case. A repeatable flag is given once for each value; its variable holds them with spaces between. An
-unknown flag or a value of the wrong kind ends the program with exit code 2, settings that contradict each other with
-exit code 1; both say why in one line. "-" as a default means that the setting is left open, and the help says what
-then happens.
+Precedence: flag, environment variable, default. An empty variable counts as unset. The launcher also reads variables
+from the file of `--config`, which overrides the environment ([restarts](restarts.md)). A switch is a flag without a
+value; `--no-` before its name turns it off. Booleans are `true`, `1`, `yes`, `on` or `false`, `0`, `no`, `off`, in any
+case. A repeatable flag is given once for each value; its variable has the values separated by spaces. An unknown flag
+or a value of the wrong type ends the program with exit code 2; settings that contradict each other end it with exit
+code 1. Both print the reason in one line. The default "-" means that the setting is not given; its text says what then
+applies.
 
-Every flag and variable of text-generation-inference is taken, and is of one of three classes: *honoured* ones are the
-tables of the five programs; those [accepted without effect](#accepted-without-effect) change no answer here and are
-one line of the log when given; those [refused](#refused) would change the answer and end the program with exit code 1.
+Every flag and variable of text-generation-inference is accepted, in one of three classes. *Honoured* ones are in the
+tables of the five programs. Those [accepted without effect](#accepted-without-effect) change no answer here and are
+logged when given. Those [refused](#refused) would change answers and end the program with exit code 1.
 """
 
 SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
     (
         "Launcher: `funitel`, `text-generation-launcher`",
-        "Serves a model. It hands what concerns them on to the router and the shards, as flags.",
+        "Serves a model. It passes settings of the router and the shards on to them as flags.",
         LauncherSettings,
     ),
     (
         "Chat: `funitel chat`",
-        "Talks to a model in the terminal, or line by line from a pipe.",
+        "Chats with a model in the terminal, or line by line from a pipe.",
         ChatSettings,
     ),
     (
@@ -55,7 +55,7 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
     ),
     (
         "View: `funitel top`",
-        "Shows who runs and who waits on a server. See [observability](observability.md).",
+        "Shows running and waiting sequences of a server. See [observability](observability.md).",
         TopSettings,
     ),
     (
@@ -64,15 +64,15 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
         NewKeySettings,
     ),
     ("List keys: `funitel key list`", "Lists the keys of a file.", ListKeysSettings),
-    ("Revoke a key: `funitel key revoke NAME`", "Lets nobody in with a key any more.", RevokeKeySettings),
+    ("Revoke a key: `funitel key revoke NAME`", "Revokes a key.", RevokeKeySettings),
     (
         "Load generator: `funitel bench`",
-        "Presses servers with requests and measures what their clients see. See [bench](bench.md).",
+        "Loads servers with requests and measures latency and throughput. See [bench](bench.md).",
         BenchSettings,
     ),
     (
         "Router: `funitel-router`, `text-generation-router`",
-        "Serves HTTP in front of shards that run already. `print-schema` instead of flags prints the OpenAPI document.",
+        "Serves HTTP for running shards. `print-schema` instead of flags prints the OpenAPI document.",
         RouterSettings,
     ),
     (
@@ -82,7 +82,7 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
     ),
     (
         "Download: `funitel-server download-weights MODEL_ID`, `text-generation-server download-weights MODEL_ID`",
-        "Makes a model present; the last line on stdout is its folder.",
+        "Fetches or converts a model; the last line on stdout is its folder.",
         DownloadSettings,
     ),
     (
@@ -92,7 +92,7 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
     ),
     (
         "Kernels: `funitel bench kernels MODEL_ID`, also `funitel-server bench-kernels MODEL_ID`",
-        "Holds matrix products on a CPU against what it can read and multiply. See [bench](bench.md).",
+        "Measures matrix products on a CPU against its memory bandwidth and multiply rate. See [bench](bench.md).",
         KernelSettings,
     ),
 )

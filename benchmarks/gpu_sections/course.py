@@ -1,4 +1,4 @@
-"""The sections of a run, each in a process of its own and within its own time: none that fails takes others along."""
+"""Run each section of the GPU benchmark in its own process with its own timeout, so that failures are isolated."""
 
 import json
 import os
@@ -48,7 +48,7 @@ class Course:
     """One run of some sections.
 
     Args:
-        command: starts the process of a section, whose name is added.
+        command: starts the process of a section; its name is appended.
         folder: where each section's log is kept.
         seconds: the most that all may take together; None: each its own time alone.
         patience: times its own seconds that a section may take.

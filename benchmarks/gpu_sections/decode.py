@@ -1,4 +1,4 @@
-"""Decoding steps and a long prompt against what the card does at most, and where the time of a step goes."""
+"""Measure decoding steps and a long prompt against the limits of the card, with a profile of a step."""
 
 from collections.abc import Iterator
 
@@ -61,7 +61,7 @@ def _decoding(plan: Plan, decoder: Decoder, num_rows: int, copy_rate: float) -> 
 
 
 def _agreement(plan: Plan, decoder: Decoder, forward: Forward, batch: ForwardBatch, cache: KVCache) -> float:
-    """Share of rows whose likeliest token is what torch finds, without our kernels."""
+    """Share of rows with the same likeliest token as torch without our kernels."""
     found = forward(batch, cache)
     glue, reference = decoder.glue, TorchAttention(BLOCK_SIZE, plan.device)
     _compute_with(decoder, reference, TorchGlue())

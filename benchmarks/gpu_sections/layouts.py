@@ -1,4 +1,4 @@
-"""Attention by itself in a decoding step: over the pool as it is, whose blocks keep all layers, and a pool a layer.
+"""Measure attention of a decoding step over two layouts of the pool: blocks of all layers, and a pool per layer.
 
 A layer reads a part of every block, so with blocks of all layers it touches many more pages of memory.
 """

@@ -84,13 +84,13 @@ class Plan:
     peer_streams: int = 64  # beside transformers
     peer_answer: int = 256
 
-    num_prompts: int = 20  # whose answers must be equal
+    num_prompts: int = 20  # with equal answers required
     num_tokens: int = 64
 
     pool_tokens: int | None = None  # None: as many as there is memory for
     pool_seconds: float = 120.0
     pool_context: int = 4096  # tokens of the rows that fill the pool
-    text_tokens: int = 4096  # of the text whose perplexity is taken
+    text_tokens: int = 4096  # of the text for perplexity
 
     @property
     def is_gpu(self) -> bool:

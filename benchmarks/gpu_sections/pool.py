@@ -77,7 +77,7 @@ def _filled(plan: Plan, executor: Executor, num_blocks: int) -> Iterator[Line]:
 
 
 def rows_that_fill(num_blocks: int, context: int) -> list[SequenceStart]:
-    """Rows of that context, the last one shorter, that have all blocks of a pool but block 0, which is nobody's."""
+    """Rows of that context, the last one shorter, that use all blocks of a pool except the reserved block 0."""
     width = -(-context // BLOCK_SIZE)
     least = -(-ANSWER // BLOCK_SIZE) + 1
     rows = []

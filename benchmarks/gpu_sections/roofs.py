@@ -1,4 +1,4 @@
-"""What a step must read and compute at least, by the shape of its model. Pure arithmetic; units are in the names."""
+"""Minimum bytes and operations of a step, by the shape of the model. Pure arithmetic; units are in the names."""
 
 from funitel.model_server.spec.model_spec import ModelSpec
 
@@ -20,7 +20,7 @@ def kv_bytes(spec: ModelSpec, context: float, bytes_each: float) -> float:
 
 
 def prompt_operations(spec: ModelSpec, num_tokens: int) -> float:
-    """Floating-point operations of a prompt, the head left out, whose one row is nothing beside it.
+    """Floating-point operations of a prompt, without the head, which computes one row only.
 
     A token sees half of the prompt on average; a score and what it weighs are two operations an element each.
     """

@@ -1,4 +1,4 @@
-"""Replicas in virtual time: the router's own scheduler and block allocator, and a shard that only takes time."""
+"""Simulate replicas in virtual time: the router's own scheduler and block pool over a shard that only takes time."""
 
 import heapq
 import math
@@ -69,7 +69,7 @@ class SimulatedReplica:
         pipeline_steps: int,
         admission: Admission | None = None,
     ) -> None:
-        """Begin with nothing under way; without an `admission` whoever fits into the pool is let in."""
+        """Begin without requests; without an `admission`, every request that fits into the pool is admitted."""
         self.scheduler = scheduler
         self._admission = admission
         self.is_asleep = True  # nothing is under way, and no event will wake it

@@ -1,4 +1,4 @@
-"""Reports as a table for people."""
+"""Format reports of replays as a table."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ COLUMNS = (  # heading, name in the report, factor, decimals
 
 
 def table(reports: Sequence[dict[str, Any]]) -> str:
-    """One line a report; what was never measured is a dash. `queued` is while somebody waits."""
+    """One line a report; figures that were not measured are dashes. `queued` means while requests wait."""
     rows = [[heading for heading, *_ in COLUMNS]]
     for report in reports:
         rows.append([_cell(report[name], factor, decimals) for _, name, factor, decimals in COLUMNS])

@@ -34,7 +34,7 @@ class Arrival:
     max_new_tokens: int  # what it asked for
     prefix_group: int = 0
     prefix_tokens: int = 0
-    key: str = ""  # whose share of the service it takes
+    key: str = ""  # of the fair share
     priority: int = 0  # lower is sooner
 
     def __post_init__(self) -> None:

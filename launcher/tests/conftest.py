@@ -20,7 +20,7 @@ PATIENCE_SECONDS = 30.0
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that ended and that nobody has waited for does not."""
+    """Whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

@@ -29,7 +29,7 @@ class Fake:
     def __init__(self, name: str) -> None:
         self.name = name
         self.behaviour: dict[str, Any] = json.loads(os.environ.get("FAKE", "{}")).get(name, {})
-        self.is_stopping = False  # an Event might be held by whom the signal interrupts
+        self.is_stopping = False  # an Event might be held by the interrupted code
         self.num_sigterms = 0
 
     def note(self, event: str, **more: Any) -> None:

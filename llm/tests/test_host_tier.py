@@ -1,4 +1,4 @@
-"""A prompt whose blocks were evicted to the host is answered as at first, through engine and executor."""
+"""A prompt with blocks evicted to the host is answered as at first, through engine and executor."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""GGUF's quantised types one number at a time, as their layout is documented: slow, plain, and nobody else's code.
+"""Reference decoder of GGUF's quantised types, one number at a time, written from their documented layout.
 
 Source: the structs in ggml's `ggml-common.h`.
 """

@@ -1,4 +1,4 @@
-"""Others who use a server at the same time: they keep joining and leaving while a test asks its own questions."""
+"""Background load for tests: requests that keep joining and leaving while a test sends its own."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -53,7 +53,7 @@ def compile_launches(names: Sequence[str], archs: Sequence[int] = tuple(SHARED_B
 
 
 class _Card:
-    """Stands in for a driver: the card whose code is made. It is its own device, so that kernels are kept apart."""
+    """A fake driver of the card that is compiled for, with its own device, so that kernels are cached apart."""
 
     def __init__(self) -> None:
         self.arch = 0

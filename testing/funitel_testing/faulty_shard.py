@@ -2,7 +2,7 @@
 
     python -m funitel_testing.faulty_shard serve MODEL --rank 0 ...
 
-The file that FUNITEL_TEST_FAULTS names says what goes wrong: `Faults` writes it, at any time, and whoever runs looks at
+The file that FUNITEL_TEST_FAULTS names says what goes wrong: `Faults` writes it, at any time, and the shard looks at
 it again before every step. Without the variable, or the file, nothing goes wrong. `faulty_launcher` starts such shards.
 """
 
@@ -22,7 +22,7 @@ VARIABLE = "FUNITEL_TEST_FAULTS"
 IN_FORWARD = ("raise", "no_memory", "memory_error", "hang", "slow", "held", "exit", "nan", "inf")
 IN_ANSWER = ("garbage", "truncated", "stranger", "missing", "twice", "vocabulary", "ragged", "batch")
 KINDS = (*IN_FORWARD, *IN_ANSWER)
-STRANGER = 1 << 40  # id of a request nobody made
+STRANGER = 1 << 40  # id of a request that does not exist
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Fault:
     """
 
     kind: str
-    text: str = ""  # only in steps with a row whose text, prompt or completion, holds this
+    text: str = ""  # only in steps with a row that has this text in its prompt or completion
     rank: int | None = None  # only on this rank
     min_rows: int = 0  # only in steps of so many rows
     min_tokens: int = 0  # and tokens

@@ -1,4 +1,4 @@
-"""Inputs nobody should send: each must be dealt with, soon, in little memory, and what it was sent to must go on.
+"""Fuzz the server with invalid inputs: each must be handled in bounded time and memory, without harm to the server.
 
 Usage: python -m funitel_testing.fuzz [--count N] [--seed S] [--first N] [KIND ...]. Inputs are tried in processes that
 may die of them. `--count 1 --first N KIND` tries one again and shows what became of it. A table of all kinds comes at

@@ -385,7 +385,7 @@ def _pickle(rng: random.Random) -> bytes:
 
 
 def _with_damaged_pickle(buffer: io.BytesIO, rng: random.Random) -> bytes:
-    """A whole zip whose pickle is damaged."""
+    """A whole zip with a damaged pickle."""
     result = io.BytesIO()
     with zipfile.ZipFile(buffer) as old, zipfile.ZipFile(result, "w") as new:
         for info in old.infolist():

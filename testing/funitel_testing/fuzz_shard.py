@@ -1,6 +1,6 @@
 """Malformed calls to a tiny shard in this process: it may refuse what it likes, and goes on as before.
 
-Kinds: `messages`, calls whose fields hold what they should not; `frames`, spoilt bytes on the step socket. A worker of
+Kinds: `messages`, calls with invalid fields; `frames`, spoilt bytes on the step socket. A worker of
 `fuzz`.
 """
 

@@ -54,7 +54,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Placing:
-    """Heads of some tokens on their way to the pool; the last token is padding, whose block is 0."""
+    """Heads of some tokens on their way to the pool; the last token is padding in block 0."""
 
     qkv: torch.Tensor
     rule: HeadRule

@@ -2,7 +2,7 @@
 
     python -m funitel_testing.instant_shard /tmp/shard-0 100
 
-Every running row gets one token a step, whose text is a space and the microsecond it was made in, so that a client can
+Every running row gets one token a step, with a text of a space and the microsecond it was made in, so that a client can
 tell how long it was on its way. All rows end together, so many tokens after the newest of them joined: however long it
 takes to let many requests in, they then run side by side. Steps come over a step socket, as with a real shard of this
 machine, and answers are in columns: routers that do not take them so get no tokens.
@@ -203,7 +203,7 @@ def _cached(batch_id: int, rows: Sequence[Row]) -> pb.CachedBatch:
 
 
 def _generate(rows: Iterable[Row], answer: pb.DecodeResponse, *, is_last: bool) -> None:
-    """Give every row whose prompt is computed a token, in columns but for the last ones."""
+    """Give every row with a computed prompt a token, in columns but for the last ones."""
     text = stamp()
     complete = [row for row in rows if not row.pending]
     for row in complete:

@@ -229,7 +229,7 @@ def _codes(kind: CodeKind, num_inputs: int, *, is_reordered: bool, has_zeros: bo
 
 
 def _product(kind: CodeKind, dtype: torch.dtype, num_rows: int, **changes: bool) -> None:
-    """Whose inputs are cut into parts where a tile has few rows."""
+    """With inputs cut into parts where a tile has few rows."""
     matrix = PackedMatrix.of(_codes(kind, 2048, **changes), kind)
     multiply(torch.zeros(num_rows, 2048, dtype=dtype), matrix, torch.zeros(128, dtype=dtype), 16 if num_rows > 1 else 1)
 

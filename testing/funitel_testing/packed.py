@@ -34,7 +34,7 @@ def random_layer(
     is_reordered: bool = False,
     seed: int = 0,
 ) -> Layer:
-    """A layer of random integers, whose weights have about the spread of tiny models' ones."""
+    """A layer of random integers; its weights have about the spread of tiny models' ones."""
     generator = torch.Generator().manual_seed(seed)
     top = 2**bits
     size = num_inputs if group_size == -1 else group_size

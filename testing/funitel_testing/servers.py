@@ -26,7 +26,7 @@ FAULTY_LAUNCHER = "funitel_testing.faulty_launcher"  # its shards go wrong as a 
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
+    """A free port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -65,7 +65,7 @@ def alive(pids: set[int]) -> set[int]:
 
 
 def marked(mark: str) -> set[int]:
-    """All living processes whose environment carries `mark`, whoever their parent is now."""
+    """All living processes with `mark` in their environment, of any parent."""
     wanted = f"{MARK}={mark}".encode()
     found = set()
     for entry in Path("/proc").iterdir():

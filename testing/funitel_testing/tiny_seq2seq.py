@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "m2m_100": ("M2M100", _BART | {"scale_embedding": True}),
 }
 _SIZES = {"shared": 0.05, "embed_positions": 1.5}  # of weights, by a part of their names
-FORCED_LANGUAGE = ("mbart", "m2m_100")  # whose completions begin with the code of a language
+FORCED_LANGUAGE = ("mbart", "m2m_100")  # completions begin with the code of a language
 
 
 def save_tiny_seq2seq(family: str, folder: Path, seed: int = 1, **changes: Any) -> Path:

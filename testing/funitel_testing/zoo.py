@@ -1,6 +1,6 @@
 """A tiny random checkpoint for every architecture of the family table, and what computes the same in transformers.
 
-Families whose code transformers does not carry are a class of it that computes the same, with its tensors renamed and
+Families that transformers does not have are a class of it that computes the same, with its tensors renamed and
 packed as the family's checkpoints have them.
 """
 
@@ -193,7 +193,7 @@ def _rope(kind: str, **values: Any) -> dict[str, Any]:
 _LONGROPE = {"short_factor": [1.0, 1.1, 1.3, 1.7], "long_factor": [1.5, 2.0, 3.0, 4.0]}
 _LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
-# Experts whose hidden units two ranks do not share evenly.
+# Experts with hidden units that two ranks do not share evenly.
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 21}
 _LATENT: dict[str, Any] = _HEADS_ALIKE | {
     "num_attention_heads": 3,

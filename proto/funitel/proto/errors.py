@@ -148,13 +148,13 @@ class NoInstances(InvalidRequest):
 
 
 class NotUtf8(InvalidRequest):
-    """A KServe input whose bytes are not UTF-8."""
+    """A KServe input that is not UTF-8."""
 
     error_type = "utf8"
 
 
 class LengthMismatch(InvalidRequest):
-    """A KServe request whose numbers of outputs and inputs differ."""
+    """A KServe request with different numbers of outputs and inputs."""
 
     error_type = "length mismatch"
 

@@ -165,7 +165,7 @@ class TextGenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Dismiss(self, request, context):
-        """End the process at once, whatever the model is doing: nobody takes an answer of it any more.
+        """End the process at once, whatever the model is doing: its answers are no longer used.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

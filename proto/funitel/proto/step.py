@@ -17,7 +17,7 @@ class Capability(StrEnum):
     TOKEN_IDS = "token_ids"  # prompts as input_ids, resumption through output_ids
     COUNT_PENALTIES = "count_penalties"  # presence_penalty and count_penalty
     GRAMMARS = "grammars"  # JSON schemas beside regular expressions, and CompileGrammar
-    FORCED_SPANS = "forced_spans"  # generations of several tokens whose KV a later step computes as a chunk
+    FORCED_SPANS = "forced_spans"  # generations of several tokens; a later step computes their KV as a chunk
     MORE_SAMPLERS = "more_samplers"  # min_p, logit_bias and raw_logprobs
     FIRST_TOKEN = "first_token"  # first_token: the language of a translation; translation models only
 

@@ -1,4 +1,4 @@
-"""On which address the port is opened: the machine's own unless somebody says otherwise."""
+"""The address of the port: loopback by default."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_where_nobody_chose_it_is_loopback_unless_a_key_is_needed_or_the_install
 
 
 def test_the_line_says_how_to_be_reached() -> None:
-    assert not is_local_by_default("127.0.0.1", None, is_guarded=False), "somebody chose it"
+    assert not is_local_by_default("127.0.0.1", None, is_guarded=False), "it was given"
     for words in ("no API key", "127.0.0.1", "--api-key", "--hostname 0.0.0.0"):
         assert words in LOCAL_ONLY
 

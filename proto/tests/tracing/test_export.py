@@ -92,7 +92,7 @@ def test_a_collector_that_does_not_answer_holds_up_neither_work_nor_end() -> Non
         began = time.monotonic()
         finish()
         assert time.monotonic() - began < export.END_SECONDS + SLACK_SECONDS
-        one_span()  # recorded by nobody
+        one_span()  # not recorded
 
 
 def test_what_is_kept_for_a_collector_has_a_bound() -> None:

@@ -26,12 +26,12 @@ STARTS = (
     (
         "--hostname",
         "outside the image, 127.0.0.1 when neither it nor a key is given",
-        "a server that lets everybody in is for its own machine unless somebody says otherwise ([access](access.md))",
+        "without authentication the server listens on loopback by default ([access](access.md))",
     ),
     ("--model-id", "smollm2-135m-instruct", "small enough to try on any machine"),
     ("--master-port", "a free one", "two instances run side by side"),
     ("--shard-uds-path", "another when it is taken", "two instances run side by side"),
-    ("--shard-uds-path", "sockets are their owner's alone", "who reaches a shard can run the model"),
+    ("--shard-uds-path", "sockets are accessible to their owner only", "access to a shard allows running the model"),
     ("--prometheus-port", "none", "TGI opens 9000 and answers nothing there"),
 )
 

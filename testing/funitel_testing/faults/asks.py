@@ -1,4 +1,4 @@
-"""Requests whose answers are known: what each asks follows from its number, so an undisturbed run says what it gets."""
+"""Requests with known answers: each follows from its number, so an undisturbed run gives the expected answer."""
 
 import json
 from collections import defaultdict
@@ -57,7 +57,7 @@ class Heard:
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. Equal asks have equal answers, whoever else is served.
+    """One request. Equal requests have equal answers under any load.
 
     Args:
         kind: of what.

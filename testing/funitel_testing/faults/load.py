@@ -38,7 +38,7 @@ class Outcome:
     ended: float | None = None
     heard: Heard = field(default_factory=Heard)
     loss: str = ""  # how it was lost
-    num_refusals: int = 0  # times it was told to come back, or found nobody there
+    num_refusals: int = 0  # times it was refused with Retry-After or found no server
 
     def was_under_way(self, instant: float) -> bool:
         """Whether it had been asked by then, and not answered."""
@@ -57,7 +57,7 @@ class Load:
 
     def __init__(self, url: str, asks: Sequence[Ask], num_clients: int, *, may_be_away: bool = False) -> None:
         self.outcomes: list[Outcome] = []
-        self.struck: float | None = None  # set by who strikes
+        self.struck: float | None = None  # set when the fault is injected
         self._url = url
         self._asks = iter(asks)
         self._num_asks = len(asks)
@@ -110,7 +110,7 @@ class Load:
             await asyncio.sleep(AGAIN_SECONDS)
 
     def _is_away(self, error: httpx.TransportError, outcome: Outcome) -> bool:
-        """Whether there was nobody to ask: no connection, or one that was never taken up by a server that goes."""
+        """Whether no server answered: no connection, or one that an ending server did not accept."""
         is_late = self.struck is not None and outcome.began > self.struck
         is_unheard = not outcome.heard.num_pieces and isinstance(error, httpx.NetworkError | httpx.RemoteProtocolError)
         return self._may_be_away and (isinstance(error, httpx.ConnectError) or (is_late and is_unheard))

@@ -47,7 +47,7 @@ class FarHost:
         return ("ip", "netns", "exec", self.name)
 
     def cut(self) -> None:
-        """Let no packet through, and nobody be told."""
+        """Drop every packet silently."""
         self._inside("link", "set", self._far, "down")
 
     def join(self) -> None:

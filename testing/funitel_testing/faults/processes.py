@@ -46,7 +46,7 @@ async def _stop_shard_shortly(scene: Launched) -> None:
 async def _stop_shard_for_good(scene: Launched) -> None:
     pid = scene.server.shard_pids()[0]
     os.kill(pid, signal.SIGSTOP)
-    await asyncio.to_thread(wait_until, lambda: not alive({pid}), 60 * BOUND_SECONDS, "nobody notices that it hangs")
+    await asyncio.to_thread(wait_until, lambda: not alive({pid}), 60 * BOUND_SECONDS, "the hang is not detected")
 
 
 async def _kill_router_alone(scene: ByHand) -> None:
@@ -136,7 +136,7 @@ FAULTS = (
     Fault(
         name="restart of such a router by SIGTERM",
         cost=Cost.NOTHING,
-        why="it drains; who comes meanwhile finds nobody and comes again",
+        why="it drains; requests that come meanwhile find no server and are repeated",
         scene=by_hand,
         strike=_restart_router,
         is_away=True,

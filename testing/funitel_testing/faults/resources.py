@@ -43,8 +43,8 @@ class Cage:
         (self._folder / "cgroup.procs").write_text(str(pid))
 
     def remove(self) -> None:
-        """Take it away, once nobody is in it any more."""
-        wait_until(lambda: _is_removed(self._folder), 10, "somebody is still in the cgroup")
+        """Remove it once it has no processes."""
+        wait_until(lambda: _is_removed(self._folder), 10, "the cgroup still has processes")
 
 
 @cache
@@ -115,7 +115,7 @@ class SmallDisk:
         self._filler.unlink()
 
     def unmount(self) -> None:
-        """Take it away, whoever still writes to it."""
+        """Remove it, even if a process still writes to it."""
         subprocess.run(("umount", "--lazy", str(self.folder)), check=True)
 
 

@@ -1,4 +1,4 @@
-"""An hour of mixed load on a deployment whose shards are killed again and again: nothing may be lost, or grow.
+"""Soak test: an hour of mixed load on a deployment with repeated shard kills; no request may be lost, nothing may grow.
 
     python -m funitel_testing.faults.soak --minutes 60 --out FOLDER
 
@@ -43,7 +43,7 @@ SETTLE_SECONDS = 20.0  # for what clients that hung up have left to be dropped, 
 
 
 class Soak:
-    """The clients, the killer and whoever takes samples."""
+    """The clients, the killer of shards and the sampler."""
 
     def __init__(self, scene: Launched, scratch: Path, pace: Pace, num_clients: int, pause: float, seed: int) -> None:
         self.report = Report()

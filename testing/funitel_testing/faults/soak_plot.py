@@ -33,5 +33,5 @@ def plot(path: Path, report: Report) -> None:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7, loc="lower right")
     for axis in axes[-2:]:
-        axis.set_xlabel("minutes; dots: nobody asks, red: a shard is killed")
+        axis.set_xlabel("minutes; dots: idle, red: a shard is killed")
     figure.savefig(path, format="png", dpi=110)

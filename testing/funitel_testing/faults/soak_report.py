@@ -22,7 +22,7 @@ class Pace:
         num_periods: how many there are.
         period_seconds: from one silence to the next.
         kill_every: a shard is killed in each period that many apart.
-        warm_up: periods whose samples do not count.
+        warm_up: periods with samples that do not count.
         least_mib: growth of memory that is none, where that is more than its share.
     """
 
@@ -48,7 +48,7 @@ class Pace:
 
     @property
     def counted(self) -> range:
-        """Periods whose samples count."""
+        """Periods with samples that count."""
         return range(self.warm_up, self.num_periods)
 
 
@@ -83,7 +83,7 @@ class Report:
         self.wrong += [f"{outcome.ask}: {outcome.heard}" for outcome in wrong]
 
     def left_behind(self) -> list[str]:
-        """What was in use while nobody asked for anything."""
+        """What was in use while idle."""
         silent = [sample for sample in self.samples if sample.period is not None]
         return [
             f"{name} {sample.values[name]:g} after {sample.seconds:.0f} s"

@@ -83,7 +83,7 @@ def _on_full_disk(model: Path, folder: Path) -> Iterator[Hindered]:
 
 @contextmanager
 def _nameless_hub(model: Path, folder: Path) -> Iterator[Hindered]:
-    """A repository of a hub whose name does not resolve, then or later; then it is in the hub's cache."""
+    """A repository of a hub with a name that does not resolve, at first or later; later it is in the hub's cache."""
     cache = folder / "hub"
     repository = cache / f"models--{REPOSITORY.replace('/', '--')}"
 

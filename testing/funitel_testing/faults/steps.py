@@ -29,7 +29,7 @@ FEW_SECONDS = 3.0
 
 
 class Faulty:
-    """A deployment of one shard, whose steps go wrong as `steps` says."""
+    """A deployment of one shard with the faulty steps of `steps`."""
 
     def __init__(self, deployment: Launched, steps: Steps) -> None:
         self.deployment, self.steps = deployment, steps
@@ -102,7 +102,7 @@ FAULTS = (
         Fault(
             name=f"a reply {lie}",
             cost=Cost.NOTHING,
-            why="its shard is killed and started again: nobody knows what it holds",
+            why="its shard is killed and started again: its state is unknown",
             scene=_faulty,
             strike=_going_wrong(Step(kind=kind, min_rows=2, times=1)),
             is_wearing=True,

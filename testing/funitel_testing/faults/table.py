@@ -47,7 +47,7 @@ class Fault:
         obstacle: why it cannot be done on this machine; empty where it can.
         causes: whether a request causes it.
         is_wearing: shards are started again, which the launcher does later and later.
-        is_away: nobody listens on the port for a while.
+        is_away: nothing listens on the port for a while.
         is_brief: part of the short form.
     """
 

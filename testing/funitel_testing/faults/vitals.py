@@ -7,7 +7,7 @@ from funitel_testing.servers import Server, descendants, shared_memory
 
 MIB = 1 << 20
 
-# What nobody asks for anything leaves at zero.
+# Zero when idle.
 IN_USE = {
     "blocks": 'funitel_blocks{state="used"}',
     "waiting": 'funitel_sequences{state="waiting"}',
@@ -47,7 +47,7 @@ def _footprint(pids: Iterable[int]) -> dict[str, float]:
         sizes = _sizes((process / "smaps_rollup").read_text())
         links = [_target(link) for link in (process / "fd").iterdir()]
         held["processes"] += 1
-        held["own MiB"] += sizes["Anonymous"] / MIB  # no file's: those are shared with whoever runs the same code
+        held["own MiB"] += sizes["Anonymous"] / MIB  # without files, which other processes of the same code share
         held["rss MiB"] += sizes["Rss"] / MIB
         held["pss MiB"] += sizes["Pss"] / MIB
         held["files"] += len(links)

@@ -47,7 +47,7 @@ class _ParseState:
                     self.variables[name] = value
 
     def located(self, message: str) -> SettingsError:
-        """Make a SettingsError whose message names the line of the file at fault, if any."""
+        """Make a SettingsError with a message that names the line of the file at fault, if any."""
         return SettingsError(self.file.locate(message, self.overridden))
 
 
@@ -58,7 +58,7 @@ class ParsedCommandLine:
     settings: LauncherSettings
     environ: Mapping[str, str]
     reread: Callable[[], "ParsedCommandLine"]  # parses again; raises SettingsError
-    located: Callable[[str], SettingsError]  # makes an error whose message names the line of the file
+    located: Callable[[str], SettingsError]  # makes an error that names the line of the file
 
 
 class _Command(TyperCommand):

@@ -69,7 +69,7 @@ def as_command(
         cls: the settings dataclass.
         run: called with the settings.
         arguments: the fields that are positional, with their help.
-        program: whose rows of `tgi_flags` are accepted too; refused ones raise SettingsError before `run`.
+        program: its rows of `tgi_flags` are accepted too; refused ones raise SettingsError before `run`.
         set_up: called before `run` and before the first log line; each given row without effect is logged.
     """
     rows = tuple(rows_of(program)) if program else ()
