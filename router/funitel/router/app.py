@@ -1,4 +1,4 @@
-"""Build the HTTP application: routes, key check, CORS, errors, and the service's life around them."""
+"""Build the HTTP application, the composition root: routes, middleware, errors, and the service behind them."""
 
 import asyncio
 import logging
@@ -19,14 +19,12 @@ from funitel.router.api.routes import operations, pages
 from funitel.router.auth.accounts import Accounts
 from funitel.router.core.file_watch import Reloadable, reload_on_change
 from funitel.router.middleware.access_log import AccessLog
-from funitel.router.middleware.auth import KeyCheck
 from funitel.router.middleware.metrics_port import MetricsPort
-from funitel.router.middleware.operation import Access, Operation
-from funitel.router.middleware.route_context import ResponseCount, RouteContext
+from funitel.router.middleware.operation import Operation
+from funitel.router.middleware.route_gate import RouteGate
 from funitel.router.middleware.tracing import TracingMiddleware
 from funitel.router.serving.service import Connect, Service
 from funitel.router.settings import RouterSettings
-from funitel.router.transport.drain import DrainGate, LastAnswers
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +41,16 @@ def build_app(
 ) -> Starlette:
     """Make the application.
 
-    It answers at once; while `connect` runs, whatever needs the engine is answered with 503.
+    It answers at once; while `connect` runs, routes that need the engine answer 503.
 
     Args:
         settings: the router's.
         connect: makes the engine, in seconds or minutes; started with the application.
-        on_failure: told when that fails; the application goes on answering 503.
-        refreshed: what else is read from files, and shall be read again when they change.
+        on_failure: called when that fails; the application continues to answer 503.
+        refreshed: further sources to reload when their files change.
 
     Raises:
-        SettingsError: the file of API keys is none.
+        SettingsError: the file of API keys is not valid.
     """
     service = Service(settings)
     accounts = Accounts(settings.api_key, settings.api_key_file, service.metrics)
@@ -75,10 +73,8 @@ def build_app(
     app = Starlette(
         routes=[_route(operation, accounts, service) for operation in listed],
         middleware=[
-            Middleware(AccessLog),
+            Middleware(AccessLog, metrics=service.metrics, drain=service.drain),
             *([] if settings.otlp_endpoint is None else [Middleware(TracingMiddleware, model=service.model_id)]),
-            Middleware(ResponseCount, metrics=service.metrics),
-            Middleware(LastAnswers, drain=service.drain),
             Middleware(MetricsPort, port=settings.prometheus_port),
             _cors(settings.cors_allow_origin),
             Middleware(ErrorBoundary),
@@ -94,12 +90,8 @@ def build_app(
 
 
 def _route(operation: Operation, accounts: Accounts, service: Service) -> Route:
-    middleware = [Middleware(RouteContext, operation=operation)]
-    if accounts.is_asked_for and operation.is_protected:
-        middleware.append(Middleware(KeyCheck, operation=operation, accounts=accounts, model=service.model_id))
-    if operation.access is Access.KEY:
-        middleware.append(Middleware(DrainGate, drain=service.drain))
-    return Route(operation.path, operation.handler, methods=[operation.method], middleware=middleware)
+    gate = Middleware(RouteGate, operation=operation, accounts=accounts, drain=service.drain, model=service.model_id)
+    return Route(operation.path, operation.handler, methods=[operation.method], middleware=[gate])
 
 
 def _cors(origins: tuple[str, ...]) -> Middleware:

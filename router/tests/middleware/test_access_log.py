@@ -17,7 +17,9 @@ from starlette.types import Message, Receive, Scope, Send
 from funitel.proto.errors import ShardFailed
 from funitel.proto.process import logs
 from funitel.router.api.routes import OPERATIONS
+from funitel.router.core.drain import Drain
 from funitel.router.middleware.access_log import AccessLog
+from funitel.router.telemetry.metrics import Metrics
 from funitel_testing.spans import recording
 
 GENERATED = re.compile(r"[0-9a-f]{32}")
@@ -137,7 +139,7 @@ async def test_a_client_that_left_before_its_answer_is_told_so(lines: list[dict[
     async def leave(scope: Scope, receive: Receive, send: Send) -> None:
         await asyncio.sleep(0)
 
-    await AccessLog(leave)({"type": "http", "method": "POST", "headers": []}, _nothing, _unheard)
+    await AccessLog(leave, Metrics(), Drain())({"type": "http", "method": "POST", "headers": []}, _nothing, _unheard)
     assert [(line["status"], line["route"]) for line in lines] == [(499, "other")]
 
 

@@ -1,4 +1,4 @@
-"""The rim of every request: its id and its note are made there, and its line of the log is written at its end."""
+"""The access log: give every request an id and a context, count its answer, and log one line at its end."""
 
 import logging
 import re
@@ -11,23 +11,30 @@ from funitel.proto.errors import Cancelled
 from funitel.proto.process import logs
 from funitel.proto.process.logs import Field
 from funitel.router.core import request_context
+from funitel.router.core.drain import Drain
 from funitel.router.core.request_context import RequestContext
-from funitel.router.middleware.operation import Operation
-from funitel.router.middleware.route_context import ROUTE, UNKNOWN_ROUTE
+from funitel.router.middleware.operation import route_of
+from funitel.router.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = b"x-request-id"
+CLOSE = (b"connection", b"close")
 _SANE = re.compile(rb"[\w.:/=+@-]{1,128}", re.ASCII)
-# Asked every few seconds by machines: told only where there is something wrong.
+# Polled every few seconds: logged at debug level unless they fail.
 QUIET = frozenset({"/health", "/health/live", "/health/ready", "/ping", "/metrics", "/v2/health/live"})
 
 
 class AccessLog:
-    """Give each request a note and an id, which is the client's where it sends a sane one; log how it ended."""
+    """Give each request a context and an id, the client's where it is sane; count and log how it ended.
 
-    def __init__(self, app: ASGIApp) -> None:
+    With an answer that begins while the router drains or hands over, its connection ends.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, drain: Drain) -> None:
         self._app = app
+        self._metrics = metrics
+        self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,33 +42,34 @@ class AccessLog:
             return
         began, status = time.monotonic(), 0
         request_id = _request_id(scope)
-        named = REQUEST_ID, request_id.encode()
 
-        async def naming(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), named]}
+                self._metrics.count_response(route_of(scope), status)
+                closing = [CLOSE] if self._drain.ends_connections else []
+                headers = [*message.get("headers", ()), *closing, (REQUEST_ID, request_id.encode())]
+                message = {**message, "headers": headers}
             await send(message)
 
-        with logs.log_context(request_id=request_id), request_context.noting(request_id) as note:
+        with logs.log_context(request_id=request_id), request_context.request_context(request_id) as context:
             try:
-                await self._app(scope, receive, naming)
+                await self._app(scope, receive, send_with_id)
             finally:
-                _tell(scope, status, note, time.monotonic() - began)
+                _log(scope, status, context, time.monotonic() - began)
 
 
 def _request_id(scope: Scope) -> str:
-    """The id the client gives, in one header of a form that can stand anywhere; else a new one."""
+    """Return the id that the client gives in one header, if it is printable and short; else a new one."""
     given = [value for name, value in scope["headers"] if name == REQUEST_ID]
     if len(given) == 1 and _SANE.fullmatch(given[0]):
         return str(given[0].decode("ascii"))
     return uuid.uuid4().hex
 
 
-def _tell(scope: Scope, status: int, note: RequestContext, seconds: float) -> None:
-    operation: Operation | None = scope.get(ROUTE)
-    route = operation.path if operation is not None else UNKNOWN_ROUTE
+def _log(scope: Scope, status: int, context: RequestContext, seconds: float) -> None:
+    route = route_of(scope)
     is_quiet = route in QUIET and status < 400
     logs.log_fields(
         logger,
@@ -71,23 +79,23 @@ def _tell(scope: Scope, status: int, note: RequestContext, seconds: float) -> No
         route=route,
         status=status or Cancelled.http_status,
         total_seconds=round(seconds, 6),
-        **_facts(note),
+        **_facts(context),
     )
 
 
-def _facts(note: RequestContext) -> dict[str, Field | None]:
-    """What came of work that a model was asked for."""
-    timings = note.timings
-    was_cancelled = isinstance(note.error, Cancelled)
+def _facts(context: RequestContext) -> dict[str, Field | None]:
+    """Facts of a request to the model: tokens, times, and its error."""
+    timings = context.timings
+    was_cancelled = isinstance(context.error, Cancelled)
     return {
-        "trace_id": note.trace_id,
-        "key": note.key_name,
-        "error": None if note.error is None or was_cancelled else type(note.error).__name__,
-        "cancelled": was_cancelled if was_cancelled or note.prompt_tokens is not None else None,
-        "prompt_tokens": note.prompt_tokens,
-        "cached_tokens": note.cached_tokens or None,
-        "tokens": None if note.prompt_tokens is None else note.tokens,
-        "finish": ",".join(note.finish_reasons) or None,
+        "trace_id": context.trace_id,
+        "key": context.key_name,
+        "error": None if context.error is None or was_cancelled else type(context.error).__name__,
+        "cancelled": was_cancelled if was_cancelled or context.prompt_tokens is not None else None,
+        "prompt_tokens": context.prompt_tokens,
+        "cached_tokens": context.cached_tokens or None,
+        "tokens": None if context.prompt_tokens is None else context.tokens,
+        "finish": ",".join(context.finish_reasons) or None,
         "queue_seconds": None if timings is None else round(timings.queue_seconds, 6),
-        "first_token_seconds": None if note.first_token_seconds is None else round(note.first_token_seconds, 6),
+        "first_token_seconds": None if context.first_token_seconds is None else round(context.first_token_seconds, 6),
     }

@@ -1,4 +1,4 @@
-"""One row of the table of routes: `Operation` and its `Access`."""
+"""One row of the table of routes: `Operation` and its `Access`; the row that a request takes."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -8,7 +8,10 @@ from enum import Enum
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
+ROUTE = "funitel.route"  # in a request's scope: the Operation it takes, once one is found
+UNKNOWN_ROUTE = "other"  # of paths that no route has: their number has no bound
 PATH_PARAMETER = re.compile(r"{(\w+)(?::path)?}")  # one marked so may have slashes
 
 
@@ -68,3 +71,23 @@ class Operation:
     def answers(self) -> list[type[BaseModel]]:
         """Every record the route sends."""
         return [model for model in (self.answer, self.event, self.error) if model is not None]
+
+
+def operation_of(scope: Scope) -> Operation | None:
+    """Return the operation that a request takes; None for an unknown path."""
+    return scope.get(ROUTE)
+
+
+def route_of(scope: Scope) -> str:
+    """Return the route that a request takes, as metrics and logs name it."""
+    operation = operation_of(scope)
+    return UNKNOWN_ROUTE if operation is None else operation.path
+
+
+def is_native(scope: Scope) -> bool:
+    """Whether a request takes one of TGI's routes: by the route found, for Vertex AI may choose a path under /v1."""
+    operation = operation_of(scope)
+    if operation is None:
+        path: str = scope["path"]
+        return not path.startswith("/v1/")
+    return operation.is_native

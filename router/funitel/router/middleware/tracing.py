@@ -1,4 +1,4 @@
-"""A span for each HTTP request, below the one the client names in `traceparent`."""
+"""Tracing of HTTP: a span for each request, below the one that the client names in `traceparent`."""
 
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
@@ -9,8 +9,7 @@ from funitel.proto.process import logs
 from funitel.proto.tracing import spans
 from funitel.proto.tracing.spans import NO_SPAN, PARENT, STATE
 from funitel.router.core.request_context import RequestContext, current
-from funitel.router.middleware.operation import Operation
-from funitel.router.middleware.route_context import ROUTE
+from funitel.router.middleware.operation import operation_of
 from funitel.router.telemetry.genai_attributes import attributes_of
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH")
@@ -21,7 +20,7 @@ class TracingMiddleware:
     """Record each request by OpenTelemetry's conventions for HTTP servers; a streamed answer as `stream` below it."""
 
     def __init__(self, app: ASGIApp, model: str) -> None:
-        """`model` is the name of the one that is served."""
+        """`model` is the name of the served model."""
         self._app = app
         self._model = model
 
@@ -39,18 +38,18 @@ class TracingMiddleware:
         span = spans.begin(method, _parent(scope), SpanKind.SERVER, attributes)
         answer = _AnswerSpan(span)
 
-        async def noting(message: Message) -> None:
+        async def send_traced(message: Message) -> None:
             if message["type"] == "http.response.start":
                 answer.start(message)
             await send(message)
 
-        note = current()
-        note.trace_id = span.trace_id
+        context = current()
+        context.trace_id = span.trace_id
         try:
             with spans.activate(span), logs.log_context(trace_id=span.trace_id):
-                await self._app(scope, receive, noting)
+                await self._app(scope, receive, send_traced)
         finally:
-            answer.end(scope, note, self._model)
+            answer.end(scope, context, self._model)
 
 
 class _AnswerSpan:
@@ -62,28 +61,28 @@ class _AnswerSpan:
         self._status = 0
 
     def start(self, message: Message) -> None:
-        """Note how the answer begins."""
+        """Record how the answer begins."""
         self._status = message["status"]
         self._span.set_attributes(**{"http.response.status_code": self._status})
         if any(name == b"content-type" and value.startswith(EVENT_STREAM) for name, value in message["headers"]):
             self._stream = spans.begin("stream", self._span.context)
 
-    def end(self, scope: Scope, note: RequestContext, model: str) -> None:
-        """Name the request by the route it took, and tell what came of it."""
-        operation: Operation | None = scope.get(ROUTE)
+    def end(self, scope: Scope, context: RequestContext, model: str) -> None:
+        """Name the span by the route, and record how the request ended."""
+        operation = operation_of(scope)
         if operation is not None:
             self._span.span.update_name(f"{operation.method} {operation.path}")
             self._span.set_attributes(**{"http.route": operation.path})
-        self._stream.end(**{"funitel.tokens": note.tokens})
-        if note.error is not None and note.error.is_ours:
-            self._span.set_error(note.error)
+        self._stream.end(**{"funitel.tokens": context.tokens})
+        if context.error is not None and context.error.is_ours:
+            self._span.set_error(context.error)
         elif self._status >= 500:
             self._span.set_error(FunitelError("internal error"))
-        self._span.end(**attributes_of(note, model))
+        self._span.end(**attributes_of(context, model))
 
 
 def _parent(scope: Scope) -> Context:
-    """The place that the client names: in one `traceparent`; of `tracestate` there may be several."""
+    """Return the parent that the client names in one `traceparent`; there may be several `tracestate`."""
     parents = [value for name, value in scope["headers"] if name == b"traceparent"]
     if len(parents) != 1:
         return spans.ROOT

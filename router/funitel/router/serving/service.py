@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
+from funitel.router.core.drain import SHUTTING_DOWN, Drain
 from funitel.router.core.request import DEFAULT_MODEL
 from funitel.router.core.version import version
 from funitel.router.encoder.engine import EncoderEngine
@@ -19,7 +20,6 @@ from funitel.router.telemetry.metrics import Metrics
 from funitel.router.text.grammar import GrammarChecker
 from funitel.router.text.model_files import ModelOrigin, RecommendedSampling, find_model_folder, read_recommended
 from funitel.router.text.tokenizer import Tokenizer
-from funitel.router.transport.drain import SHUTTING_DOWN, Drain
 
 logger = logging.getLogger(__name__)
 

@@ -21,12 +21,12 @@ from starlette.applications import Starlette
 
 from funitel.proto.errors import FunitelError, ShuttingDown, StartupError
 from funitel.proto.process.parent import is_parent_ending, stop_with_parent
+from funitel.router.core.drain import Drain
 from funitel.router.core.file_watch import Reloadable
 from funitel.router.settings import MOST_TIMEOUT_SECONDS, RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.transport.connection import HttpConnection
 from funitel.router.transport.connection_limits import Connections
-from funitel.router.transport.drain import Drain
 from funitel.router.transport.sse import DirectSend
 from funitel.router.transport.tls import Https
 

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from funitel.proto.errors import InvalidRequest, MalformedBody, PayloadTooLarge, UnsupportedMediaType
 from funitel.router.api.common.schema_base import Body, NativeBody, unsupported_type
 from funitel.router.middleware.auth import check_model
-from funitel.router.middleware.route_context import is_native
+from funitel.router.middleware.operation import is_native
 from funitel.router.transport.memory_budget import CLIENT, Client
 
 

@@ -25,7 +25,7 @@ from funitel.router.api.common.error_schemas import (
     OpenAIErrorResponse,
 )
 from funitel.router.core import request_context
-from funitel.router.middleware.route_context import is_native
+from funitel.router.middleware.operation import is_native
 
 logger = logging.getLogger(__name__)
 

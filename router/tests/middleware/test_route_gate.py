@@ -1,4 +1,4 @@
-"""Draining: what is under way finishes, what comes is refused in the words of its API, health is 503 at once."""
+"""Draining: requests in flight finish, incoming ones are refused in the shape of their API, health is 503 at once."""
 
 import asyncio
 from typing import Any
@@ -6,8 +6,17 @@ from typing import Any
 import httpx
 import pytest
 from fakes import FakeEngine, Serve, eventually
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from funitel.router.transport.drain import Drain, DrainGate
+from funitel.router.api.routes import OPERATIONS
+from funitel.router.app import build_app
+from funitel.router.auth.accounts import Accounts
+from funitel.router.core.drain import Drain
+from funitel.router.middleware.route_gate import RouteGate
+from funitel.router.settings import RouterSettings
+from funitel.router.telemetry.metrics import Metrics
+from funitel.router.transport.sse import DirectSend
 
 NATIVE, CHAT = {"inputs": "Hi"}, {"model": "tgi", "messages": [{"role": "user", "content": "Hi"}]}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -96,6 +105,29 @@ async def test_a_request_that_fails_is_counted_off() -> None:
         raise RuntimeError
 
     drain = Drain()
+    gate = RouteGate(failing, OPERATIONS[0], Accounts(None, None, Metrics()), drain, "m")
     with pytest.raises(RuntimeError):
-        await DrainGate(failing, drain)({"type": "http"}, None, None)  # type: ignore[arg-type]
+        await gate({"type": "http"}, None, None)  # type: ignore[arg-type]
     assert drain.num_running == 0
+
+
+def _layers(app: ASGIApp | None) -> list[str]:
+    """The classes of ours that are called one by the other around an application."""
+    names = []
+    while app is not None:
+        if type(app).__module__.startswith("funitel."):
+            names.append(type(app).__name__)
+        app = getattr(app, "_app", None) or getattr(app, "app", None)
+    return names
+
+
+def test_at_most_six_layers_are_around_a_route() -> None:
+    settings = RouterSettings(
+        tokenizer_name="m", api_key="sesame", otlp_endpoint="http://localhost:1", prometheus_port=9
+    )
+    app = build_app(settings, FakeEngine().connect)
+    outside = _layers(DirectSend(app.build_middleware_stack()))
+    assert outside == ["DirectSend", "AccessLog", "TracingMiddleware", "MetricsPort", "ErrorBoundary"]
+    for route in app.routes:
+        assert isinstance(route, Route)
+        assert [*outside, *_layers(route.app)] == [*outside, "RouteGate"]

@@ -1,0 +1,42 @@
+"""The gate of one route: it notes the route, checks the API key, and refuses requests while the router drains."""
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from funitel.router.auth.accounts import Accounts
+from funitel.router.core.drain import Drain
+from funitel.router.middleware.auth import check_key
+from funitel.router.middleware.operation import ROUTE, Access, Operation
+
+
+class RouteGate:
+    """Around one route, so that it checks the route that was found, however the path was written.
+
+    Args:
+        app: the route.
+        operation: its row of the table.
+        accounts: those of all keys.
+        drain: counts the requests of routes that work, and refuses them once it has begun.
+        model: the name of the model that is served.
+    """
+
+    def __init__(self, app: ASGIApp, operation: Operation, accounts: Accounts, drain: Drain, model: str) -> None:
+        self._app = app
+        self._operation = operation
+        self._accounts = accounts
+        self._checks_key = accounts.is_asked_for and operation.is_protected
+        self._drain = drain if operation.access is Access.KEY else None
+        self._model = model
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[ROUTE] = self._operation
+        with self._entered(scope), nullcontext() if self._drain is None else self._drain.admitted():
+            await self._app(scope, receive, send)
+
+    def _entered(self, scope: Scope) -> AbstractContextManager[None]:
+        """Check the key; the request counts as one of its account while the block runs."""
+        if not self._checks_key:
+            return nullcontext()
+        return check_key(scope, self._accounts, self._operation, self._model).entered(time.monotonic())
