@@ -36,7 +36,7 @@ class Target:
 
 TARGETS = {
     "scheduler": Target("router", ("scheduler/*.py",), ("scheduler", "engine/test_lookahead.py")),
-    "kv_cache": Target("router", ("kv_cache/*.py",), ("kv_cache", "scheduler")),
+    "kv_cache": Target("router", ("kv_cache/*.py",), ("kv_cache",)),
     "stops": Target("router", ("text/stop_holdback.py",), ("text/test_stop_holdback.py",)),
     "quotas": Target("router", ("auth/*.py",), ("auth",)),
     "sampling": Target("model_server", ("sampling/*.py",), ("sampling",)),

@@ -1,5 +1,6 @@
 """Keys at work: who is found, what is left, what a changed file changes."""
 
+import hashlib
 import os
 import time
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 
 from funitel.proto.errors import Forbidden, RateLimited, SettingsError
 from funitel.proto.security.keys import Key, digest_of, line_of
-from funitel.router.auth.accounts import Account, Accounts
+from funitel.router.auth.accounts import Account, Accounts, owner_of
 from funitel.router.telemetry.metrics import Metrics
 
 KEY = Key(name="team-a", digest=digest_of(b"sesame"))
@@ -61,21 +62,33 @@ def test_a_key_that_has_ended_lets_nobody_in(bounds: dict[str, datetime], is_let
     assert (found is not None) == is_let_in
 
 
+def test_a_key_is_valid_until_it_expires() -> None:
+    ending = account(expires=datetime.fromtimestamp(NOW, UTC))
+    assert [ending.is_valid(instant) for instant in (NOW - 1, NOW, NOW + 1)] == [True, False, False]
+
+
+def test_an_owner_is_a_salted_hash_of_the_key() -> None:
+    assert account().owner == owner_of(KEY.digest) != owner_of(b"other")
+    assert len(owner_of(b"")) == 16
+    assert owner_of(b"") != hashlib.blake2b(b"", digest_size=16).digest()
+
+
 def test_without_keys_nobody_is_asked() -> None:
     assert not Accounts(None, None, Metrics()).is_asked_for
     assert Accounts("", None, Metrics()).is_asked_for
+    assert Accounts("", None, Metrics()).find((b"",)) is None
 
 
 # What for
 
 
 def test_scopes_name_what_the_key_is_for() -> None:
-    one = account(routes=("/v1/*", "/generate"), models=("my-llama",))
+    one = account(routes=("/v1/*", "/generate"), models=("my-llama", "adapter"))
     one.check_route("/v1/completions")
     one.check_model("my-llama")
     with pytest.raises(Forbidden, match=r"for the routes /v1/\*, /generate\. Given: /tokenize"):
         one.check_route("/tokenize")
-    with pytest.raises(Forbidden, match=r"for the models my-llama\. Given: 'other'"):
+    with pytest.raises(Forbidden, match=r"for the models my-llama, adapter\. Given: 'other'"):
         one.check_model("other")
 
 
@@ -120,6 +133,8 @@ def test_tokens_are_set_aside_and_settled_at_what_was_used() -> None:
     with pytest.raises(RateLimited, match="0 are used, requests that run may take 60, this one 41"):
         one.reserve(41, NOW)
     one.reserve(40, NOW)
+    with pytest.raises(RateLimited, match="requests that run may take 100, this one 1"):
+        one.reserve(1, NOW)
     one.settle(60, 5, 5, NOW + 1)
     one.settle(40, 10, 10, NOW + 2)
     one.reserve(70, NOW + 3)
@@ -130,6 +145,15 @@ def test_tokens_are_set_aside_and_settled_at_what_was_used() -> None:
     with pytest.raises(RateLimited):
         enter(one, NOW + 5)
     enter(one, NOW + 63)
+
+
+def test_a_request_may_enter_while_one_token_is_left() -> None:
+    one = account(tokens_per_minute=100)
+    one.settle(0, 9, 90, NOW)
+    enter(one)
+    one.settle(0, 1, 0, NOW)
+    with pytest.raises(RateLimited):
+        enter(one)
 
 
 def test_more_than_a_whole_minute_runs_alone() -> None:

@@ -12,6 +12,7 @@ def test_what_is_a_minute_old_is_forgotten() -> None:
     window = MinuteWindow()
     window.add(3, 10.2)
     window.add(4, 10.9)
+    assert len(window._seconds) == 1
     window.add(5, 40.0)
     assert window.used(40.0) == 12
     assert window.used(70.9) == 12, "a second counts until all of it is a minute old"
