@@ -17,6 +17,7 @@ import sys
 import time
 import tomllib
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -117,7 +118,7 @@ def run(name: str, module: str, max_children: int, reasons: dict[str, str]) -> b
     for key in sorted(unnamed):
         print(f"  survived: {key}")
     for key in sorted(reasons.keys() - survivors):
-        if not module or key.startswith(f"{module}."):
+        if fnmatch(key.partition(".")[0], module or "*"):
             print(f"  named in mutants.toml, but killed or gone: {key}")
     return share >= MIN_KILLED and not unnamed
 
@@ -125,7 +126,9 @@ def run(name: str, module: str, max_children: int, reasons: dict[str, str]) -> b
 def main() -> int:
     """Mutate the packages that are named, or all."""
     parser = argparse.ArgumentParser(description="Mutate the pure core; print which mutants the tests miss.")
-    parser.add_argument("packages", nargs="*", default=list(TARGETS), help="PACKAGE or PACKAGE/MODULE; default: all")
+    parser.add_argument(
+        "packages", nargs="*", default=list(TARGETS), help="PACKAGE or PACKAGE/MODULE, a pattern too; default: all"
+    )
     parser.add_argument("--max-children", type=int, default=2, help="mutants that are tested at once")
     arguments = parser.parse_args()
     reasons = tomllib.loads((ROOT / "scripts/mutants.toml").read_text())

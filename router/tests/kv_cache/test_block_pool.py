@@ -63,3 +63,28 @@ def test_used_free_and_cached_blocks_are_all_blocks(actions: list[tuple[int, int
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
 def test_blocks_for(tokens: int, blocks: int) -> None:
     assert BlockPool(1, 16).blocks_for(tokens) == blocks
+
+
+def test_a_pool_without_a_host_tier_evicts_and_counts_it() -> None:
+    pool = BlockPool(3, 16)
+    for number in range(3):
+        (block,) = pool.allocate(1)
+        pool.publish(block, bytes([number]))
+        pool.free([block])
+    assert (pool.num_evicted, pool.num_cached) == (0, 3)
+    pool.allocate(2)
+    assert (pool.num_evicted, pool.num_cached) == (2, 1)
+    assert pool.match([b"\0"]) == pool.match([b"\1"]) == ()
+    assert pool.match([b"\2"])
+    assert len(pool.host) == 0
+
+
+def test_what_is_withdrawn_is_found_no_more_and_the_rest_is_as_it_was() -> None:
+    pool = BlockPool(3, 16)
+    blocks = pool.allocate(3)
+    for block in blocks[:2]:
+        pool.publish(block, bytes([block]))
+    pool.withdraw(blocks[1:])
+    assert [pool.match([bytes([block])]) for block in blocks] == [(blocks[0],), (), ()]
+    pool.free(blocks)
+    assert (pool.num_cached, pool.num_free) == (1, 3)

@@ -84,6 +84,15 @@ def test_copies_that_may_not_have_been_carried_out_are_forgotten() -> None:
     assert len(set(allocator.allocate(2))) == 2
 
 
+def test_a_slot_that_was_forgotten_is_used_again() -> None:
+    tier = HostTier(1)
+    assert tier.num_slots == 1
+    tier.save(key(1), 7)
+    tier.forget(tier.take_copies())
+    tier.save(key(2), 8)
+    assert tier.take_copies() == (BlockCopy(8, 0, False),)
+
+
 class Machine:
     """A shard as far as blocks go: what lies in every block and slot, by the key of its content."""
 

@@ -1,0 +1,104 @@
+"""Which running sequence is preempted, one rule at a time: each case has the other rules name another sequence."""
+
+import pytest
+from sequences import BLOCK, FakeShard, make_sequence
+
+from funitel.router.kv_cache.block_pool import BlockPool
+from funitel.router.scheduler.plan import SchedulerPolicy
+from funitel.router.scheduler.scheduler import Scheduler
+
+A, B, C = b"a", b"b", b"c"
+Spec = tuple[bytes, int, int, float]  # key, prompt tokens, priority, arrival
+
+
+def run(*specs: Spec, charged: dict[bytes, int], num_left: int = 0, **policy: int) -> Scheduler:
+    """A scheduler that runs these sequences, with `num_left` blocks beside theirs; keys are `charged` with more."""
+    num_blocks = sum(-(-length // BLOCK) for _, length, _, _ in specs)
+    chosen = SchedulerPolicy(max_batch_prefill_tokens=1000, **policy)  # type: ignore[arg-type]
+    scheduler, shard = Scheduler(chosen, BlockPool(2 * num_blocks + num_left, BLOCK)), FakeShard()
+    for i, (key, length, priority, arrived) in enumerate(specs):
+        sequence = make_sequence(i, length, 100, key=key, priority=priority)
+        sequence.arrived = arrived
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, shard.step(plan), 0.01)
+    assert len(scheduler.running) == len(specs)
+    for key, count in charged.items():
+        scheduler.shares.charge_key(key, count)
+    scheduler.blocks.allocate(scheduler.blocks.num_free - num_left)
+    return scheduler
+
+
+def preempted(scheduler: Scheduler, *newcomers: int) -> list[int]:
+    scheduler.preempt()
+    return sorted(sequence.id for sequence in scheduler.waiting if sequence.id not in newcomers)
+
+
+@pytest.mark.parametrize(
+    ("specs", "charged", "victim"),
+    [
+        pytest.param([(B, 15, -5, 0.0), (A, 8, 5, 9.0)], {A: 100}, 0, id="the key that holds most blocks"),
+        pytest.param([(A, 8, -5, 0.0), (B, 7, 5, 9.0)], {A: 100}, 0, id="then the key that was given most"),
+        pytest.param([(A, 8, 5, 0.0), (A, 7, -5, 9.0)], {}, 0, id="then the least urgent"),
+        pytest.param([(A, 8, 0, 9.0), (A, 7, 0, 0.0)], {}, 0, id="then the newest"),
+        pytest.param([(A, 8, 0, 0.0), (A, 7, 0, 0.0)], {}, 1, id="then the highest id"),
+    ],
+)
+def test_the_victim_when_a_running_sequence_lacks_a_block(
+    specs: list[Spec], charged: dict[bytes, int], victim: int
+) -> None:
+    scheduler = run(*specs, charged=charged)
+    assert preempted(scheduler) == [victim]
+    assert list(scheduler.running) == [1 - victim]
+    assert scheduler.num_preempted == 1
+
+
+def test_nothing_is_preempted_while_blocks_are_left() -> None:
+    scheduler = run((A, 8, 0, 0.0), (A, 8, 0, 0.0), charged={}, num_left=2)
+    assert preempted(scheduler) == []
+    scheduler = run((A, 8, 0, 0.0), (A, 8, 0, 0.0), charged={}, num_left=1)
+    assert preempted(scheduler) == [1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "charged", "victims"),
+    [
+        pytest.param([A, A], {A: 100}, [1], id="one of two of the key that was given more"),
+        pytest.param([A, A, C, C, C], {A: 200, C: 100}, [4], id="the key with most sequences first"),
+        pytest.param([A, A, C, C], {A: 200, C: 100}, [1], id="then the key that was given more"),
+        pytest.param([A, C], {A: 100, C: 100}, [], id="no key is left without a sequence"),
+        pytest.param([A, A, B], {A: 100}, [], id="as many as the others have are enough"),
+        pytest.param([A, A, A, B], {A: 100}, [2], id="a key with fewer gets one more"),
+        pytest.param([A, A], {B: 100}, [], id="a key that was given less keeps its slots"),
+    ],
+)
+def test_the_victim_when_another_key_lacks_a_slot(
+    keys: list[bytes], charged: dict[bytes, int], victims: list[int]
+) -> None:
+    scheduler = run(*[(key, 7, 0, 0.0) for key in keys], charged={}, num_left=9, max_batch_size=len(keys))
+    scheduler.add(make_sequence(9, 7, 10, key=B))
+    for key, count in charged.items():
+        scheduler.shares.charge_key(key, count)
+    assert preempted(scheduler, 9) == victims
+
+
+@pytest.mark.parametrize(
+    ("length", "num_left", "victims"),
+    [
+        pytest.param(12, 0, [1], id="half of what the other key holds"),
+        pytest.param(13, 0, [], id="more than half"),
+        pytest.param(12, 3, [1], id="room for the newcomer, none for a running sequence to grow"),
+        pytest.param(12, 5, [], id="room"),
+    ],
+)
+def test_the_victim_when_another_key_lacks_blocks(length: int, num_left: int, victims: list[int]) -> None:
+    scheduler = run((A, 11, 0, 0.0), (A, 11, 0, 0.0), charged={A: 100}, num_left=num_left)
+    scheduler.add(make_sequence(9, length, 10, key=B))
+    assert preempted(scheduler, 9) == victims
+
+
+def test_the_key_with_most_blocks_gives_some_to_a_newcomer_first() -> None:
+    scheduler = run(*[(A, 7, 0, 0.0)] * 2, *[(C, 15, 0, 0.0)] * 2, charged={A: 200, C: 100})
+    scheduler.add(make_sequence(9, 7, 10, key=B))
+    assert preempted(scheduler, 9) == [3]
