@@ -37,6 +37,7 @@ class Target:
 
 TARGETS = {
     "scheduler": Target("router", ("scheduler/*.py",), ("scheduler", "engine/test_lookahead.py")),
+    "cost": Target("router", ("scheduler/cost/*.py",), ("scheduler/cost",)),
     "kv_cache": Target("router", ("kv_cache/*.py",), ("kv_cache",)),
     "stops": Target("router", ("text/stop_holdback.py",), ("text/test_stop_holdback.py",)),
     "quotas": Target("router", ("auth/*.py",), ("auth",)),
@@ -66,13 +67,15 @@ def lay_out(folder: Path, target: Target, module: str) -> None:
     """Write the folder that mutmut works in."""
     shutil.rmtree(folder, ignore_errors=True)
     ignored = shutil.ignore_patterns("__pycache__")
-    for part in PARTS:
-        shutil.copytree(ROOT / part / "funitel", folder / "src/funitel", dirs_exist_ok=True, ignore=ignored)
+    for name in PARTS:
+        shutil.copytree(ROOT / name / "funitel", folder / "src/funitel", dirs_exist_ok=True, ignore=ignored)
     shutil.copytree(ROOT / target.part / "tests", folder / "tests", ignore=ignored)
     for name in ("testing", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "conftest.py", folder)
-    sources = [f"src/funitel/{target.part}/{source.replace('*', module or '*')}" for source in target.sources]
+    part = folder / "src/funitel" / target.part
+    patterns = [source.replace("*", module or "*") for source in target.sources]
+    sources = [str(path.relative_to(folder)) for pattern in patterns for path in part.glob(pattern)]
     tests = [f"tests/{test}" for test in target.tests]
     (folder / "pyproject.toml").write_text(CONFIG.format(sources=sources, tests=tests))
 
