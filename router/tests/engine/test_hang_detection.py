@@ -14,7 +14,7 @@ from prompts import LONG
 
 from funitel.proto.errors import ShardUnsound
 from funitel.router.engine.step_pipeline import FIRST_FACTOR, LATE_FACTOR, Pipeline, StepCall, most_seconds
-from funitel.router.scheduler.chunk_budget import StepLoad
+from funitel.router.scheduler.cost.chunk_budget import StepLoad
 from funitel.router.scheduler.plan import StepPlan
 from funitel.router.shard_client.shards import Shards
 

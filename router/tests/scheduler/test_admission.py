@@ -14,7 +14,8 @@ from sequences import make_sequence
 
 from funitel.proto.errors import DeadlineExceeded, Overloaded
 from funitel.router.core.request import Sequence
-from funitel.router.scheduler.admission import DEFAULT_TOKENS_PER_SECOND, Admission, InFlight, Throughput
+from funitel.router.scheduler.admission import Admission, InFlight
+from funitel.router.scheduler.cost.throughput import DEFAULT_TOKENS_PER_SECOND, Throughput
 from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
 A, B = b"a", b"b"

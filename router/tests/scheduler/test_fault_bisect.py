@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from funitel.router.scheduler.chunk_budget import MIN_CHUNK_TOKENS
-from funitel.router.scheduler.fault_bisect import PATIENCE_STEPS, FaultBisector
+from funitel.router.scheduler.cost.chunk_budget import MIN_CHUNK_TOKENS
+from funitel.router.scheduler.fault_bisect import RECOVERY_STEPS, FaultBisector
 
 PROMPT = 8  # tokens
 
@@ -17,7 +17,7 @@ class Trial:
     """Sequences that compute one token a step, all that may in each, and a model that fails some of the steps."""
 
     def __init__(self, lengths: list[int], fails: Callable[[set[int], int], bool], *, lacks_memory: bool) -> None:
-        self.suspects = FaultBisector(may_shrink=lacks_memory)
+        self.bisector = FaultBisector(may_shrink=lacks_memory)
         self.fails = fails
         self.lacks_memory = lacks_memory
         self.known = dict.fromkeys(range(len(lengths)), PROMPT)  # tokens of each that has not ended
@@ -35,31 +35,31 @@ class Trial:
         raise AssertionError(f"{self.known} do not end")
 
     def step(self) -> None:
-        while self.suspects.is_trying and self.suspects.has_passed(self.known_computed()):
-            if self.suspects.has_others:
+        while self.bisector.is_trying and self.bisector.has_passed(self.known_computed()):
+            if self.bisector.has_other_half:
                 self.computed.clear()
-            self.suspects.go_on()
-        most = self.suspects.most_sequences or len(self.known)
+            self.bisector.try_other_half()
+        most = self.bisector.max_sequences or len(self.known)
         for i in self.known:
-            if len(self.computed) < most and self.suspects.may_enter(i):
+            if len(self.computed) < most and self.bisector.may_enter(i):
                 self.computed.setdefault(i, 0)
         assert self.computed, "nobody may enter"
         counts = {i: self.known[i] - done for i, done in self.computed.items()}
-        budget = self.suspects.most_tokens or 1 << 30
+        budget = self.bisector.max_tokens or 1 << 30
         for i in counts:
             counts[i] = min(counts[i], max(1, budget))
             budget -= counts[i]
         if self.fails(set(counts), sum(counts.values())):
             self.sizes_failed.append(len(counts))
             goals = {i: self.computed[i] + count for i, count in counts.items()}
-            found = self.suspects.fail(goals, sum(counts.values()), lacks_memory=self.lacks_memory)
+            found = self.bisector.fail(goals, sum(counts.values()), lacks_memory=self.lacks_memory)
             self.computed.clear()
             if found is not None:
                 self.blamed.append(found)
-                self.has_had_witness.append(self.suspects.has_witness)
+                self.has_had_witness.append(self.bisector.has_succeeded_since)
                 del self.known[found]
             return
-        self.suspects.succeed()
+        self.bisector.succeed()
         for i, count in counts.items():
             self.computed[i] += count
             if self.computed[i] == self.known[i]:
@@ -104,7 +104,7 @@ def test_who_lacks_memory_in_the_smallest_step_is_to_blame_and_the_others_get_al
     trial = Trial([3] * 6, lambda ids, _: 4 in ids, lacks_memory=True)
     trial.run()
     assert trial.blamed == [4]
-    assert (trial.suspects.most_tokens, trial.suspects.most_sequences) == (None, None)
+    assert (trial.bisector.max_tokens, trial.bisector.max_sequences) == (None, None)
 
 
 def test_a_whim_costs_nobody_anything_but_one_more_step() -> None:
@@ -113,19 +113,19 @@ def test_a_whim_costs_nobody_anything_but_one_more_step() -> None:
     trial.run()
     assert trial.blamed == []
     assert trial.sizes_failed == [8]
-    assert trial.suspects.most_sequences is None
+    assert trial.bisector.max_sequences is None
 
 
 def test_steps_are_large_again_after_many_that_succeed() -> None:
-    suspects = FaultBisector(may_shrink=True)
-    assert suspects.fail({1: 64}, 64, lacks_memory=True) is None
-    assert suspects.most_tokens == 32
-    assert suspects.has_passed({1: 64})
-    suspects.go_on()
-    for _ in range(PATIENCE_STEPS):
-        assert suspects.most_tokens == 32
-        suspects.succeed()
-    assert suspects.most_tokens is None
+    bisector = FaultBisector(may_shrink=True)
+    assert bisector.fail({1: 64}, 64, lacks_memory=True) is None
+    assert bisector.max_tokens == 32
+    assert bisector.has_passed({1: 64})
+    bisector.try_other_half()
+    for _ in range(RECOVERY_STEPS):
+        assert bisector.max_tokens == 32
+        bisector.succeed()
+    assert bisector.max_tokens is None
 
 
 @pytest.mark.parametrize("num_sequences", [1, 2, 9])
@@ -139,12 +139,12 @@ def test_where_nothing_succeeds_there_is_no_witness_against_anyone(num_sequences
 
 
 def test_who_leaves_while_on_trial_holds_nobody_up() -> None:
-    suspects = FaultBisector(may_shrink=False)
-    assert suspects.fail({1: 5, 2: 5, 3: 5, 4: 5}, 4) is None
-    assert [suspects.may_enter(i) for i in (1, 2, 3, 4, 9)] == [True, True, False, False, False]
-    assert suspects.has_passed({3: 0, 4: 0})
-    suspects.go_on()
-    assert [suspects.may_enter(i) for i in (1, 2, 3, 4, 9)] == [False, False, True, True, False]
-    assert suspects.has_passed({})
-    suspects.go_on()
-    assert not suspects.is_trying
+    bisector = FaultBisector(may_shrink=False)
+    assert bisector.fail({1: 5, 2: 5, 3: 5, 4: 5}, 4) is None
+    assert [bisector.may_enter(i) for i in (1, 2, 3, 4, 9)] == [True, True, False, False, False]
+    assert bisector.has_passed({3: 0, 4: 0})
+    bisector.try_other_half()
+    assert [bisector.may_enter(i) for i in (1, 2, 3, 4, 9)] == [False, False, True, True, False]
+    assert bisector.has_passed({})
+    bisector.try_other_half()
+    assert not bisector.is_trying

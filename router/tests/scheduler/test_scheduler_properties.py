@@ -268,7 +268,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for i, sequence in self.scheduler.running.items():
             count = sequence.num_plain_steps
-            assert (count == 0) == (i in self.scheduler._running.unsettled)
+            assert (count == 0) == (i in self.scheduler._running.not_plain)
             if count:
                 computed, pending = sequence.ahead()
                 assert pending == 1

@@ -1,6 +1,6 @@
 """What becomes of the sequences of a replica when a step has failed: whoever is to blame ends, all others begin again.
 
-Whom a failure is put down to is `suspects`' to say. Runs on the event loop, between two turns of a `StepLoop`.
+Whom a failure is put down to is `bisector`' to say. Runs on the event loop, between two turns of a `StepLoop`.
 
 The smallest step there is, to tell a replica that computes nothing from a sequence that cannot be computed.
 """
@@ -15,7 +15,7 @@ from funitel.router.core.request import Sequence
 from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.step_pipeline import Pipeline
 from funitel.router.kv_cache.block_pool import BlockPool
-from funitel.router.scheduler.chunk_budget import StepLoad
+from funitel.router.scheduler.cost.chunk_budget import StepLoad
 from funitel.router.scheduler.plan import StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.shard_client.replica import Replica
@@ -123,7 +123,7 @@ class Recovery:
         if not goals:  # all have left
             return []
         lacks_memory = isinstance(error, ResourceExhausted)
-        blamed = scheduler.suspects.fail(goals, plan.num_tokens, lacks_memory=lacks_memory)
+        blamed = scheduler.bisector.fail(goals, plan.num_tokens, lacks_memory=lacks_memory)
         return [] if blamed is None else [running[blamed]]
 
     async def _punish(self, blamed: list[Sequence], plan: StepPlan | None, error: FunitelError) -> None:
@@ -131,7 +131,11 @@ class Recovery:
         is_refused = isinstance(error, InvalidRequest) and plan is not None and bool(plan.starts)
         if not isinstance(error, ShardFailed | StepFailed) and not is_refused:
             error = StepFailed(error.message)
-        if is_refused or self._scheduler.suspects.has_witness or await is_sound(self._replica, self._scheduler.blocks):
+        if (
+            is_refused
+            or self._scheduler.bisector.has_succeeded_since
+            or await is_sound(self._replica, self._scheduler.blocks)
+        ):
             for sequence in blamed:
                 self._requests.fail(sequence, error)
         elif not await self._lose(error):
@@ -139,11 +143,11 @@ class Recovery:
 
     def may_send(self) -> bool:
         """Whether a step may be sent now; not before what is under way is answered when others are to be tried next."""
-        suspects = self._scheduler.suspects
-        while suspects.is_trying and suspects.has_passed(self._scheduler.computed()):
-            if suspects.has_others:  # they are tried apart from those that have passed
+        bisector = self._scheduler.bisector
+        while bisector.is_trying and bisector.has_passed(self._scheduler.computed()):
+            if bisector.has_other_half:  # they are tried apart from those that have passed
                 if self._pipeline.oldest is not None:
                     return False
                 self._scheduler.preempt_all()
-            suspects.go_on()
+            bisector.try_other_half()
         return True

@@ -2,7 +2,7 @@
 
 import logging
 
-from funitel.router.scheduler.chunk_budget import MIN_CHUNK_TOKENS
+from funitel.router.scheduler.cost.chunk_budget import MIN_CHUNK_TOKENS
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.shard_client.replica import Replica
 from funitel.router.telemetry.metrics import Metrics

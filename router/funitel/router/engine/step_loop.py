@@ -21,7 +21,7 @@ from funitel.router.engine.scheduler_metrics import SchedulerReport
 from funitel.router.engine.snapshot import MOST_STEPS, PastStep, PastSteps
 from funitel.router.engine.step_pipeline import Pipeline, most_seconds
 from funitel.router.engine.step_traces import StepTraces
-from funitel.router.scheduler.admission import Throughput
+from funitel.router.scheduler.cost.throughput import Throughput
 from funitel.router.scheduler.plan import StepPlan
 from funitel.router.scheduler.result_check import check_result
 from funitel.router.scheduler.scheduler import Scheduler

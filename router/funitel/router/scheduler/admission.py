@@ -6,71 +6,15 @@ Waiting times are estimates from the measured throughput. The engine asks before
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import inf
 from typing import Protocol
 
 from funitel.proto.errors import Overloaded
 from funitel.router.core.request import Sequence
+from funitel.router.scheduler.cost.throughput import Throughput
 from funitel.router.scheduler.cost.ttft_estimate import Forecaster, TtftEstimate
 from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
-DEFAULT_TOKENS_PER_SECOND = 100.0  # before anything was measured
-MEMORY_SECONDS = 10.0  # of computing, after which a measurement weighs 1 / e
-MEMORY_REQUESTS = 20.0  # of that many, as to how much of their allowed length they use
-# Of 100 first tokens 99 are to be in time, so more is expected than is foreseen, by the ratio that 99 stay under.
-IN_TIME = 0.99
-FIRST_LATENESS = 2.0
-MOST_LATENESS = 3.0
-LATENESS_STEP = 0.05
 OTHERS_SHARE = 8  # where several keys are known, one leaves an eighth of the places to the others
-
-
-class Throughput:
-    """How fast tokens are computed, and how much of what requests may generate they do generate."""
-
-    def __init__(self) -> None:
-        self._tokens = DEFAULT_TOKENS_PER_SECOND  # decaying sums, which begin as one second of the default
-        self._seconds = 1.0
-        self._last = -inf
-        self._used_share = 1.0
-        self.num_observed = 0  # steps and ends
-        self._lateness = FIRST_LATENESS
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Prompt and completion tokens computed per second of computing; recent seconds weigh more."""
-        return self._tokens / self._seconds
-
-    def observe_step(self, num_tokens: int, seconds: float, now: float) -> None:
-        """Take into account a step that ends `now`, was sent `seconds` ago, and may have waited for the one before."""
-        self.num_observed += 1
-        busy = max(1e-6, min(seconds, now - self._last))
-        self._last = now
-        kept = max(0.0, 1.0 - busy / MEMORY_SECONDS)
-        self._tokens = kept * self._tokens + num_tokens
-        self._seconds = kept * self._seconds + busy
-
-    def observe_end(self, sequence: Sequence) -> None:
-        """Take into account how long a finished completion has become."""
-        self.num_observed += 1
-        used = len(sequence.output_ids) / sequence.request.stopping.max_new_tokens
-        self._used_share += (used - self._used_share) / MEMORY_REQUESTS
-
-    def observe_first_token(self, sequence: Sequence, now: float) -> None:
-        """Take into account how well it was foreseen when a sequence would have its first token, which it has now."""
-        is_late = now - sequence.arrived > self._lateness * sequence.foreseen_seconds
-        step = LATENESS_STEP * (IN_TIME if is_late else IN_TIME - 1)
-        self._lateness = min(MOST_LATENESS, max(1.0, self._lateness + step))
-        sequence.foreseen_seconds = 0.0
-
-    def cautious(self, seconds: float) -> float:
-        """What a foreseen time comes to at most, for 99 of 100 first tokens."""
-        return seconds * self._lateness
-
-    def work_of(self, sequence: Sequence) -> float:
-        """Tokens that are probably still to be computed for a sequence."""
-        expected = self._used_share * sequence.request.stopping.max_new_tokens
-        return max(1, sequence.num_pending) + max(0.0, expected - len(sequence.output_ids))
 
 
 @dataclass(frozen=True, slots=True)

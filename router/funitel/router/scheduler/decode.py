@@ -1,7 +1,7 @@
-"""The sequences that run: their blocks, and what each computes in the next step without asking for prompt tokens. Pure.
+"""Decode: the running sequences, their blocks, and what each computes in the next step beside prompt tokens. Pure.
 
 Most of them just decode: a token a step, in blocks they have. For how many steps that goes on is known ahead
-(`Sequence.num_plain_steps`), and until then nothing is asked about them; all others are *unsettled*.
+(`Sequence.num_plain_steps`), and until then nothing is asked about them; all others are `not_plain`.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
-from funitel.router.scheduler.chunk_budget import StepLoad
+from funitel.router.scheduler.cost.chunk_budget import StepLoad
 from funitel.router.scheduler.waiting_queue import FairShares
 
 
@@ -19,8 +19,8 @@ class DecodePart:
     """What running sequences compute in a step: a token each that is decoding, and so far nothing of a prompt."""
 
     computed: dict[int, int] = field(default_factory=dict)  # tokens by id
-    told: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)  # blocks granted, tokens pending
-    hungry: list[Sequence] = field(default_factory=list)  # have more to compute
+    updates: dict[int, tuple[tuple[int, ...], int]] = field(default_factory=dict)  # blocks granted, tokens pending
+    with_pending: list[Sequence] = field(default_factory=list)  # have more to compute
     load: StepLoad = field(default_factory=StepLoad)
 
 
@@ -31,28 +31,28 @@ class RunningSet:
         self.by_id: dict[int, Sequence] = {}
         self._blocks = blocks
         self._shares = shares
-        self._unsettled: dict[int, Sequence] = {}
+        self._not_plain: dict[int, Sequence] = {}
 
     @property
-    def unsettled(self) -> Mapping[int, Sequence]:
-        """Those that do not just decode: prompts and forced spans, and whoever needs a block or is at its end."""
-        return self._unsettled
+    def not_plain(self) -> Mapping[int, Sequence]:
+        """Those that do not just decode: with prompts or forced spans, in need of a block, or at their end."""
+        return self._not_plain
 
     def enter(self, sequence: Sequence) -> None:
         """Let a sequence run that has got its blocks."""
         self.by_id[sequence.id] = sequence
-        self.unsettle(sequence)
+        self.mark_not_plain(sequence)
 
-    def unsettle(self, sequence: Sequence) -> None:
-        """Look at a sequence again in the next step: it did not go on as foreseen."""
+    def mark_not_plain(self, sequence: Sequence) -> None:
+        """Examine a sequence again in the next step: it did not go on as predicted."""
         sequence.num_plain_steps = 0
-        self._unsettled[sequence.id] = sequence
+        self._not_plain[sequence.id] = sequence
 
     def leave(self, sequence: Sequence) -> bool:
         """Take out a sequence, if it runs, and free its blocks; whether it did."""
         if self.by_id.pop(sequence.id, None) is None:
             return False
-        self._unsettled.pop(sequence.id, None)
+        self._not_plain.pop(sequence.id, None)
         self._blocks.free(sequence.blocks)
         sequence.blocks.clear()
         return True
@@ -61,13 +61,13 @@ class RunningSet:
         """No step is in flight any more, and what those did is not taken into account."""
         for sequence in self.by_id.values():
             sequence.in_flight.clear()
-            self.unsettle(sequence)
+            self.mark_not_plain(sequence)
 
     def missing_blocks(self) -> int:
         """Blocks to be granted before every sequence can compute what it holds."""
         size = self._blocks.block_size
         missing = 0
-        for sequence in self._unsettled.values():
+        for sequence in self._not_plain.values():
             computed, pending = sequence.ahead()
             missing += max(0, -(-(computed + pending) // size) - len(sequence.blocks))
         return missing
@@ -85,44 +85,44 @@ class RunningSet:
             if sequence.num_plain_steps:
                 sequence.num_plain_steps -= 1
                 if not sequence.num_plain_steps:
-                    self._unsettled[i] = sequence
+                    self._not_plain[i] = sequence
                 computed[i] = 1
                 num_plain += 1
                 context += sequence.num_computed
                 charged[sequence.request.key] += 1
             else:
-                self._look_at(sequence, part)
+                self._examine(sequence, part)
         for key, count in charged.items():
             self._shares.charge_key(key, count)
         part.load.num_decodes += num_plain
         part.load.decode_context += context + num_plain
         return part
 
-    def _look_at(self, sequence: Sequence, part: DecodePart) -> None:
+    def _examine(self, sequence: Sequence, part: DecodePart) -> None:
         begun, pending = sequence.ahead()
         if not pending:
             return
         granted = self._grant(sequence, begun + pending)
         if granted or pending > 1:
-            part.told[sequence.id] = granted, pending
+            part.updates[sequence.id] = granted, pending
         count = part.computed[sequence.id] = int(sequence.brings_token(begun, pending))
         if pending > count:
-            part.hungry.append(sequence)
+            part.with_pending.append(sequence)
         if not count:
             return
         part.load.num_decodes += 1
         part.load.decode_context += sequence.num_known
         self._shares.charge(sequence, 1)
         if pending == 1 and sequence.num_pending == 1 and not sequence.num_repeated:
-            self._settle(sequence, begun + 1)
+            self._mark_plain(sequence, begun + 1)
 
-    def _settle(self, sequence: Sequence, computed: int) -> None:
-        """Foresee how often a sequence just decodes: until it needs a block, or has all it may have."""
+    def _mark_plain(self, sequence: Sequence, computed: int) -> None:
+        """Predict how often a sequence just decodes: until it needs a block, or has its maximum length."""
         last = sequence.num_prompt + sequence.request.stopping.max_new_tokens - 1
         most = min(last, len(sequence.blocks) * self._blocks.block_size)
         if most > computed:
             sequence.num_plain_steps = most - computed
-            del self._unsettled[sequence.id]
+            del self._not_plain[sequence.id]
 
     def _grant(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:
         """Give a sequence the blocks that its first `num_tokens` need; returns the new ones."""

@@ -1,48 +1,48 @@
-"""Whom a failed step is put down to: its sequences are halved, and the halves tried, until one of them fails alone.
+"""Fault bisection: halves the sequences of a failed step, and tries the halves, until one sequence fails alone. Pure.
 
 A step fails because of one sequence in it, or of several, or because it is too large for the memory there is, which is
-nobody's fault. So its sequences are tried apart from all others: first one half; once that has computed what it was to,
-the other half; and the half that fails is halved again. Of n sequences one that fails every step it is in is found
-after log2(n) + 1 steps that fail, each of several the same way. Where both halves compute by themselves nobody is to
-blame, and steps stay so small for a while. Pure: the step loop tells what came of steps, the scheduler asks who may be
-in the next.
+no sequence's fault. So its sequences are tried apart from all others: first one half; once that has computed what it
+was to, the other half; and the half that fails is halved again. Of n sequences one that fails every step it is in is
+found after log2(n) + 1 steps that fail, each of several the same way. Where both halves compute by themselves none is
+the culprit, and steps stay so small for a while. The step loop reports what came of steps, the scheduler asks which
+sequences may be in the next.
 """
 
 from collections.abc import Mapping
 
-from funitel.router.scheduler.chunk_budget import MIN_CHUNK_TOKENS
+from funitel.router.scheduler.cost.chunk_budget import MIN_CHUNK_TOKENS
 
-PATIENCE_STEPS = 256  # that succeed before steps may be as large again as those that failed
+RECOVERY_STEPS = 256  # that succeed before steps may be as large again as those that failed
 
 
 class FaultBisector:
-    """Who may be in a step, and how much of it there may be; without a failure everybody, and everything.
+    """Which sequences may be in a step, and how large it may be; without a failure all, and any size.
 
-    `most_sequences` bounds what runs, `most_tokens` the prompt tokens of a step; None is no bound. `may_shrink` says
+    `max_sequences` bounds what runs, `max_tokens` the prompt tokens of a step; None is no bound. `may_shrink` says
     whether a prompt can be computed in smaller steps.
     """
 
     def __init__(self, *, may_shrink: bool) -> None:
-        self.most_sequences: int | None = None
-        self.most_tokens: int | None = None
-        self.has_witness = True  # a step has succeeded since the failure that is looked into: it is not all that fails
+        self.max_sequences: int | None = None
+        self.max_tokens: int | None = None
+        self.has_succeeded_since = True  # the failure that is bisected: not every step fails
         self._may_shrink = may_shrink
         self._on_trial: dict[int, int] = {}  # by id the tokens that each is to have computed
         self._others: dict[int, int] = {}  # the other half, tried next
         self._largest = 0  # half that has passed, in sequences
-        self._tokens_before: int | None = None  # bound on tokens before the failure that is looked into
+        self._tokens_before: int | None = None  # bound on tokens before the failure that is bisected
         self._is_shrinking = False  # the one on trial computes in smaller steps
         self._lacks_memory = False
-        self._was_nobody = False  # a step failed lately, and none of its sequences alone
+        self._was_none = False  # a step failed lately, and none of its sequences alone
         self._num_good_steps = 0
 
     @property
     def is_trying(self) -> bool:
-        """Whether nobody may be in a step but who is on trial."""
+        """Whether only the half on trial may be in a step."""
         return bool(self._on_trial)
 
     @property
-    def has_others(self) -> bool:
+    def has_other_half(self) -> bool:
         """Whether another half is to be tried after the one on trial."""
         return bool(self._others)
 
@@ -51,7 +51,7 @@ class FaultBisector:
         return not self._on_trial or sequence_id in self._on_trial
 
     def fail(self, goals: Mapping[int, int], num_tokens: int, *, lacks_memory: bool = False) -> int | None:
-        """Take a failed step into account; returns who is to blame, once that is known.
+        """Take a failed step into account; return the id of the culprit, once that is known.
 
         Args:
             goals: by the ids of its sequences, the tokens that each would have computed by then.
@@ -59,14 +59,14 @@ class FaultBisector:
             lacks_memory: whether there was no memory for it, so that a smaller one may succeed.
         """
         if not self.is_trying:
-            self.has_witness, self._largest, self._lacks_memory = False, 0, False
-            self._tokens_before = self.most_tokens
+            self.has_succeeded_since, self._largest, self._lacks_memory = False, 0, False
+            self._tokens_before = self.max_tokens
         self._num_good_steps = 0
         self._lacks_memory |= lacks_memory
         ids = sorted(goals)
         self._is_shrinking = len(ids) == 1 and self._shrink(num_tokens, lacks_memory=lacks_memory)
         if len(ids) == 1 and not self._is_shrinking:
-            self._on_trial, self._others, self.most_tokens = {}, {}, self._tokens_before
+            self._on_trial, self._others, self.max_tokens = {}, {}, self._tokens_before
             return ids[0]
         middle = -(-len(ids) // 2)
         self._on_trial = {i: goals[i] for i in ids[:middle]}
@@ -77,31 +77,31 @@ class FaultBisector:
         """Let steps have half the prompt tokens of one that failed, if that may help; whether it may."""
         if not lacks_memory or not self._may_shrink or num_tokens <= MIN_CHUNK_TOKENS:
             return False
-        self.most_tokens = max(MIN_CHUNK_TOKENS, num_tokens // 2)
+        self.max_tokens = max(MIN_CHUNK_TOKENS, num_tokens // 2)
         return True
 
     def has_passed(self, computed: Mapping[int, int]) -> bool:
-        """Whether everyone on trial has computed what it was to, or is gone.
+        """Whether every sequence on trial has computed what it was to, or has left.
 
         Args:
             computed: by id, the tokens computed of each sequence that has not ended.
         """
         return all(computed.get(i, goal) >= goal for i, goal in self._on_trial.items())
 
-    def go_on(self) -> None:
-        """Let the other half be tried, or everyone enter, now that the half on trial has passed."""
+    def try_other_half(self) -> None:
+        """Try the other half, or let all sequences enter, now that the half on trial has passed."""
         self._largest = max(self._largest, len(self._on_trial))
         self._on_trial, self._others = self._others, {}
         if self._on_trial:
             return
-        if not self._is_shrinking and (self._was_nobody or self._lacks_memory):  # else it may have been a whim
-            self.most_sequences = self._largest
-        self._was_nobody = True
+        if not self._is_shrinking and (self._was_none or self._lacks_memory):  # else it may have been a single accident
+            self.max_sequences = self._largest
+        self._was_none = True
 
     def succeed(self) -> None:
         """Take a step into account that did what it was to."""
-        self.has_witness = True
+        self.has_succeeded_since = True
         self._num_good_steps += 1
-        if self._num_good_steps == PATIENCE_STEPS:
-            self.most_sequences = self.most_tokens = None
-            self._was_nobody = False
+        if self._num_good_steps == RECOVERY_STEPS:
+            self.max_sequences = self.max_tokens = None
+            self._was_none = False

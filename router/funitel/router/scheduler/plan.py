@@ -1,9 +1,9 @@
-"""What planning is bound to, and what it comes to: the policy, and a step. Pure."""
+"""The policy of scheduling, and the plan of a step. Pure."""
 
 from dataclasses import dataclass
 
 from funitel.proto.step import BlockCopy, RowUpdate, SequenceStart
-from funitel.router.scheduler.chunk_budget import StepLoad
+from funitel.router.scheduler.cost.chunk_budget import StepLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class SchedulerPolicy:
     is_plain: bool = False  # the peer speaks TGI v3 without funitel's additions; never chunked
     waiting_served_ratio: float = 0.3
     max_waiting_tokens: int = 20
-    target_gap_seconds: float | None = None  # most time between a running stream's tokens; some plain steps if None
+    target_gap_seconds: float | None = None  # maximum between a running stream's tokens; some plain steps if None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class StepPlan:
     load: StepLoad  # prompt tokens are all but one for each sequence that was already decoding
     is_alone: bool = False
     copies: tuple[BlockCopy, ...] = ()  # between the pool and the host tier, before anything is computed
-    predicted_seconds: float = 0.0  # that the shards will take; 0 where nothing was learnt yet
+    predicted_seconds: float = 0.0  # 0 where nothing was learnt yet
 
     @property
     def method(self) -> str:
-        """The call of the wire it is sent by, in lower case."""
+        """The name of its call on the wire, in lower case."""
         return "prefill" if self.starts else "decode"
 
     @property

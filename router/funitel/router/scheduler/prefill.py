@@ -1,6 +1,6 @@
-"""How a waiting sequence enters: behind which blocks, with which more, and whether there is room. Pure.
+"""Prefill planning: which waiting sequences enter, behind which cached prefix, and the prompt tokens of a step. Pure.
 
-Who computes prompt tokens in a step, and how many: keys take turns by what they were given. Pure.
+Keys take turns by the tokens they were given.
 """
 
 from collections import Counter
@@ -11,57 +11,62 @@ from math import ceil
 from funitel.proto.step import SequenceStart
 from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
-from funitel.router.scheduler.chunk_budget import ChunkBudget
+from funitel.router.scheduler.cost.chunk_budget import ChunkBudget
 from funitel.router.scheduler.decode import RunningSet
 from funitel.router.scheduler.fault_bisect import FaultBisector
 from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
+# An entering sequence leaves a block free for each running one, else it would soon be preempted again; but at most this
+# share of the pool, for what is free for growth is not used. On simulated loads of 64 requests for 4 times the pool 84
+# to 95 % of it were used without a bound, and 92 to 98 % with it, for some 5 % more tokens computed again.
+MAX_RESERVED = 1 / 25
+# A longer prompt would take so many steps that streams beside it were slow for a while.
+MAX_URGENT_TOKENS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a sequence begins behind: published blocks, then content that the host tier holds, by its keys."""
+    """The cached prefix of a sequence: published blocks, then content that the host tier holds, by its keys."""
 
     blocks: tuple[int, ...] = ()
     keys: tuple[bytes, ...] = ()
 
     def __len__(self) -> int:
-        """How many blocks need not be computed."""
+        """Count the blocks that need not be computed."""
         return len(self.blocks) + len(self.keys)
 
 
-# A newcomer leaves a block free for each running sequence, else it would soon be preempted again; but at most this
-# share of the pool, for what is free for growth is not used. On simulated loads of 64 requests for 4 times the pool 84
-# to 95 % of it were used without a bound, and 92 to 98 % with it, for some 5 % more tokens computed again.
-MOST_RESERVED = 1 / 25
-
-
 class PrefillPlanner:
-    """From those that wait to those that run, through the blocks that are free or can be shared."""
+    """Moves sequences from waiting to running, and spends the prompt tokens of a step."""
 
     def __init__(
         self,
         policy: SchedulerPolicy,
         blocks: BlockPool,
+        shares: FairShares,
         waiting: WaitingQueue,
         running: RunningSet,
-        suspects: FaultBisector,
+        bisector: FaultBisector,
     ) -> None:
-        self.block_size = blocks.block_size
         self._policy = policy
         self._blocks = blocks
+        self._block_size = blocks.block_size
+        self._shares = shares
         self._waiting = waiting
         self._running = running
-        self._suspects = suspects
+        self._bisector = bisector
 
-    def next_ready(self, passed_over: Counter[bytes]) -> tuple[Sequence, Prefix] | None:
-        """Who is next of those that wait, and what it begins behind.
+    # Which one, and whether it fits ---------------------------------------------------------------------------------
 
-        One whose next block a running sequence is computing right now is passed over until that block is published, and
-        while whoever failed a step is looked for all others.
+    def next_schedulable(self, passed_over: Counter[bytes]) -> tuple[Sequence, Prefix] | None:
+        """Return the next waiting sequence and its cached prefix; `passed_over` counts by key, and is added to.
+
+        A sequence is passed over while a running one computes its next block, until that block is published, and while
+        a fault is bisected without it.
         """
         while (sequence := self._waiting.first(passed_over)) is not None:
-            if self._suspects.may_enter(sequence.id):
+            if self._bisector.may_enter(sequence.id):
                 prefix = self.prefix(sequence)
                 if not self._is_being_computed(sequence, len(prefix)):
                     return sequence, prefix
@@ -69,80 +74,84 @@ class PrefillPlanner:
         return None
 
     def prefix(self, sequence: Sequence) -> Prefix:
-        """What a sequence can begin behind; its last known token is always computed."""
+        """Return the cached prefix of a sequence; its last known token is always computed."""
         if not self.may_share(sequence):
             return Prefix()
-        size = self.block_size
+        size = self._block_size
         most = (sequence.num_known - 1) // size
         blocks = self._blocks.match(sequence.block_key(i, size) for i in range(most))
         keys = self._blocks.match_host(sequence.block_key(i, size) for i in range(len(blocks), most))
         return Prefix(blocks, keys)
 
+    def cached_prefix_len(self, sequence: Sequence) -> int:
+        """Return the tokens of the cached prefix of a sequence, which need not be here."""
+        return len(self.prefix(sequence)) * self._block_size
+
     def may_share(self, sequence: Sequence) -> bool:
-        """Whether a sequence may begin behind what others have computed."""
+        """Whether a sequence may begin behind a cached prefix."""
         return self._policy.has_prefix_cache and not sequence.request.prefill_logprobs
 
     def _is_being_computed(self, sequence: Sequence, index: int) -> bool:
-        size = self.block_size
+        size = self._block_size
         if not self.may_share(sequence) or (index + 1) * size >= sequence.num_known:
             return False
         key = sequence.block_key(index, size)
         return any(
             other.num_pending > 1 and other.num_known >= (index + 1) * size and other.block_key(index, size) == key
-            for other in self._running.unsettled.values()
+            for other in self._running.not_plain.values()
         )
 
-    def has_room(self, sequence: Sequence, prefix: Prefix, count: int) -> bool:
+    def fits(self, sequence: Sequence, prefix: Prefix, count: int) -> bool:
         """Whether a waiting sequence may enter, behind `prefix`, to compute `count` tokens first."""
         # A resumed sequence may have outgrown the budget: it enters first, and takes the rest in its next step.
-        whole = min(sequence.num_known - len(prefix) * self.block_size, self._policy.max_batch_prefill_tokens)
+        whole = min(sequence.num_known - len(prefix) * self._block_size, self._policy.max_batch_prefill_tokens)
         if count < (1 if self._policy.is_chunked else whole):
             return False
-        return self.has_slot() and self.has_blocks(self.missing_blocks(sequence, prefix), prefix)
+        return self.has_slots() and self.has_blocks(self.missing_blocks(sequence, prefix), prefix)
 
-    def has_slot(self) -> bool:
-        """Whether one more sequence may run."""
-        return self._has_slots(1)
+    def all_fit(self, sequences: Collection[Sequence]) -> bool:
+        """Whether so many waiting sequences, and one more, may all run beside those that do."""
+        needed = sum(self.missing_blocks(sequence, Prefix()) for sequence in sequences)
+        return self.has_slots(len(sequences) + 1) and self.has_blocks(needed + 1, Prefix())
 
-    def _has_slots(self, count: int) -> bool:
-        bounds = (self._policy.max_batch_size, self._suspects.most_sequences)
-        return all(most is None or len(self._running.by_id) + count <= most for most in bounds)
+    def has_slots(self, count: int = 1) -> bool:
+        """Whether so many more sequences may run."""
+        bounds = (self._policy.max_batch_size, self._bisector.max_sequences)
+        return all(bound is None or len(self._running.by_id) + count <= bound for bound in bounds)
 
     def has_blocks(self, needed: int, prefix: Prefix) -> bool:
-        """Whether so many blocks can be had beside `prefix`, and some are left for those that run."""
-        reserved = min(len(self._running.by_id), ceil(self._blocks.num_blocks * MOST_RESERVED))
+        """Whether so many blocks can be had beside `prefix`, and some are left for running sequences."""
+        reserved = min(len(self._running.by_id), ceil(self._blocks.num_blocks * MAX_RESERVED))
         return needed + reserved <= self._blocks.num_free - self._blocks.num_idle(prefix.blocks)
 
-    def has_room_for(self, newcomers: Collection[Sequence]) -> bool:
-        """Whether so many waiting sequences, and one more, may all run beside those that do."""
-        needed = sum(self.missing_blocks(newcomer, Prefix()) for newcomer in newcomers)
-        return self._has_slots(len(newcomers) + 1) and self.has_blocks(needed + 1, Prefix())
-
     def missing_blocks(self, sequence: Sequence, prefix: Prefix) -> int:
-        """Blocks a sequence must be granted on entry beside those of its prefix; what the host holds needs some too."""
+        """Count the blocks a sequence needs on entry beside those of its prefix; the host tier's need some too."""
         return self._blocks.blocks_for(self._admission_tokens(sequence)) - len(prefix.blocks)
 
     def _admission_tokens(self, sequence: Sequence) -> int:
-        """Tokens a sequence gets blocks for on entry: what is known, or all it may ever need."""
+        """Count the tokens a sequence gets blocks for on entry: what is known, or all it may ever need."""
         if not self._policy.is_chunked:  # the last token is returned but never computed
             return sequence.num_prompt + sequence.request.stopping.max_new_tokens - 1
         return sequence.num_known
 
-    def take(self, sequence: Sequence, prefix: Prefix) -> None:
-        """Let a sequence wait no more: it gets its blocks, behind `prefix`."""
+    # Entering -------------------------------------------------------------------------------------------------------
+
+    def allocate(self, sequence: Sequence, prefix: Prefix) -> None:
+        """Let a waiting sequence run: it gets its blocks, behind `prefix`."""
         self._waiting.remove(sequence)
         self._blocks.share(prefix.blocks)
         sequence.blocks.extend(prefix.blocks)
         sequence.blocks.extend(self._blocks.load(prefix.keys))
         missing = self.missing_blocks(sequence, prefix) - len(prefix.keys)
         sequence.blocks.extend(self._blocks.allocate(missing))
-        sequence.num_computed = sequence.num_cached = len(prefix) * self.block_size
+        sequence.num_computed = sequence.num_cached = len(prefix) * self._block_size
         sequence.num_repeated = max(0, sequence.num_repeated - sequence.num_computed)
         sequence.was_started = True
+        self._running.enter(sequence)
 
-    def start(self, sequence: Sequence, count: int) -> SequenceStart:
-        """Say to the shard how a sequence enters to compute `count` tokens."""
-        request, size = sequence.request, self.block_size
+    def to_start(self, sequence: Sequence, count: int) -> SequenceStart:
+        """Describe to the shard how a sequence enters to compute `count` tokens."""
+        request, size = sequence.request, self._block_size
         is_plain = self._policy.is_plain
         num_slots = self._admission_tokens(sequence) if is_plain else 0
         return SequenceStart(
@@ -163,68 +172,53 @@ class PrefillPlanner:
             name="" if is_plain else request.request_id,
         )
 
+    # Spending -------------------------------------------------------------------------------------------------------
 
-# A longer prompt would take so many steps that those who stream beside it were slow for a while.
-MOST_URGENT_TOKENS = 1024
-
-
-class PrefillSpending:
-    """Gives the budget of a step to running sequences that have more to compute and to waiting ones, in fair order."""
-
-    def __init__(self, shares: FairShares, entrance: PrefillPlanner, running: RunningSet) -> None:
-        self._shares = shares
-        self._entrance = entrance
-        self._running = running
-
-    def share_out(
-        self,
-        budget: ChunkBudget,
-        computed: dict[int, int],
-        hungry: list[Sequence],
-        *,
-        may_enter: bool,
+    def spend(
+        self, budget: ChunkBudget, computed: dict[int, int], with_pending: list[Sequence], *, may_enter: bool
     ) -> list[SequenceStart]:
-        """Spend `budget`; returns who enters.
+        """Spend the budget of a step on running sequences with pending tokens and on waiting ones, in fair order.
 
-        Of one key, those that run come first. The first that finds no room keeps all behind it out, and the first that
-        is not urgent when the budget is spent all others.
+        Of one key, running ones come first. The first that does not fit keeps all behind it out, and the first that is
+        not urgent when the budget is spent all others.
 
         Args:
             budget: what may be computed.
             computed: tokens by id that the step computes already; more are added.
-            hungry: running sequences that have more to compute.
+            with_pending: running sequences that have more to compute.
             may_enter: whether waiting sequences may enter.
+
+        Returns: the sequences that enter.
         """
         starts: list[SequenceStart] = []
         passed_over: Counter[bytes] = Counter()
         while True:
-            found = self._entrance.next_ready(passed_over) if may_enter else None
-            oldest = min(hungry, key=self._level, default=None)
+            found = self.next_schedulable(passed_over) if may_enter else None
+            oldest = min(with_pending, key=self._level, default=None)
             if oldest is not None and (found is None or self._level(oldest) <= self._level(found[0])):
                 is_urgent = self._is_urgent(oldest, oldest.num_cached)
                 if budget.is_spent and not is_urgent:
                     break
-                hungry.remove(oldest)
-                self._go_on(oldest, budget, computed, is_urgent=is_urgent)
+                with_pending.remove(oldest)
+                self._continue(oldest, budget, computed, is_urgent=is_urgent)
             elif found is not None:
-                newcomer, prefix = found
-                num_cached = len(prefix) * self._entrance.block_size
-                is_urgent = self._is_urgent(newcomer, num_cached)
+                sequence, prefix = found
+                num_cached = len(prefix) * self._block_size
+                is_urgent = self._is_urgent(sequence, num_cached)
                 if budget.is_spent and not is_urgent:
                     break
-                first = budget.fit(num_cached, newcomer.num_known - num_cached, is_urgent=is_urgent)
-                may_enter = self._entrance.has_room(newcomer, prefix, first)
+                first = budget.fit(num_cached, sequence.num_known - num_cached, is_urgent=is_urgent)
+                may_enter = self.fits(sequence, prefix, first)
                 if may_enter:
-                    self._entrance.take(newcomer, prefix)
-                    self._running.enter(newcomer)
-                    computed[newcomer.id] = budget.take(num_cached, newcomer.num_pending, is_urgent=is_urgent)
-                    self._shares.charge(newcomer, computed[newcomer.id])
-                    starts.append(self._entrance.start(newcomer, computed[newcomer.id]))
+                    self.allocate(sequence, prefix)
+                    computed[sequence.id] = budget.take(num_cached, sequence.num_pending, is_urgent=is_urgent)
+                    self._shares.charge(sequence, computed[sequence.id])
+                    starts.append(self.to_start(sequence, computed[sequence.id]))
             else:
                 break
         return starts
 
-    def _go_on(self, sequence: Sequence, budget: ChunkBudget, computed: dict[int, int], *, is_urgent: bool) -> None:
+    def _continue(self, sequence: Sequence, budget: ChunkBudget, computed: dict[int, int], *, is_urgent: bool) -> None:
         """Let a running sequence take what it can of `budget`."""
         begun = computed[sequence.id]
         num_computed, pending = sequence.ahead()
@@ -237,7 +231,7 @@ class PrefillSpending:
 
         Less than each other key that has requests, even once it has been given the whole prompt.
         """
-        if sequence.output_ids or sequence.num_known - num_cached > MOST_URGENT_TOKENS:
+        if sequence.output_ids or sequence.num_known - num_cached > MAX_URGENT_TOKENS:
             return False
         left = sequence.num_known - max(num_cached, sequence.ahead()[0])
         return self._shares.stays_least(sequence.request.key, left)

@@ -1,4 +1,4 @@
-"""Whether an answer can be one to its step: who is due a token got some, and nobody else. Pure."""
+"""Result check: whether an answer can be one to its step: each sequence due a token got some, and no other. Pure."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from funitel.router.scheduler.plan import StepPlan
 def check_result(
     plan: StepPlan, result: StepResult, ended: frozenset[int], running: Mapping[int, Sequence]
 ) -> str | None:
-    """Say what is wrong with the answer to the oldest step in flight; None for nothing.
+    """Return what is wrong with the answer to the oldest step in flight; None for nothing.
 
     Args:
         plan: the step.

@@ -1,18 +1,18 @@
 """The scheduler: which sequences compute how many tokens in the next step. Pure: no I/O, no torch, no clock of its own.
 
 `preempt`, then `schedule` give a plan, `commit` takes its result. Prompts longer than the budget are chunked and share
-the step with running sequences; blocks are granted as sequences grow; when none is left a sequence gives its blocks
-back and waits to be resumed. Who is next and who gives way depends on what each key was given (`waiting`). Full blocks
-are published once computed, and a sequence that begins with the same tokens starts behind them.
+the step with running sequences; blocks are granted as sequences grow; when none is left a sequence is preempted, and
+waits to be resumed. Which one is next and which is preempted depends on what each key was given (`waiting_queue`). Full
+blocks are published once computed, and a sequence that begins with the same tokens starts behind them.
 
 `schedule` may be called again while steps are *in flight*: planned, and not committed yet. It plans over what they
 promise (`Sequence.ahead`): the tokens they compute, one token for each sequence whose known tokens they complete, an
 end for one that has all it may have. Results are committed in the order of the plans, and may exceed the promise: of a
 forced span the step that was planned meanwhile computes one token, and nothing of a sequence that has ended.
 
-Blocks of a sequence that leaves are free at once, though a step in flight may still write to them. Whoever is granted
-them is granted them by a later step, which the shards execute later, and in which their old owner has no row. What can
-be found by its content is published only when committed, and is full: nobody writes there any more.
+Blocks of a sequence that leaves are free at once, though a step in flight may still write to them. They are granted to
+another by a later step only, which the shards execute later, and in which their old owner has no row. What can be found
+by its content is published only when committed, and is full: no step writes there any more.
 """
 
 from collections import deque
@@ -22,14 +22,14 @@ from math import inf
 from funitel.proto.step import Generation, RowUpdate, SequenceStart, StepResult
 from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
-from funitel.router.scheduler.chunk_budget import Allowance, ChunkBudget, StepLoad
+from funitel.router.scheduler.cost.chunk_budget import Allowance, ChunkBudget, StepLoad
 from funitel.router.scheduler.cost.step_cost import StepCostModel
 from funitel.router.scheduler.cost.ttft_estimate import Forecaster
 from funitel.router.scheduler.decode import RunningSet
 from funitel.router.scheduler.fault_bisect import FaultBisector
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.preemption import PreemptionPolicy
-from funitel.router.scheduler.prefill import PrefillPlanner, PrefillSpending
+from funitel.router.scheduler.prefill import PrefillPlanner
 from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
 
@@ -45,17 +45,16 @@ class Scheduler:
         self.num_preempted = 0
         self._running = RunningSet(blocks, self.shares)
         self.running = self._running.by_id  # oldest first
-        self.suspects = FaultBisector(may_shrink=policy.is_chunked)
-        self._entrance = PrefillPlanner(policy, blocks, self.waiting, self._running, self.suspects)
-        self._giving_way = PreemptionPolicy(self.shares, self._entrance, self.running)
-        self._sharing_out = PrefillSpending(self.shares, self._entrance, self._running)
-        self.forecaster = Forecaster(self.step_time, self._entrance, self.running)
+        self.bisector = FaultBisector(may_shrink=policy.is_chunked)
+        self._prefill = PrefillPlanner(policy, blocks, self.shares, self.waiting, self._running, self.bisector)
+        self._preemption = PreemptionPolicy(self.shares, self._prefill, self.running)
+        self.forecaster = Forecaster(self.step_time, self._prefill, self.running)
         self._in_flight: deque[StepPlan] = deque()  # oldest first
         self._steps_since_join = 0
 
     @property
     def can_resume(self) -> bool:
-        """Whether a sequence can go on behind tokens that it has got already, here or elsewhere."""
+        """Whether a sequence can be resumed behind the tokens it has got, here or elsewhere."""
         return not self.policy.is_plain
 
     def add(self, sequence: Sequence) -> None:
@@ -74,16 +73,16 @@ class Scheduler:
     # Planning -------------------------------------------------------------------------------------------------------
 
     def preempt(self) -> None:
-        """Take blocks back until every other sequence can compute what it holds, and room for a key short of its share.
+        """Preempt until every other sequence can compute what it holds, and no key is short of its share.
 
         To be called, and the rows of preempted sequences dropped on the shard, before `schedule`. Only with no step in
         flight: what a sequence is resumed from must be known.
         """
-        while not self._in_flight and (sequence := self._next_to_give_way()) is not None:
+        while not self._in_flight and (sequence := self._victim()) is not None:
             self._preempt(sequence)
 
     def preempt_all(self) -> None:
-        """Take every running sequence's blocks back; all wait to be resumed, in the order they had."""
+        """Preempt every running sequence; all wait to be resumed, in the order they had."""
         assert not self._in_flight, "steps in flight come first"
         for sequence in tuple(self.running.values()):
             self._preempt(sequence)
@@ -95,41 +94,39 @@ class Scheduler:
         self.waiting.add(sequence)
         self.num_preempted += 1
 
-    def _next_to_give_way(self) -> Sequence | None:
-        """Who is to be preempted: while blocks are missing, or another key has not had its share of what is taken."""
+    def _victim(self) -> Sequence | None:
+        """Return the sequence to preempt, while blocks are missing or another key has not had its share."""
         if self._running.missing_blocks() > self.blocks.num_free:
-            return self._giving_way.to_growth()
+            return self._preemption.victim_for_growth()
         if not self.waiting or self.policy.is_plain:
             return None
-        return self._giving_way.to_newcomer()
+        return self._preemption.victim_for_waiting()
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when there is nothing to compute before a step in flight is committed."""
-        if self._in_flight and self._next_to_give_way() is not None:
+        if self._in_flight and self._victim() is not None:
             return None  # what is in flight comes first
         if not self.policy.is_chunked:
             return self._schedule_unchunked()
         return self._mixed_step(may_enter=True)
 
     def _mixed_step(self, *, may_enter: bool) -> StepPlan | None:
-        """Let every decoding sequence compute a token, and share out what may be computed of prompts and spans."""
+        """Let every decoding sequence compute a token, and spend the budget on prompts and forced spans."""
         part = self._running.decode()
         starts: list[SequenceStart] = []
-        if part.hungry or (may_enter and self.waiting):
-            starts = self._sharing_out.share_out(
-                self._budget(part.load), part.computed, part.hungry, may_enter=may_enter
-            )
+        if part.with_pending or (may_enter and self.waiting):
+            starts = self._prefill.spend(self._budget(part.load), part.computed, part.with_pending, may_enter=may_enter)
         rows = [
             RowUpdate(i, granted, part.computed[i] if pending > 1 else None)
-            for i, (granted, pending) in part.told.items()
+            for i, (granted, pending) in part.updates.items()
         ]
         return self._plan(starts, rows, part.computed, part.load)
 
     def _budget(self, load: StepLoad) -> ChunkBudget:
         """What may be computed of prompts beside the decoding sequences of `load`."""
         most = self.policy.max_batch_prefill_tokens
-        if self.suspects.most_tokens is not None:
-            most = min(most, self.suspects.most_tokens)
+        if self.bisector.max_tokens is not None:
+            most = min(most, self.bisector.max_tokens)
         if not self.policy.is_chunked:
             return ChunkBudget(Allowance(most), load=load)
         return self.step_time.budget(most, load, has_several_keys=self.shares.num_known_keys > 1)
@@ -139,7 +136,7 @@ class Scheduler:
         if self._should_join():
             budget = self._budget(StepLoad())
             computed: dict[int, int] = {}
-            starts = self._sharing_out.share_out(budget, computed, [], may_enter=True)
+            starts = self._prefill.spend(budget, computed, [], may_enter=True)
             if starts:
                 self._steps_since_join = 0
                 return self._plan(starts, [], computed, budget.load, is_alone=True)
@@ -150,14 +147,14 @@ class Scheduler:
 
     @property
     def reason_to_join(self) -> str:
-        """Why sequences that the next step lets in would join running ones, in TGI's words."""
+        """Return why sequences that enter the next step would join running ones, in TGI's words."""
         if self.policy.is_chunked:
             return "chunking"
         return "wait_exceeded" if self._has_waited_long else "backpressure"
 
     @property
     def _has_waited_long(self) -> bool:
-        """Without chunked prefill: whether so many steps passed that who waits is let in whatever the ratio."""
+        """Without chunked prefill: whether so many steps passed that waiting sequences enter whatever the ratio."""
         return self._steps_since_join >= self.policy.max_waiting_tokens
 
     def _should_join(self) -> bool:
@@ -185,8 +182,8 @@ class Scheduler:
         return plan
 
     def cached_prefix_len(self, sequence: Sequence) -> int:
-        """Tokens at the beginning of a sequence, whoever has it, that are found computed here right now."""
-        return len(self._entrance.prefix(sequence)) * self.blocks.block_size
+        """Return the tokens of the cached prefix of a sequence, which need not be here."""
+        return self._prefill.cached_prefix_len(sequence)
 
     @property
     def load_tokens(self) -> int:
@@ -199,7 +196,7 @@ class Scheduler:
         """Take the result of the oldest step in flight into account; finished sequences leave.
 
         Returns what to deliver, in plan order. Sequences that have left since the step was planned are skipped. The
-        result must not contradict the plan (`contradiction`).
+        result must not contradict the plan (`check_result`).
         """
         assert self._in_flight, "no step is in flight"
         assert plan is self._in_flight[0], "results come in the order of their plans"
@@ -207,7 +204,7 @@ class Scheduler:
         self._in_flight.popleft()
         # What the ranks measured, for steps wait for one another; `seconds` when they measured nothing.
         self.step_time.observe(plan.load, result.total_ns / 1e9 or seconds)
-        self.suspects.succeed()
+        self.bisector.succeed()
         delivered = []
         running, publishes, size = self.running, self.policy.has_prefix_cache, self.blocks.block_size
         for sequence_id, count in plan.computed.items():
@@ -222,29 +219,29 @@ class Scheduler:
             if sequence.num_pending > 0:
                 continue
             generation = by_id[sequence_id]
-            if not sum(generation.tokens.logprobs) < inf:  # nor a number
-                self._condemn(sequence)
+            if not sum(generation.tokens.logprobs) < inf:  # or not a number
+                self._end_broken(sequence)
                 delivered.append((sequence, generation))
                 continue
             ids = generation.tokens.ids
             sequence.output_ids.extend(ids)
             if len(ids) != 1:
-                self._note_several(sequence)
+                self._note_several_tokens(sequence)
             if generation.finished is not None:
                 self.remove(sequence)
             delivered.append((sequence, generation))
         return delivered
 
-    def _condemn(self, sequence: Sequence) -> None:
-        """End a sequence of broken scores; nobody is to find what it computed since its last token, maybe as broken."""
+    def _end_broken(self, sequence: Sequence) -> None:
+        """End a sequence of broken scores; what it computed since its last token, maybe as broken, is never shared."""
         sequence.is_broken = True
         first = sequence.num_cached // self.blocks.block_size if sequence.output_ids else 0
         self.blocks.withdraw(sequence.blocks[first:])
         self.remove(sequence)
 
-    def _note_several(self, sequence: Sequence) -> None:
-        """A sequence got more than the one token that was foreseen: the rest of a forced span, or speculated ones."""
-        self._running.unsettle(sequence)
+    def _note_several_tokens(self, sequence: Sequence) -> None:
+        """A sequence got more than the one token expected: the rest of a forced span, or speculated ones."""
+        self._running.mark_not_plain(sequence)
         if self.policy.is_plain:  # such a shard has computed all but one of those that it speculated
             sequence.num_computed = sequence.num_known - 1
 

@@ -1,7 +1,7 @@
-"""Who waits, and whose turn it is: the key that was given the least goes first. Pure: no clock, no I/O.
+"""The waiting queue and fair shares: the key that was given the least goes first. Pure: no clock, no I/O.
 
 Keys share the service fairly, counted in tokens computed. Within a key the order is by priority and arrival: a step of
-priority is worth `AGEING_SECONDS` of waiting, so that whoever waits comes to be first, whatever arrives after it.
+priority is worth `AGEING_SECONDS` of waiting, so that each waiting sequence comes to be first, whatever arrives later.
 """
 
 from bisect import bisect_left, insort
@@ -20,7 +20,7 @@ class FairShares:
 
     A key that comes, or comes back, has its own count, but at least that of the key that was given the least, save for
     `credit` tokens: time away earns so much and no more. The same holds of the pace, what each busy key would have been
-    given if all had the same: keys that come anew all the time do not go before one that was here for ever.
+    given if all had the same: keys that come anew all the time do not go before one that was always here.
     """
 
     def __init__(self, credit: int = 0) -> None:
@@ -77,7 +77,7 @@ class FairShares:
         return len(self._tokens)
 
     def tokens_of(self, key: bytes) -> int:
-        """What a key was given, by the count that decides whose turn it is."""
+        """Return what a key was given, by the count that decides on the next key."""
         return max(self._tokens.get(key, 0), 0 if self._sequences[key] else self._least_on_return())
 
     def sequences_of(self, key: bytes) -> int:
@@ -117,7 +117,7 @@ class WaitingQueue:
         return place < len(queue) and queue[place] is sequence
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait: a new one, or a preempted one, which has the turn it had."""
+        """Queue a sequence: a new one, or a preempted one, which has the place it had."""
         self.num_changes += 1
         insort(self._by_key.setdefault(sequence.request.key, []), sequence, key=_rank)
         self.num_prompt_tokens += len(sequence.request.input_ids)
@@ -137,7 +137,7 @@ class WaitingQueue:
         self.num_preempted -= sequence.was_started
 
     def first(self, passed_over: Mapping[bytes, int] | None = None) -> Sequence | None:
-        """Whose turn it is, save for so many of each key as were `passed_over`: the first in its queue."""
+        """Return the next sequence, except for so many of each key as were `passed_over`."""
         over = passed_over or {}
         heads = (queue[i] for key, queue in self._by_key.items() if (i := over.get(key, 0)) < len(queue))
         return min(heads, key=self._turn, default=None)
@@ -145,12 +145,12 @@ class WaitingQueue:
     def _turn(self, sequence: Sequence) -> tuple[tuple[int, int], tuple[float, int]]:
         return self._shares.level(sequence.request.key), _rank(sequence)
 
-    def in_order(self, most: int) -> list[Sequence]:
-        """The first so many, in the order they would enter if each was charged for its tokens."""
+    def in_order(self, limit: int) -> list[Sequence]:
+        """Return the first `limit`, in the order they would enter if each was charged for its tokens."""
         heads = [(self._shares.level(key), _rank(queue[0]), key, 0) for key, queue in self._by_key.items()]
         heapify(heads)
         found: list[Sequence] = []
-        while heads and len(found) < most:
+        while heads and len(found) < limit:
             (given, count), _, key, place = heads[0]
             queue = self._by_key[key]
             found.append(queue[place])
@@ -162,12 +162,12 @@ class WaitingQueue:
         return found
 
     def newest_of(self, key: bytes) -> Sequence | None:
-        """The sequence of a key that would enter last, of those that never have."""
+        """Return the sequence of a key that would enter last, of those that never have."""
         return next((sequence for sequence in reversed(self._by_key.get(key, [])) if not sequence.was_started), None)
 
-    def ahead_of(self, newcomer: Sequence) -> list[Sequence]:
-        """Those that would enter before a sequence that came now."""
-        shares, key, rank = self._shares, newcomer.request.key, _rank(newcomer)
+    def ahead_of(self, incoming: Sequence) -> list[Sequence]:
+        """Return the sequences that would enter before an incoming one."""
+        shares, key, rank = self._shares, incoming.request.key, _rank(incoming)
         queue = self._by_key.get(key, [])
         ahead = queue[: bisect_left(queue, rank, key=_rank)]
         given = shares.tokens_of(key) + sum(sequence.num_known for sequence in ahead)
@@ -180,7 +180,7 @@ class WaitingQueue:
     def _before(
         self, turn: tuple[tuple[int, int], tuple[float, int]], key: bytes, queue: list[Sequence]
     ) -> Iterator[Sequence]:
-        """The beginning of a queue whose turn comes before `turn`, as each that enters is charged for its tokens."""
+        """Yield the beginning of a queue that comes before `turn`, as each that enters is charged for its tokens."""
         given, count = self._shares.level(key)
         for sequence in queue:
             if ((given, count), _rank(sequence)) > turn:
@@ -190,5 +190,5 @@ class WaitingQueue:
 
 
 def _rank(sequence: Sequence) -> tuple[float, int]:
-    """The place within a key: lower is sooner. Ageing is linear, so who is ahead of whom never changes."""
+    """Return the rank within a key: lower is sooner. Ageing is linear, so the order never changes."""
     return sequence.arrived + sequence.request.priority * AGEING_SECONDS, sequence.id

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from funitel.router.scheduler.chunk_budget import MIN_CHUNK_TOKENS, StepLoad
+from funitel.router.scheduler.cost.chunk_budget import MIN_CHUNK_TOKENS, StepLoad
 from funitel.router.scheduler.cost.step_cost import (
     FIRST_ALONE_TOKENS,
     FIRST_SHARED_TOKENS,

@@ -14,8 +14,9 @@ from simulations import costs, measures, simulation, trace
 from funitel.proto.errors import Overloaded
 from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
-from funitel.router.scheduler.admission import MOST_LATENESS, Admission, InFlight, Throughput
-from funitel.router.scheduler.chunk_budget import StepLoad
+from funitel.router.scheduler.admission import Admission, InFlight
+from funitel.router.scheduler.cost.chunk_budget import StepLoad
+from funitel.router.scheduler.cost.throughput import MAX_LATENESS, Throughput
 from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.serving.admission_gate import incoming_request
@@ -138,7 +139,7 @@ def test_it_is_more_cautious_after_first_tokens_were_late() -> None:
     tokens(1.5, 11)
     assert 1.5 < throughput.cautious(1.0) < 1.6
     tokens(9.0, 100)
-    assert throughput.cautious(1.0) == MOST_LATENESS
+    assert throughput.cautious(1.0) == MAX_LATENESS
 
 
 def flood(target: float | None, words: dict[str, Any]) -> Any:

@@ -12,8 +12,8 @@ SHORT_MEMORY = 0.9  # some 10
 RIDGE = 1e-4
 # What is farther from its prediction than this many usual deviations counts as that far only: a page touched for the
 # first time, a neighbour that took the core. A lasting change widens the usual deviation and is followed soon.
-MOST_DEVIATIONS = 3.0
-LEAST_DEVIATION = 0.05  # of the prediction, so that a perfectly regular past makes no outlier of a small change
+MAX_DEVIATIONS = 3.0
+MIN_DEVIATION = 0.05  # of the prediction, so that a perfectly regular past makes no outlier of a small change
 DEVIATION_MEMORY = 0.9
 FIRST = 32  # measurements that each change much
 
@@ -21,10 +21,10 @@ FIRST = 32  # measurements that each change much
 class LeastSquares:
     """Predicts a quantity as a sum of features times costs >= 0; features near 1 are learnt best."""
 
-    def __init__(self, num_features: int, patience: int = 1) -> None:
-        """`patience`: costs are solved for anew after so many measurements, once there were `FIRST`."""
+    def __init__(self, num_features: int, solve_every: int = 1) -> None:
+        """`solve_every`: measurements after which costs are solved for anew, once there were `FIRST`."""
         self.num_observed = 0
-        self._patience = patience
+        self._solve_every = solve_every
         self._long = _Memory(num_features, LONG_MEMORY)
         self._short = _Memory(num_features, SHORT_MEMORY)
         self._costs: list[float] | None = None
@@ -50,11 +50,11 @@ class LeastSquares:
         self.num_observed += 1
         self._long.add(features, value)
         self._short.add(features, value)
-        if self.num_observed <= FIRST or self.num_observed % self._patience == 0:
+        if self.num_observed <= FIRST or self.num_observed % self._solve_every == 0:
             self._costs = None
 
     def _believable(self, predicted: float, value: float) -> float:
-        reach = MOST_DEVIATIONS * max(self._deviation, LEAST_DEVIATION * predicted)
+        reach = MAX_DEVIATIONS * max(self._deviation, MIN_DEVIATION * predicted)
         clipped = min(max(value, predicted - reach), predicted + reach)
         self._deviation = DEVIATION_MEMORY * self._deviation + (1 - DEVIATION_MEMORY) * abs(clipped - predicted)
         return clipped

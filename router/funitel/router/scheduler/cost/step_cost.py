@@ -7,7 +7,7 @@ streams run, what keeps the gap between their tokens within the target; else wha
 
 from math import ceil, log2
 
-from funitel.router.scheduler.chunk_budget import MIN_CHUNK_TOKENS, Allowance, ChunkBudget, PromptCosts, StepLoad
+from funitel.router.scheduler.cost.chunk_budget import MIN_CHUNK_TOKENS, Allowance, ChunkBudget, PromptCosts, StepLoad
 from funitel.router.scheduler.cost.least_squares import LeastSquares
 
 # Without a target, a step that carries prompt tokens may take so many plain decode steps: gaps stay under 3 times the
@@ -31,7 +31,7 @@ REACH_MEMORY = 0.95
 TAIL = 0.99
 TAIL_STEP = 0.03
 SETTLED = 20  # steps before which what they were predicted to take says nothing
-MOST_TAIL = 1.5  # noise beyond this is not paid for by smaller chunks
+MAX_TAIL = 1.5  # noise beyond this is not paid for by smaller chunks
 
 # What plain steps take is measured anew after so many steps with prompts, or once so many times more or fewer sequences
 # are decoding: a busy server has no plain steps of its own, and 16 sequences are not known by one.
@@ -39,7 +39,7 @@ PROBE_STEPS = 50
 PROBE_RATIO = 1.5
 
 # Plain steps are alike: what they cost is worked out for every fourth, for that takes longer than all else of a plan.
-PLAIN_PATIENCE = 4
+SOLVE_PLAIN_EVERY = 4
 
 # Features near 1 are learnt best; a usual value of each.
 _DECODES, _DECODE_CONTEXT = 8, 8192
@@ -47,7 +47,7 @@ _TOKENS, _ATTENDED, _CONTEXT = 32, 32768, 1024
 
 
 class StepCostModel:
-    """Learns from every step, and sizes the next. `target_gap_seconds`: most time between a running stream's tokens.
+    """Learns from every step, and sizes the next. `target_gap_seconds`: maximum between a running stream's tokens.
 
     Steps shared with running streams are learnt apart from steps of prompts alone: these are large, and a token costs
     less in a large chunk than in a small one. So chunks beside streams grow from the smallest up, never from above.
@@ -56,7 +56,7 @@ class StepCostModel:
     def __init__(self, target_gap_seconds: float | None = None) -> None:
         self.target_gap_seconds = target_gap_seconds
         self.longest_plain_seconds: float | None = None  # of a plain step that took longer than the target by itself
-        self._plain = LeastSquares(3, PLAIN_PATIENCE)
+        self._plain = LeastSquares(3, SOLVE_PLAIN_EVERY)
         self._plain_tail = _Tail()
         self._last_plain_decodes = 0  # sequences of the last plain step
         self._steps_since_plain = 0
@@ -91,24 +91,24 @@ class StepCostModel:
             self._shared_tail.observe(seconds / max(plain + self._shared.predict(load), 1e-9))
         self._shared.observe(load, max(0.0, seconds - plain))
 
-    def budget(self, most_tokens: int, load: StepLoad, *, has_several_keys: bool = False) -> ChunkBudget:
-        """At most `most_tokens` prompt tokens for the next step beside the decoding sequences of `load`.
+    def budget(self, max_tokens: int, load: StepLoad, *, has_several_keys: bool = False) -> ChunkBudget:
+        """At most `max_tokens` prompt tokens for the next step beside the decoding sequences of `load`.
 
         None at all in the few steps that measure what decoding alone takes.
         """
         if load.num_decodes == 0:
-            most = min(most_tokens, self._alone.most_tokens(ALONE_GROWTH))
+            most = min(max_tokens, self._alone.max_tokens(ALONE_GROWTH))
             fixed = self._alone.fixed_seconds
-            usual = IDLE_STEP_SECONDS_OF_SEVERAL if has_several_keys else IDLE_STEP_SECONDS
+            seconds = IDLE_STEP_SECONDS_OF_SEVERAL if has_several_keys else IDLE_STEP_SECONDS
             urgent = Allowance(most, IDLE_STEP_SECONDS - fixed)
-            return ChunkBudget(Allowance(most, usual - fixed), self._alone.costs, load, urgent)
+            return ChunkBudget(Allowance(most, seconds - fixed), self._alone.costs, load, urgent)
         if self.target_gap_seconds is None and self._must_probe(load.num_decodes):
             return ChunkBudget(Allowance(0), load=load)
-        within = self._allowance(most_tokens, load, GAP_FACTOR, SHARED_GROWTH)
-        most_urgent = within
+        usual = self._allowance(max_tokens, load, GAP_FACTOR, SHARED_GROWTH)
+        urgent = usual
         if self.target_gap_seconds is None:
-            most_urgent = self._allowance(most_tokens, load, URGENT_FACTOR, URGENT_GROWTH)
-        return ChunkBudget(within, self._shared.costs, load, most_urgent)
+            urgent = self._allowance(max_tokens, load, URGENT_FACTOR, URGENT_GROWTH)
+        return ChunkBudget(usual, self._shared.costs, load, urgent)
 
     def prompt_costs(self, *, has_streams: bool) -> PromptCosts | None:
         """What prompts cost, beside streams or by themselves as far as either was measured; None before any was."""
@@ -118,25 +118,25 @@ class StepCostModel:
     def prompts_seconds(self, load: StepLoad, seconds: float) -> float:
         """Predict when prompts are computed that cost so many seconds, beside the decoding sequences of `load`.
 
-        They take as many steps as that fills, each with what it takes without them, and wait for the one under way.
+        They take as many steps as that fills, each with what it takes without them, and wait for the one in flight.
         """
         if not load.num_decodes:
             return seconds + self._alone.fixed_seconds * ceil(seconds / IDLE_STEP_SECONDS)
         plain, shared = self.plain_seconds(load), self._shared
-        per_token, most_tokens = shared.costs.per_token, shared.most_tokens(SHARED_GROWTH)
+        per_token, max_tokens = shared.costs.per_token, shared.max_tokens(SHARED_GROWTH)
         most = GAP_FACTOR * plain if self.target_gap_seconds is None else self.target_gap_seconds
         for_prompts = max(most - plain - shared.fixed_seconds, MIN_CHUNK_TOKENS * per_token)
         num_steps = max(1, ceil(seconds / for_prompts)) if for_prompts > 0.0 else 1
-        if num_steps > 1 and for_prompts > most_tokens * per_token > 0.0:  # chunks have yet to grow as large
-            num_steps += ceil(log2(for_prompts / (most_tokens * per_token)))
+        if num_steps > 1 and for_prompts > max_tokens * per_token > 0.0:  # chunks have yet to grow as large
+            num_steps += ceil(log2(for_prompts / (max_tokens * per_token)))
         return seconds + num_steps * shared.fixed_seconds + (num_steps + 1) * plain
 
     def _must_probe(self, num_decodes: int) -> bool:
         few, many = sorted((num_decodes, self._last_plain_decodes))
         return not self._plain.num_observed or self._steps_since_plain >= PROBE_STEPS or many > PROBE_RATIO * few + 1
 
-    def _allowance(self, most_tokens: int, load: StepLoad, factor: float, growth: int) -> Allowance:
-        most = min(most_tokens, self._shared.most_tokens(growth))
+    def _allowance(self, max_tokens: int, load: StepLoad, factor: float, growth: int) -> Allowance:
+        most = min(max_tokens, self._shared.max_tokens(growth))
         return Allowance(most, self._seconds_left(load, factor) - self._shared.fixed_seconds)
 
     def _seconds_left(self, load: StepLoad, factor: float) -> float:
@@ -168,7 +168,7 @@ class _PromptSteps:
         """Steps learnt from."""
         return self._fit.num_observed
 
-    def most_tokens(self, growth: int) -> int:
+    def max_tokens(self, growth: int) -> int:
         """Tokens of a step that is not far larger than those before: at most so many times."""
         return max(MIN_CHUNK_TOKENS, int(growth * self._reach))
 
@@ -202,7 +202,7 @@ def _decode_features(load: StepLoad) -> tuple[float, ...]:
 
 
 class _Tail:
-    """The ratio of measured to predicted time that 99 of 100 steps stay under, between 1 and `MOST_TAIL`."""
+    """The ratio of measured to predicted time that 99 of 100 steps stay under, between 1 and `MAX_TAIL`."""
 
     def __init__(self) -> None:
         self.ratio = 1.1
@@ -210,4 +210,4 @@ class _Tail:
     def observe(self, ratio: float) -> None:
         """Move up far when it is exceeded, down a little when not: in balance once that happens 1 time in 100."""
         step = TAIL_STEP * (TAIL if ratio > self.ratio else TAIL - 1)
-        self.ratio = min(MOST_TAIL, max(1.0, self.ratio + step))
+        self.ratio = min(MAX_TAIL, max(1.0, self.ratio + step))

@@ -1,6 +1,6 @@
 """How many prompt tokens a step computes: chunks that fit a budget of tokens and of predicted seconds. Pure.
 
-The budget comes from `step_time`, which has learnt what prompt tokens cost; `scheduler` spends it, one sequence after
+The budget comes from `step_cost`, which has learnt what prompt tokens cost; `prefill` spends it, one sequence after
 another.
 """
 
@@ -41,19 +41,19 @@ class PromptCosts:
     per_context: float = 0.0
 
     def seconds(self, context: int, count: int) -> float:
-        """What a chunk of `count` tokens behind `context` others costs."""
+        """Return what a chunk of `count` tokens behind `context` others costs."""
         return self.per_token * count + self.per_attended * attended(context, count) + self.per_context * context
 
-    def tokens_within(self, seconds: float, context: int, most: int) -> int:
-        """How many of `most` tokens behind `context` others take no longer than `seconds`."""
-        if self.seconds(context, most) <= seconds:
-            return most
+    def tokens_within(self, seconds: float, context: int, count: int) -> int:
+        """Return how many of `count` tokens behind `context` others take no longer than `seconds`."""
+        if self.seconds(context, count) <= seconds:
+            return count
         left = seconds - self.per_context * context
         if left <= 0.0:
             return 0
         # n tokens take a * n + b * n^2 / 2; this form of the root loses no digits where b is small.
         a, b = self.per_token + self.per_attended * (context + 0.5), self.per_attended
-        return min(most, int(2 * left / (a + sqrt(a * a + 2 * b * left))))
+        return min(count, int(2 * left / (a + sqrt(a * a + 2 * b * left))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,34 +68,34 @@ class ChunkBudget:
     """What prompt tokens one step may still compute. Notes the load they make.
 
     Args:
-        most: for all of them together.
+        allowance: for all of them together.
         costs: what they take.
         load: of the step without them.
-        urgent: in place of `most`, for those that are urgent; what these take is taken from the others.
+        urgent: in place of `allowance`, for those that are urgent; what these take is taken from the others.
     """
 
     def __init__(
         self,
-        most: Allowance,
+        allowance: Allowance,
         costs: PromptCosts | None = None,
         load: StepLoad | None = None,
         urgent: Allowance | None = None,
     ) -> None:
         self.load = load or StepLoad()
-        self._most = most
-        self._urgent = urgent or most
+        self._allowance = allowance
+        self._urgent = urgent or allowance
         self._costs = costs or PromptCosts()
         self._tokens = 0  # spent
         self._seconds = 0.0
 
     @property
     def is_spent(self) -> bool:
-        """Whether not even the cheapest token may be added, but for an urgent one."""
+        """Whether not even the cheapest token may be added, except an urgent one."""
         return self.fit(0, 1) == 0
 
     def fit(self, context: int, wanted: int, *, is_urgent: bool = False) -> int:
         """How many of `wanted` tokens behind `context` others may be computed; the step's first chunk has a floor."""
-        allowed = self._urgent if is_urgent else self._most
+        allowed = self._urgent if is_urgent else self._allowance
         most = max(0, min(wanted, allowed.tokens - self._tokens))
         floor = MIN_CHUNK_TOKENS if self.load.num_prompt_tokens == 0 else 0
         return min(most, max(floor, self._costs.tokens_within(allowed.seconds - self._seconds, context, most)))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from funitel.router.scheduler.chunk_budget import MIN_CHUNK_TOKENS, Allowance, ChunkBudget, PromptCosts, StepLoad
+from funitel.router.scheduler.cost.chunk_budget import MIN_CHUNK_TOKENS, Allowance, ChunkBudget, PromptCosts, StepLoad
 
 COST = st.just(0.0) | st.floats(1e-15, 1e-2)  # in seconds; what is smaller has squares that are no numbers any more
 SECONDS = st.just(0.0) | st.floats(1e-9, 10)
