@@ -152,7 +152,7 @@ app.command("bench-kernels")(
     as_command(
         KernelSettings,
         bench_kernels,
-        {"model_id": "Model whose matrices are measured."},
+        {"model_id": "Model with the matrices to measure."},
         set_up=_log_as_measurement,
     )
 )
@@ -162,15 +162,13 @@ app.command("spec")(
     as_command(
         SpecSettings,
         spec,
-        {"action": "show or check.", "model_id": "Model whose spec is shown or whose tensors are checked."},
+        {"action": "show or check.", "model_id": "Model to show the spec of, or to check the tensors of."},
     )
 )
 
 
 app.command("models")(
-    as_command(
-        ModelsSettings, models, {"model_id": "Model whose needs are told; all that can be served when left out."}
-    )
+    as_command(ModelsSettings, models, {"model_id": "Model to estimate; all that can be served when left out."})
 )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from funitel.model_server.cpu.build import cpu_flags
 from funitel.model_server.cpu.precision import Tier
-from funitel.model_server.cpu.thread_tuning import MARGIN, ROUNDS, Probe, Waiting, choose, settle_threads
+from funitel.model_server.cpu.thread_tuning import MARGIN, ROUNDS, ThreadTuner, Waiting, choose, settle_threads
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache
@@ -41,7 +41,7 @@ def by_threads(one: dict[int, float], some: dict[int, float] | None = None) -> T
 
 def test_candidates_take_turns_in_both_orders() -> None:
     times = by_threads({2: 1e-3, 1: 1e-3})
-    assert Probe(times, ALONE).best([TWO, ONE]) == 0
+    assert ThreadTuner(times, ALONE).best([TWO, ONE]) == 0
     assert times.visited == ([TWO, ONE, ONE, TWO] * ROUNDS)[: 2 * ROUNDS]
 
 
@@ -58,7 +58,7 @@ def test_candidates_take_turns_in_both_orders() -> None:
 def test_another_than_the_first_must_be_clearly_faster(
     one: dict[int, float], some: dict[int, float] | None, best: int
 ) -> None:
-    assert Probe(by_threads(one, some), ALONE).best([TWO, ONE]) == best
+    assert ThreadTuner(by_threads(one, some), ALONE).best([TWO, ONE]) == best
 
 
 def test_a_neighbour_who_leaves_one_round_alone_changes_nothing() -> None:
@@ -66,7 +66,7 @@ def test_a_neighbour_who_leaves_one_round_alone_changes_nothing() -> None:
         usual = 1.0 if waiting == TWO else 1.5
         return (usual * 40, usual * 40) if waiting == TWO and number != 1 else (usual, usual)
 
-    assert Probe(Times(beside), ALONE).best([TWO, ONE]) == 0
+    assert ThreadTuner(Times(beside), ALONE).best([TWO, ONE]) == 0
 
 
 def test_threads_are_settled_before_the_spin() -> None:
@@ -148,7 +148,7 @@ def test_a_model_has_the_same_bits_after_the_probe(
 
     before = logits()
     with caplog.at_level(logging.INFO, "funitel"):
-        settle_threads(decoder, spec, ALONE, most_threads=4, num_threads=asked, spin_us=spin)
+        settle_threads(decoder, spec, ALONE, max_threads=4, num_threads=asked, spin_us=spin)
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("threads ")]
     assert f"num_threads={decoder.num_threads} " in line
     assert ("tried=nothing" in line) == (asked is not None and spin is not None)

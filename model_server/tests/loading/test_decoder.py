@@ -71,6 +71,6 @@ def test_a_flag_for_threads_of_the_fused_step_is_warned_of_where_torch_computes(
 
 
 def test_a_number_of_threads_and_a_bound_on_it_contradict_each_other() -> None:
-    message = "--most-threads 4 bounds the probe, which --num-threads 2 leaves nothing to find: give one of them"
+    message = "--most-threads 4 bounds the tuning of threads, which --num-threads 2 turns off: give one of them"
     with pytest.raises(SettingsError, match=f"^{message}$"):
         ModelServerSettings(model_id="x", num_threads=2, most_threads=4)

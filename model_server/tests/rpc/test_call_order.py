@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from funitel.model_server.rpc.call_order import StepOrder
+from funitel.model_server.rpc.call_order import CallOrder
 from funitel.proto.errors import FunitelError
 
 
@@ -12,7 +12,7 @@ class Recorded:
     """An order, the numbers that it has begun, and what it said to those it refused."""
 
     def __init__(self) -> None:
-        self.order = StepOrder()
+        self.order = CallOrder()
         self.begun: list[int | None] = []
         self.refused: list[str] = []
 

@@ -110,15 +110,15 @@ async def shard(executor: Executor, tmp_path: Path) -> AsyncIterator[Shard]:
     with ThreadPoolExecutor(1) as compute:
         failures: list[FunitelError] = []
         server = CallServer(executor, info.world_size, path, compute, failures.append)
-        assert server.calls.loop is not asyncio.get_running_loop(), "a CPU has a loop of its own"
+        assert server.dispatcher.loop is not asyncio.get_running_loop(), "a CPU has a loop of its own"
         await server.start()
-        grpc_server = make_server(Servicer(executor, info, [], server.calls), address)
+        grpc_server = make_server(Servicer(executor, info, [], server.dispatcher), address)
         await grpc_server.start()
         async with grpc.aio.insecure_channel(address) as channel:
             stub = generate_pb2_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]
             yield Shard(executor, server, stub, path, failures)
         await grpc_server.stop(None)
-        if not server.calls.loop.is_closed():
+        if not server.dispatcher.loop.is_closed():
             await asyncio.wait_for(server.stop(), 10)
 
 

@@ -1,4 +1,4 @@
-"""Lanes and the compute thread's loop: order, what is sent before the next job begins, threads, the end."""
+"""Runners and the compute thread's loop: order, what is sent before the next job begins, threads, the end."""
 
 import asyncio
 import threading
@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from funitel.model_server.rpc.compute_threads import ComputeLoop, InlineRunner, Lane, ThreadedRunner
+from funitel.model_server.rpc.compute_threads import ComputeLoop, InlineRunner, Runner, ThreadedRunner
 
 
-async def outcomes(lane: Lane, count: int) -> list[str]:
+async def outcomes(runner: Runner, count: int) -> list[str]:
     """Run jobs of which every third fails; what was told, in order."""
     told: list[str] = []
     ended = asyncio.Event()
@@ -31,7 +31,7 @@ async def outcomes(lane: Lane, count: int) -> list[str]:
         return i
 
     for i in range(count):
-        lane.run(partial(job, i), finish, tell, tell)
+        runner.run(partial(job, i), finish, tell, tell)
     await asyncio.wait_for(ended.wait(), 10)
     return told
 
@@ -46,28 +46,28 @@ async def test_either_lane_keeps_the_order_and_goes_on_behind_a_failure() -> Non
 async def test_a_job_runs_while_the_one_before_it_is_finished_beside_it() -> None:
     has_run, ended = threading.Event(), asyncio.Event()
     with ThreadPoolExecutor(1) as compute, ThreadPoolExecutor(1) as answers:
-        lane = ThreadedRunner(compute, answers)
-        lane.run(
+        runner = ThreadedRunner(compute, answers)
+        runner.run(
             lambda: None, lambda _: has_run.wait(10), lambda was_run: ended.set() if was_run else None, pytest.fail
         )
-        lane.run(has_run.set, lambda _: None, lambda _: None, pytest.fail)
+        runner.run(has_run.set, lambda _: None, lambda _: None, pytest.fail)
         await asyncio.wait_for(ended.wait(), 20)
 
 
 async def test_the_loop_turns_between_two_jobs_of_its_own_lane() -> None:
     """What the first answers is written in that turn, so it must not wait for the second."""
-    lane, events = InlineRunner(), []
+    runner, events = InlineRunner(), []
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    lane.run(
+    runner.run(
         lambda: events.append("first"), lambda _: None, lambda _: loop.call_soon(events.append, "turn"), events.append
     )
-    lane.run(lambda: events.append("second"), lambda _: None, lambda _: ended.set(), events.append)
+    runner.run(lambda: events.append("second"), lambda _: None, lambda _: ended.set(), events.append)
     await asyncio.wait_for(ended.wait(), 10)
     assert events == ["first", "turn", "second"]
 
 
 async def test_a_reply_that_raises_does_not_stop_its_lane() -> None:
-    lane, ended = InlineRunner(), asyncio.Event()
+    runner, ended = InlineRunner(), asyncio.Event()
     raised: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context["exception"]))
     error = RuntimeError("the socket is gone")
@@ -75,8 +75,8 @@ async def test_a_reply_that_raises_does_not_stop_its_lane() -> None:
     def answer(_: None) -> None:
         raise error
 
-    lane.run(lambda: None, lambda _: None, answer, pytest.fail)
-    lane.run(lambda: None, lambda _: None, lambda _: ended.set(), pytest.fail)
+    runner.run(lambda: None, lambda _: None, answer, pytest.fail)
+    runner.run(lambda: None, lambda _: None, lambda _: ended.set(), pytest.fail)
     await asyncio.wait_for(ended.wait(), 10)
     assert raised == [error]
 

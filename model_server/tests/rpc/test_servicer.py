@@ -53,7 +53,7 @@ async def shard(executor: Executor, tmp_path: Path) -> AsyncIterator[Shard]:
         urls = ["unix:///a-0", "unix:///a-1"]
         server = CallServer(executor, info.world_size, "", compute, failures.append)
         await server.start()
-        grpc_server = make_server(Servicer(executor, info, urls, server.calls), address)
+        grpc_server = make_server(Servicer(executor, info, urls, server.dispatcher), address)
         await grpc_server.start()
         async with grpc.aio.insecure_channel(address) as channel:
             stub = generate_pb2_grpc.TextGenerationServiceStub(channel)  # type: ignore[no-untyped-call]

@@ -18,8 +18,8 @@ from funitel.model_server.settings import (
     DEVICES,
     DTYPES,
     KV_CACHE_DTYPES,
-    MOST_NODES,
-    MOST_SPIN_US,
+    MAX_NODES,
+    MAX_SPIN_US,
     QUANTIZATIONS,
     ModelServerSettings,
 )
@@ -345,10 +345,10 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "cuda_memory_fraction": st.floats(0, 1, exclude_min=True),
     "num_threads": st.none() | COUNT,
     "most_threads": st.none(),  # and a number where "num_threads" is none
-    "thread_spin_us": st.none() | st.integers(0, MOST_SPIN_US),
+    "thread_spin_us": st.none() | st.integers(0, MAX_SPIN_US),
     "trust_remote_code": st.booleans(),
     "cores": st.none() | st.frozensets(st.integers(0, 300), min_size=1).map(Cores),
-    "memory_node": st.none() | st.integers(0, MOST_NODES - 1),
+    "memory_node": st.none() | st.integers(0, MAX_NODES - 1),
     "prefill_chunking": st.booleans(),
     "prefix_caching": st.booleans(),
     "enable_prefill_logprobs": st.booleans(),

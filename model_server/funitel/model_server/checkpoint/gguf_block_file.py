@@ -1,4 +1,4 @@
-"""The blocks of a model that was converted from a GGUF, read as they lie in the file; see `gguf_blocks`."""
+"""Read the GGUF blocks of a converted model as they lie in the file; see `gguf_block_types`."""
 
 import logging
 from math import prod

@@ -1,4 +1,4 @@
-"""Types of GGUF's blocks that are computed on as they are, and where a converted model keeps them. No torch here.
+"""Types of GGUF blocks that are computed on as they are, and the file of a converted model for them. No torch here.
 
 `gguf_convert` writes the file, `blocks` reads it: for each matrix of one of the types a tensor of bytes, a row for each
 output, under the name of the float32 tensor, with its type in the file's metadata. Outputs are in Hugging Face's order,
@@ -13,7 +13,7 @@ from funitel.model_server.files.integrity import hash_file, read_json
 from funitel.proto.errors import WeightsError
 
 BLOCKS = Path("gguf") / "blocks.safetensors"
-"""In the folder of a converted model; deeper than the model's own weights, where nobody takes it for more of them."""
+"""In the folder of a converted model; deeper than the model's own weights, so that it is not taken for more of them."""
 RECORD = BLOCKS.with_name("weights.json")
 """What the weights beside it were when the blocks were written; others saved there since make the blocks worthless."""
 BLOCK_INPUTS = 32

@@ -1,4 +1,4 @@
-"""How a quantised linear layer lies in a checkpoint's files: integers or float8 with scales, in each project's way.
+"""Read quantised linear layers from a checkpoint's files: integers or float8 with scales, in each project's format.
 
 A storage reads rows and columns of its own matrix in floating point; a kernel that computes on the codes themselves
 asks for `read_codes`.

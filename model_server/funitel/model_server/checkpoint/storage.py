@@ -1,4 +1,4 @@
-"""How one tensor lies in a checkpoint's files, where it lies as it is; quantised ones are in `quantized_storage`.
+"""Read one tensor of a checkpoint by rows and columns; quantised ones are in `quantized_storage`.
 
 `Weights` keeps one storage for each tensor the model may ask for. A storage reads rows and columns of its own tensor
 and knows neither ranks nor layers.

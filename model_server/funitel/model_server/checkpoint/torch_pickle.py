@@ -1,4 +1,4 @@
-"""PyTorch's own checkpoint files (`*.bin`, `*.pt`, `*.pth`), read without running anything that is in them.
+"""Read PyTorch's own checkpoint files (`*.bin`, `*.pt`, `*.pth`) without running the code in a pickle.
 
 `torch.load` with `weights_only` rebuilds tensors and refuses every other global; here that refusal becomes one line
 with the global's name. A zip, which torch has written since 1.6, is memory mapped; an older file is read into memory.
@@ -26,7 +26,7 @@ WRAPPERS = ("state_dict", "model", "module")
 """Keys under which training scripts keep a model's tensors beside the rest of their state."""
 _REFUSED = re.compile(r"GLOBAL (\S+)")
 _REASON = re.compile(r"WeightsUnpickler error: (.*)")
-# Modules whose globals checkpoints are made of.
+# Modules of the globals in checkpoints.
 _USUAL = ("collections", "torch", "torch._tensor", "torch._utils", "torch.nn.parameter", "torch.storage")
 # Names of types as safetensors writes them.
 _DTYPES = {

@@ -1,8 +1,8 @@
-"""A checkpoint's tensors by name, sliced per rank; strict about missing, unexpected and misshapen ones.
+"""Read the weights of a checkpoint by name, sliced per rank; refuse missing, unexpected and misshapen tensors.
 
 Reads safetensors and PyTorch's own files, memory-mapped: no rank reads another rank's slices, and no more than one
 tensor is on its way at a time. Quantised layers come out in floating point. `decoder` asks for every tensor it needs
-and then calls `finish`, which refuses what nobody asked for.
+and then calls `finish`, which refuses tensors that were not asked for.
 """
 
 import math
@@ -33,8 +33,8 @@ class Weights:
     Names are those of the causal-LM model; a checkpoint saved from the bare model, without `prefix`, is understood.
 
     `held_bytes` counts what this rank holds, `sharded_bytes` the part of it that is split between ranks, and
-    `total_sharded_bytes` the same tensors unsplit. Who takes blocks where there are some says so in `takes_blocks`,
-    before anything is read; who multiplies by quantised matrices as they are is named in `products`; `scales_kv` says
+    `total_sharded_bytes` the same tensors unsplit. A caller that takes GGUF blocks sets `takes_blocks`
+    before anything is read; `products` is what multiplies by quantised matrices as they are; `scales_kv` says
     that the KV pool is float8, so that the scales of keys and values count. `quantization` is None for a checkpoint
     that is not quantised. Progress goes to stderr where `is_shown`.
 
@@ -55,7 +55,7 @@ class Weights:
         self.total_sharded_bytes = 0
         self._files: dict[str, TensorFile] = {}
         self._used: set[str] = set()
-        self.unexpected: list[str] = []  # tensors nobody asked for, known when finished
+        self.unexpected: list[str] = []  # tensors that were not asked for, known when finished
         for path in weight_files(folder):
             self._open(path)
         self.prefix = self._prefix_here(prefix)
@@ -284,7 +284,7 @@ class Weights:
         return storage.num_elements * self.dtype.itemsize
 
     def finish(self, ignored: Sequence[str]) -> None:
-        """Refuse tensors nobody asked for, except those matching a pattern of `ignored`, and close the files."""
+        """Refuse tensors that were not asked for, except those matching a pattern of `ignored`, and close the files."""
         patterns = [re.compile(pattern) for pattern in ignored]
         patterns.append(_KV_SCALE)
         extra = [n for n in self._files if n not in self._used and not any(p.search(n) for p in patterns)]

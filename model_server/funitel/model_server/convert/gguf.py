@@ -1,4 +1,4 @@
-"""Turn a GGUF file into a Hugging Face folder that holds the same model in float32, and its blocks as they are.
+"""Convert a GGUF file into a Hugging Face folder that holds the same model in float32, and its blocks as they are.
 
 A row of `gguf_architectures` gives the configuration, that gives the ModelSpec, and the spec says what its checkpoint
 calls each tensor of the file and how it lies there. Every tensor of the file must be known, every expected one present.

@@ -1,4 +1,4 @@
-"""The table of GGUF architectures: how each one's metadata reads as a Hugging Face configuration. A family is a row.
+"""The table of GGUF architectures: each one's metadata as a Hugging Face configuration. A family is a row.
 
 Names of tensors are in no row: what a tensor is for has one name in every GGUF (`ROLES`), and the family's ModelSpec
 says what its checkpoints call the same thing.
@@ -174,7 +174,7 @@ def rope_scaling(gguf: GgufFile) -> dict[str, object] | None:
 def _llama3_scaling(gguf: GgufFile) -> dict[str, object]:
     """Find Llama 3's scaling again: the file holds only its outcome, a divisor for each rotary frequency.
 
-    Every published Llama 3 has these bounds; a file whose divisors they do not explain is refused.
+    Every published Llama 3 has these bounds; a file with divisors that they do not explain is refused.
     Source: `_compute_llama3_parameters` of transformers.
     """
     low, high, original = 1.0, 4.0, 8192

@@ -20,11 +20,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from funitel.model_server.files.integrity import GGUF_MAGIC, file_format
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
-MOST_KEYS = 1 << 16
-MOST_TENSORS = 1 << 16
-MOST_ITEMS = 1 << 24  # of an array: many times the largest vocabulary
-MOST_NAME_BYTES = 1 << 10
-MOST_DIMENSIONS = 4
+MAX_KEYS = 1 << 16
+MAX_TENSORS = 1 << 16
+MAX_ITEMS = 1 << 24  # of an array: many times the largest vocabulary
+MAX_NAME_BYTES = 1 << 10
+MAX_DIMENSIONS = 4
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32  # where the file names none
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -157,8 +157,8 @@ def _read(path: Path) -> GgufFile:
     if version not in _VERSIONS:
         raise ValueError(f"version {version}, versions {_VERSIONS[0]} and {_VERSIONS[1]} can be read")
     num_tensors, num_keys = header.integer("<Q"), header.integer("<Q")
-    _within("tensors", num_tensors, MOST_TENSORS)
-    _within("metadata keys", num_keys, MOST_KEYS)
+    _within("tensors", num_tensors, MAX_TENSORS)
+    _within("metadata keys", num_keys, MAX_KEYS)
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = header.name()
@@ -204,7 +204,7 @@ class _Header:
         """A key or a tensor's name."""
         num_bytes = self.integer("<Q")
         _check_end("header", self.at + num_bytes, self.data)
-        _within("bytes of a name", num_bytes, MOST_NAME_BYTES)
+        _within("bytes of a name", num_bytes, MAX_NAME_BYTES)
         return self.take(num_bytes).decode()
 
     def value(self, key: str, kind: int) -> Any:
@@ -213,7 +213,7 @@ class _Header:
             return self.take(self.integer("<Q")).decode()
         if kind == _ARRAY:
             kind, count = self.integer("<I"), self.integer("<Q")
-            _within(f"items of metadata {key}", count, MOST_ITEMS)
+            _within(f"items of metadata {key}", count, MAX_ITEMS)
             if kind == _STRING:
                 return [self.take(self.integer("<Q")).decode() for _ in range(count)]
             return self._scalars(key, kind, count)
@@ -229,8 +229,8 @@ class _Header:
     def tensor(self, name: str) -> tuple[GGMLQuantizationType, tuple[int, ...], int]:
         """Type, shape and offset of a tensor, without its name."""
         num_dims = self.integer("<I")
-        if not 1 <= num_dims <= MOST_DIMENSIONS:
-            raise ValueError(f"tensor {name} has {num_dims} dimensions, must have 1..{MOST_DIMENSIONS}")
+        if not 1 <= num_dims <= MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name} has {num_dims} dimensions, must have 1..{MAX_DIMENSIONS}")
         shape = tuple(self.integer("<Q") for _ in range(num_dims))[::-1]
         if min(shape) < 1:
             raise ValueError(f"tensor {name} has shape {list(shape)}, sizes must be at least 1")

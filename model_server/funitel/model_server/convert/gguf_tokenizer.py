@@ -17,7 +17,7 @@ from funitel.proto.errors import UnsupportedModel, WeightsError
 
 logger = logging.getLogger(__name__)
 
-MOST_TOKEN_CHARACTERS = 1 << 10
+MAX_TOKEN_CHARACTERS = 1 << 10
 """Longest token; those of real vocabularies have some two hundred characters, most of them spaces."""
 
 
@@ -204,8 +204,8 @@ def _tokens(gguf: GgufFile) -> list[str]:
     """Tokens by their ids."""
     tokens = gguf.items("tokenizer.ggml.tokens", str)
     longest = max(map(len, tokens), default=0)
-    if longest > MOST_TOKEN_CHARACTERS:
-        raise WeightsError(f"{gguf.path}: a token has {longest} characters, at most {MOST_TOKEN_CHARACTERS} are read")
+    if longest > MAX_TOKEN_CHARACTERS:
+        raise WeightsError(f"{gguf.path}: a token has {longest} characters, at most {MAX_TOKEN_CHARACTERS} are read")
     return tokens
 
 

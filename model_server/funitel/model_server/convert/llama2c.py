@@ -1,4 +1,4 @@
-"""Turn a model of llama2.c (`stories15M.bin` and its like) into a Hugging Face folder: a Llama in float32.
+"""Convert a model of llama2.c (`stories15M.bin` and its like) into a Hugging Face folder: a Llama in float32.
 
 Its tokenizer is a file beside it, `tokenizer.bin`. Three versions: a bare header and floats; the same with a header of
 256 bytes; matrices as int8 with a scale for each group of weights.
@@ -22,7 +22,7 @@ from funitel.model_server.files.integrity import LLAMA2C_TOKENIZER
 from funitel.model_server.registry.lookup import spec_of
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
-MOST_TOKEN_BYTES = 1 << 10
+MAX_TOKEN_BYTES = 1 << 10
 _MAGIC = 0x616B3432  # "ak42"
 _HEADER = struct.Struct("<7i")
 _HEADER_BYTES = 256  # of versions 1 and 2
@@ -81,7 +81,7 @@ class _Model:
             "w1": (self.inner_size, size),
             "w2": (size, self.inner_size),
             "w3": (self.inner_size, size),
-            "turns": (2, self.context, size // self.num_heads // 2),  # cosines and sines that nobody needs
+            "turns": (2, self.context, size // self.num_heads // 2),  # cosines and sines that are not needed
             **dict.fromkeys(("tok_emb", "head"), (self.vocab_size, size)),
         }
         return shapes.get(name, (size,))
@@ -234,7 +234,7 @@ def _values(model: _Model, data: npt.NDArray[np.uint8], name: str, at: int) -> I
 def _read_tokenizer(path: Path, vocab_size: int) -> tuple[Sequence[str], Sequence[float]]:
     """Tokens in SentencePiece's letters, and their scores."""
     try:
-        content = path.read_bytes() if path.stat().st_size <= vocab_size * (MOST_TOKEN_BYTES + 8) + 4 else b""
+        content = path.read_bytes() if path.stat().st_size <= vocab_size * (MAX_TOKEN_BYTES + 8) + 4 else b""
     except OSError as error:
         raise WeightsError(f"{path}, the tokenizer of a llama2.c model, cannot be read: {error.strerror}") from error
     tokens: list[str] = []
@@ -243,7 +243,7 @@ def _read_tokenizer(path: Path, vocab_size: int) -> tuple[Sequence[str], Sequenc
     try:
         for _ in range(vocab_size):
             score, length = struct.unpack_from("<fi", content, at)
-            if not 0 <= length <= min(MOST_TOKEN_BYTES, len(content) - at - 8):
+            if not 0 <= length <= min(MAX_TOKEN_BYTES, len(content) - at - 8):
                 raise WeightsError(f"{path}: token {len(tokens)} has {length} bytes, which is not possible")
             tokens.append(content[at + 8 : at + 8 + length].decode().replace(" ", PIECE_SPACE))
             scores.append(score)

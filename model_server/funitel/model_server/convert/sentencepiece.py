@@ -1,4 +1,4 @@
-"""SentencePiece's BPE as a fast tokenizer: of all neighbours the pair whose joined token scores best merges first."""
+"""Rebuild SentencePiece's BPE as a fast tokenizer: the pair of neighbours with the best joined score merges first."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ def sentencepiece_bpe(
     unknown: str | None,
     adds_space: bool = True,
 ) -> Tokenizer:
-    """A tokenizer whose merges follow `scores`; byte tokens stand for letters that `tokens` lack.
+    """A tokenizer with merges in the order of `scores`; byte tokens stand for letters that `tokens` lack.
 
     Rank order stands for score order, so every way to cut a token in two known tokens becomes a merge. Of a token
     listed twice the first id counts. `adds_space` puts a space before each text.

@@ -1,4 +1,4 @@
-"""Which specs the fused step computes. Whatever is not known here is left to torch."""
+"""Decide which specs the fused step computes. The others are left to torch."""
 
 from dataclasses import MISSING, Field, fields
 from typing import Any

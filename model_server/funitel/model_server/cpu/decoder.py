@@ -1,4 +1,4 @@
-"""The decoder of `decoder.py` by the fused step: the same call, the same results."""
+"""The fused decoder: the same call and results as `models/decoder`, in one call into C++."""
 
 import ctypes
 from array import array

@@ -1,4 +1,4 @@
-"""What a rank's weights and steps will take in the engine, from the spec alone: known before anything is read.
+"""Compute the memory of a rank's weights and steps in the engine, from the spec alone, before anything is read.
 
 Of weights it follows `program.Program` matrix by matrix; a test holds the two together for every family, tier and rank.
 """

@@ -1,4 +1,4 @@
-"""This rank's share of a model's matrices, packed into an engine in the kinds of a tier."""
+"""Pack this rank's share of a model's matrices into an engine, in the kinds of a precision tier."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The C interface of `engine.cpp` in ctypes. ctypes releases the interpreter lock for the time of a call."""
+"""Bindings of the C interface of `engine.cpp` by ctypes, which releases the interpreter lock for the time of a call."""
 
 import ctypes
 from collections.abc import Sequence
@@ -92,7 +92,7 @@ class NormRecord(ctypes.Structure):
 
 
 class Batch(ctypes.Structure):
-    """One step's rows and where its results go; whoever fills it keeps the memory alive."""
+    """One step's rows and where its results go; the caller keeps the memory alive."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_rows", "num_logits", "logits_stride")),

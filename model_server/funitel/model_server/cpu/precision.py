@@ -1,4 +1,4 @@
-"""Precision tiers of the fused step, and which of them the settings ask for. No torch here."""
+"""Define the precision tiers of the fused step, and choose one by the settings. No torch here."""
 
 from enum import Enum, IntEnum
 
@@ -61,7 +61,7 @@ def choose_tier(
     Args:
         dtype, quantize: the settings of these names.
         quantization: what the checkpoint says of its own; `quantize` then only confirms it.
-        has_blocks: the model was converted from a GGUF whose blocks are at hand.
+        has_blocks: the model was converted from a GGUF and its blocks are at hand.
 
     Raises:
         SettingsError: exact weights and quantised weights are both asked for, or blocks where there are none.

@@ -1,4 +1,4 @@
-"""A ModelSpec and its weights -> an engine loaded with matrices and a program: one flat list of operations.
+"""Compile a ModelSpec and its weights to an engine with matrices and a program: one flat list of operations.
 
 Says the same as `decoder.Decoder`, operation by operation; that one stays the oracle.
 """

@@ -1,4 +1,4 @@
-"""Ranks of one host, which reduce in memory that all of them have mapped: a collective takes microseconds there.
+"""Collectives of the ranks of one host in shared memory: a reduction takes microseconds there.
 
 They meet through torch.distributed first, which stays for what is not done in every step. The memory has no name that
 could be left behind: rank 0 makes it, the others open it through rank 0's entry in /proc, so they must be of one user.
@@ -19,7 +19,7 @@ _NOTE_BYTES = 32  # random, at the start of the memory: it is this one and no ot
 class SharedMemoryRanks(TensorParallel):
     """One rank's view of its group, as `TensorParallel`, of ranks that share memory.
 
-    Sums are taken in the order of the ranks: every rank has the same bits, whoever came first.
+    Sums are taken in the order of the ranks: every rank has the same bits, in any order of arrival.
     """
 
     def __init__(self, rank: int, size: int, library: ctypes.CDLL, handle: int) -> None:

@@ -1,4 +1,4 @@
-"""How many threads compute a step, and how long they spin before they sleep: found by trying on the model's own layers.
+"""Tune the number of threads of a step, and how long they spin before they sleep, on the model's own layers.
 
 What is tried is first the number of threads, then the spin, each candidate in turns with the others and every other
 round in reverse order. The least times count: a start is when other processes start too, and what they take away now
@@ -24,18 +24,18 @@ from funitel.model_server.spec.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-DIVISORS = (1, 2, 4)  # of the most threads: all cores, one thread for each of two hyper-threads, and fewer
+DIVISORS = (1, 2, 4)  # of the maximum number of threads: all cores, one thread for each of two hyper-threads, and fewer
 # Longer waits are not tried: 100 us win 6 % of a token alone, and lose a quarter beside a busy neighbour.
 SPINS_US: tuple[int, ...] = (15, 0)
 MARGIN = 0.9  # of the first candidate's time: what another must beat, in the geometric mean of both numbers of rows
-ROUNDS, SECONDS = 15, 0.08  # most of each for threads, and again for spins; a round that has begun is ended
+ROUNDS, SECONDS = 15, 0.08  # maximum of each for threads, and again for spins; a round that has begun is ended
 ROWS = 8
 EXCERPT_BYTES = 8 << 20  # of the weights that a visit reads
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """How a step's threads work and wait."""
+    """How many threads compute a step, and how long they spin."""
 
     num_threads: int
     spin_us: int
@@ -48,7 +48,7 @@ Visit = Callable[[Waiting], tuple[float, float]]
 """Seconds of one row and of `ROWS` rows, waiting like that."""
 
 
-class Probe:
+class ThreadTuner:
     """Tries candidates by `visit` and settles on one; every rank calls the same in the same order."""
 
     def __init__(self, visit: Visit, parallel: TensorParallel) -> None:
@@ -77,7 +77,7 @@ class Probe:
 
 
 def _fastest(times: Sequence[tuple[float, float]]) -> int:
-    """The first, or of those that are slower than it by neither time the one whose product is least, by the margin."""
+    """The first, unless a candidate that is slower by neither time has a smaller product of both, by the margin."""
     first = times[0]
     able = [i for i, (one, some) in enumerate(times) if one <= first[0] and some <= first[1]]
     best = min(able, key=lambda i: times[i][0] * times[i][1])
@@ -85,29 +85,29 @@ def _fastest(times: Sequence[tuple[float, float]]) -> int:
 
 
 def choose(
-    visit: Visit, parallel: TensorParallel, most_threads: int, num_threads: int | None, spin_us: int | None
+    visit: Visit, parallel: TensorParallel, max_threads: int, num_threads: int | None, spin_us: int | None
 ) -> tuple[Waiting, list[str]]:
-    """Settle on threads and spin, those that are given excepted; also what was tried, in words with microseconds.
+    """Choose threads and spin where they are not given; also returns what was tried, in words with microseconds.
 
     Args:
-        most_threads: that this rank may use; ranks may have different ones.
+        max_threads: that this rank may use; ranks may have different ones.
         num_threads, spin_us: as asked for, None to be found.
     """
-    probe = Probe(visit, parallel)
+    tuner = ThreadTuner(visit, parallel)
     # What one rank was told holds the others back too: all try together, or none.
     if not parallel.smallest(num_threads is None):
-        num_threads = num_threads or most_threads
+        num_threads = num_threads or max_threads
     spins = SPINS_US
     if not parallel.smallest(spin_us is None):
         spins = (SPINS_US[0] if spin_us is None else spin_us,)
     if num_threads is None:
-        most_of_any = -parallel.smallest(-most_threads)
-        counts = [max(1, most_threads // divisor) for divisor in DIVISORS if divisor <= most_of_any]
-        num_threads = counts[probe.best([Waiting(count, spins[0]) for count in counts])]
-    most_chosen = -parallel.smallest(-num_threads)
-    if most_chosen == 1:
-        return Waiting(num_threads, spins[0]), probe.tried
-    return Waiting(num_threads, spins[probe.best([Waiting(num_threads, spin) for spin in spins])]), probe.tried
+        max_of_ranks = -parallel.smallest(-max_threads)
+        counts = [max(1, max_threads // divisor) for divisor in DIVISORS if divisor <= max_of_ranks]
+        num_threads = counts[tuner.best([Waiting(count, spins[0]) for count in counts])]
+    max_chosen = -parallel.smallest(-num_threads)
+    if max_chosen == 1:
+        return Waiting(num_threads, spins[0]), tuner.tried
+    return Waiting(num_threads, spins[tuner.best([Waiting(num_threads, spin) for spin in spins])]), tuner.tried
 
 
 def settle_threads(
@@ -115,14 +115,14 @@ def settle_threads(
     spec: ModelSpec,
     parallel: TensorParallel,
     *,
-    most_threads: int,
+    max_threads: int,
     num_threads: int | None,
     spin_us: int | None,
 ) -> None:
     """Let a loaded decoder compute on as many threads as is best here, and spin as long; what was tried is logged."""
     begin = time.perf_counter()
     with torch.inference_mode():
-        chosen, tried = choose(Excerpts(decoder, spec, parallel).visit, parallel, most_threads, num_threads, spin_us)
+        chosen, tried = choose(Excerpts(decoder, spec, parallel).visit, parallel, max_threads, num_threads, spin_us)
     decoder.program.limit_to(None)
     decoder.program.engine.set_threads(chosen.num_threads, chosen.spin_us)
     logger.info(

@@ -1,4 +1,4 @@
-"""What a program needs beside matrices: norms, rotary positions, a table of positions, slopes."""
+"""Load what a program needs beside matrices: norms, rotary positions, a table of positions, slopes."""
 
 from collections.abc import Callable
 

@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 
-from funitel.model_server.settings import MOST_NODES, ModelServerSettings
+from funitel.model_server.settings import MAX_NODES, ModelServerSettings
 from funitel.proto.errors import SettingsError
 from funitel.proto.process.cores import Cores
 
@@ -45,10 +45,10 @@ def _prefer_memory_of(node: int) -> None:
         logger.warning("--memory-node %d has no effect on %s", node, platform.machine())
         return
     word_bits = 8 * ctypes.sizeof(ctypes.c_ulong)
-    mask = (ctypes.c_ulong * (MOST_NODES // word_bits))()
+    mask = (ctypes.c_ulong * (MAX_NODES // word_bits))()
     mask[node // word_bits] = 1 << node % word_bits
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(number, _MPOL_PREFERRED, mask, MOST_NODES) == 0:
+    if libc.syscall(number, _MPOL_PREFERRED, mask, MAX_NODES) == 0:
         return
     error = ctypes.get_errno()
     if error == errno.EINVAL:

@@ -1,4 +1,4 @@
-"""A folder of finished things: what is there under its own name is whole, and only one process makes it.
+"""Write a folder atomically: what has its final name is complete, and only one process writes it.
 
 Work happens in a hidden folder on the same filesystem and is renamed into place when it has reached the disk.
 The kernel lets go of a lock when its process dies, and the next holder sweeps away what that process left.

@@ -1,4 +1,4 @@
-"""Is a checkpoint on disk whole? Cheap checks of headers and sizes, before anything heavy starts.
+"""Check the integrity of a checkpoint on disk by headers and sizes, before anything heavy starts.
 
 Knows the Hugging Face folder layout, the safetensors container and the zip that PyTorch writes, not what the tensors
 mean. No torch here.
@@ -14,9 +14,9 @@ from typing import Any
 from funitel.model_server.files.progress import Progress
 from funitel.proto.errors import WeightsError
 
-MOST_JSON_BYTES = 1 << 26
+MAX_JSON_BYTES = 1 << 26
 """Longest JSON file of a checkpoint folder; the index of a model of thousands of tensors has one hundredth."""
-MOST_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Longest header of a safetensors file; the format's own limit."""
 GGUF_MAGIC = b"GGUF"
 LLAMA2C_TOKENIZER = "tokenizer.bin"  # lies beside a model of llama2.c
@@ -100,8 +100,8 @@ def check_safetensors(path: Path) -> None:
             if size_bytes < max(data_start, _LENGTH_BYTES):
                 message = f"{path} is truncated: its header reaches byte {data_start}, the file has {size_bytes}"
                 raise WeightsError(message)
-            if header_bytes > MOST_HEADER_BYTES:
-                raise WeightsError(f"{path} has a header of {header_bytes} bytes, at most {MOST_HEADER_BYTES} are read")
+            if header_bytes > MAX_HEADER_BYTES:
+                raise WeightsError(f"{path} has a header of {header_bytes} bytes, at most {MAX_HEADER_BYTES} are read")
             header = json.loads(file.read(header_bytes))
         tensors = (entry for name, entry in header.items() if name != "__metadata__")
         expected_bytes = data_start + max((int(entry["data_offsets"][1]) for entry in tensors), default=0)
@@ -161,8 +161,8 @@ def read_json(path: Path) -> dict[str, Any]:
         WeightsError: the file is missing or no JSON object.
     """
     try:
-        if (size_bytes := path.stat().st_size) > MOST_JSON_BYTES:
-            raise WeightsError(f"{path} has {size_bytes} bytes, at most {MOST_JSON_BYTES} are read")
+        if (size_bytes := path.stat().st_size) > MAX_JSON_BYTES:
+            raise WeightsError(f"{path} has {size_bytes} bytes, at most {MAX_JSON_BYTES} are read")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise WeightsError(f"{path.parent} holds no {path.name}") from error

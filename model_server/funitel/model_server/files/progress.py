@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar on a terminal, one line per ten percent elsewhere.
+"""Show the progress of long work on stderr: a bar on a terminal, one line per ten percent elsewhere.
 
 Stdout stays free for results, so a caller may pipe it.
 """

@@ -1,4 +1,4 @@
-"""Models funitel knows by a short name, and where each can be fetched.
+"""The catalogue of models with a short name, and the sources of each.
 
 A row is data: sources are tried in order, the first that can be reached wins. Fetching is `hub`'s work.
 """

@@ -1,4 +1,4 @@
-"""The Hugging Face hub by its own library: a repository's snapshot, and its failures in words of ours."""
+"""Fetch a repository's snapshot from the Hugging Face hub by its library, and translate the library's errors."""
 
 from pathlib import Path
 

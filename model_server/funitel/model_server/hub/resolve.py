@@ -1,4 +1,4 @@
-"""From a model id to a folder on this disk that holds the whole checkpoint.
+"""Resolve a model id to a folder on this disk that holds the whole checkpoint, fetched and converted where needed.
 
 A model id is, in this order: a folder that exists, or a GGUF or llama2.c file; a name of the catalogue; a repository of
 the Hugging Face hub. What the hub gives stays in the hub's own cache; what funitel fetches or converts itself stays in

@@ -70,7 +70,7 @@ def load_fused(
         decoder,
         spec,
         parallel,
-        most_threads=torch.get_num_threads(),
+        max_threads=torch.get_num_threads(),
         num_threads=settings.num_threads,
         spin_us=settings.thread_spin_us,
     )

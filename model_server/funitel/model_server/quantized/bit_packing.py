@@ -1,4 +1,4 @@
-"""Small integers packed into 32-bit words, the first in the lowest bits, and matrices made of them."""
+"""Pack small integers into 32-bit words, the first in the lowest bits, and hold matrices made of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

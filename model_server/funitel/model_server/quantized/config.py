@@ -1,4 +1,4 @@
-"""How a checkpoint says that its linear layers are quantised, and whether that is what `--quantize` asks for.
+"""Read the quantisation config of a checkpoint, and check it against `--quantize`.
 
 Knows the configuration only; `storage` knows how the numbers lie in the files. No torch here.
 """

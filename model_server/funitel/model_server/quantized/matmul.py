@@ -1,4 +1,4 @@
-"""Products with the weights of linear layers: what computes them, and how weights are rounded as they are loaded."""
+"""The interface of a quantised matmul, and how weights are rounded for it while they are loaded."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -34,7 +34,7 @@ class QuantizedMatmul(Protocol):
 
 INT8 = Quantization(method="int8", bits=8, group_size=-1)
 FLOAT8 = Quantization(method=FP8, bits=8, group_size=-1)
-_MOST_FLOAT8 = 448.0
+_MAX_FLOAT8 = 448.0
 
 
 def rounded(weight: torch.Tensor, kept: Quantization) -> Codes:
@@ -44,8 +44,8 @@ def rounded(weight: torch.Tensor, kept: Quantization) -> Codes:
 
 def round_float8(weight: torch.Tensor) -> Codes:
     """One scale for each output, its largest weight at the largest number of e4m3. `weight` is [outputs, inputs]."""
-    scales = weight.abs().amax(dim=1, keepdim=True) / _MOST_FLOAT8
+    scales = weight.abs().amax(dim=1, keepdim=True) / _MAX_FLOAT8
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    codes = (weight / scales).clamp_(-_MOST_FLOAT8, _MOST_FLOAT8).to(torch.float8_e4m3fn)
+    codes = (weight / scales).clamp_(-_MAX_FLOAT8, _MAX_FLOAT8).to(torch.float8_e4m3fn)
     groups = torch.zeros(weight.shape[1], dtype=torch.int64, device=weight.device)
     return Codes(codes, scales, torch.zeros_like(scales, dtype=torch.uint8), groups)

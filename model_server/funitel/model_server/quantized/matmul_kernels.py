@@ -1,4 +1,4 @@
-"""x @ weight.T with weights of 4 or 8 bits, in Triton kernels: packed in memory, unpacked in registers.
+"""Triton kernels of x @ weight.T with weights of 4 or 8 bits: packed in memory, unpacked in registers.
 
 `multiply` serves few rows. A program takes a tile of rows and of outputs and walks over the inputs, one chunk of words
 a turn. Where tiles are fewer than the multiprocessors, inputs are cut into parts, each a program of its own, and
@@ -17,8 +17,8 @@ from funitel.model_server.quantized.bit_packing import WORD_BITS
 from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
 
 _IS_INTERPRETED = triton.knobs.runtime.interpret  # Triton's interpreter multiplies bfloat16 as the integers they lie in
-_LEAST_CHUNKS = 4  # of a part: what a program reads to be worth its start
-_MOST_PARTS = 16
+_MIN_CHUNKS = 4  # of a part: what a program reads to be worth its start
+_MAX_PARTS = 16
 _INT4 = tl.constexpr(int(CodeKind.INT4))
 _FLOAT8 = tl.constexpr(int(CodeKind.FLOAT8))
 # 2**23 as a float32: an integer below 2**23 in its mantissa's place is that float32 more.
@@ -27,7 +27,7 @@ _MAGIC = tl.constexpr(8388608.0)
 
 
 def multiply(x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None, num_processors: int) -> torch.Tensor:
-    """x [num_rows, inputs] @ weights.T + bias: [num_rows, outputs], of the type of x, whose rows are contiguous.
+    """x [num_rows, inputs] @ weights.T + bias: [num_rows, outputs], of the type of x; rows of x are contiguous.
 
     `num_processors` are streaming multiprocessors that programs are to fill.
     """
@@ -87,7 +87,7 @@ def unpack(matrix: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
 
 def _num_parts(num_tiles: int, num_chunks: int, num_processors: int) -> int:
     """Into how many parts to cut the inputs: a power of two, as each number is compiled."""
-    parts = min(2 * num_processors // num_tiles, num_chunks // _LEAST_CHUNKS, _MOST_PARTS)
+    parts = min(2 * num_processors // num_tiles, num_chunks // _MIN_CHUNKS, _MAX_PARTS)
     return 1 << (parts.bit_length() - 1) if parts > 1 else 1
 
 
@@ -113,7 +113,7 @@ def _constants(matrix: PackedMatrix) -> dict[str, int | bool]:
 def _values(word, place: tl.constexpr, KIND: tl.constexpr):
     """The codes at one place of words as float32: of e4m3 a 256th, of integers 2**23 more."""
     if KIND == _FLOAT8:
-        # Sign, exponent and mantissa in their places in a float16, whose exponent counts from 8 further below.
+        # Sign, exponent and mantissa in their places in a float16, where the exponent counts from 8 further below.
         code = word >> (8 * place)
         bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
         return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Products with quantised weights on a GPU: the Triton kernels behind `Products`."""
+"""The quantised matmul of a GPU: the Triton kernels behind `QuantizedMatmul`."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from funitel.model_server.quantized.matmul import Product
 from funitel.model_server.quantized.matmul_kernels import multiply, unpack
 from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
 
-_MOST_PACKED_ROWS = 256  # beyond, unpacking the matrix once costs less than unpacking it for each tile of rows
+_MAX_PACKED_ROWS = 256  # beyond, unpacking the matrix once costs less than unpacking it for each tile of rows
 
 
 class PackedProduct:
@@ -35,7 +35,7 @@ class PackedProduct:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _product(self, x: torch.Tensor, matrix: PackedMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-        if x.shape[0] <= _MOST_PACKED_ROWS:
+        if x.shape[0] <= _MAX_PACKED_ROWS:
             return multiply(x, matrix, bias, self._num_processors)
         weights = unpack(matrix, x.dtype)
         return x @ weights if bias is None else torch.addmm(bias, x, weights)
@@ -51,7 +51,7 @@ class TritonProducts:
         self._num_processors = num_processors
 
     def of(self, parts: Sequence[Codes], bias: torch.Tensor | None) -> Product:
-        """See Products. Matrices whose inputs are grouped alike become one."""
+        """See QuantizedMatmul. Matrices with inputs grouped alike become one."""
         if all(torch.equal(part.groups, parts[0].groups) for part in parts):
             parts = [Codes.stacked(parts)]
         return PackedProduct([PackedMatrix.of(part, _kind_of(part)) for part in parts], bias, self._num_processors)

@@ -1,4 +1,4 @@
-"""A quantised matrix as the Triton kernels read it: words that hold a few inputs of an output, and scales by groups.
+"""Pack a quantised matrix for the Triton kernels: words that hold a few inputs of an output, and scales by groups.
 
 Inputs come in *spans*, all of one group; a *chunk* is as many spans as a word has codes. Word j of a chunk holds input
 j of each of its spans, the first span's in the lowest bits, so a tile of words is one span after the other by a shift.

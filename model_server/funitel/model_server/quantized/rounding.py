@@ -1,4 +1,4 @@
-"""A matrix of weights as integers, each weight rounded by itself: what int8 and q4 are, and what GPTQ must beat."""
+"""Round a matrix of weights to integers, each weight by itself: int8, q4 and the baseline of GPTQ."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What multiplies by quantised weights: kernels that read them as they are, where a probe finds them right."""
+"""Select the quantised matmul of a device: kernels that read the weights as they are, where a kernel check passes."""
 
 import logging
 

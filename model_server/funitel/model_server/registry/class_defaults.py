@@ -1,4 +1,4 @@
-"""What a `config.json` means by a field that it leaves out: what the architecture's class in transformers takes for it.
+"""Default values of fields that a `config.json` leaves out, as the architecture's class in transformers has them.
 
 A field that is there and null is not left out. Named are those for which a rule of the row would take something else;
 each by the name that rules read last, so that one given by another name of it counts.

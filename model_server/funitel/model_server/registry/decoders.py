@@ -1,4 +1,4 @@
-"""The table: Hugging Face architecture -> what it differs in from a Llama. A new family is a row here.
+"""The table of decoders: Hugging Face architecture -> its differences from a Llama. A new family is a row here.
 
 Source for every row: the field names of the family's `config.json` and the tensor names of its checkpoints.
 """
@@ -39,7 +39,7 @@ from funitel.model_server.spec.model_spec import (
 # What several rows share.
 _LAYER: dict[str, Any] = {"norm": Norm.LAYER, "has_norm_bias": True}
 _BIASES: dict[str, Any] = {"has_qkv_bias": True, "has_out_bias": True, "has_mlp_bias": True}
-_MOST_FURTHER = 64  # layers that predict tokens beyond the next; models have one to three
+_MAX_FURTHER = 64  # layers that predict tokens beyond the next; models have one to three
 
 
 def _biases(rule: Rule) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def _biases(rule: Rule) -> dict[str, Any]:
 def _further_layers(config: Config) -> range:
     """Those that predict tokens beyond the next: one at least, for not every config counts them."""
     count = max(first("num_nextn_predict_layers", "num_mtp_layers", default=1)(config), 1)
-    if count > _MOST_FURTHER:
-        raise ValueError(f"num_nextn_predict_layers must be at most {_MOST_FURTHER}, given {count}")
+    if count > _MAX_FURTHER:
+        raise ValueError(f"num_nextn_predict_layers must be at most {_MAX_FURTHER}, given {count}")
     return range(NUM_LAYERS(config), NUM_LAYERS(config) + count)
 
 

@@ -1,4 +1,4 @@
-"""The table: Hugging Face architecture -> Seq2SeqSpec. A new family is a row here, never an `if` elsewhere.
+"""The table of encoder-decoders: Hugging Face architecture -> Seq2SeqSpec. A new family is a row here.
 
 Source for every row: the field names of the family's `config.json` and the tensor names of its checkpoints.
 """
@@ -16,11 +16,11 @@ from funitel.proto.errors import UnsupportedModel
 
 # A stack that knows no positions but distances reads any number of tokens; this is TGI's bound where nothing says.
 DISTANCE_CONTEXT = 4096
-MOST_BUCKETS = 1 << 16
+MAX_BUCKETS = 1 << 16
 
 
 def _t5(config: Config) -> Seq2SeqSpec:
-    """T5, whose later versions gate the MLP and keep a head of their own."""
+    """T5; its later versions gate the MLP and have a head of their own."""
     is_gated = config.get("feed_forward_proj", "relu").startswith("gated-")
     name = config.get("feed_forward_proj", "relu").removeprefix("gated-")
     is_tied = first("tie_word_embeddings", default=True)(config)
@@ -91,7 +91,7 @@ def _t5(config: Config) -> Seq2SeqSpec:
 
 
 def _mt5(config: Config) -> Seq2SeqSpec:
-    """mT5: the later T5, whose logits nothing scales, whatever is tied."""
+    """mT5: the later T5 without a scale of the logits, tied or not."""
     return _t5({"feed_forward_proj": "gated-gelu", **config, "scale_decoder_outputs": False})
 
 
@@ -228,12 +228,12 @@ def _check(spec: Seq2SeqSpec) -> None:
                 f"{name}: hidden size {stack.hidden_size} does not divide into {stack.num_heads} heads"
             )
     bias = spec.distance_bias
-    if bias is not None and not 4 <= bias.num_buckets <= MOST_BUCKETS:
+    if bias is not None and not 4 <= bias.num_buckets <= MAX_BUCKETS:
         raise UnsupportedModel(
-            f"relative_attention_num_buckets must be within 4..{MOST_BUCKETS}, given {bias.num_buckets}"
+            f"relative_attention_num_buckets must be within 4..{MAX_BUCKETS}, given {bias.num_buckets}"
         )
-    if bias is not None and not bias.num_buckets // 2 < bias.max_distance <= MOST_BUCKETS:
+    if bias is not None and not bias.num_buckets // 2 < bias.max_distance <= MAX_BUCKETS:
         raise UnsupportedModel(
-            f"relative_attention_max_distance must be within {bias.num_buckets // 2 + 1}..{MOST_BUCKETS}, "
+            f"relative_attention_max_distance must be within {bias.num_buckets // 2 + 1}..{MAX_BUCKETS}, "
             f"given {bias.max_distance}"
         )

@@ -1,4 +1,4 @@
-"""The table: Hugging Face architecture -> EncoderSpec. A new family is a row here, never an `if` elsewhere.
+"""The table of encoders: Hugging Face architecture -> EncoderSpec. A new family is a row here.
 
 Source for every mapping: the field names of the family's `config.json`.
 """

@@ -1,4 +1,4 @@
-"""Rules for the blocks that only some families have: mixtures of experts and latent attention. Knows no family."""
+"""Read the fields of mixtures of experts and latent attention off config.json, for the rows of all families."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` -> ModelSpec, by the table of families."""
+"""Look up the ModelSpec of a Hugging Face `config.json` in the table of decoders."""
 
 from funitel.model_server.registry.class_defaults import CLASS_DEFAULTS
 from funitel.model_server.registry.decoders import FAMILIES

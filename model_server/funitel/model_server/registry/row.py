@@ -1,4 +1,4 @@
-"""What a row of the family table is made of: fields of a ModelSpec, each a value or a way to read it off config.json.
+"""Define a row of the table of decoders: fields of a ModelSpec, each a value or a way to read it off config.json.
 
 Knows what families call the same thing, and no family.
 """

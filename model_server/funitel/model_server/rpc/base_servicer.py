@@ -1,4 +1,4 @@
-"""What every shard answers over gRPC, whatever it computes. Knows no tensors."""
+"""The gRPC calls that every shard answers: Health, Info, Dismiss, ServiceDiscovery. Knows no tensors."""
 
 import os
 import sys
@@ -14,12 +14,12 @@ from funitel.proto.errors import FunitelError
 from funitel.proto.step import ShardInfo, ShardMemory
 
 End: TypeAlias = Callable[[str], None]
-MOST_REASON = 500  # characters of it that are written
+MAX_REASON = 500  # characters of a reason that are printed
 
 
 def end_process(reason: str) -> NoReturn:
     """End at once, with the reason in the last line; a compute thread that hangs is not waited for."""
-    said = "".join(character if character.isprintable() else " " for character in reason[:MOST_REASON])
+    said = "".join(character if character.isprintable() else " " for character in reason[:MAX_REASON])
     print(f"error: the router takes no answer of this shard any more: {said}", file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -37,7 +37,7 @@ class ShardServicer(generate_pb2_grpc.TextGenerationServiceServicer):
 
     @property
     def busy_ns(self) -> int:
-        """Nanoseconds since the call under way was begun, where that is known; 0 for none."""
+        """Nanoseconds since the call in flight was begun, where that is known; 0 for none."""
         return 0
 
     async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:

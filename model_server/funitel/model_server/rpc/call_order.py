@@ -1,4 +1,4 @@
-"""Numbered calls begin strictly in their order, whatever the order they come in. Event loop only."""
+"""Begin numbered calls strictly in the order of their numbers, not of arrival. Event loop only."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from funitel.proto.errors import FunitelError, InvalidRequest
 
-# A numbered call whose predecessor is not done after this long is refused: the longest step must fit.
+# A numbered call is refused when its predecessor is not done after this long: the longest step must fit.
 ORDER_TIMEOUT_SECONDS = 300.0
-MOST_WAITING = 64  # calls; a router has at most two steps under way, and a few calls that drop rows
+MAX_WAITING = 64  # calls; a router has at most two steps in flight, and a few calls that drop rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class _Waiting:
     timeout: asyncio.TimerHandle
 
 
-class StepOrder:
+class CallOrder:
     """Begins numbered calls strictly in order, from 1; any number may be waiting.
 
     A call is begun when the one before it has *begun*: what they are handed to keeps them in that order.
@@ -32,9 +32,9 @@ class StepOrder:
 
     def reset(self) -> None:
         """Start again from 1: a router has (re)connected. Calls still waiting are refused."""
-        given_up, self._waiting = self._waiting, {}
+        refused, self._waiting = self._waiting, {}
         self._next = 1
-        for step_seq, waiting in given_up.items():
+        for step_seq, waiting in refused.items():
             waiting.timeout.cancel()
             waiting.refuse(InvalidRequest(f"step_seq {step_seq} belongs to a numbering that was given up"))
 
@@ -48,10 +48,10 @@ class StepOrder:
             begin()
         elif step_seq < self._next or step_seq in self._waiting:
             refuse(InvalidRequest(f"step_seq {step_seq} was executed already, {self._next} is next"))
-        elif step_seq > self._next and len(self._waiting) >= MOST_WAITING:
-            refuse(InvalidRequest(f"{MOST_WAITING} calls wait for step_seq {self._next}, and {step_seq} came"))
+        elif step_seq > self._next and len(self._waiting) >= MAX_WAITING:
+            refuse(InvalidRequest(f"{MAX_WAITING} calls wait for step_seq {self._next}, and {step_seq} came"))
         elif step_seq > self._next:
-            timeout = asyncio.get_running_loop().call_later(ORDER_TIMEOUT_SECONDS, self._give_up, step_seq)
+            timeout = asyncio.get_running_loop().call_later(ORDER_TIMEOUT_SECONDS, self._refuse, step_seq)
             self._waiting[step_seq] = _Waiting(begin, refuse, timeout)
         else:
             self._next += 1
@@ -64,6 +64,6 @@ class StepOrder:
             waiting.timeout.cancel()
             waiting.begin()
 
-    def _give_up(self, step_seq: int) -> None:
+    def _refuse(self, step_seq: int) -> None:
         waiting = self._waiting.pop(step_seq)
         waiting.refuse(InvalidRequest(f"step_seq {step_seq} came, {self._next} did not"))

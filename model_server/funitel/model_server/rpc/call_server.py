@@ -1,4 +1,4 @@
-"""The calls of one rank on the event loop that suits its device, with the step socket they come by."""
+"""Run the dispatcher of one rank on the event loop that suits its device, with its step socket."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from funitel.model_server.executor.executor import Executor
-from funitel.model_server.rpc.compute_threads import ComputeLoop, InlineRunner, Lane, ThreadedRunner, emptied
+from funitel.model_server.rpc.compute_threads import ComputeLoop, InlineRunner, Runner, ThreadedRunner, drained
 from funitel.model_server.rpc.dispatcher import Dispatcher
 from funitel.model_server.rpc.step_socket_server import StepServer
 from funitel.proto.errors import FunitelError
 
 
 class CallServer:
-    """Takes calls from `start` to `stop`; both are awaited on the loop it was made on, as is what `calls` hand over.
+    """Takes calls from `start` to `stop`; both are awaited on the loop it was made on, as are the results of its calls.
 
     Args:
         executor: computes.
@@ -37,12 +37,14 @@ class CallServer:
         def tell(error: FunitelError) -> None:
             here.call_soon_threadsafe(on_fatal, error)
 
-        self._turning = ComputeLoop(compute) if executor.options.device.type == "cpu" else None
+        self._compute_loop = ComputeLoop(compute) if executor.options.device.type == "cpu" else None
         self._answers = ThreadPoolExecutor(1, "funitel-answers")  # idle, and without a thread, on a CPU
-        self._lane: Lane = InlineRunner() if self._turning is not None else ThreadedRunner(compute, self._answers)
-        loop = self._turning.loop if self._turning is not None else here
-        self.calls = Dispatcher(executor, world_size, self._lane, loop, tell)
-        self._steps = StepServer(self.calls, step_path) if step_path else None
+        self._runner: Runner = (
+            InlineRunner() if self._compute_loop is not None else ThreadedRunner(compute, self._answers)
+        )
+        loop = self._compute_loop.loop if self._compute_loop is not None else here
+        self.dispatcher = Dispatcher(executor, world_size, self._runner, loop, tell)
+        self._steps = StepServer(self.dispatcher, step_path) if step_path else None
 
     async def start(self) -> None:
         """Take calls, and listen on the step socket.
@@ -50,27 +52,27 @@ class CallServer:
         Raises:
             StartupError: its path is too long or not ours.
         """
-        if self._turning is not None:
-            self._turning.start()
+        if self._compute_loop is not None:
+            self._compute_loop.start()
         if self._steps is not None:
             await self._run(self._steps.start())
 
     async def stop(self) -> None:
-        """Answer the calls that have come, hang up, and give the compute thread back; gRPC brings no more of them."""
-        await self._run(self._hang_up())
+        """Answer the calls that have come, close connections, and release the compute thread; after gRPC is stopped."""
+        await self._run(self._drain())
         self._answers.shutdown()
-        if self._turning is not None:
-            await self._turning.stop()
+        if self._compute_loop is not None:
+            await self._compute_loop.stop()
 
-    async def _hang_up(self) -> None:
+    async def _drain(self) -> None:
         if self._steps is not None:
             self._steps.stop_listening()
-        await emptied(self._lane)
+        await drained(self._runner)
         if self._steps is not None:
             await self._steps.stop()
 
     async def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        if self._turning is not None:
-            await self._turning.run(work)
+        if self._compute_loop is not None:
+            await self._compute_loop.run(work)
         else:
             await work

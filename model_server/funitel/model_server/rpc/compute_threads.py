@@ -1,9 +1,9 @@
-"""Where the jobs of calls are computed: on the event loop's own thread, or on one beside it.
+"""Run the jobs of calls on a compute thread: the event loop's own (inline) or another (threaded).
 
-On a CPU the model wants every core it is given. A second thread that reads, describes and sends beside it takes one
-away, and on a crowded core an answer waits until the kernel lets that thread run. So there a loop of its own turns on
-the compute thread (`ComputeLoop`): a call is read, computed and answered without a hand-over. The compute thread of a
-GPU launches the next step while its device computes the last, and a third thread waits for what comes of that.
+On a CPU the model needs every core it is given. A second thread that reads, describes and sends takes one away, and on
+a crowded core an answer waits until the kernel lets that thread run. So an event loop runs on the compute thread
+(`ComputeLoop`): a call is read, computed and answered without a hand-over. The compute thread of a GPU launches the
+next step while the device computes the last, and a third thread waits for the result of that.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Lane(Protocol):
-    """Runs jobs one by one in the order they come; used on one event loop, on which it tells what came of them."""
+class Runner(Protocol):
+    """Runs jobs one by one in order of arrival; used on one event loop, where it reports their results."""
 
     def run(
         self,
@@ -30,9 +30,9 @@ class Lane(Protocol):
         done: Callable[[R], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """Run `job` after all before it, then `finish` what it returned, after all that were finished before it.
+        """Run `job` after earlier jobs, then `finish` on its result, after earlier ones are finished.
 
-        Then call `done` with what came of it, or `failed` with what either of them raised.
+        Then call `done` with the result, or `failed` with the exception of either.
         """
 
 
@@ -46,10 +46,10 @@ def attempt(work: Callable[[], T], done: Callable[[T], object], failed: Callable
         done(result)
 
 
-async def emptied(lane: Lane) -> None:
-    """Wait until every job that `lane` has been given is done, and what came of it was told."""
+async def drained(runner: Runner) -> None:
+    """Wait until every job of `runner` so far is done and its result reported."""
     is_last = asyncio.Event()
-    lane.run(lambda: None, lambda _: None, lambda _: is_last.set(), lambda _: is_last.set())
+    runner.run(lambda: None, lambda _: None, lambda _: is_last.set(), lambda _: is_last.set())
     await is_last.wait()
 
 
@@ -70,7 +70,7 @@ class ThreadedRunner:
         done: Callable[[R], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """See `Lane`."""
+        """See `Runner`."""
         loop = asyncio.get_running_loop()
 
         def tell_done(result: R) -> None:
@@ -101,7 +101,7 @@ class InlineRunner:
         done: Callable[[R], None],
         failed: Callable[[Exception], None],
     ) -> None:
-        """See `Lane`."""
+        """See `Runner`."""
 
         self._jobs.append(partial(attempt, lambda: finish(job()), done, failed))
         if len(self._jobs) == 1:
@@ -137,7 +137,7 @@ class ComputeLoop:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     async def stop(self) -> None:
-        """End it after the turn under way, with whatever still waits: jobs of a lane, or bytes to be sent."""
+        """End it after the current turn, with what still waits: jobs of a runner, or bytes to be sent."""
         if self._ended is None:
             self.loop.close()
             return

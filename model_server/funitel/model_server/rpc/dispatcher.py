@@ -1,8 +1,8 @@
-"""Calls that change state, whichever way they come: run on the compute thread in order, and answered.
+"""Dispatch the calls that change state, of gRPC and the step socket: run them in order and answer them.
 
-They begin in the order of their `step_seq` where the router numbers them, in order of arrival otherwise. A `Lane` says
-whether what a step found is described and encoded before the next one begins or beside it. Knows messages, but neither
-gRPC nor sockets: `server` and `step_server` carry them.
+They begin in the order of their `step_seq` where the router numbers them, in order of arrival otherwise. A `Runner`
+says whether the result of a step is described and encoded before the next one begins or beside it. Knows messages, but
+neither gRPC nor sockets: `servicer` and `step_socket_server` carry them.
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from typing import Generic, TypeVar
 
 from funitel.model_server.device.memory import is_out_of_memory
 from funitel.model_server.executor.executor import Executor, PendingStep
-from funitel.model_server.rpc.call_order import StepOrder
-from funitel.model_server.rpc.compute_threads import Lane, attempt
+from funitel.model_server.rpc.call_order import CallOrder
+from funitel.model_server.rpc.compute_threads import Runner, attempt
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import wire
 from funitel.proto.errors import FunitelError, ResourceExhausted, ShardFailed, ShardUnsound, StepFailed
@@ -32,40 +32,40 @@ Q = TypeVar("Q", bound=Request)
 
 @dataclass(frozen=True, slots=True)
 class ReplyCallbacks(Generic[R]):
-    """Who is told what came of a call: one of the two is called, once, on the loop of the calls."""
+    """The callbacks of a call: one of the two is called, once, on the loop of the dispatcher."""
 
     answer: Callable[[R], object]
     refuse: Callable[[FunitelError], object]
 
 
 class Dispatcher:
-    """The calls of one rank, each with a reply. They are made on `loop`, and there `lane` tells what came of its jobs.
+    """The calls of one rank, each with a reply. They are made on `loop`, where `runner` reports results of its jobs.
 
-    A caller that hangs up stops nothing: other ranks run the call too, and later ones build on it. `on_fatal` is told
-    of failures after which this process cannot go on: the ranks have lost each other.
+    A caller that disconnects stops nothing: other ranks run the call too, and later ones build on it. `on_fatal` is
+    called with failures after which this process cannot go on: the ranks have lost each other.
     """
 
     def __init__(
         self,
         executor: Executor,
         world_size: int,
-        lane: Lane,
+        runner: Runner,
         loop: asyncio.AbstractEventLoop,
         on_fatal: Callable[[FunitelError], None],
     ) -> None:
         self.loop = loop
         self._executor = executor
         self._world_size = world_size
-        self._lane = lane
+        self._runner = runner
         self._on_fatal = on_fatal
-        self._order = StepOrder()
+        self._order = CallOrder()
         # When the call that is computed was begun, and when the one that is answered; on the monotonic clock.
         self._begun: int | None = None
         self._answering: int | None = None
 
     @property
     def busy_ns(self) -> int:
-        """Nanoseconds since the call under way was begun; 0 where there is none. Asked from any thread."""
+        """Nanoseconds since the call in flight was begun; 0 where there is none. Asked from any thread."""
         begun = [instant for instant in (self._begun, self._answering) if instant is not None]
         return time.monotonic_ns() - min(begun) if begun else 0
 
@@ -144,7 +144,7 @@ class Dispatcher:
     def _run(
         self, step_seq: int | None, call: Callable[[], T], encode: Callable[[T], R], reply: ReplyCallbacks[R]
     ) -> None:
-        """Run `call` on the compute thread in its turn, then `encode` what it returns where the lane does that."""
+        """Run `call` on the compute thread in its turn, then `encode` on its result where the runner does that."""
 
         def compute() -> T:
             self._begun = time.monotonic_ns()
@@ -166,10 +166,10 @@ class Dispatcher:
         def fail(error: Exception) -> None:
             reply.refuse(self._failure(error))
 
-        self._order.begin(step_seq, lambda: self._lane.run(compute, finish, take, fail), fail)
+        self._order.begin(step_seq, lambda: self._runner.run(compute, finish, take, fail), fail)
 
     def _failure(self, error: Exception) -> FunitelError:
-        """What a caller is told of an exception; a fatal one is told of here."""
+        """The error that a caller gets for an exception; a fatal one is reported here."""
         if isinstance(error, FunitelError):
             if isinstance(error, ShardFailed):
                 self._on_fatal(error)

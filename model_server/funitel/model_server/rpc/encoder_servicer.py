@@ -1,4 +1,4 @@
-"""The gRPC servicer of an encoder: calls run on the compute thread in the order they come; Health never waits."""
+"""The gRPC servicer of an encoder: calls run on the compute thread in order of arrival; Health never waits."""
 
 import asyncio
 import logging

@@ -43,7 +43,7 @@ async def serve(settings: ModelServerSettings) -> FunitelError | None:
         stop.set()
 
     servicer: Servicer | EncoderServicer
-    calls: CallServer | None = None
+    call_server: CallServer | None = None
     if holds_encoder(folder):
         encoder, info = await loop.run_in_executor(compute, load_encoder, settings, folder)
         servicer, leave = EncoderServicer(encoder, info, [url], compute), encoder.parallel.leave
@@ -51,12 +51,12 @@ async def serve(settings: ModelServerSettings) -> FunitelError | None:
         executor, info = await loop.run_in_executor(compute, load_generator, settings, folder)
         urls = await loop.run_in_executor(compute, executor.parallel.exchange, url)
         info = replace(info, step_socket=step_socket_path(settings))
-        calls = CallServer(executor, info.world_size, info.step_socket, compute, fail)
-        servicer, leave = Servicer(executor, info, urls, calls.calls), executor.parallel.leave
+        call_server = CallServer(executor, info.world_size, info.step_socket, compute, fail)
+        servicer, leave = Servicer(executor, info, urls, call_server.dispatcher), executor.parallel.leave
     server = make_server(servicer, address, is_traced=settings.otlp_endpoint is not None, tls=settings.shard_tls)
     try:
-        if calls is not None:
-            await calls.start()
+        if call_server is not None:
+            await call_server.start()
         await server.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
@@ -65,8 +65,8 @@ async def serve(settings: ModelServerSettings) -> FunitelError | None:
     finally:
         await server.stop(STOP_GRACE_SECONDS)
         remove_files(settings)
-        if calls is not None:
-            await _in_time(calls.stop(), failures)
+        if call_server is not None:
+            await _in_time(call_server.stop(), failures)
     await _in_time(loop.run_in_executor(compute, leave), failures)
     compute.shutdown()
     return failures[0] if failures else None

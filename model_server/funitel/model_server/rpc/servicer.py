@@ -1,6 +1,6 @@
-"""The gRPC servicer: every call of `generate.v3`, answered. Knows no tensors.
+"""The gRPC servicer of a generating rank: every call of `generate.v3`. Knows no tensors.
 
-What changes state is run by `calls`, on the compute thread. Health and Info never wait for it.
+What changes state is run by the dispatcher, on the compute thread. Health and Info never wait for it.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ class Servicer(ShardServicer):
     """One rank of `generate.v3.TextGenerationService`."""
 
     def __init__(
-        self, executor: Executor, info: ShardInfo, urls: list[str], calls: Dispatcher, end: End = end_process
+        self, executor: Executor, info: ShardInfo, urls: list[str], dispatcher: Dispatcher, end: End = end_process
     ) -> None:
         super().__init__(info, urls, end)
         self._executor = executor
-        self._calls = calls
+        self._dispatcher = dispatcher
 
     @property
     def busy_ns(self) -> int:
-        """Since when the call under way is computed."""
-        return self._calls.busy_ns
+        """See ShardServicer."""
+        return self._dispatcher.busy_ns
 
     async def CompileGrammar(self, request: pb.CompileGrammarRequest, context: Context) -> pb.CompileGrammarResponse:
         """Compile a grammar on a thread of its own; steps go on meanwhile."""
@@ -49,23 +49,23 @@ class Servicer(ShardServicer):
 
     async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
         """Drop one or all cached batches."""
-        return await self._answer(context, self._calls.clear_cache, request)
+        return await self._answer(context, self._dispatcher.clear_cache, request)
 
     async def FilterBatch(self, request: pb.FilterBatchRequest, context: Context) -> pb.FilterBatchResponse:
         """Keep some rows of a cached batch."""
-        return await self._answer(context, self._calls.filter_batch, request)
+        return await self._answer(context, self._dispatcher.filter_batch, request)
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
         """Size the pool."""
-        return await self._answer(context, self._calls.warmup, request)
+        return await self._answer(context, self._dispatcher.warmup, request)
 
     async def Prefill(self, request: pb.PrefillRequest, context: Context) -> pb.PrefillResponse:
         """Take a batch in and run one step."""
-        return await self._answer(context, self._calls.prefill, request)
+        return await self._answer(context, self._dispatcher.prefill, request)
 
     async def Decode(self, request: pb.DecodeRequest, context: Context) -> pb.DecodeResponse:
         """Run one step of cached batches."""
-        return await self._answer(context, self._calls.decode, request)
+        return await self._answer(context, self._dispatcher.decode, request)
 
     async def _answer(self, context: Context, call: Callable[[Q, ReplyCallbacks[R]], None], request: Q) -> R:
         """Make a call on its loop and wait for what comes of it here; failures become gRPC statuses."""
@@ -84,7 +84,7 @@ class Servicer(ShardServicer):
             here.call_soon_threadsafe(settle, outcome)
 
         reply: ReplyCallbacks[R] = ReplyCallbacks(tell, tell)
-        self._calls.loop.call_soon_threadsafe(self._calls.make, call, request, reply)
+        self._dispatcher.loop.call_soon_threadsafe(self._dispatcher.make, call, request, reply)
         try:
             return await answered
         except FunitelError as error:

@@ -1,4 +1,4 @@
-"""The step socket of a shard: numbered calls of a router on this machine, without gRPC (ADR 10)."""
+"""Serve the step socket of a shard: numbered calls of a router on this machine, without gRPC (ADR 10)."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,14 +25,14 @@ FLUSH_SECONDS = 1.0  # that a router has at the end to read what was answered
 class StepServer:
     """Listens on the Unix socket at `path`; any number of routers may be connected."""
 
-    def __init__(self, calls: Dispatcher, path: str) -> None:
+    def __init__(self, dispatcher: Dispatcher, path: str) -> None:
         self.methods: dict[int, tuple[Method, Parse, Call]] = {
-            Method.PREFILL: (Method.PREFILL, pb.PrefillRequest.FromString, calls.prefill),
-            Method.DECODE: (Method.DECODE, pb.DecodeRequest.FromString, calls.decode),
-            Method.FILTER_BATCH: (Method.FILTER_BATCH, pb.FilterBatchRequest.FromString, calls.filter_batch),
-            Method.CLEAR_CACHE: (Method.CLEAR_CACHE, pb.ClearCacheRequest.FromString, calls.clear_cache),
+            Method.PREFILL: (Method.PREFILL, pb.PrefillRequest.FromString, dispatcher.prefill),
+            Method.DECODE: (Method.DECODE, pb.DecodeRequest.FromString, dispatcher.decode),
+            Method.FILTER_BATCH: (Method.FILTER_BATCH, pb.FilterBatchRequest.FromString, dispatcher.filter_batch),
+            Method.CLEAR_CACHE: (Method.CLEAR_CACHE, pb.ClearCacheRequest.FromString, dispatcher.clear_cache),
         }
-        self.calls = calls
+        self.dispatcher = dispatcher
         self.connections: set[StepConnection] = set()
         self._path = Path(path)
         self._server: asyncio.Server | None = None
@@ -59,7 +59,7 @@ class StepServer:
             connection.stop_reading()
 
     async def stop(self) -> None:
-        """Hang up once what was answered is sent; on a router that does not read it, all the same."""
+        """Close connections once the answers are sent, or after `FLUSH_SECONDS` where a router does not read them."""
         self.stop_listening()
         connections = tuple(self.connections)
         for connection in connections:
@@ -83,21 +83,21 @@ class StepConnection(FrameProtocol):
         self.lost = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Be known to the server."""
+        """Add this connection to the server's."""
         super().connection_made(transport)
         self._server.connections.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Calls under way go on; their answers are dropped."""
+        """Calls in flight go on; their answers are dropped."""
         self._server.connections.discard(self)
         self.lost.set()
 
     def stop_reading(self) -> None:
-        """Leave what comes where it is."""
+        """Read no more of what the router sends."""
         self._transport.pause_reading()
 
     def abort(self) -> None:
-        """Hang up at once."""
+        """Close the connection at once."""
         self._transport.abort()
 
     def take(self, frame: Frame) -> None:
@@ -116,7 +116,7 @@ class StepConnection(FrameProtocol):
             reply = ReplyCallbacks(
                 partial(self._answer, frame.call_id, spans), partial(self._fail, frame.call_id, spans)
             )
-            self._server.calls.make(call, request, reply)
+            self._server.dispatcher.make(call, request, reply)
 
     def _answer(self, call_id: int, spans: CallSpans, message: Message) -> None:
         spans.end(message)

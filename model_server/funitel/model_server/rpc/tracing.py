@@ -1,6 +1,6 @@
-"""Spans for the calls a shard answers, one below each span that the router names in a call's headers.
+"""Trace the calls a shard answers: one span below each span that the router names in a call's headers.
 
-A call without such headers has none: it is made for nobody who is traced.
+A call without such headers has no span.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

@@ -1,4 +1,4 @@
-"""Grammars on a shard: compiled once for many sequences, then one state per sequence that says what may follow.
+"""Constrain sampling by grammars: compiled once for many sequences, with a state for each that masks tokens.
 
 Compiling may happen on any thread, all else on the compute thread. The engine is llguidance (ADR 6).
 """
@@ -16,7 +16,7 @@ from funitel.proto.errors import InvalidRequest
 from funitel.proto.grammar import compile_grammar
 from funitel.proto.step import GrammarType, SamplingParams
 
-CAPACITY = 32  # grammars kept, of some 30 MB at most; a sequence under way keeps its own
+CAPACITY = 32  # grammars kept, of some 30 MB at most; a running sequence keeps its own
 
 
 class GrammarState:

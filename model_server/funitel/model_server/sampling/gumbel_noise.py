@@ -1,4 +1,4 @@
-"""The noise of sampling: a function of (seed, position, token id) alone, on every device.
+"""Gumbel noise of sampling: a function of (seed, position, token id) alone, on every device.
 
 Adding it to the scores and taking the largest draws from their distribution (the Gumbel-max trick). A rounding error
 of the scores changes the draw only where the two best sums lie closer than the error; inverting the cumulative
@@ -25,7 +25,7 @@ def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def mixed_seeds(seeds: Sequence[int]) -> np.ndarray:
-    """What `noise_keys` takes of seeds: [len(seeds)] uint64."""
+    """Seeds mixed for `noise_keys`: [len(seeds)] uint64."""
     return _mix_many(np.array(seeds, dtype=np.uint64))
 
 
@@ -37,7 +37,7 @@ def gumbel(keys: Sequence[int], num_tokens: int, device: torch.device) -> torch.
 
 
 def gumbel_of(first: torch.Tensor, second: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """`gumbel` of keys whose upper and lower halves are on a device, each [rows, 1] int32.
+    """`gumbel` of keys with upper and lower halves on a device, each [rows, 1] int32.
 
     The two halves of a key are mixed with each token id by xor-shift-multiply rounds, multipliers of "triple32"
     (github.com/skeeto/hash-prospector).
@@ -75,7 +75,7 @@ def _mix(x: int) -> int:
 
 
 def _mix_many(x: np.ndarray) -> np.ndarray:
-    """`_mix` of numbers [rows] uint64, whose arithmetic wraps as it should."""
+    """`_mix` of numbers [rows] uint64; their arithmetic wraps as it should."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""What sampling does to whole rows of scores, and how torch does it: on every device, and as others must do it.
+"""Logits processors on whole rows of scores: temperature, top-k, top-p, min-p, typical-p; torch's are the reference.
 
 Scores are [rows, vocab_size] float32, contiguous. A token that cannot be chosen has a score of -inf.
 """
@@ -16,7 +16,7 @@ from funitel.proto.step import SamplingParams
 
 
 class ScoreMath(Protocol):
-    """The heavy part of sampling. Every row's result depends on that row alone."""
+    """Logits processors and the choice of tokens. Every row's result depends on that row alone."""
 
     def allow(self, scores: torch.Tensor, masks: TokenMasks | None) -> None:
         """Make -inf, in place, of what is not a number and of tokens that masks do not allow; +inf becomes finite."""
@@ -32,7 +32,7 @@ class ScoreMath(Protocol):
 
 
 class TorchScores:
-    """By torch's operators."""
+    """Logits processors by torch's operators, on every device."""
 
     def allow(self, scores: torch.Tensor, masks: TokenMasks | None) -> None:
         """See `ScoreMath`."""
@@ -84,19 +84,19 @@ def heated(scores: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     return (scores - scores.max(dim=-1, keepdim=True).values) / temperatures
 
 
-# Each of these takes scores [rows, vocab_size], what their rows ask for [rows, 1] and the most of that, and gives
+# Each of these takes scores [rows, vocab_size], the parameters of the rows [rows, 1] and their maximum, and returns
 # scores that are -inf where a token is left out. None of them makes the host wait for a device.
 
 
-def keep_top_k(scores: torch.Tensor, ks: torch.Tensor, most: float) -> torch.Tensor:
+def keep_top_k(scores: torch.Tensor, ks: torch.Tensor, largest: float) -> torch.Tensor:
     """Keep the k best; ties with the k-th stay."""
     size = scores.shape[1]
-    best = scores.topk(min(int(most), size), dim=-1).values
+    best = scores.topk(min(int(largest), size), dim=-1).values
     return scores.masked_fill(scores < best.gather(1, ks.clamp(max=size) - 1), -torch.inf)
 
 
 def keep_top_p(scores: torch.Tensor, ps: torch.Tensor, _: float) -> torch.Tensor:
-    """Keep the smallest set of tokens whose mass reaches p, at least one."""
+    """Keep the smallest set of tokens with a mass of p or more, at least one."""
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
     mass = ordered.softmax(dim=-1)
     before = mass.cumsum(dim=-1) - mass  # mass of the tokens ranked above
@@ -112,7 +112,7 @@ def keep_min_p(scores: torch.Tensor, floors: torch.Tensor, _: float) -> torch.Te
 
 
 def keep_typical_p(scores: torch.Tensor, ps: torch.Tensor, _: float) -> torch.Tensor:
-    """Keep the tokens whose surprise is nearest the entropy until their mass reaches p. Source: arXiv 2202.00666."""
+    """Keep the tokens of a surprise nearest the entropy until their mass reaches p. Source: arXiv 2202.00666."""
     logprobs = scores.log_softmax(dim=-1)
     probs = logprobs.exp()
     entropy = -(probs * logprobs).nan_to_num().sum(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Logits -> tokens and log-probabilities, batched, in TGI's order of processing.
+"""Sample tokens and log-probabilities from logits, batched, in TGI's order of logits processors.
 
 The order: watermark, logit bias, penalties, grammar, temperature, top-k, top-p, min-p, typical-p. Log-probabilities
 are those after all of it, or of the model's own scores where `raw_logprobs` asks for them.
@@ -128,7 +128,7 @@ def sample(
 ) -> list[SampledToken]:
     """Choose the next token of every row.
 
-    The log-probability of a row whose scores are broken, by the model or by masks that leave nothing, is NaN.
+    The log-probability of a row with broken scores, by the model or by masks that leave nothing, is NaN.
 
     Args:
         logits: [rows, vocab_size] float32; changed in place.

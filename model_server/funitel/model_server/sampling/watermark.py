@@ -1,4 +1,4 @@
-"""A statistical mark on generated text: at each step a part of the vocabulary, picked by the last token, is favoured.
+"""Watermark generated text: at each step a part of the vocabulary, picked by the last token, is favoured.
 
 Source: Kirchenbauer et al., "A Watermark for Large Language Models" (arXiv 2301.10226), with TGI's seeding, so that
 detectors written for it go on working. The permutation is drawn on the CPU whatever the model runs on.

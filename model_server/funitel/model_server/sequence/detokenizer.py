@@ -1,4 +1,4 @@
-"""Tokens -> text as they come: incremental detokenizing that never splits a character, and stop strings.
+"""Detokenize incrementally, never splitting a character, and find stop strings.
 
 Both are rebuilt silently over `output_ids` when a sequence is resumed. Knows no tensors.
 """
@@ -89,7 +89,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """Give up waiting for the rest of a character; return what there is of it, with U+FFFD."""
+        """Stop waiting for the rest of a character; return what there is of it, with U+FFFD."""
         if self._read == len(self._ids):
             return ""
         settled = self._codec.decode(self._ids[self._prefix : self._read])

@@ -1,4 +1,4 @@
-"""The sequence table: everything a shard knows about each running sequence, one row each.
+"""The sequence table: the state of each running sequence on a shard, one row each.
 
 A batch is a list of rows: concatenating is list addition, filtering is selection.
 """
@@ -53,7 +53,7 @@ class SequenceState:
 
     @property
     def num_pending(self) -> int:
-        """Known tokens whose KV is still to be computed: one for a decoding row, none for a finished one.
+        """Known tokens without KV yet: one for a decoding row, none for a finished one.
 
         More in a prompt, and after tokens that were forced.
         """

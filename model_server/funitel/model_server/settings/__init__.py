@@ -1,4 +1,4 @@
-"""Every setting of a shard process; flags, variables and defaults are TGI's where TGI has them."""
+"""Settings of a shard process and its commands; flags, variables and defaults are TGI's where TGI has them."""
 
 import math
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from funitel.proto.settings.tgi_flags import REFUSED_VALUES
 
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
-MOST_HOST_GB = 1 << 20  # a typing error beyond it
+MAX_HOST_GB = 1 << 20  # a typing error beyond it
 ATTENTIONS = ("triton", "flash", "torch", "paged", "flashdecoding", "flashinfer", "flashdecoding-ipex")  # ours, TGI's
-MOST_STRETCH = 1024  # of rotary positions; no model makes sense far beyond its trained context
-MOST_NODES = 1024  # NUMA nodes, of a Linux kernel
-MOST_SPIN_US = 1_000_000
+MAX_STRETCH = 1024  # of rotary positions; no model makes sense far beyond its trained context
+MAX_NODES = 1024  # NUMA nodes, of a Linux kernel
+MAX_SPIN_US = 1_000_000
 QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "q4", "gguf")
 """What `--quantize` may ask of a checkpoint: the first four as its config.json names them, int8 and q4 the two kinds of
 compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
@@ -37,11 +37,11 @@ class DownloadSettings:
     json_output: bool = setting(False, "Log JSON lines.")
     logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
     exit_with_parent: int | None = setting(
-        None, "Process id of the one that starts this one; it stops when that one ends.", env=None
+        None, "Process id of the parent; this process stops when the parent ends.", env=None
     )
 
 
-MOST_ROWS, MOST_THREADS, MOST_FOOTPRINT_MIB = 4096, 1024, 1 << 16  # of a measurement of kernels
+MAX_ROWS, MAX_THREADS, MAX_FOOTPRINT_MIB = 4096, 1024, 1 << 16  # of a measurement of kernels
 QUANTIZE_METHODS = ("gptq", "int8", "q4")
 GROUP_MULTIPLE = 8  # four-bit weights in a 32-bit word: no word belongs to two groups
 
@@ -77,10 +77,10 @@ class QuantizeSettings:
         "gptq: texts to calibrate on: a text file, a .jsonl file, or a folder of them; built-in texts when not given.",
         env=None,
     )
-    num_samples: int = setting(128, "gptq: most sequences to calibrate on.", env=None, bounds=POSITIVE)
+    num_samples: int = setting(128, "gptq: maximum number of sequences to calibrate on.", env=None, bounds=POSITIVE)
     sequence_length: int | None = setting(
         None,
-        "gptq: most tokens of a sequence; 2048 or the model's context when not given.",
+        "gptq: maximum tokens of a sequence; 2048 or the model's context when not given.",
         env=None,
         bounds=Bounds(above=1),
     )
@@ -127,14 +127,14 @@ class KernelSettings:
 
     def __post_init__(self) -> None:
         for rows in self.rows:
-            require(1 <= rows <= MOST_ROWS, f"--rows must be within 1..{MOST_ROWS}, given {rows}")
+            require(1 <= rows <= MAX_ROWS, f"--rows must be within 1..{MAX_ROWS}, given {rows}")
         require(
-            self.num_threads is None or 0 < self.num_threads <= MOST_THREADS,
-            f"--num-threads must be within 1..{MOST_THREADS}, given {self.num_threads}",
+            self.num_threads is None or 0 < self.num_threads <= MAX_THREADS,
+            f"--num-threads must be within 1..{MAX_THREADS}, given {self.num_threads}",
         )
         require(
-            self.footprint_mib is None or 1 <= self.footprint_mib <= MOST_FOOTPRINT_MIB,
-            f"--footprint-mib must be within 1..{MOST_FOOTPRINT_MIB}, given {self.footprint_mib}",
+            self.footprint_mib is None or 1 <= self.footprint_mib <= MAX_FOOTPRINT_MIB,
+            f"--footprint-mib must be within 1..{MAX_FOOTPRINT_MIB}, given {self.footprint_mib}",
         )
 
 
@@ -176,7 +176,7 @@ class ModelsSettings:
     dtype: str | None = setting(None, "Precision, as for serving.", choices=DTYPES, env=None)
     quantize: str | None = setting(
         None,
-        "How weights would be kept, as for serving.",
+        "Precision in which weights would be kept, as for serving.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
         env=None,
@@ -253,7 +253,7 @@ class ModelServerSettings:
     rope_factor: float | None = setting(
         None,
         "How far rotary positions, and with them the model's context, are stretched; 1 when not given.",
-        bounds=Bounds(above=0, maximum=MOST_STRETCH),
+        bounds=Bounds(above=0, maximum=MAX_STRETCH),
     )
     block_size: int = setting(16, "Tokens per KV block.", bounds=POSITIVE)
     cuda_memory_fraction: float = setting(
@@ -265,18 +265,18 @@ class ModelServerSettings:
         0.0,
         "GiB of a shard's weights that stay in the host's memory and come to the GPU in every step, a layer at a time, "
         "while the one before it computes.",
-        bounds=Bounds(minimum=0, maximum=MOST_HOST_GB),
+        bounds=Bounds(minimum=0, maximum=MAX_HOST_GB),
     )
     kv_host_gb: float = setting(
         0.0,
         "GiB of the host's memory of each shard for prefix blocks that the KV pool has no room for; they are copied "
         "back when a prompt begins with them, instead of being computed again.",
-        bounds=Bounds(minimum=0, maximum=MOST_HOST_GB),
+        bounds=Bounds(minimum=0, maximum=MAX_HOST_GB),
     )
     attention: str | None = setting(
         None,
         "Kernels of attention on a GPU: triton, flash (flash-attn, if installed) or torch; when not given, or given as "
-        "TGI's name of what is not here, the fastest of those that are right.",
+        "TGI's name of a kernel that is not here, the fastest of those that compute correctly.",
         choices=ATTENTIONS,
     )
     cuda_graphs: BatchSizes | None = setting(
@@ -286,28 +286,28 @@ class ModelServerSettings:
     )
     num_threads: int | None = setting(
         None,
-        "Compute threads; when not given, on a CPU as many of its cores as a probe at start finds best.",
+        "Compute threads; when not given, on a CPU as many of its cores as tuning at start finds best.",
         bounds=POSITIVE,
     )
     most_threads: int | None = setting(
         None,
-        "Most threads that the probe may choose where --num-threads is not given; the cores this process may use when "
-        "not given.",
+        "Maximum number of threads that tuning at start may choose where --num-threads is not given; the cores this "
+        "process may use when not given.",
         env=None,
         bounds=POSITIVE,
     )
     thread_spin_us: int | None = setting(
         None,
-        "Microseconds that threads of the fused CPU step spin before they sleep; found by a probe at start when "
-        "not given.",
-        bounds=Bounds(minimum=0, maximum=MOST_SPIN_US),
+        "Microseconds that threads of the fused CPU step spin before they sleep; found by tuning at start "
+        "when not given.",
+        bounds=Bounds(minimum=0, maximum=MAX_SPIN_US),
     )
     cores: Cores | None = setting(None, "Cores that this shard runs on, such as 0-3,8; any when not given.", env=None)
     memory_node: int | None = setting(
         None,
-        "NUMA node whose memory this shard takes while it has some; any when not given.",
+        "NUMA node to take memory of while it has some; any when not given.",
         env=None,
-        bounds=Bounds(minimum=0, maximum=MOST_NODES - 1),
+        bounds=Bounds(minimum=0, maximum=MAX_NODES - 1),
     )
     prefill_chunking: bool = setting(
         True,
@@ -332,7 +332,7 @@ class ModelServerSettings:
     json_output: bool = setting(False, "Log JSON lines.")
     logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
     exit_with_parent: int | None = setting(
-        None, "Process id of the one that starts this one; it stops when that one ends.", env=None
+        None, "Process id of the parent; this process stops when the parent ends.", env=None
     )
 
     def __post_init__(self) -> None:
@@ -357,8 +357,8 @@ class ModelServerSettings:
         require(math.isfinite(self.watermark_delta), f"--watermark-delta must be finite, given {self.watermark_delta}")
         require(
             self.num_threads is None or self.most_threads is None,
-            f"--most-threads {self.most_threads} bounds the probe, "
-            f"which --num-threads {self.num_threads} leaves nothing to find: give one of them",
+            f"--most-threads {self.most_threads} bounds the tuning of threads, "
+            f"which --num-threads {self.num_threads} turns off: give one of them",
         )
 
     @property

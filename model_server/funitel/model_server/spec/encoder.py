@@ -1,4 +1,4 @@
-"""An encoder as data: its sizes, how it knows positions, how its tensors are called. Knows no tensors."""
+"""Describe an encoder as data: its sizes, its positions and the names of its tensors. No torch here."""
 
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ class HeadNames:
     dense: str
     output: str
     norm: str | None = None
-    output_bias: str | None = None  # of a scoring layer whose weights are the token embedding's, where it has its own
+    output_bias: str | None = None  # of a scoring layer that shares the token embedding's weights, where it has a bias
     has_base_dense: bool = False
 
 
@@ -48,7 +48,7 @@ class EncoderSpec:
     norm_eps: float
     activation: str  # of the dense layers between attentions: "gelu", "gelu_tanh", "relu"
     padding_id: int | None = None  # where positions count behind it, and tokens of this id have none of their own
-    num_buckets: int = 0  # of relative distances whose bias is added to attention scores; 0 for none
+    num_buckets: int = 0  # of relative distances, each with a bias of attention scores; 0 for none
     classifier: HeadNames
     classifier_activation: str
     filler: HeadNames

@@ -1,4 +1,4 @@
-"""An encoder-decoder as data: two stacks as ModelSpecs, how the second looks at the first, biases for distance.
+"""Describe an encoder-decoder as data: two stacks as ModelSpecs, the names of cross-attention, biases for distance.
 
 No torch here.
 """

@@ -1,4 +1,4 @@
-"""A model as data: one choice for each building block, and how its checkpoint names the tensors.
+"""Describe a decoder as data: one choice for each building block, and how its checkpoint names the tensors.
 
 `families` maps a Hugging Face `config.json` to a ModelSpec, `spec_file` reads one that a user wrote; `decoder` runs any
 of them. No torch here.

@@ -1,4 +1,4 @@
-"""What must hold between the fields of a ModelSpec, so that what runs it need not ask.
+"""Check that the fields of a ModelSpec fit together, so that the code that runs it need not.
 
 What must hold in the parts of a ModelSpec that only some models have: latent attention and mixtures of experts.
 """
@@ -21,16 +21,16 @@ from funitel.model_server.spec.model_spec import (
 from funitel.model_server.spec.tensor_names import WITH_ALTERNATIVES
 from funitel.proto.errors import UnsupportedModel
 
-MOST_EXPERTS = 1 << 18  # of all layers
-MOST_SIZE = 1 << 22  # elements of a latent or a head's values, hidden units of an expert
+MAX_EXPERTS = 1 << 18  # of all layers
+MAX_SIZE = 1 << 22  # elements of a latent or a head's values, hidden units of an expert
 
 
 def latent_problems(spec: ModelSpec, latent: LatentSpec) -> Iterator[str]:
     """What is wrong with latent attention, each as field, value and limit."""
     sizes = {"rank": latent.rank, "value_dim": latent.value_dim, "query_rank": latent.query_rank}
     for name, size in sizes.items():
-        if size is not None and not 1 <= size <= MOST_SIZE:
-            yield f"latent.{name} must be within 1..{MOST_SIZE}, given {size}"
+        if size is not None and not 1 <= size <= MAX_SIZE:
+            yield f"latent.{name} must be within 1..{MAX_SIZE}, given {size}"
     if latent.norm_eps < 0:
         yield f"latent.norm_eps must be >= 0, given {latent.norm_eps}"
     if spec.num_kv_heads != 1:
@@ -51,9 +51,9 @@ def experts_problems(spec: ModelSpec, experts: ExpertsSpec) -> Iterator[str]:
     """What is wrong with a mixture of experts, each as field, value and limit."""
     sizes = {"intermediate_size": (1, experts.intermediate_size), "shared_size": (0, experts.shared_size)}
     for name, (least, size) in sizes.items():
-        if not least <= size <= MOST_SIZE:
-            yield f"experts.{name} must be within {least}..{MOST_SIZE}, given {size}"
-    most = MOST_EXPERTS // max(spec.num_layers, 1)
+        if not least <= size <= MAX_SIZE:
+            yield f"experts.{name} must be within {least}..{MAX_SIZE}, given {size}"
+    most = MAX_EXPERTS // max(spec.num_layers, 1)
     if not 1 <= experts.num_experts <= most:
         yield f"experts.num_experts must be within 1..{most} for {spec.num_layers} layers, given {experts.num_experts}"
     if not 1 <= experts.num_chosen <= experts.num_experts:
@@ -96,8 +96,8 @@ MOST = {
     "max_position_embeddings": 1 << 31,
 }
 """Largest value of each size, far above any model's."""
-MOST_OFFSET = 1 << 16
-MOST_SINUSOIDS = 1 << 17
+MAX_OFFSET = 1 << 16
+MAX_SINUSOIDS = 1 << 17
 """Positions of a table of sinusoids, which takes memory for each, whatever the checkpoint's size."""
 
 
@@ -116,8 +116,8 @@ def _problems(spec: ModelSpec) -> Iterator[str]:
         yield f"{spec.num_heads} query heads do not divide into {spec.num_kv_heads} key-value heads"
     if spec.embedding_size is not None and not 1 <= spec.embedding_size <= MOST["hidden_size"]:
         yield f"embedding_size must be within 1..{MOST['hidden_size']}, given {spec.embedding_size}"
-    if not 0 <= spec.position_offset <= MOST_OFFSET:
-        yield f"position_offset must be within 0..{MOST_OFFSET}, given {spec.position_offset}"
+    if not 0 <= spec.position_offset <= MAX_OFFSET:
+        yield f"position_offset must be within 0..{MAX_OFFSET}, given {spec.position_offset}"
     for name in ("attention_scale", "attention_softcap", "logit_softcap", "qkv_clip"):
         value = getattr(spec, name)
         if value is not None and value <= 0:
@@ -158,9 +158,9 @@ def _norm_problems(spec: ModelSpec) -> Iterator[str]:
 def _position_problems(spec: ModelSpec) -> Iterator[str]:
     if spec.position is Position.SINUSOIDAL and spec.hidden_size < 4:
         yield f"sinusoidal positions need a hidden_size of at least 4, given {spec.hidden_size}"
-    if spec.position is Position.SINUSOIDAL and spec.max_position_embeddings > MOST_SINUSOIDS:
+    if spec.position is Position.SINUSOIDAL and spec.max_position_embeddings > MAX_SINUSOIDS:
         yield (
-            f"max_position_embeddings must be <= {MOST_SINUSOIDS} with sinusoidal positions, "
+            f"max_position_embeddings must be <= {MAX_SINUSOIDS} with sinusoidal positions, "
             f"given {spec.max_position_embeddings}"
         )
     if spec.position is not Position.ROTARY:

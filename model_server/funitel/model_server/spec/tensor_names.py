@@ -1,4 +1,4 @@
-"""How a checkpoint names its tensors, as part of a ModelSpec. The defaults are a Llama's, and for experts a Qwen's."""
+"""Name the tensors of a checkpoint, as part of a ModelSpec. The defaults are a Llama's, and for experts a Qwen's."""
 
 from dataclasses import dataclass
 

@@ -263,7 +263,7 @@ def test_a_plan_with_a_kind_that_is_not_supported_is_refused_by_it(tmp_path: Pat
     folder = changed(
         save(UNLISTED["arcee"], tmp_path), base_model_tp_plan={"layers.*.mlp.up_proj": "sequence_parallel"}
     )
-    with pytest.raises(SettingsError, match="whose plan to split it has the kind 'sequence_parallel', not supported"):
+    with pytest.raises(SettingsError, match="and its plan to split it has the kind 'sequence_parallel', not supported"):
         load(settings(folder, world_size=2, sharded=True), folder)
 
 

@@ -112,7 +112,7 @@ struct Scratch {
     }
 };
 
-// Scores of N queries with the n <= 16 tokens whose keys begin at `keys`.
+// Scores of N queries with the n <= 16 tokens that have their keys from `keys` on.
 template <class T, int N>
 inline void score(const T* keys, int n, int block_size, const float* queries, int head_dim, float* scores, int stride) {
     F16 sums[N];

@@ -53,7 +53,7 @@ struct Workplace {
 };
 
 struct Task {
-    int layer;  // whose attention is done; -1: none's, the first one's is to begin
+    int layer;  // with its attention done; -1: none, the first is to begin
     int num_tokens, chunk_rows;
     const float* attended;
     float* x;

@@ -44,7 +44,7 @@ class Engine {
 
     // Compute on so many threads from the next step on, as `Threads::set` does.
     void set_threads(int num_threads, int spin_microseconds) {
-        threads_.set(1, spin_microseconds);  // so that nobody is in `ahead_`
+        threads_.set(1, spin_microseconds);  // so that no thread is in `ahead_`
         ahead_.make_room(num_threads);
         scratch_ = std::vector<ThreadScratch>(num_threads);
         threads_.set(num_threads, spin_microseconds);

@@ -14,7 +14,7 @@ struct Layout {
     struct Item {
         int row, first, count, part, slot;
     };
-    // Tokens whose context is cut between items, to be merged: token, first slot, number of parts.
+    // Tokens with a context that is cut between items, to be merged: token, first slot, number of parts.
     struct Split {
         int token, slot, num_parts;
     };

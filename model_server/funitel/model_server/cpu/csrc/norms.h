@@ -12,7 +12,7 @@ struct Norm {
     int32_t weight, bias;  // vectors, -1 for none
     int32_t is_layer;      // by mean and variance, not by the mean square
     int32_t head_stride;   // from the weights of a head to those of the next, 0 where heads share them
-    int32_t whole_size;    // elements of the row, on all ranks, whose mean square all heads share; 0: each has its own
+    int32_t whole_size;    // elements of the row, on all ranks, with one mean square for all heads; 0: each has its own
     float eps;
 };
 

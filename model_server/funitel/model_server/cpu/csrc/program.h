@@ -17,7 +17,7 @@ enum Code : int32_t {
     kAttend,     // attended = attention            a: layer, b: window or 0, c: vector of slopes or -1; cap or 0
     kAdd,        // x += scale * partial
     kReduce,     // sum a buffer over the ranks, or return for the caller to do it   a: buffer, b: elements of a row
-    kSelect,     // go on with the tokens whose logits are wanted
+    kSelect,     // go on with the tokens that need logits
     kNormalise,  // buffer = norm of it             a: norm, b: buffer
     kClip,       // queries, keys and values stay within +-cap
     kSquares,    // partial = sums of squares of queries and of keys, two for each row; scale of those of keys

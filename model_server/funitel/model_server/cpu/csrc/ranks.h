@@ -1,8 +1,8 @@
-// Ranks of one host that add up and hand out what they computed, in memory that all of them have mapped. Nobody owns the
+// Ranks of one host that add up and hand out what they computed, in memory that all of them have mapped. No rank owns the
 // exchange: every rank writes its part into a slot of its own, says so, waits for the others and reads theirs. Sums are
-// taken in the order of the ranks, so every rank gets the same bits whoever came first.
+// taken in the order of the ranks, so every rank gets the same bits in any order of arrival.
 //
-// Slots are used in turns of two: who writes turn n has seen everyone arrive at turn n - 1, so all have read n - 2.
+// Slots are used in turns of two: a writer of turn n has seen every rank arrive at turn n - 1, so all have read n - 2.
 #pragma once
 
 #include <errno.h>
@@ -111,7 +111,7 @@ class Ranks {
         std::atomic<uint32_t> num_asleep;
     };
 
-    // Ranks on cores of their own arrive within microseconds of each other; who shares a core must give it up soon.
+    // Ranks on cores of their own arrive within microseconds of each other; a rank that shares a core must yield it soon.
     static constexpr uint64_t kSpinCycles = 40000;
     static constexpr int64_t kNapMs = 50;  // between looks at whether a rank still lives
 

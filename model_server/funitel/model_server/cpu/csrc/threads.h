@@ -173,7 +173,7 @@ class Threads {
     }
 
     // The next chunk of a range, or -1. A phase cannot end before all its chunks are claimed: one that has ended finds
-    // each range at its end or in a later phase, so whoever comes late claims nothing.
+    // each range at its end or in a later phase, so a thread that comes late claims nothing.
     int claim(uint64_t phase, int range, int num_ranges) {
         uint64_t serial = phase >> kCountBits;
         int num_chunks = static_cast<int>(phase & kMaxChunks);

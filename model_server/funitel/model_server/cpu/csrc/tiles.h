@@ -1,4 +1,4 @@
-// Products of floats on AMX, whose tiles multiply bfloat16: each number is the sum of two of them, high and low, which
+// Products of floats on AMX; its tiles multiply bfloat16: each number is the sum of two of them, high and low, which
 // keep 16 of its 24 bits, and of a product of two such sums only low times low is left out. Against float32 that changes
 // an output by some millionths of its size, for a third of the speed that tiles have.
 #pragma once
@@ -46,7 +46,7 @@ class TileRegisters {
     TileRegisters& operator=(const TileRegisters&) = delete;
 };
 
-// Sixteen floats as two bfloat16 each, whose sum is the float less what does not fit.
+// Sixteen floats as two bfloat16 each; their sum is the float less what does not fit.
 struct Halves {
     __m256i high, low;
 };

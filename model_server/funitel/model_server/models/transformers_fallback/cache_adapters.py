@@ -122,7 +122,7 @@ def _put(layer: Any, kind: str, index: int, state: torch.Tensor) -> None:
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
-    """An attention layer of a `Cache` whose keys and values lie in blocks."""
+    """An attention layer of a `Cache` with keys and values in blocks."""
 
     is_compileable = False
     is_sliding = False

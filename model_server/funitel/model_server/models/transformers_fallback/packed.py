@@ -1,6 +1,6 @@
 """All rows of a step in one forward of a transformers model, without padding: attention keeps them apart.
 
-For models whose layers see other tokens through `AttentionInterface` only.
+For models with layers that see other tokens through `AttentionInterface` only.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _KINDS = {"full_attention", _WINDOWED}
 
 
 class PackedModel:
-    """A transformers model as a `Forward` whose attention goes through our blocks.
+    """A transformers model as a `Forward` with its attention over our blocks.
 
     Rows that `turns` says do not turn alike have forwards of their own.
 

@@ -1,6 +1,6 @@
 """Rows of a step side by side as a padded batch of a transformers model, with what it keeps handed over and taken back.
 
-For models that keep a state of their own, and those whose attention does not go through `AttentionInterface`. Single
+For models that keep a state of their own, and those with attention outside `AttentionInterface`. Single
 tokens of sequences of similar length are one forward; a row of several tokens is one by itself.
 """
 

@@ -73,7 +73,7 @@ class Split:
             )
         unknown = sorted(set(rules.values()) - _DIVIDED.keys() - _WHOLE)
         if unknown:
-            raise SettingsError(f"{refusal}whose plan to split it has the kind {unknown[0]!r}, not supported here")
+            raise SettingsError(f"{refusal}and its plan to split it has the kind {unknown[0]!r}, not supported here")
         config = model.config.get_text_config(decoder=True)
         num_heads = getattr(config, "num_attention_heads", None)
         num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads

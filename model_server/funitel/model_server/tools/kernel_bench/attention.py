@@ -1,4 +1,4 @@
-"""How long attention of one row takes over a long context: it reads the keys and values of every layer once."""
+"""Measure attention of one row over a long context: it reads the keys and values of every layer once."""
 
 import ctypes
 import time

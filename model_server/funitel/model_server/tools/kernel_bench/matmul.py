@@ -1,4 +1,4 @@
-"""`funitel-server bench-kernels`: how near the matrix products of the fused step come to what the machine can do.
+"""The command `funitel-server bench-kernels`: compare matrix products of the fused step with the machine's roofline.
 
 A product of few rows is bound by reading weights, one of many rows by arithmetic. Every shape of the model is held
 against both roofs of `roofs`, with as many threads and the same amount of memory: its weights are repeated until
@@ -46,8 +46,8 @@ from funitel.model_server.tools.kernel_bench.roofs import RoofRow, Roofs, held_a
 from funitel.model_server.tools.kernel_bench.step import measure_step
 from funitel.proto.errors import StartupError
 
-LEAST_FOOTPRINT, MOST_FOOTPRINT = 256 << 20, 1 << 30
-SECONDS, LEAST_PASSES = 0.5, 3
+MIN_FOOTPRINT, MAX_FOOTPRINT = 256 << 20, 1 << 30
+SECONDS, MIN_PASSES = 0.5, 3
 
 
 class BenchedProduct:
@@ -74,7 +74,7 @@ class BenchedProduct:
             setattr(batch, name, values.ctypes.data)
         times: list[float] = []
         end = time.perf_counter() + SECONDS
-        while time.perf_counter() < end or len(times) < LEAST_PASSES:
+        while time.perf_counter() < end or len(times) < MIN_PASSES:
             begin = time.perf_counter()
             self._engine.run(batch, 0)
             times.append(time.perf_counter() - begin)
@@ -258,4 +258,4 @@ def _shape(num_outputs: int, num_inputs: int, threads: int) -> Shape:
 
 def _footprint() -> int:
     """Bytes that no cache holds, within bounds."""
-    return min(max(2 * largest_cache_bytes(), LEAST_FOOTPRINT), MOST_FOOTPRINT)
+    return min(max(2 * largest_cache_bytes(), MIN_FOOTPRINT), MAX_FOOTPRINT)

@@ -1,4 +1,4 @@
-"""What this processor can read and multiply at best, by the C interface of `roofs.cpp`; times held against it."""
+"""Measure the roofline of this processor, what it reads and multiplies at best, by the C interface of `roofs.cpp`."""
 
 import ctypes
 from dataclasses import dataclass

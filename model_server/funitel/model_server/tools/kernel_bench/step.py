@@ -1,4 +1,4 @@
-"""How long one row takes through the whole model, as a server computes it: every weight is read, and its context."""
+"""Measure one row through the whole model, as a server computes it: every weight is read, and its context."""
 
 import ctypes
 import time

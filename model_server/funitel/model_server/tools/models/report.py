@@ -1,4 +1,4 @@
-"""What `funitel models` prints: tables for people, one object for programs."""
+"""Print the output of `funitel models`: tables as text, or one JSON object."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Every architecture that is served, and what is served of it: read off the tables and the code that serve them."""
+"""List every architecture that is served with its features, read off the tables and the code that serve them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

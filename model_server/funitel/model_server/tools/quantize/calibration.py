@@ -1,4 +1,4 @@
-"""Texts -> token sequences that calibrate a quantiser: of a file or folder, or the texts that come with us."""
+"""Read calibration texts of a file or folder, or those built in, as token sequences."""
 
 import json
 from collections.abc import Iterator, Sequence

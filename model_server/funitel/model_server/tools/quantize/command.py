@@ -1,4 +1,4 @@
-"""`funitel-server quantize`: the settings, the texts and the folder around one quantisation."""
+"""The command `funitel-server quantize`: the settings, the texts and the folder of one quantisation."""
 
 import logging
 import shutil

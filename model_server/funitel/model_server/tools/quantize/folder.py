@@ -1,6 +1,6 @@
-"""A finished folder or none: everything is written beside the target and moved there whole.
+"""Write the output folder atomically: everything is written beside the target and moved there whole.
 
-Also writes safetensors whose tensors come one at a time, so that a model never has to be in memory.
+Also writes safetensors one tensor at a time, so that a model never has to be in memory.
 """
 
 import fcntl

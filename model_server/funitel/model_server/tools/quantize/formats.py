@@ -1,4 +1,4 @@
-"""Integers -> the tensors and the `quantization_config` that other programs know.
+"""Write quantised layers as the tensors and the `quantization_config` that other programs read.
 
 GPTQ as AutoGPTQ writes it; int8 and q4 as `pack-quantized` of compressed-tensors. The way back is `storage`.
 """

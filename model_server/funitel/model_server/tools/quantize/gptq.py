@@ -15,10 +15,10 @@ from funitel.proto.errors import WeightsError
 logger = logging.getLogger(__name__)
 
 BITS = 4
-# Inputs whose errors are spread at once over those after them: one large product instead of many small ones.
+# Errors of so many inputs are spread at once over those after them: one large product instead of many small ones.
 BLOCK = 128
 # Where the Hessian is too close to singular, dampening grows by steps of ten up to this share of its mean diagonal.
-_MOST_DAMPENING = 10.0
+_MAX_DAMPENING = 10.0
 
 
 class Hessian:
@@ -101,7 +101,7 @@ def _inverse_factor(hessian: torch.Tensor, percdamp: float) -> torch.Tensor:
     hessian = hessian + torch.diag(unused.to(hessian.dtype))
     mean = diagonal.mean() if not unused.all() else torch.ones((), device=hessian.device)
     dampening = percdamp
-    while dampening <= _MOST_DAMPENING:
+    while dampening <= _MAX_DAMPENING:
         dampened = hessian + torch.diag((dampening * mean).expand(len(hessian)))
         lower, failed = torch.linalg.cholesky_ex(dampened)
         if not failed:
@@ -111,4 +111,4 @@ def _inverse_factor(hessian: torch.Tensor, percdamp: float) -> torch.Tensor:
                 return factor
         dampening = max(dampening * 10, 1e-4)
         logger.info("the hessian is singular: dampening=%g", dampening)
-    raise WeightsError(f"no dampening up to {_MOST_DAMPENING:g} makes a layer's Hessian invertible")
+    raise WeightsError(f"no dampening up to {_MAX_DAMPENING:g} makes a layer's Hessian invertible")

@@ -1,4 +1,4 @@
-"""The work of one quantisation: which tensors the output will have, and how each of them comes about."""
+"""Plan and run one quantisation: the tensors of the output, and how each of them is made."""
 
 import logging
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Carry calibration texts through a model one decoder layer at a time, and see what goes into its linear layers.
+"""Run calibration texts through a model one decoder layer at a time, and collect the Hessians of its linear layers.
 
 One layer is in memory at a time; between layers there are only hidden states.
 """

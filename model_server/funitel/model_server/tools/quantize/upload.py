@@ -1,4 +1,4 @@
-"""Put a finished folder on the hub, as `--upload-to-model-id` asks. The hub's library finds the token itself."""
+"""Upload a finished folder to the hub, as `--upload-to-model-id` asks. The hub's library finds the token itself."""
 
 from pathlib import Path
 
