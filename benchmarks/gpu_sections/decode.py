@@ -10,7 +10,7 @@ from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.forward.interface import Forward
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.layers.elementwise import ElementwiseOps, TorchGlue
+from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.models.decoder import Decoder
 from gpu_sections import layouts, profile, roofs, timing
 from gpu_sections.figures import Facts, Line
@@ -64,7 +64,7 @@ def _agreement(plan: Plan, decoder: Decoder, forward: Forward, batch: ForwardBat
     """Share of rows with the same likeliest token as torch without our kernels."""
     found = forward(batch, cache)
     glue, reference = decoder.glue, TorchAttention(BLOCK_SIZE, plan.device)
-    _compute_with(decoder, reference, TorchGlue())
+    _compute_with(decoder, reference, TorchElementwiseOps())
     expected = decoder.run(batch, cache, reference.plan(batch))
     _compute_with(decoder, decoder.attention, glue)
     assert found is not None

@@ -10,10 +10,10 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.forward.interface import Forward
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.layers.elementwise_triton import TritonGlue
+from funitel.model_server.layers.elementwise_triton import TritonElementwiseOps
 from funitel.model_server.models.cuda_graphs import GraphedDecoder, recorded
 from funitel.model_server.models.decoder import Decoder
-from funitel.model_server.models.fuse_elementwise import fuse_glue
+from funitel.model_server.models.fuse_elementwise import fuse_elementwise
 from funitel_testing.random_weights import RandomWeights
 from gpu_sections.plan import BLOCK_SIZE, Plan
 
@@ -27,9 +27,9 @@ def make_decoder(plan: Plan) -> Decoder:
     decoder = Decoder(spec, weights, TensorParallel(), make_attention(plan))
     if plan.is_gpu:
         heads = HeadSplit(0, spec.num_heads, 0, spec.num_kv_heads)
-        fuse_glue(decoder, heads, plan.device, plan.dtype, plan.dtype)
+        fuse_elementwise(decoder, heads, plan.device, plan.dtype, plan.dtype)
     else:
-        decoder.adopt(TritonGlue(plan.dtype))
+        decoder.adopt(TritonElementwiseOps(plan.dtype))
     return decoder
 
 

@@ -1,6 +1,6 @@
 """A GPU's memory as tests want it: counted, and nowhere."""
 
-from funitel.model_server.device.gpu import CardState
+from funitel.model_server.device.gpu import GpuState
 
 
 class FakeCard:
@@ -30,10 +30,10 @@ class FakeCard:
         self._used -= num_bytes
         self._cached += num_bytes
 
-    def state(self) -> CardState:
+    def state(self) -> GpuState:
         """See Card."""
         held = self._used + self._cached
-        return CardState(total=self._total, free=self._total - self.others - self._driver - held, held=held)
+        return GpuState(total=self._total, free=self._total - self.others - self._driver - held, held=held)
 
     def give_back(self) -> None:
         """See Card."""

@@ -17,7 +17,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.gpu_sampling.kernels import choose, penalise, warp
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import HeadRule
-from funitel.model_server.layers.elementwise_triton import TritonGlue
+from funitel.model_server.layers.elementwise_triton import TritonElementwiseOps
 from funitel.model_server.layers.linear import HeadNorm, NormLayer
 from funitel.model_server.layers.rotary import Turn
 from funitel.model_server.quantized.bit_packing import Codes
@@ -120,12 +120,12 @@ def _spec(**fields: Any) -> ModelSpec:
 def _join(size: int, dtype: torch.dtype, kind: Norm, *, has_after: bool) -> None:
     spec = _spec(head_dim=1, norm=kind, has_norm_bias=kind is Norm.LAYER)
     norm, x = NormLayer(spec, RandomWeights(dtype), "norm", size), torch.zeros(2, size, dtype=dtype)
-    TritonGlue(dtype).norm(norm, x)
-    TritonGlue(dtype).join(x, x, norm if has_after else None, 1.0, norm)
+    TritonElementwiseOps(dtype).norm(norm, x)
+    TritonElementwiseOps(dtype).join(x, x, norm if has_after else None, 1.0, norm)
 
 
 def _gate(dtype: torch.dtype, activation: Activation) -> None:
-    TritonGlue(dtype).gate(torch.zeros(2, 2048, dtype=dtype), activation)
+    TritonElementwiseOps(dtype).gate(torch.zeros(2, 2048, dtype=dtype), activation)
 
 
 def _place(
@@ -147,7 +147,7 @@ def _place(
     slots = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     turn = Turn(table, table, is_interleaved) if num_turned else None
     rule = HeadRule(8, 2, None if num_turned else 8.0, norms, 0.5 if cached else 1.0)
-    TritonGlue(cached or dtype).place(torch.zeros(2, 12, head_dim, dtype=dtype), rule, turn, cache, 0, slots)
+    TritonElementwiseOps(cached or dtype).place(torch.zeros(2, 12, head_dim, dtype=dtype), rule, turn, cache, 0, slots)
 
 
 def _glue_launches() -> dict[str, Launch]:

@@ -11,9 +11,9 @@ import torch
 from funitel.model_server.attention import probe as trial
 from funitel.model_server.attention.backend import AttentionBackend, AttentionRule, RecordableAttention
 from funitel.model_server.attention.flash import flash_2, flash_3
-from funitel.model_server.attention.probe import Trial
+from funitel.model_server.attention.probe import KernelCheck
 from funitel.model_server.attention.select import Makers, choose, choose_attention
-from funitel.model_server.attention.split_by_phase import DividedAttention
+from funitel.model_server.attention.split_by_phase import SplitAttention
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
@@ -105,7 +105,7 @@ def test_divided_attention_as_the_reference(rows: list[tuple[int, int]], is_for_
     batch, cache, query = step(16, rows)
     expected = reference.attend(query, cache, 0, reference.plan(batch), RULES["plain"])
     prompts: AttentionBackend = reference if is_for_fresh else flash_3(spec(), 16, CPU, torch.bfloat16)
-    divided = DividedAttention(flash_3(spec(), 16, CPU, torch.bfloat16), prompts, is_for_fresh=is_for_fresh)
+    divided = SplitAttention(flash_3(spec(), 16, CPU, torch.bfloat16), prompts, is_for_fresh=is_for_fresh)
     plan = divided.plan(batch)
     assert is_near(divided.attend(query, cache, 0, plan, RULES["plain"]), expected)
     has_prompts = batch.num_decode < len(rows)
@@ -141,16 +141,16 @@ class Times:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: tuple[float, float]) -> None:
         def timed(
-            own: Trial, backends: list[AttentionBackend], rows: trial.Rows, stopwatch: trial.Stopwatch
+            own: KernelCheck, backends: list[AttentionBackend], rows: trial.Rows, stopwatch: trial.Stopwatch
         ) -> list[float]:
             return [seconds[each.name][rows is trial.PROMPT] for each in backends]
 
-        monkeypatch.setattr(Trial, "seconds", timed)
+        monkeypatch.setattr(KernelCheck, "seconds", timed)
 
 
 def chosen(makers: Makers, wanted: str | None = None, *, is_plain: bool = True) -> AttentionBackend:
     reference = TorchAttention(16, CPU)
-    probe = Trial(spec(), HEADS, 16, CPU, torch.float32)
+    probe = KernelCheck(spec(), HEADS, 16, CPU, torch.float32)
     return choose(makers, reference, probe, lambda work: 0.0, wanted, is_plain=is_plain)
 
 
@@ -204,7 +204,7 @@ def test_a_trial_times_every_backend_on_the_same_step() -> None:
         work()
         return len(seen)
 
-    probe = Trial(spec(), HEADS, 16, CPU, torch.float32)
+    probe = KernelCheck(spec(), HEADS, 16, CPU, torch.float32)
     assert probe.seconds([Noted(16, CPU), Noted(16, CPU)], [(20, 1), (0, 3)], stopwatch) == [1.0, 2.0]
     assert seen == [(4, 1)] * 2
     assert len(probe.decode) == 64

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from funitel.model_server.device.gpu import CardState
+from funitel.model_server.device.gpu import GpuState
 from funitel.model_server.executor import profile_run
 from funitel.model_server.executor.async_executor import AsyncExecutor
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.executor.gpu_pool_sizing import (
     MOST_DRIVER_BYTES,
     USABLE,
-    CardMemory,
+    GpuPoolMemory,
     graph_bytes,
     pool_budget,
 )
@@ -31,8 +31,8 @@ from funitel_testing.tiny import save_tiny
 GIB = 1 << 30
 
 
-def state(total: int, free: int, held: int) -> CardState:
-    return CardState(total=total, free=free, held=held)
+def state(total: int, free: int, held: int) -> GpuState:
+    return GpuState(total=total, free=free, held=held)
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.7, 0.5])
@@ -103,7 +103,7 @@ class Recording:
 def test_the_peak_of_a_step_and_recorded_steps_are_set_aside() -> None:
     card = FakeCard(100_000)
     card.take(20_000)  # weights
-    memory = CardMemory(card, 1.0)
+    memory = GpuPoolMemory(card, 1.0)
     memory.rehearse(lambda: card.take(5_000, is_brief=True), "")
     recording = Recording(card)
     memory.rehearse_recording(recording, None)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_a_largest_step_without_memory_is_one_line() -> None:
     def step() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    memory = CardMemory(FakeCard(100), 1.0)
+    memory = GpuPoolMemory(FakeCard(100), 1.0)
     with pytest.raises(NotEnoughMemory, match="no memory for the largest step, .* lower --max-batch-prefill-tokens 9"):
         memory.rehearse(step, "lower --max-batch-prefill-tokens 9")
     with pytest.raises(ZeroDivisionError):
@@ -150,7 +150,7 @@ def on_card(folder: Path, card: FakeCard, **settings: Any) -> tuple[Executor, Wa
     executor = load_executor(folder, **settings)
     watched = Watched(card, executor.decoder)
     executor.decoder = watched
-    executor.memory = CardMemory(card, executor.options.memory_fraction)
+    executor.memory = GpuPoolMemory(card, executor.options.memory_fraction)
     return executor, watched
 
 

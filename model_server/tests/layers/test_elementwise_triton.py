@@ -19,11 +19,11 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.layers.elementwise import HeadRule, TorchGlue
-from funitel.model_server.layers.elementwise_triton import TritonGlue
+from funitel.model_server.layers.elementwise import HeadRule, TorchElementwiseOps
+from funitel.model_server.layers.elementwise_triton import TritonElementwiseOps
 from funitel.model_server.layers.linear import NormLayer
 from funitel.model_server.models.decoder import Decoder, DecoderLayer
-from funitel.model_server.models.fuse_elementwise import check_glue, fuse_glue
+from funitel.model_server.models.fuse_elementwise import check_elementwise, fuse_elementwise
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.spec.model_spec import Activation
 from funitel_testing.forward_worker import step_through
@@ -37,7 +37,7 @@ BLOCK = 4
 QUICK = ("qwen3", "gemma2", "gpt_neox")
 
 
-class NoGlue(TorchGlue):
+class NoGlue(TorchElementwiseOps):
     """A reference that must not be asked."""
 
     def norm(self, *_: object) -> torch.Tensor:  # type: ignore[override]
@@ -46,8 +46,8 @@ class NoGlue(TorchGlue):
     join = place = norm  # type: ignore[assignment]
 
 
-def no_fall_back(kv_dtype: torch.dtype) -> TritonGlue:
-    glue = TritonGlue(kv_dtype)
+def no_fall_back(kv_dtype: torch.dtype) -> TritonElementwiseOps:
+    glue = TritonElementwiseOps(kv_dtype)
     glue._reference = NoGlue()
     return glue
 
@@ -55,15 +55,15 @@ def no_fall_back(kv_dtype: torch.dtype) -> TritonGlue:
 @pytest.mark.parametrize("seed", range(16))
 def test_residual_and_norms(seed: int) -> None:
     case = draw_join(seed, DEVICE)
-    found = case.through(TritonGlue(case.x.dtype))
-    assert error_of(found, case.exact().through(TorchGlue())) <= BOUNDS[case.x.dtype]
+    found = case.through(TritonElementwiseOps(case.x.dtype))
+    assert error_of(found, case.exact().through(TorchElementwiseOps())) <= BOUNDS[case.x.dtype]
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_heads_in_their_places(seed: int) -> None:
     case = draw_placing(seed, DEVICE)
     found = case.through(no_fall_back(case.kv_dtype))
-    assert error_of(found, case.exact().through(TorchGlue())) <= BOUNDS[case.qkv.dtype]
+    assert error_of(found, case.exact().through(TorchElementwiseOps())) <= BOUNDS[case.qkv.dtype]
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -75,7 +75,7 @@ def test_a_pool_of_float8_takes_what_is_beyond_its_range_as_its_largest(kv_dtype
     qkv = numbers[torch.arange(case.qkv.numel(), device=DEVICE).view_as(case.qkv) % len(numbers)]
     placing = Placing(qkv, rule, None, case.spec, kv_dtype)
     queries, pool = placing.through(no_fall_back(kv_dtype))
-    exact_queries, exact_pool = replace(placing, kv_dtype=torch.float32).through(TorchGlue())
+    exact_queries, exact_pool = replace(placing, kv_dtype=torch.float32).through(TorchElementwiseOps())
     most = torch.finfo(kv_dtype).max
     assert torch.equal(queries, exact_queries)
     assert exact_pool.abs().max() > most
@@ -86,9 +86,12 @@ def test_a_pool_of_float8_takes_what_is_beyond_its_range_as_its_largest(kv_dtype
 @pytest.mark.parametrize("seed", range(100, 400))
 def test_over_many_shapes(seed: int) -> None:
     join, placing = draw_join(seed, DEVICE), draw_placing(seed, DEVICE)
-    assert error_of(join.through(TritonGlue(join.x.dtype)), join.exact().through(TorchGlue())) <= BOUNDS[join.x.dtype]
+    assert (
+        error_of(join.through(TritonElementwiseOps(join.x.dtype)), join.exact().through(TorchElementwiseOps()))
+        <= BOUNDS[join.x.dtype]
+    )
     found = placing.through(no_fall_back(placing.kv_dtype))
-    assert error_of(found, placing.exact().through(TorchGlue())) <= BOUNDS[placing.qkv.dtype]
+    assert error_of(found, placing.exact().through(TorchElementwiseOps())) <= BOUNDS[placing.qkv.dtype]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of what a sigmoid rightly makes 0
@@ -96,7 +99,10 @@ def test_over_many_shapes(seed: int) -> None:
 def test_gates(activation: Activation) -> None:
     for i, (dtype, bound) in enumerate(BOUNDS.items()):
         x = (3 * torch.randn(3, 2 * (100 + 1000 * i), generator=torch.Generator().manual_seed(i))).to(DEVICE, dtype)
-        found, expected = TritonGlue(dtype).gate(x, activation), TorchGlue().gate(x.float(), activation)
+        found, expected = (
+            TritonElementwiseOps(dtype).gate(x, activation),
+            TorchElementwiseOps().gate(x.float(), activation),
+        )
         assert error_of([found], [expected]) <= bound
 
 
@@ -116,7 +122,7 @@ def heads_of(decoder: Decoder) -> HeadSplit:
 def test_logits_of_the_reference(family: str, tmp_path: Path) -> None:
     ZOO[family].save(tmp_path)
     decoder = decoder_of(tmp_path)
-    glue = no_fall_back(torch.float32) if family in QUICK else TritonGlue(torch.float32)
+    glue = no_fall_back(torch.float32) if family in QUICK else TritonElementwiseOps(torch.float32)
     prompts = [torch.randint(0, 200, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (13, 5)]
     logits = []
     for _ in range(2):
@@ -124,7 +130,7 @@ def test_logits_of_the_reference(family: str, tmp_path: Path) -> None:
         logits.append(step_through(decoder, cache, prompts, 2))
         decoder.adopt(glue)
     assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(*logits, strict=True))
-    check_glue(glue, decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
+    check_elementwise(glue, decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi3"])
@@ -148,27 +154,27 @@ def test_a_layer_multiplies_four_times(family: str, tmp_path: Path, monkeypatch:
     assert widths == layer * spec.num_layers + [spec.vocab_size]
 
 
-class WrongNorm(TritonGlue):
+class WrongNorm(TritonElementwiseOps):
     def norm(self, norm: NormLayer, x: torch.Tensor) -> torch.Tensor:
         return super().norm(norm, x) * 1.1
 
 
-class WrongPlace(TritonGlue):
+class WrongPlace(TritonElementwiseOps):
     def place(self, qkv: torch.Tensor, *rest: object) -> torch.Tensor:  # type: ignore[override]
         return super().place(qkv.roll(1, dims=1), *rest)  # type: ignore[arg-type]
 
 
-class WrongGate(TritonGlue):
+class WrongGate(TritonElementwiseOps):
     def gate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         return super().gate(x.roll(x.shape[1] // 2, dims=1), activation)
 
 
 @pytest.mark.parametrize("wrong", [WrongNorm, WrongPlace, WrongGate])
-def test_a_wrong_kernel_does_not_pass_the_probe(wrong: type[TritonGlue], tmp_path: Path) -> None:
+def test_a_wrong_kernel_does_not_pass_the_probe(wrong: type[TritonElementwiseOps], tmp_path: Path) -> None:
     ZOO["llama"].save(tmp_path)
     decoder = decoder_of(tmp_path)
     with pytest.raises(ValueError, match="a probe is off by"):
-        check_glue(wrong(torch.float32), decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
+        check_elementwise(wrong(torch.float32), decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
 
 
 def test_what_fails_the_probe_is_not_used(
@@ -176,19 +182,19 @@ def test_what_fails_the_probe_is_not_used(
 ) -> None:
     ZOO["llama"].save(tmp_path)
     decoder = decoder_of(tmp_path)
-    fuse_glue(decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
+    fuse_elementwise(decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
     assert decoder.glue.name == "torch"
 
     def refuse(*_: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr("funitel.model_server.models.fuse_elementwise.check_glue", refuse)
+    monkeypatch.setattr("funitel.model_server.models.fuse_elementwise.check_elementwise", refuse)
     with caplog.at_level(logging.WARNING):
-        fuse_glue(decoder, heads_of(decoder), torch.device("cuda"), torch.float32, torch.float32)
+        fuse_elementwise(decoder, heads_of(decoder), torch.device("cuda"), torch.float32, torch.float32)
     assert decoder.glue.name == "torch"
     assert "RuntimeError: no compiler" in caplog.text
-    monkeypatch.setattr("funitel.model_server.models.fuse_elementwise.check_glue", lambda *_: None)
-    fuse_glue(decoder, heads_of(decoder), torch.device("cuda"), torch.float32, torch.float32)
+    monkeypatch.setattr("funitel.model_server.models.fuse_elementwise.check_elementwise", lambda *_: None)
+    fuse_elementwise(decoder, heads_of(decoder), torch.device("cuda"), torch.float32, torch.float32)
     layer = decoder.layers[-1]
     assert isinstance(layer, DecoderLayer)
     adopted = [decoder, layer.attention_frame, layer.mlp_frame, layer.attention, *layer.mlp.mlps()]

@@ -15,11 +15,11 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.layers.elementwise import TorchGlue
+from funitel.model_server.layers.elementwise import TorchElementwiseOps
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.models.cuda_graphs import recorded
 from funitel.model_server.models.decoder import Decoder
-from funitel.model_server.models.fuse_elementwise import check_glue
+from funitel.model_server.models.fuse_elementwise import check_elementwise
 from funitel.model_server.models.weight_offload import Arrival, Offload, OffloadedLayer, offload_of
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import ModelServerSettings
@@ -101,8 +101,8 @@ def test_kernels_are_tried_with_weights_that_are_there(tmp_path: Path) -> None:
     offload, _ = offload_layers(tmp_path, 100)
     decoder = decoder_of(tmp_path, offload)
     heads = HeadSplit(0, decoder.spec.num_heads, 0, decoder.spec.num_kv_heads)
-    check_glue(
-        TorchGlue(), decoder, heads, CPU, torch.bfloat16, torch.bfloat16
+    check_elementwise(
+        TorchElementwiseOps(), decoder, heads, CPU, torch.bfloat16, torch.bfloat16
     )  # what is spoilt in a slot would equal nothing
 
 

@@ -24,7 +24,7 @@ _DECODE_CONTEXT = 4096
 _MOST_TIMED_BYTES = 512 << 20  # of keys and values: long enough for what a launch costs the host not to count
 
 
-class Trial:
+class KernelCheck:
     """Steps of random rows over one layer of a model."""
 
     def __init__(

@@ -8,8 +8,8 @@ import torch
 
 from funitel.model_server.attention.backend import AttentionBackend, RecordableAttention
 from funitel.model_server.attention.flash import flash_2, flash_3
-from funitel.model_server.attention.probe import FRESH, PROMPT, Stopwatch, Trial, on_device
-from funitel.model_server.attention.split_by_phase import DividedAttention
+from funitel.model_server.attention.probe import FRESH, PROMPT, KernelCheck, Stopwatch, on_device
+from funitel.model_server.attention.split_by_phase import SplitAttention
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
 from funitel.model_server.device.tensor_parallel import HeadSplit
@@ -48,14 +48,14 @@ def choose_attention(
         "triton": lambda: _triton(spec, heads, block_size, device, dtype),
     }
     with torch.inference_mode():
-        trial = Trial(spec, heads, block_size, device, dtype, kv_dtype)
+        trial = KernelCheck(spec, heads, block_size, device, dtype, kv_dtype)
         return choose(makers, reference, trial, on_device, wanted, is_plain=_is_plain(spec))
 
 
 def choose(
     makers: Makers,
     reference: AttentionBackend,
-    trial: Trial,
+    trial: KernelCheck,
     stopwatch: Stopwatch,
     wanted: str | None = None,
     *,
@@ -90,16 +90,16 @@ def choose(
     prompts = for_prompts[_fastest("prompts", for_prompts, trial.seconds(for_prompts, PROMPT, stopwatch))]
     if prompts is decode:
         return decode
-    return DividedAttention(decode, prompts, is_for_fresh=prompts is reference)
+    return SplitAttention(decode, prompts, is_for_fresh=prompts is reference)
 
 
-def _right(makers: Makers, reference: AttentionBackend, trial: Trial) -> dict[str, RecordableAttention]:
+def _right(makers: Makers, reference: AttentionBackend, trial: KernelCheck) -> dict[str, RecordableAttention]:
     """The backends that can be made and give what the reference gives."""
 
     def probe(make: Callable[[], RecordableAttention]) -> RecordableAttention:
         backend = make()
         trial.check(backend, reference)
-        trial.check(DividedAttention(backend, reference, is_for_fresh=True), reference, FRESH)
+        trial.check(SplitAttention(backend, reference, is_for_fresh=True), reference, FRESH)
         return backend
 
     right = {name: probe_or_fall_back(partial(probe, make), partial(_unused, name)) for name, make in makers.items()}

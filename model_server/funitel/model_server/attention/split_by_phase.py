@@ -11,7 +11,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 
 
 @dataclass(frozen=True, slots=True)
-class DividedPlan:
+class SplitPlan:
     """The first `num_decode` tokens of a step are rows that decode; a part without tokens has no plan."""
 
     num_decode: int
@@ -19,7 +19,7 @@ class DividedPlan:
     prompts: Any
 
 
-class DividedAttention:
+class SplitAttention:
     """Rows that decode, which come first, through `decode`; those with more tokens through `prompts`.
 
     Where `is_for_fresh` the latter is for prompts from their beginning: a step with any other takes `decode` alone.
@@ -32,23 +32,23 @@ class DividedAttention:
         self._prompts = prompts
         self._is_for_fresh = is_for_fresh
 
-    def plan(self, batch: ForwardBatch) -> DividedPlan:
+    def plan(self, batch: ForwardBatch) -> SplitPlan:
         """See AttentionBackend."""
         num_decode, chunks = batch.num_decode, batch.rows[batch.num_decode :]
         if not chunks or (self._is_for_fresh and any(row.start for row in chunks)):
-            return DividedPlan(batch.num_tokens, self._decode.plan(batch), None)
-        return DividedPlan(
+            return SplitPlan(batch.num_tokens, self._decode.plan(batch), None)
+        return SplitPlan(
             num_decode,
             self._decode.plan(batch.of_rows(0, num_decode)) if num_decode else None,
             self._prompts.plan(batch.of_rows(num_decode, len(batch.rows))),
         )
 
-    def plan_rows(self, contexts: torch.Tensor, tables: torch.Tensor) -> DividedPlan:
+    def plan_rows(self, contexts: torch.Tensor, tables: torch.Tensor) -> SplitPlan:
         """See RecordableAttention."""
-        return DividedPlan(len(contexts), self._decode.plan_rows(contexts, tables), None)
+        return SplitPlan(len(contexts), self._decode.plan_rows(contexts, tables), None)
 
     def attend(
-        self, query: torch.Tensor, cache: KVCache, layer: int, plan: DividedPlan, rule: AttentionRule
+        self, query: torch.Tensor, cache: KVCache, layer: int, plan: SplitPlan, rule: AttentionRule
     ) -> torch.Tensor:
         """See AttentionBackend."""
         if plan.prompts is None:

@@ -6,7 +6,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CardState:
+class GpuState:
     """Bytes of a card: there are `total`, nobody has `free`, and this process's allocator `held`."""
 
     total: int
@@ -20,11 +20,11 @@ class Gpu:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def state(self) -> CardState:
+    def state(self) -> GpuState:
         """What is held and what is free, once all work is done."""
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
-        return CardState(total=total, free=free, held=torch.cuda.memory_reserved(self._device))
+        return GpuState(total=total, free=free, held=torch.cuda.memory_reserved(self._device))
 
     def give_back(self) -> None:
         """Give what the allocator holds and nobody uses back to the card."""

@@ -26,7 +26,7 @@ from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.forward.interface import Forward
 from funitel.model_server.gpu_sampling.ops import ScoreMaths
 from funitel.model_server.gpu_sampling.result_copy import Copy, HostCopy
-from funitel.model_server.gpu_sampling.row_state import RowStates, held_token
+from funitel.model_server.gpu_sampling.row_state import RowStates, device_token
 from funitel.model_server.gpu_sampling.sampler import follows_tokens
 from funitel.model_server.gpu_sampling.step_sampler import Due, StepSampler, due_of
 from funitel.model_server.kv_cache.pool import Pools
@@ -193,7 +193,7 @@ class AsyncExecutor(Executor):
 
     def _tokens(self, row: SequenceState, end: int) -> list[int]:
         tokens = super()._tokens(row, end)
-        return tokens if row.num_cached + len(tokens) == end else [*tokens, held_token(row)]
+        return tokens if row.num_cached + len(tokens) == end else [*tokens, device_token(row)]
 
     def _rehearse_sampling(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:
         """As steps do it; the counts that penalties need stay where they are, and need not grow later."""

@@ -22,9 +22,9 @@ from funitel.model_server.device.memory import give_back, is_out_of_memory
 from funitel.model_server.device.pinned_memory import page_locked
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor import profile_run
-from funitel.model_server.executor.gpu_pool_sizing import CardMemory
+from funitel.model_server.executor.gpu_pool_sizing import GpuPoolMemory
 from funitel.model_server.executor.output import OutputProcessor, StepOutput
-from funitel.model_server.executor.pool_sizing import HostMemory, PoolMemory, num_pool_blocks
+from funitel.model_server.executor.pool_sizing import HostPoolMemory, PoolMemory, num_pool_blocks
 from funitel.model_server.executor.step_checks import StepBounds, check_addresses, check_step, check_supported
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.forward.interface import Forward, RecordingForward
@@ -129,9 +129,9 @@ class Executor:
         self.options = options
         self.scores = scores or TorchScores()
         self.pools = pools
-        self.memory: PoolMemory = HostMemory(options.memory_fraction, parallel)
+        self.memory: PoolMemory = HostPoolMemory(options.memory_fraction, parallel)
         if options.device.type == "cuda":
-            self.memory = CardMemory(Gpu(options.device), options.memory_fraction)
+            self.memory = GpuPoolMemory(Gpu(options.device), options.memory_fraction)
         self.max_prefill_tokens = spec.max_position_embeddings
         self.takes_first_token = False  # of a request; see `Capability.FIRST_TOKEN`
         self._cache: KVCache | None = None

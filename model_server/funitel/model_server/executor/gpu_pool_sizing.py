@@ -6,7 +6,7 @@ Both are measured, once, before there is a pool. The arithmetic knows no device.
 from collections.abc import Callable
 from typing import Protocol
 
-from funitel.model_server.device.gpu import CardState
+from funitel.model_server.device.gpu import GpuState
 from funitel.model_server.device.memory import MEMORY_ERRORS, is_out_of_memory
 from funitel.model_server.forward.interface import RecordingForward
 from funitel.model_server.kv_cache.pool import KVCache
@@ -17,10 +17,10 @@ USABLE = 0.95
 MOST_DRIVER_BYTES = 64 << 20  # of one graph: what is beyond is another process's, which took it meanwhile
 
 
-class CardCounts(Protocol):
+class GpuCounts(Protocol):
     """What is asked of a card."""
 
-    def state(self) -> CardState:
+    def state(self) -> GpuState:
         """What is held and what is free."""
 
     def give_back(self) -> None:
@@ -33,7 +33,7 @@ class CardCounts(Protocol):
         """Most bytes held since."""
 
 
-def pool_budget(state: CardState, fraction: float, set_aside: int) -> int:
+def pool_budget(state: GpuState, fraction: float, set_aside: int) -> int:
     """Bytes a pool may take: within this process's `fraction` of the card, and within what others leave of it.
 
     Alone on the card this is TGI's rule: what is free, less what the fraction leaves of the whole card. Of several
@@ -45,7 +45,7 @@ def pool_budget(state: CardState, fraction: float, set_aside: int) -> int:
     return max(0, min(own, left) - set_aside)
 
 
-def graph_bytes(before: CardState, after: CardState, num_graphs: int) -> int:
+def graph_bytes(before: GpuState, after: GpuState, num_graphs: int) -> int:
     """Bytes that `num_graphs` recorded steps will take, from the states around the recording of the largest.
 
     They share the memory of their tensors, which is the largest's twice: smaller tensors lie otherwise in it. What the
@@ -56,12 +56,12 @@ def graph_bytes(before: CardState, after: CardState, num_graphs: int) -> int:
     return 2 * tensors + num_graphs * driver
 
 
-class CardMemory:
+class GpuPoolMemory:
     """Sizes the pool of one GPU: rehearse first, then ask."""
 
     is_measured = True
 
-    def __init__(self, card: CardCounts, fraction: float) -> None:
+    def __init__(self, card: GpuCounts, fraction: float) -> None:
         self._card = card
         self._fraction = fraction
         self.step_bytes = 0

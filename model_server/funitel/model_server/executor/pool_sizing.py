@@ -32,7 +32,7 @@ class PoolMemory(Protocol):
         """Bytes the pool may take."""
 
 
-class HostMemory:
+class HostPoolMemory:
     """The memory of a host, shared fairly with the ranks that are on it too; nothing of it is measured."""
 
     is_measured = False

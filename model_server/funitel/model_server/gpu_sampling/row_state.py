@@ -60,6 +60,6 @@ class RowStates:
                 line.index_copy_(0, there[0], there[1].int())
 
 
-def held_token(row: SequenceState) -> int:
+def device_token(row: SequenceState) -> int:
     """How a `RowSpan` names the last token of a row that only the device knows."""
     return -1 - row.index

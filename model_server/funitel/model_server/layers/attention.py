@@ -10,7 +10,7 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.layers.elementwise import ElementwiseOps, HeadRule, TorchGlue
+from funitel.model_server.layers.elementwise import ElementwiseOps, HeadRule, TorchElementwiseOps
 from funitel.model_server.layers.linear import ColumnLinear, HeadNorm, Matmul, NormLayer, RowLinear, qkv_parts
 from funitel.model_server.layers.rotary import Turn, alibi_slopes
 from funitel.model_server.spec.model_spec import LatentSpec, ModelSpec, Position, QkNorm, RotarySpec
@@ -41,7 +41,7 @@ class Attention:
         rule = _rule(spec, heads, index, weights.device)
         self.rule = replace(rule, scale=rule.scale * scales[0])
         self.rotary = spec.rotary_of(index)
-        self.glue: ElementwiseOps = TorchGlue()
+        self.glue: ElementwiseOps = TorchElementwiseOps()
         self.head_dim = dim
         self.qkv = ColumnLinear(
             weights,

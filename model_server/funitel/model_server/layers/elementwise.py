@@ -76,7 +76,7 @@ class ElementwiseOps(Protocol):
         """
 
 
-class TorchGlue:
+class TorchElementwiseOps:
     """The reference."""
 
     name = "torch"

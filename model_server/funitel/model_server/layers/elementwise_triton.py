@@ -4,7 +4,7 @@ import torch
 import triton
 
 from funitel.model_server.kv_cache.pool import KVCache, Slots
-from funitel.model_server.layers.elementwise import HeadRule, TorchGlue
+from funitel.model_server.layers.elementwise import HeadRule, TorchElementwiseOps
 from funitel.model_server.layers.elementwise_kernels import gate_units, join_residual, place_heads
 from funitel.model_server.layers.linear import HeadNorm, NormLayer
 from funitel.model_server.layers.rotary import Turn
@@ -16,7 +16,7 @@ _UNITS_AT_ONCE = 1024
 _HEAD_ELEMENTS = 1024  # of a program's heads
 
 
-class TritonGlue:
+class TritonElementwiseOps:
     """Sums in float32 whatever the inputs are. What a kernel does not have is computed by the reference.
 
     `kv_dtype` is the precision of the pool, the inputs' or a float8.
@@ -26,7 +26,7 @@ class TritonGlue:
 
     def __init__(self, kv_dtype: torch.dtype) -> None:
         self._kv_dtype = kv_dtype
-        self._reference = TorchGlue()
+        self._reference = TorchElementwiseOps()
 
     def norm(self, norm: NormLayer, x: torch.Tensor) -> torch.Tensor:
         """See Glue."""

@@ -6,7 +6,7 @@ import torch
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
-from funitel.model_server.layers.elementwise import ElementwiseOps, TorchGlue
+from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.layers.linear import ACTIVATIONS, ColumnLinear, Matmul, RowLinear, mlp_parts
 from funitel.model_server.spec.model_spec import ExpertScore, ExpertsSpec, ModelSpec
 
@@ -35,7 +35,7 @@ class Mlp:
         self.num_units = mine[1] - mine[0]  # hidden units of this rank
         self.is_gated = spec.is_gated
         self.activation = spec.activation
-        self.glue: ElementwiseOps = TorchGlue()
+        self.glue: ElementwiseOps = TorchElementwiseOps()
         self.parallel = parallel
         self.up = ColumnLinear(
             weights,

@@ -11,7 +11,7 @@ from funitel.model_server.loading.common import FLOAT8_KV, Loaded, in_torch, log
 from funitel.model_server.loading.torch_footprint import torch_weight_bytes
 from funitel.model_server.models.cuda_graphs import recorded
 from funitel.model_server.models.decoder import Decoder
-from funitel.model_server.models.fuse_elementwise import fuse_glue
+from funitel.model_server.models.fuse_elementwise import fuse_elementwise
 from funitel.model_server.models.weight_offload import offload_of
 from funitel.model_server.quantized.select import choose_products
 from funitel.model_server.settings import ModelServerSettings
@@ -32,7 +32,7 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
     weights.scales_kv = is_float8(kv_dtype)
     offload = offload_of(settings.cpu_offload_gb, spec.num_layers, weights.device)
     decoder = Decoder(spec, weights, parallel, attention, offload)
-    fuse_glue(decoder, heads, weights.device, weights.dtype, kv_dtype=kv_dtype)
+    fuse_elementwise(decoder, heads, weights.device, weights.dtype, kv_dtype=kv_dtype)
     log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, kv_dtype)
     loaded = in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel, kv_dtype)
     return replace(loaded, takes_held_tokens=True)

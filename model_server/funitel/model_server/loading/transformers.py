@@ -15,7 +15,7 @@ from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.loading.common import Loaded
 from funitel.model_server.models.transformers_fallback.attention import Unsuited
-from funitel.model_server.models.transformers_fallback.cache_adapters import choose_keeper
+from funitel.model_server.models.transformers_fallback.cache_adapters import choose_adapter
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.load import (
     hollow,
@@ -186,7 +186,7 @@ def _choose_way(
 
 
 def _stacked(model: Any, device: torch.device, turns: DynamicRope, *, is_alone: bool) -> StackedModel:
-    keeper = choose_keeper(model, device)
+    keeper = choose_adapter(model, device)
     if not keeper.takes_padding and not is_alone:
         raise Unsuited("its code does not say how to pad")
     return StackedModel(model, keeper, device, turns, is_alone=is_alone)

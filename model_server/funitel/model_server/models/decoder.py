@@ -8,7 +8,7 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention, LatentAttention, Turns
-from funitel.model_server.layers.elementwise import ElementwiseOps, TorchGlue
+from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.layers.linear import Matmul, NormLayer, VocabEmbedding, VocabHead
 from funitel.model_server.layers.mlp import Experts, Mlp
 from funitel.model_server.layers.rotary import Rotary, sinusoids
@@ -30,8 +30,8 @@ class Decoder:
         names = spec.names
         self.spec = spec
         self.attention = attention
-        self.glue: ElementwiseOps = TorchGlue()
-        self.entrance = Embedding(spec, weights, parallel)
+        self.glue: ElementwiseOps = TorchElementwiseOps()
+        self.entrance = TokenEmbedding(spec, weights, parallel)
         self.offload = offload
         self.layers: list[DecoderLayer | OffloadedLayer[DecoderLayer]] = []
         for i in range(spec.num_layers):
@@ -78,7 +78,7 @@ class Decoder:
         return self.head(x if self.narrow is None else self.narrow(x))
 
 
-class Embedding:
+class TokenEmbedding:
     """Tokens and positions -> the hidden states that enter the first layer, and the turns that all layers share."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> None:
@@ -206,7 +206,7 @@ class ResidualBlock:
             name = weights.prefix + template.format(i=index)
             return NormLayer(spec, weights, name, spec.hidden_size, dtype=sum_dtype)
 
-        self.glue: ElementwiseOps = TorchGlue()
+        self.glue: ElementwiseOps = TorchElementwiseOps()
         placement = spec.norm_placement
         has_before = placement in (NormPlacement.PRE, NormPlacement.BOTH) and before
         self.before = norm(before) if has_before else None

@@ -9,7 +9,7 @@ from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, r
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention
-from funitel.model_server.layers.elementwise import ElementwiseOps, TorchGlue
+from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.models.decoder import Decoder, DecoderLayer
 from funitel.model_server.spec.model_spec import QkNorm
 
@@ -22,7 +22,7 @@ _BOUND = 2e-2  # relative error: what is wrong is off by far more, and bfloat16 
 _FLOAT8_BOUND = 6e-2  # over a pool of float8, where a last bit more or less is 1 part in 8
 
 
-def fuse_glue(
+def fuse_elementwise(
     decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     """Have a decoder of this precision compute with our kernels over a pool of `kv_dtype`, or say why not."""
@@ -31,11 +31,11 @@ def fuse_glue(
 
     def probe() -> None:
         # Triton: seconds to import, and there with torch's builds for GPUs only
-        from funitel.model_server.layers.elementwise_triton import TritonGlue
+        from funitel.model_server.layers.elementwise_triton import TritonElementwiseOps
 
-        glue = TritonGlue(kv_dtype)
+        glue = TritonElementwiseOps(kv_dtype)
         with torch.inference_mode():
-            check_glue(glue, decoder, heads, device, dtype, kv_dtype)
+            check_elementwise(glue, decoder, heads, device, dtype, kv_dtype)
         decoder.adopt(glue)
         logger.info("norms, positions and gates are computed in Triton kernels")
 
@@ -46,7 +46,7 @@ def fuse_glue(
     probe_or_fall_back(probe, fall_back)
 
 
-def check_glue(
+def check_elementwise(
     glue: ElementwiseOps,
     decoder: Decoder,
     heads: HeadSplit,
@@ -66,7 +66,7 @@ def check_glue(
     x, result = drawn(len(_POSITIONS), decoder.spec.hidden_size), drawn(len(_POSITIONS), decoder.spec.hidden_size)
     gates = [drawn(len(_POSITIONS), 2 * mlp.num_units) for mlp in layer.mlp.mlps()[-1:] if mlp.is_gated]
     results = []
-    for each in (TorchGlue(), glue):
+    for each in (TorchElementwiseOps(), glue):
         found = [] if decoder.final_norm is None else [each.norm(decoder.final_norm, x)]
         for frame, following in ((layer.attention_frame, layer.mlp_frame), (layer.mlp_frame, layer.attention_frame)):
             found += each.join(x, result, frame.after, frame.scale, following.before)
@@ -74,7 +74,7 @@ def check_glue(
         results.append(found)
     if isinstance(layer.attention, Attention) and decoder.spec.qk_norm is not QkNorm.WHOLE:  # which asks other ranks
         qkv = drawn(len(_POSITIONS), heads.num_heads + 2 * heads.num_kv_heads, decoder.spec.head_dim)
-        for each, found in zip((TorchGlue(), glue), results, strict=True):
+        for each, found in zip((TorchElementwiseOps(), glue), results, strict=True):
             found += _placed(each, decoder, layer.attention, heads, qkv, kv_dtype)
     bound = _FLOAT8_BOUND if kv_dtype.itemsize == 1 else _BOUND
     for expected, got in zip(*results, strict=True):

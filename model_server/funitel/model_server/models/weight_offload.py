@@ -210,7 +210,7 @@ def _put(owner: Any, key: str | int, tensor: torch.Tensor) -> None:
         object.__setattr__(owner, str(key), tensor)  # some are frozen
 
 
-class CudaCourier:
+class CudaPrefetcher:
     """Copies on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -234,7 +234,7 @@ def offload_of(gigabytes: float, num_layers: int, device: torch.device) -> Offlo
     """What --cpu-offload-gb asks for; None where that is nothing."""
     if not gigabytes or device.type != "cuda":
         return None
-    return Offload(int(gigabytes * 2**30), num_layers, device, CudaCourier(device))
+    return Offload(int(gigabytes * 2**30), num_layers, device, CudaPrefetcher(device))
 
 
 def refuse_host_memory(settings: ModelServerSettings, models: str) -> None:

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from funitel.model_server.executor.executor import Executor
-from funitel.model_server.executor.gpu_pool_sizing import CardMemory
+from funitel.model_server.executor.gpu_pool_sizing import GpuPoolMemory
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.models.encoder.packed import Packed
 from funitel.model_server.models.encoder_decoder.forced_tokens import DecodingRules, read_rules
@@ -132,7 +132,7 @@ def test_where_the_peak_of_memory_counts_the_encoder_rehearses_all_that_it_reads
     read = recorded_reading(executor, monkeypatch)
     monkeypatch.setattr(executor, "_cache", None)
     executor._rehearse([start(0, LONG)], 3)
-    card = CardMemory(FakeCard(10**9), 1.0)
+    card = GpuPoolMemory(FakeCard(10**9), 1.0)
     monkeypatch.setattr(executor, "memory", card)
     executor._rehearse([start(0, LONG)], 3)
     assert read == [35, 64]

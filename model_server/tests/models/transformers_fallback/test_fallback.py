@@ -15,7 +15,7 @@ from funitel.model_server.executor.executor import Executor
 from funitel.model_server.loading import transformers as loading
 from funitel.model_server.loading.decoder import load
 from funitel.model_server.models.transformers_fallback.attention import Unsuited
-from funitel.model_server.models.transformers_fallback.cache_adapters import CacheAdapter, choose_keeper
+from funitel.model_server.models.transformers_fallback.cache_adapters import CacheAdapter, choose_adapter
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.pool import FallbackPool
 from funitel.model_server.settings import ModelServerSettings
@@ -70,7 +70,7 @@ def test_a_sequence_turns_by_its_own_length(
         raise Unsuited("not asked for")
 
     def choose_unpadded(*args: Any) -> CacheAdapter:
-        keeper = choose_keeper(*args)
+        keeper = choose_adapter(*args)
         keeper.takes_padding = False
         return keeper
 

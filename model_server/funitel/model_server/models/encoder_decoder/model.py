@@ -49,7 +49,7 @@ class Seq2Seq:
         self.encoder = EncoderStack(spec, weights, parallel, embedding)
         self.entrance = StackEmbedding(decoder, weights, embedding, sums)
         self.bias = _bias(spec, weights, parallel, is_causal=True)
-        self.layers = [DecoderLayer(spec, weights, parallel, i) for i in range(decoder.num_layers)]
+        self.layers = [Seq2SeqDecoderLayer(spec, weights, parallel, i) for i in range(decoder.num_layers)]
         self.final_norm = _final_norm(decoder, weights, sums)
         head = _head_of(decoder, weights, table)
         self.is_tied = head.is_tied
@@ -88,7 +88,7 @@ class EncoderStack:
         stack, sums = spec.encoder, _sum_dtype(spec, weights)
         self.entrance = StackEmbedding(stack, weights, embedding, sums)
         self.bias = _bias(spec, weights, parallel, is_causal=False)
-        self.layers = [EncoderLayer(stack, weights, parallel, i, sums) for i in range(stack.num_layers)]
+        self.layers = [Seq2SeqEncoderLayer(stack, weights, parallel, i, sums) for i in range(stack.num_layers)]
         self.final_norm = _final_norm(stack, weights, sums)
 
     def __call__(self, packed: Packed) -> torch.Tensor:
@@ -176,7 +176,7 @@ class CrossAttention:
         return self.out(attend_views(q, keys, values, step.others, masks, self.scale))
 
 
-class EncoderLayer:
+class Seq2SeqEncoderLayer:
     """Attention over a whole prompt and MLP, each normalised where the spec says and added to the residual."""
 
     def __init__(
@@ -193,7 +193,7 @@ class EncoderLayer:
         return self.mlp_frame.leave(x, self.mlp(self.mlp_frame.enter(x)))
 
 
-class DecoderLayer:
+class Seq2SeqDecoderLayer:
     """Attention to the decoder's own tokens, to the prompt, and MLP, each normalised and added as the spec says."""
 
     def __init__(self, spec: Seq2SeqSpec, weights: Weights, parallel: TensorParallel, index: int) -> None:

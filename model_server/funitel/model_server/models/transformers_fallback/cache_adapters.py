@@ -37,7 +37,7 @@ class CacheAdapter(Protocol):
         """Put the states that a forward left where they lie."""
 
 
-def choose_keeper(model: Any, device: torch.device) -> CacheAdapter:
+def choose_adapter(model: Any, device: torch.device) -> CacheAdapter:
     """How `model` takes what it keeps, found by a forward of a few tokens.
 
     Raises:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from funitel.model_server.device.gpu import CardState, Gpu
+from funitel.model_server.device.gpu import GpuState, Gpu
 from funitel.model_server.device.memory import free_bytes
 from funitel.model_server.executor.gpu_pool_sizing import pool_budget
 from funitel.model_server.executor.pool_sizing import MOST_POOL_TOKENS, host_share
@@ -47,7 +47,7 @@ def with_memory(facts: Needs, settings: ModelsSettings, pools: Sequence[Pools] =
         share = host_share(free - sum(facts.weights), fraction, len(facts.weights))
     else:  # each rank has a GPU of its own; what a step takes is known when it is loaded
         held = max(facts.weights)
-        share = pool_budget(CardState(total=Gpu(device).state().total, free=free - held, held=held), fraction, 0)
+        share = pool_budget(GpuState(total=Gpu(device).state().total, free=free - held, held=held), fraction, 0)
     num_blocks = min(share // each.bytes_per_block for each in pools) - 1  # block 0 is never a sequence's
     return replace(
         facts,

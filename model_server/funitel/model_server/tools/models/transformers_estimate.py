@@ -9,7 +9,7 @@ import torch
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.loading.common import choose_device, choose_dtype
 from funitel.model_server.loading.transformers import check_honoured, context_of
-from funitel.model_server.models.transformers_fallback.cache_adapters import choose_keeper
+from funitel.model_server.models.transformers_fallback.cache_adapters import choose_adapter
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.load import hollow, named, read_config, translating_errors
 from funitel.model_server.models.transformers_fallback.packed import PackedModel
@@ -65,7 +65,7 @@ def _num_elements(model: torch.nn.Module, split: Split | None, rank: int) -> int
 def _kept(model: torch.nn.Module, block_size: int) -> CacheLayout | None:
     probes: tuple[Callable[[], CacheLayout], ...] = (
         lambda: PackedModel(model, block_size, _META, DynamicRope()).kept,
-        lambda: choose_keeper(model, _META).kept,
+        lambda: choose_adapter(model, _META).kept,
     )
     for probe in probes:
         with suppress(FunitelError), translating_errors():  # code that looks at values has none here

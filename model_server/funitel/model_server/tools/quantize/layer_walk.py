@@ -18,7 +18,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention
 from funitel.model_server.layers.linear import ColumnLinear, Matmul, RowLinear
 from funitel.model_server.layers.mlp import Mlp
-from funitel.model_server.models.decoder import DecoderLayer, Embedding
+from funitel.model_server.models.decoder import DecoderLayer, TokenEmbedding
 from funitel.model_server.quantized.matmul import Product
 from funitel.model_server.spec.model_spec import ModelSpec, QkvLayout
 from funitel.model_server.tools.quantize.gptq import Hessian
@@ -112,7 +112,7 @@ class Walk:
         one_layer = dataclasses.replace(spec, num_layers=1)
         self._cache = KVCache(one_layer, heads, len(table) + 1, _BLOCK_SIZE, weights.dtype, weights.device)
         self._batches = [ForwardBatch.build([RowSpan(s, 0, table)], _BLOCK_SIZE, weights.device) for s in samples]
-        self._entrance = Embedding(spec, weights, self._alone)
+        self._entrance = TokenEmbedding(spec, weights, self._alone)
         self._hidden = [self._entrance(batch) for batch in self._batches]
 
     @property
