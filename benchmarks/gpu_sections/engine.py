@@ -86,6 +86,6 @@ def decoding_seconds(plan: Plan, executor: Executor, num_rows: int, context: int
 @torch.inference_mode()
 def logits_of(executor: Executor, batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
     """What the model says of a step, in float32 on the CPU."""
-    logits = executor.decoder(batch, cache)
+    logits = executor.runner.decoder(batch, cache)
     assert logits is not None
     return logits.float().cpu()

@@ -36,13 +36,13 @@ def measure(plan: Plan, facts: Facts) -> Iterator[Line]:
 def _forward(plan: Plan, executor: Executor, context: int, over_http: float | None) -> Line:
     """The decoder alone: no sampling, no text."""
     width = -(-context // BLOCK_SIZE)
-    cache = executor.pools.make(plan.streams * width + 1)
+    cache = executor.runner.pools.make(plan.streams * width + 1)
     tables = np.split(np.arange(1, cache.num_blocks, dtype=np.int32), plan.streams)
     batch = decoding_step(plan, tables, context)
     with torch.inference_mode():
-        seconds = timing.seconds_of(plan, lambda: executor.decoder(batch, cache))
-    if isinstance(executor.decoder, RecordingForward):
-        executor.decoder.forget_recordings()  # which hold the pool
+        seconds = timing.seconds_of(plan, lambda: executor.runner.decoder(batch, cache))
+    if isinstance(executor.runner.decoder, RecordingForward):
+        executor.runner.decoder.forget_recordings()  # which hold the pool
     name = f"the decoder alone, {plan.streams} rows of {context} tokens"
     return _against("forward", name, plan.streams / seconds, over_http)
 

@@ -58,7 +58,7 @@ def perplexity_of(plan: Plan, folder: Path, **settings: Any) -> float:
     most = min(plan.text_tokens, executor.spec.max_position_embeddings)
     ids = TextCodec(folder).encode(text, add_special_tokens=False)[:most]
     table = np.arange(1, 2 + len(ids) // BLOCK_SIZE, dtype=np.int32)
-    cache = executor.pools.make(len(table) + 1)
+    cache = executor.runner.pools.make(len(table) + 1)
     losses = []
     for first in range(0, len(ids) - 1, CHUNK):
         tokens = ids[first : min(first + CHUNK, len(ids) - 1)]

@@ -1,12 +1,14 @@
 """The offline API over steps that are launched ahead, as on a GPU: the tokens of steps that wait for one another."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from funitel.llm import LLM, Grammar, SamplingParams, loaded
-from funitel.model_server.executor.async_executor import AsyncExecutor
+from funitel.model_server.executor.async_sampling import AsyncSampling
+from funitel.model_server.executor.executor import Executor
 from funitel.model_server.gpu_sampling.ops import TorchMaths
 from funitel.model_server.loading import decoder
 from funitel.proto.step import ShardInfo
@@ -35,10 +37,11 @@ def test_steps_launched_ahead_give_the_same_tokens(model: Path, monkeypatch: pyt
     expected = generated(model)
     load, made = loaded.load_generator, []
 
-    def load_fed(*arguments: Any) -> tuple[AsyncExecutor, ShardInfo]:
+    def load_fed(*arguments: Any) -> tuple[Executor, ShardInfo]:
         executor, info = load(*arguments)
-        parts = executor.spec, executor.decoder, executor.pools, executor.codec, executor.parallel, executor.options
-        made.append(AsyncExecutor(*parts, TorchMaths()))
+        runner = executor.runner
+        parts = executor.spec, runner.decoder, runner.pools, executor.codec, executor.parallel, executor.options
+        made.append(Executor(*parts, partial(AsyncSampling, maths=TorchMaths())))
         return made[-1], info
 
     monkeypatch.setattr(loaded, "load_generator", load_fed)

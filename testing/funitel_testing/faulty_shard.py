@@ -95,8 +95,8 @@ class FaultyForward:
         self.rows: Sequence[tuple[Any, int]] = ()  # rows that compute, each with how many tokens
         self._executor = executor
         self._faults = faults
-        self._decoder, self._compute = executor.decoder, executor._forward
-        executor.decoder, executor._forward = self, self._noted
+        self._decoder, self._compute = executor.runner.decoder, executor.sampling.compute
+        executor.runner.decoder, executor.sampling.compute = self, self._noted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)

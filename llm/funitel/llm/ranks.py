@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from funitel.llm.threads import ComputeThread
-from funitel.model_server.executor.executor import Executor, PendingStep
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.executor.interface import PendingStep
 from funitel.proto.errors import StepFailed, translating
 from funitel.proto.step import (
     BlockCopy,

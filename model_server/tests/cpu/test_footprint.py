@@ -49,7 +49,7 @@ for given in ({"quantize": "gguf"}, {"quantize": "int8"}, {"dtype": "float16"}, 
     limits = WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=3200)
     executor.warmup([start(0, list(range(20)))], limits)
     before = resident_bytes()
-    executor._pool.pool.fill_(1.0)
+    executor.runner.pool.pool.fill_(1.0)
     pool = resident_bytes() - before
     results[info.dtype] = [predicted, measured, 3216 * kv_bytes_per_token, pool]
     del executor

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.executor.async_executor import AsyncExecutor
-from funitel.model_server.executor.executor import Executor, ExecutorOptions
+from funitel.model_server.executor.async_sampling import AsyncSampling
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.executor.interface import ExecutorOptions
+from funitel.model_server.executor.row_rules import NUM_OPENING_TOKENS
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.gpu_sampling.ops import TorchMaths
 from funitel.model_server.kv_cache.pool import SpecPools
@@ -28,8 +31,9 @@ from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.proto.errors import ResourceExhausted, UnknownBatch
 from funitel.proto.step import CachedBatch, GrammarType, RowUpdate, SequenceStart, StepResult, WarmupLimits
-from funitel_testing.executors import BLOCK_SIZE, chunk, start
+from funitel_testing.executors import BLOCK_SIZE, chunk, load_executor, start
 from funitel_testing.tiny import save_tiny
+from funitel_testing.tiny_seq2seq import OTHER_LANGUAGE_ID, save_tiny_seq2seq
 
 CPU = torch.device("cpu")
 PROMPT = list(range(40, 60))
@@ -90,7 +94,8 @@ class Both:
     """Two executors over one model: one that knows each step's result at once, one that launches ahead."""
 
     known: Executor
-    ahead: AsyncExecutor
+    ahead: Executor
+    num_opening: int = 0  # tokens of the model's own behind a prompt
 
 
 @pytest.fixture(scope="module")
@@ -115,17 +120,31 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Both:
         parallel,
         options,
     )
-    both = Both(Executor(*parts), AsyncExecutor(*parts, TorchMaths(), copy=Watched))
+    return warm(Both(Executor(*parts), Executor(*parts, partial(AsyncSampling, maths=TorchMaths(), copy=Watched))))
+
+
+def warm(both: Both) -> Both:
     for executor in (both.known, both.ahead):
         executor.warmup([start(0, PROMPT)], WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=2000))
     return both
+
+
+@pytest.fixture(scope="module", params=["t5", "bart", "mbart"])
+def encoder_decoders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Both:
+    """An encoder-decoder: mbart begins with a language that is forced, and it and bart end so."""
+    loaded = load_executor(save_tiny_seq2seq(request.param, tmp_path_factory.mktemp(request.param)))
+    runner, options = loaded.runner, replace(loaded.options, eos_token_ids=EOS_IDS)
+    parts = loaded.spec, runner.decoder, runner.pools, loaded.codec, loaded.parallel, options
+    on_device = partial(AsyncSampling, maths=TorchMaths(), copy=Watched)
+    known, ahead = Executor(*parts, rules=runner.rules), Executor(*parts, on_device, runner.rules)
+    return warm(Both(known, ahead, num_opening=NUM_OPENING_TOKENS))
 
 
 @pytest.fixture
 def both(loaded: Both) -> Both:
     for executor in (loaded.known, loaded.ahead):
         executor.clear()
-        executor.max_prefill_tokens = 64
+        executor.batches.max_prefill_tokens = 64
     return loaded
 
 
@@ -149,18 +168,19 @@ class Known:
     """What a router knows of a sequence: tokens to compute, those planned, and whether it has seen its end."""
 
     start: SequenceStart
+    num_opening: int
     num_planned: int = 0
     is_over: bool = False
 
     @property
     def missing(self) -> int:
         """Tokens of the prompt that no step was planned for yet."""
-        return len(self.start.input_ids) - self.num_planned
+        return len(self.start.input_ids) + self.num_opening - self.num_planned
 
     @property
     def ends_by_length(self) -> bool:
         """Whether the steps planned give it all it may have."""
-        return self.num_planned >= len(self.start.input_ids) + self.start.stopping.max_new_tokens - 1
+        return self.start.stopping.max_new_tokens - 1 <= -self.missing
 
 
 @dataclass
@@ -260,7 +280,7 @@ class Router:
         count = int(self.rng.integers(1, len(prompt) + 1))
         kind = self.kinds[self.rng.integers(len(self.kinds))]
         sequence = start(request_id, prompt, int(self.rng.integers(1, 20)), seed=request_id, chunk_len=count, **kind)
-        self.sequences[request_id] = Known(sequence, num_planned=count)
+        self.sequences[request_id] = Known(sequence, self.both.num_opening, num_planned=count)
         return sequence
 
 
@@ -288,6 +308,23 @@ def test_every_answer_is_the_same_where_the_host_follows_some_rows(both: Both, s
 @pytest.mark.parametrize("seed", range(10, 60))
 def test_every_answer_is_the_same_over_many_schedules(both: Both, seed: int) -> None:
     drive(both, seed, PLAIN if seed % 2 else (*PLAIN, *FOLLOWED), num_turns=120)
+
+
+@pytest.mark.usefixtures("hidden_copies")
+@pytest.mark.parametrize("seed", range(2))
+def test_every_answer_of_an_encoder_decoder_is_the_same_and_no_step_waits(encoder_decoders: Both, seed: int) -> None:
+    """Tokens that must follow are on the device before the host has heard of those before them."""
+    kinds = (*PLAIN, {"frequency_penalty": 0.7})
+    if encoder_decoders.known.runner.rules.takes_first_token:
+        kinds = (*kinds, {"first_token": OTHER_LANGUAGE_ID, "frequency_penalty": 0.7, "top_n_tokens": 2})
+    assert drive(encoder_decoders, seed, kinds).num_ended > 5
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_answer_of_an_encoder_decoder_is_the_same_where_the_host_follows_some_rows(
+    encoder_decoders: Both, seed: int
+) -> None:
+    assert drive(encoder_decoders, seed, (*PLAIN[:3], *FOLLOWED)).num_ended > 5
 
 
 # What the device must never be waited for, and what must not change anything
@@ -325,6 +362,23 @@ def test_two_steps_are_queued_without_a_word_from_the_device(both: Both, monkeyp
         assert_same(said(step.describe()), said(both.known.compute_decode([batch], is_ahead=True).describe()))
 
 
+@pytest.mark.usefixtures("hidden_copies")
+def test_steps_of_an_encoder_decoder_are_queued_without_a_word_from_the_device(encoder_decoders: Both) -> None:
+    starts = [start(i, PROMPT[i:], 8, seed=i, **kind) for i, kind in enumerate(PLAIN)]
+    batch = CachedBatch(1, tuple(each.request_id for each in starts))
+    both = encoder_decoders
+    both.known.prefill(1, starts)
+    steps = [both.ahead.compute_prefill(1, starts, is_ahead=True)]
+    Watched.reveal_oldest()
+    steps[0].describe()
+    with NoWaiting():
+        steps += [both.ahead.compute_decode([batch], is_ahead=True) for _ in range(2)]
+    assert len(Watched.hidden) == 2
+    for step in steps[1:]:
+        Watched.reveal_oldest()
+        assert_same(said(step.describe()), said(both.known.compute_decode([batch], is_ahead=True).describe()))
+
+
 def test_a_caller_who_has_seen_every_answer_finds_all_as_it_is_without_a_device(both: Both) -> None:
     """Calls that are not numbered, one after the other: nothing is computed of a row that has ended."""
     for executor in (both.known, both.ahead):
@@ -357,14 +411,14 @@ def test_a_row_that_has_ended_may_lack_the_blocks_of_a_step_that_was_planned_bef
     both.known.clear()
     ends_at_once = frozenset([token])
     for executor in (both.known, both.ahead):
-        former, executor._settler.eos_token_ids = executor._settler.eos_token_ids, ends_at_once
+        former, executor.output.eos_token_ids = executor.output.eos_token_ids, ends_at_once
         try:
             blocks = tuple(range(1, 6))  # of 20 tokens, which the prompt has
             starts = [start(1, PROMPT, 9, ignore_eos=False, blocks=blocks), start(2, OTHER, 9)]
             executor.compute_prefill(1, starts, is_ahead=True).describe()
             step = executor.compute_decode([CachedBatch(1, (1, 2))], is_ahead=True).describe()
         finally:
-            executor._settler.eos_token_ids = former
+            executor.output.eos_token_ids = former
         assert [generation.request_id for generation in step.generations] == [2]
         assert step.num_forward_rows == 1
 
@@ -377,7 +431,7 @@ def test_a_step_that_fails_leaves_the_one_under_way_its_answer(both: Both, monke
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(both.ahead, "decoder", fails)
+        patched.setattr(both.ahead.runner, "decoder", fails)
         with pytest.raises(ResourceExhausted, match="no memory for a step of 1 tokens in 1 sequences"):
             both.ahead.compute_decode([CachedBatch(1, (1,))], is_ahead=True)
     assert both.ahead.num_sequences == 0

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import torch
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.executor.async_executor import AsyncExecutor
-from funitel.model_server.executor.executor import Executor, ExecutorOptions, PendingStep
+from funitel.model_server.executor.async_sampling import AsyncSampling
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.executor.interface import ExecutorOptions, PendingStep
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.gpu_sampling.ops import TorchMaths
 from funitel.model_server.kv_cache.pool import SpecPools
@@ -95,7 +97,7 @@ def make_known(folder: Path, parallel: ThreadRanks) -> Executor:
 
 
 def make_ahead(folder: Path, parallel: ThreadRanks) -> Executor:
-    return AsyncExecutor(*parts_of(folder, parallel), TorchMaths())
+    return Executor(*parts_of(folder, parallel), partial(AsyncSampling, maths=TorchMaths()))
 
 
 def parts_of(folder: Path, parallel: ThreadRanks) -> tuple[Any, ...]:

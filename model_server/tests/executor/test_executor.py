@@ -95,7 +95,7 @@ def test_chunks_do_not_change_the_tokens(executor: Executor, chunks: list[int]) 
 def test_without_orders_the_shard_chunks_by_its_own_budget(executor: Executor) -> None:
     result = executor.prefill(1, [start(1, PROMPT)])
     assert result.batch is not None
-    executor.max_prefill_tokens = 12
+    executor.batches.max_prefill_tokens = 12
     try:
         result = executor.prefill(2, [start(2, OTHER, chunk_len=5)], result.batch)
         assert result.batch is not None
@@ -104,7 +104,7 @@ def test_without_orders_the_shard_chunks_by_its_own_budget(executor: Executor) -
         assert result.num_forward_tokens == 12
         assert [g.request_id for g in result.generations] == [1]
     finally:
-        executor.max_prefill_tokens = 64
+        executor.batches.max_prefill_tokens = 64
 
 
 def test_a_row_may_sit_out(executor: Executor) -> None:
@@ -261,7 +261,7 @@ def test_finish_reasons(executor: Executor, folder: Path) -> None:
     assert by_length is not None
     assert (by_length.finish_reason, by_length.num_tokens, by_length.seed) == (FinishReason.LENGTH, 3, None)
     eos = load_executor(folder)
-    eos._settler.eos_token_ids = frozenset([tokens[4]])
+    eos.output.eos_token_ids = frozenset([tokens[4]])
     ended = run_alone(eos, start(1, PROMPT, 12, ignore_eos=False))[-1].finished
     assert ended is not None
     assert ended.finish_reason is FinishReason.EOS_TOKEN
@@ -508,7 +508,7 @@ def test_a_step_without_memory_says_so_and_leaves_the_shard_sound(
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(executor, "decoder", fails)
+        patched.setattr(executor.runner, "decoder", fails)
         with pytest.raises(ResourceExhausted, match="no memory for a step of 10 tokens in 2 sequences"):
             executor.prefill(1, [start(1, PROMPT[:5]), start(2, PROMPT[:5])])
     assert kept[0]() is None, "what the step took is let go of"
@@ -523,7 +523,7 @@ def test_scores_that_are_no_numbers_are_one_rows_alone_and_leave_nothing_behind(
     executor = load_executor(folder, dtype=dtype)
     assert executor.options.wipes_blocks is (dtype == "bfloat16")
     expected = ids_of(run_alone(executor, start(2, OTHER)))
-    decoder = executor.decoder
+    decoder = executor.runner.decoder
 
     def breaks(batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         logits = decoder(batch, cache)
@@ -534,7 +534,7 @@ def test_scores_that_are_no_numbers_are_one_rows_alone_and_leave_nothing_behind(
         return logits
 
     with monkeypatch.context() as patched:
-        patched.setattr(executor, "decoder", breaks)
+        patched.setattr(executor.runner, "decoder", breaks)
         broken, sound = executor.prefill(1, [start(1, PROMPT), start(2, OTHER)]).generations
     assert math.isnan(broken.tokens.logprobs[0])
     assert sound.tokens.ids[0] == expected[0]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from funitel.model_server.device.gpu import GpuState
 from funitel.model_server.executor import profile_run
-from funitel.model_server.executor.async_executor import AsyncExecutor
+from funitel.model_server.executor.async_sampling import AsyncSampling
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.executor.gpu_pool_sizing import (
     MOST_DRIVER_BYTES,
@@ -104,9 +105,9 @@ def test_the_peak_of_a_step_and_recorded_steps_are_set_aside() -> None:
     card = FakeCard(100_000)
     card.take(20_000)  # weights
     memory = GpuPoolMemory(card, 1.0)
-    memory.rehearse(lambda: card.take(5_000, is_brief=True), "")
+    memory.profile(lambda: card.take(5_000, is_brief=True), "")
     recording = Recording(card)
-    memory.rehearse_recording(recording, None)  # type: ignore[arg-type]
+    memory.profile_recording(recording, None)  # type: ignore[arg-type]
     assert recording.order == ["record", "forget"] * 2
     assert (memory.step_bytes, memory.graph_bytes) == (5_000, 2 * 400 + 3 * 7)
     usable = int(100_000 * USABLE)
@@ -119,9 +120,9 @@ def test_a_largest_step_without_memory_is_one_line() -> None:
 
     memory = GpuPoolMemory(FakeCard(100), 1.0)
     with pytest.raises(NotEnoughMemory, match="no memory for the largest step, .* lower --max-batch-prefill-tokens 9"):
-        memory.rehearse(step, "lower --max-batch-prefill-tokens 9")
+        memory.profile(step, "lower --max-batch-prefill-tokens 9")
     with pytest.raises(ZeroDivisionError):
-        memory.rehearse(lambda: print(1 // 0), "")
+        memory.profile(lambda: print(1 // 0), "")
 
 
 class Watched:
@@ -148,9 +149,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_card(folder: Path, card: FakeCard, **settings: Any) -> tuple[Executor, Watched]:
     """An executor on a CPU whose memory is counted as a card's."""
     executor = load_executor(folder, **settings)
-    watched = Watched(card, executor.decoder)
-    executor.decoder = watched
-    executor.memory = GpuPoolMemory(card, executor.options.memory_fraction)
+    watched = Watched(card, executor.runner.decoder)
+    executor.runner.decoder = watched
+    executor.profiler.memory = GpuPoolMemory(card, executor.options.memory_fraction)
     return executor, watched
 
 
@@ -162,17 +163,18 @@ def test_the_pool_is_what_the_largest_step_leaves(folder: Path, has_logprobs: bo
     result = executor.warmup([start(0, range(40)), start(0, range(40))], limits)
     assert watched.steps == [(57, 7, 57 if has_logprobs else 9)]
     left = int(4_000_000 * USABLE) - 57_000
-    assert result.pool_tokens == (left // executor.pools.bytes_per_block - 1) * 4
+    assert result.pool_tokens == (left // executor.runner.pools.bytes_per_block - 1) * 4
 
 
 def test_sampling_on_the_device_is_rehearsed_where_steps_do_it(folder: Path) -> None:
     card = FakeCard(4_000_000)
     plain, _ = on_card(folder, card)
-    parts = plain.spec, plain.decoder, plain.pools, plain.codec, plain.parallel, plain.options
-    executor = AsyncExecutor(*parts, TorchMaths())
-    executor.memory = plain.memory
+    parts = plain.spec, plain.runner.decoder, plain.runner.pools, plain.codec, plain.parallel, plain.options
+    executor = Executor(*parts, partial(AsyncSampling, maths=TorchMaths()))
+    executor.profiler.memory = plain.profiler.memory
     executor.warmup([start(0, range(20))], WarmupLimits(max_batch_size=9, max_batch_total_tokens=2000))
-    assert len(executor._states.counts) >= 9  # they need not grow when sequences come
+    assert isinstance(executor.sampling, AsyncSampling)
+    assert len(executor.sampling.states.counts) >= 9  # they need not grow when sequences come
     plain.warmup([start(0, range(20))], WarmupLimits(max_batch_size=9, max_batch_total_tokens=2000))
     asked = start(1, list(range(40, 60)), 12, do_sample=True, repetition_penalty=1.2)
     assert ids_of(run_alone(executor, asked)) == ids_of(run_alone(plain, asked))

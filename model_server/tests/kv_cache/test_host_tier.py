@@ -29,7 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_host(folder: Path, num_blocks: int, dtype: str = "float32") -> Executor:
     """An executor on a CPU that has slots all the same."""
     executor = load_executor(folder, dtype=dtype)
-    executor.options = replace(executor.options, host_bytes=num_blocks * executor.pools.bytes_per_block)
+    runner = executor.runner
+    runner.options = replace(runner.options, host_bytes=num_blocks * runner.pools.bytes_per_block)
     for _ in range(2):  # a router may warm up again
         result = executor.warmup(WARM, WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=2000))
         assert result.host_blocks == num_blocks
@@ -56,7 +57,7 @@ def test_blocks_come_back_elsewhere(folder: Path, dtype: str) -> None:
 
 def test_copies_are_carried_out_in_their_order(folder: Path) -> None:
     executor = with_host(folder, 1)
-    pool = executor._pool.pool
+    pool = executor.runner.pool.pool
     pool[5], pool[6] = 5.0, 6.0
     chain = [BlockCopy(5, 0, False), BlockCopy(6, 0, True), BlockCopy(6, 0, False), BlockCopy(7, 0, True)]
     prefill = executor.compute_prefill(1, [start(11, PROMPT)], copies=chain)

@@ -128,7 +128,7 @@ async def test_a_rank_that_lost_the_others_says_so_and_gives_up(
     def lose(*arguments: object) -> None:
         raise ShardFailed("rank 0 lost the other ranks")
 
-    monkeypatch.setattr(executor, "decoder", lose)
+    monkeypatch.setattr(executor.runner, "decoder", lose)
     router = await shard.connect()
     router.prefill(1, 1, 1)
     assert (await router.answer()).payload == b"rank 0 lost the other ranks"

@@ -220,7 +220,7 @@ def test_where_nothing_can_follow_the_sequence_is_cut(executor: Executor, caplog
     """The engine gives up on a row; the others go on."""
     result = executor.prefill(1, [regex_start("[a-z]{30}", 1), regex_start("[a-z]{30}", 2)])
     assert result.batch is not None
-    row = executor._batches[1][0]
+    row = executor.batches.rows_of(1)[0]
     assert row.grammar is not None
     row.grammar._matcher.consume_token(EOS_ID - 1)
     with caplog.at_level(logging.WARNING):
@@ -254,7 +254,7 @@ def test_a_bad_grammar_is_refused_and_changes_nothing(executor: Executor, fields
 
 
 def test_compiled_grammars_are_kept_until_others_take_their_place(executor: Executor) -> None:
-    compiler = executor._grammars
+    compiler = executor.admission.grammars
     first = compiler.compile(GrammarType.REGEX, "first")
     assert compiler.compile(GrammarType.REGEX, "first") is first
     assert compiler.compile(GrammarType.JSON, '{"const":"first"}') is not first
@@ -268,7 +268,7 @@ def test_compiled_grammars_are_kept_until_others_take_their_place(executor: Exec
 
 
 def test_masks_are_of_the_rows_that_have_a_grammar(executor: Executor) -> None:
-    state = executor._grammars.start(regex_start("[ab]").sampling, (), ignores_eos=False)
+    state = executor.admission.grammars.start(regex_start("[ab]").sampling, (), ignores_eos=False)
     masks = TokenMasks.of([None, state, None], 288)
     assert masks is not None
     assert masks.rows == [1]
@@ -291,7 +291,7 @@ def test_masks_are_of_the_rows_that_have_a_grammar(executor: Executor) -> None:
 )
 def test_a_hostile_grammar_is_quick_from_token_to_token(executor: Executor, pattern: str) -> None:
     """What compiles may still be dear later: the engine's limits end such a sequence, and no step waits for it."""
-    compiler = executor._grammars
+    compiler = executor.admission.grammars
     state = compiler.start(SamplingParams(grammar=pattern, grammar_type=GrammarType.REGEX), (), ignores_eos=False)
     rng = random.Random(1)
     for _ in range(100):

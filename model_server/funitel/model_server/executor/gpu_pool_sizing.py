@@ -57,7 +57,7 @@ def graph_bytes(before: GpuState, after: GpuState, num_graphs: int) -> int:
 
 
 class GpuPoolMemory:
-    """Sizes the pool of one GPU: rehearse first, then ask."""
+    """Sizes the pool of one GPU: profile first, then ask."""
 
     is_measured = True
 
@@ -67,7 +67,7 @@ class GpuPoolMemory:
         self.step_bytes = 0
         self.graph_bytes = 0
 
-    def rehearse(self, step: Callable[[], None], what: str) -> None:
+    def profile(self, step: Callable[[], None], what: str) -> None:
         """Compute the largest step; most that it held beside what was held before is set aside.
 
         Raises:
@@ -84,7 +84,7 @@ class GpuPoolMemory:
             raise NotEnoughMemory(f"there is no memory for the largest step, even without a KV pool: {what}") from None
         self.step_bytes = max(0, self._card.peak() - held)
 
-    def rehearse_recording(self, decoder: RecordingForward, cache: KVCache) -> None:
+    def profile_recording(self, decoder: RecordingForward, cache: KVCache) -> None:
         """Record the largest step, and set aside what all of them will take.
 
         The first time brings kernels with it that are loaded once, so the second is what counts.

@@ -1,18 +1,22 @@
-"""After sampling: text, stops and finish of each sequence, and its description for the router.
+"""The output processor: text, stops and finish of each sequence after sampling, and its description for the router.
 
-Every rank settles alike, so that all agree on what has finished; each describes only the requests that are its own.
-Settling is part of the step; describing may be done beside the next one. Touches no tensors.
+Every rank processes alike, so that all agree on what has finished; each describes only the requests that are its own.
+Processing is part of the step; describing may be done beside the next one. Touches no tensors.
 """
 
+import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.sampling.sampler import SampledToken
 from funitel.model_server.sequence.detokenizer import StopMatch, TextCodec
 from funitel.model_server.sequence.table import SequenceState
+from funitel.proto.process import logs
 from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +33,42 @@ class StepOutput:
 
 
 class OutputProcessor:
-    """Settles sampled tokens. A request is a rank's own if its id modulo the number of ranks is the rank."""
+    """Processes sampled tokens. A request is a rank's own if its id modulo the number of ranks is the rank.
 
-    def __init__(self, codec: TextCodec, parallel: TensorParallel, eos_token_ids: frozenset[int]) -> None:
+    `forces_spans`: tokens that alone can follow in a grammar are taken without a forward each.
+    """
+
+    def __init__(
+        self, codec: TextCodec, parallel: TensorParallel, eos_token_ids: frozenset[int], *, forces_spans: bool
+    ) -> None:
         self.codec = codec
         self.parallel = parallel
         self.eos_token_ids = eos_token_ids
+        self._forces_spans = forces_spans
 
-    def settle(self, row: SequenceState, tokens: Sequence[SampledToken]) -> StepOutput | None:
+    def with_forced(self, row: SequenceState, token: SampledToken) -> list[SampledToken]:
+        """A token and those that alone can follow it in the row's grammar, which need no forward to be chosen.
+
+        Rows that want the model's own log-probabilities get none: those do need the forward.
+        """
+        grammar, params = row.grammar, row.start.sampling
+        if grammar is None or math.isnan(token.logprob):  # a broken row gets no further
+            return [token]
+        if grammar.is_stuck:
+            facts = {"request_id": row.start.name or str(row.request_id)}
+            logs.log_fields(logger, "a request ends early: its grammar allows nothing more", logging.WARNING, **facts)
+            return [replace(token, is_cut=True)]
+        grammar.push(token.id)
+        if not self._forces_spans or params.raw_logprobs or token.id in self.eos_token_ids:
+            return [token]
+        max_forced = row.start.stopping.max_new_tokens - row.num_generated - 1
+        with_top = row.sampling.top_n > 0
+        return [token, *(SampledToken.forced(token_id, with_top=with_top) for token_id in grammar.forced(max_forced))]
+
+    def process(self, row: SequenceState, tokens: Sequence[SampledToken]) -> StepOutput | None:
         """Give a row its next tokens, up to the one that finishes it; None if another rank describes it.
 
-        What the next step depends on is settled here. Text is needed for that only where stop strings are looked for;
+        What the next step depends on is done here. Text is needed for that only where stop strings are looked for;
         otherwise `describe` makes it, on whatever thread, while the next step is computed.
         """
         is_first = row.num_generated == 0
@@ -64,13 +93,13 @@ class OutputProcessor:
             return None
         return StepOutput(row, tuple(tokens[:count]), pieces, is_first, row.num_generated, row.finish_reason, match)
 
-    def describe(self, settled: StepOutput) -> Generation:
-        """What is sent of a row's tokens. Each row's in the order they were settled, and never two at a time."""
-        row, tokens = settled.row, settled.tokens
-        pieces = settled.pieces
+    def describe(self, output: StepOutput) -> Generation:
+        """What is sent of a row's tokens. Each row's in the order they were processed, and never two at a time."""
+        row, tokens = output.row, output.tokens
+        pieces = output.pieces
         if pieces is None:
             pieces = [row.detokenizer.push(token.id) for token in tokens]
-            if settled.finish_reason is not None:
+            if output.finish_reason is not None:
                 pieces[-1] += row.detokenizer.flush()
         return Generation(
             request_id=row.request_id,
@@ -85,8 +114,8 @@ class OutputProcessor:
                 if row.sampling.top_n
                 else ()
             ),
-            prefill_tokens=self._prompt_tokens(row) if row.wants_prompt_logprobs and settled.is_first else None,
-            finished=_ending(settled),
+            prefill_tokens=self._prompt_tokens(row) if row.wants_prompt_logprobs and output.is_first else None,
+            finished=_ending(output),
         )
 
     def _finish_reason(self, row: SequenceState, token: SampledToken) -> FinishReason | None:
@@ -115,18 +144,18 @@ class OutputProcessor:
         return Tokens(described.ids, described.logprobs, described.texts)
 
 
-def _ending(settled: StepOutput) -> GeneratedText | None:
+def _ending(output: StepOutput) -> GeneratedText | None:
     """How a finished row ended. A stop that ended it ends its text; where length did, the text is whole."""
-    if settled.finish_reason is None:
+    if output.finish_reason is None:
         return None
-    row, match = settled.row, settled.match
+    row, match = output.row, output.match
     text, params = row.detokenizer.text, row.start.sampling
-    if match is not None and settled.finish_reason is FinishReason.STOP_SEQUENCE:
+    if match is not None and output.finish_reason is FinishReason.STOP_SEQUENCE:
         text = text[: match.end]
     return GeneratedText(
         text=text,
-        num_tokens=settled.num_generated,
-        finish_reason=settled.finish_reason,
+        num_tokens=output.num_generated,
+        finish_reason=output.finish_reason,
         seed=params.seed if params.is_sampled else None,
         stop_index=match.index if match else None,
         stop_start=match.start if match else None,

@@ -20,12 +20,12 @@ MOST_POOL_TOKENS = 2**31 - 1  # as many as the wire can say: a state of a few ki
 class PoolMemory(Protocol):
     """What sizes the pool of a rank."""
 
-    is_measured: bool  # whether steps are rehearsed at their largest, as what they take is known by measuring alone
+    is_measured: bool  # whether the profile run is the largest step, as what it takes is known by measuring alone
 
-    def rehearse(self, step: Callable[[], None], what: str) -> None:
+    def profile(self, step: Callable[[], None], what: str) -> None:
         """Compute a step; `what` says how to make it smaller."""
 
-    def rehearse_recording(self, decoder: RecordingForward, cache: KVCache) -> None:
+    def profile_recording(self, decoder: RecordingForward, cache: KVCache) -> None:
         """Record the largest step over `cache`, and forget it again."""
 
     def pool_bytes(self) -> int:
@@ -41,11 +41,11 @@ class HostPoolMemory:
         self._fraction = fraction
         self._parallel = parallel
 
-    def rehearse(self, step: Callable[[], None], what: str) -> None:
+    def profile(self, step: Callable[[], None], what: str) -> None:
         """Compute a step, so that memory is touched and kernels are there."""
         step()
 
-    def rehearse_recording(self, decoder: RecordingForward, cache: KVCache) -> None:
+    def profile_recording(self, decoder: RecordingForward, cache: KVCache) -> None:
         """Nothing is measured on a host."""
 
     def pool_bytes(self) -> int:

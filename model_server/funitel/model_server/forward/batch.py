@@ -50,11 +50,11 @@ class ForwardBatch:
 
     @classmethod
     def build(
-        cls, spans: Sequence[RowSpan], block_size: int, device: torch.device, held: torch.Tensor | None = None
+        cls, spans: Sequence[RowSpan], block_size: int, device: torch.device, device_tokens: torch.Tensor | None = None
     ) -> "ForwardBatch":
         """Lay rows out; decode rows are sorted by context so that attention can group like with like.
 
-        `held` are tokens that only the device knows: of them -1 - i is the i-th wherever a span says so.
+        `device_tokens` are tokens that only the device knows: of them -1 - i is the i-th wherever a span says so.
         """
         order = sorted(range(len(spans)), key=lambda i: (len(spans[i].tokens) > 1, spans[i].end))
         input_ids: list[int] = []
@@ -70,7 +70,7 @@ class ForwardBatch:
             rows=tuple([spans[i] for i in order]),
             num_decode=sum(len(span.tokens) == 1 for span in spans),
             block_size=block_size,
-            input_ids=_filled_in(_tensor(input_ids, device), held),
+            input_ids=_filled_in(_tensor(input_ids, device), device_tokens),
             logit_indices=_tensor(wanted, device),
         )
 
@@ -122,8 +122,8 @@ def block_tables(rows: Sequence[RowSpan], block_size: int) -> np.ndarray:
     return tables
 
 
-def _filled_in(ids: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
-    return ids if held is None else torch.where(ids < 0, held[(-1 - ids).clamp_(min=0)], ids)
+def _filled_in(ids: torch.Tensor, device_tokens: torch.Tensor | None) -> torch.Tensor:
+    return ids if device_tokens is None else torch.where(ids < 0, device_tokens[(-1 - ids).clamp_(min=0)], ids)
 
 
 def _tensor(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:

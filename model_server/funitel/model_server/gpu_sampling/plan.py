@@ -40,6 +40,7 @@ class SamplingPlan:
     raw: RowSubset | None  # whose log-probabilities are the model's own
     tops: RowSubset | None  # of which likely tokens are wanted beside the chosen one
     num_tops: int  # that are fetched of each
+    source_lens: np.ndarray  # [rows]: tokens before those that penalties count
 
     @classmethod
     def of(cls, rows: Sequence[SequenceState], states: RowStates, maths: ScoreMaths) -> "SamplingPlan":
@@ -60,6 +61,7 @@ class SamplingPlan:
             raw=some(lambda row: row.start.sampling.raw_logprobs and row.start.sampling.changes_scores),
             tops=some(lambda row: row.sampling.top_n),
             num_tops=min(vocab_size, most + MORE_TOPS),
+            source_lens=np.array([row.source_len for row in rows]),
         )
 
     def is_of(self, rows: Sequence[SequenceState]) -> bool:

@@ -58,8 +58,3 @@ class RowStates:
             if ids:
                 there = upload(np.array([ids, counts], dtype=np.int64), self.device)
                 line.index_copy_(0, there[0], there[1].int())
-
-
-def device_token(row: SequenceState) -> int:
-    """How a `RowSpan` names the last token of a row that only the device knows."""
-    return -1 - row.index

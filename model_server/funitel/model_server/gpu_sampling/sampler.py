@@ -85,7 +85,8 @@ class DeviceSampler:
             places = biases.rows, biases.ids
             scores.index_put_(places, scores[places] + biases.values)
         if (penalties := plan.penalties) is not None:
-            lengths = upload(positions[penalties.some.rows].astype(np.float32)[:, None], scores.device)
+            counted = (positions - plan.source_lens)[penalties.some.rows]
+            lengths = upload(counted.astype(np.float32)[:, None], scores.device)
             self.maths.penalise(scores, penalties, self._states.counts, lengths)
 
     def _keys(self, draws: Draws, positions: np.ndarray) -> torch.Tensor:

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -13,10 +14,15 @@ import torch
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.executor.executor import ExecutorOptions
+from funitel.model_server.executor.async_sampling import AsyncSampling
+from funitel.model_server.executor.executor import Executor, MakeSampling
+from funitel.model_server.executor.interface import ExecutorOptions
+from funitel.model_server.executor.row_rules import RowRules
+from funitel.model_server.executor.sync_sampling import SyncSampling
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.interface import Forward
-from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.gpu_sampling.select import choose_maths
+from funitel.model_server.kv_cache.pool import KVCache, Pools
 from funitel.model_server.sampling.logits_processors import ScoreMath, TorchScores
 from funitel.model_server.sampling.watermark import Watermark
 from funitel.model_server.sequence.detokenizer import TextCodec
@@ -43,8 +49,8 @@ class Loaded:
     """A decoder, and what the rest of the shard must know of it.
 
     `precision` is that of the weights, `parallel` the ranks as the decoder reduces over them, `step_bytes` the memory
-    of a step of so many tokens, where it is known before. `takes_held_tokens`: all it reads of a batch's tokens is the
-    tensor, so that some may be known to the device only.
+    of a step of so many tokens, where it is known before. `takes_device_tokens`: of a batch's tokens it reads the
+    tensor alone, so that some may be known to the device only.
     """
 
     name: str
@@ -56,7 +62,7 @@ class Loaded:
     parallel: TensorParallel
     footprint: Footprint
     step_bytes: Callable[[int], int] | None = None
-    takes_held_tokens: bool = False
+    takes_device_tokens: bool = False
 
 
 def in_torch(
@@ -137,6 +143,21 @@ def options_of(
         forces_spans=not settings.disable_forced_spans,
         wipes_blocks=loaded.name != "fused",
     )
+
+
+def make_executor(
+    spec: ModelFacts,
+    loaded: Loaded,
+    pools: Pools,
+    codec: TextCodec,
+    options: ExecutorOptions,
+    rules: RowRules | None = None,
+) -> Executor:
+    """The executor of a loaded model, which samples on the device where that is a GPU."""
+    sampling: MakeSampling = partial(SyncSampling, scores=loaded.scores)
+    if options.device.type == "cuda" and loaded.takes_device_tokens:
+        sampling = partial(AsyncSampling, maths=choose_maths(options.device))
+    return Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, sampling, rules)
 
 
 def host_bytes(settings: ModelServerSettings, device: torch.device) -> int:

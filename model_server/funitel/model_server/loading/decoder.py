@@ -9,9 +9,8 @@ import torch
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.precision import MADE, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit
-from funitel.model_server.executor.async_executor import AsyncExecutor
-from funitel.model_server.executor.executor import Executor, ExecutorOptions
-from funitel.model_server.gpu_sampling.select import choose_maths
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.hub.resolve import is_outdated
 from funitel.model_server.kv_cache.pool import Pools, SpecPools
 from funitel.model_server.loading.common import (
@@ -22,6 +21,7 @@ from funitel.model_server.loading.common import (
     info_of,
     join_ranks,
     log_loaded,
+    make_executor,
     options_of,
     set_threads,
 )
@@ -123,11 +123,7 @@ def _finish(
     options: ExecutorOptions,
 ) -> tuple[Executor, ShardInfo]:
     log_loaded(settings, folder, spec, options.device, loaded)
-    if options.device.type == "cuda" and loaded.takes_held_tokens:
-        maths = choose_maths(options.device)
-        executor: Executor = AsyncExecutor(spec, loaded.decoder, pools, codec, loaded.parallel, options, maths)
-    else:
-        executor = Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, loaded.scores)
+    executor = make_executor(spec, loaded, pools, codec, options)
     return executor, info_of(settings, options, loaded, spec.vocab_size)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.precision import MADE
 from funitel.model_server.device.tensor_parallel import HeadSplit
-from funitel.model_server.executor.encoder_decoder import NUM_OPENING_TOKENS, Seq2SeqExecutor
 from funitel.model_server.executor.executor import Executor
+from funitel.model_server.executor.row_rules import NUM_OPENING_TOKENS, Seq2SeqRules
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import SpecPools
 from funitel.model_server.loading.common import (
@@ -19,6 +19,7 @@ from funitel.model_server.loading.common import (
     info_of,
     join_ranks,
     log_loaded,
+    make_executor,
     options_of,
     set_threads,
 )
@@ -50,19 +51,19 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor,
         HeadSplit.of(stack.num_heads, stack.num_kv_heads, settings.world_size, settings.rank)
         for stack in (spec.encoder, spec.decoder)
     )
-    rules = read_rules(folder, spec.decoder.vocab_size)
-    if spec.is_multilingual and rules.forced_first is None:
+    decoding = read_rules(folder, spec.decoder.vocab_size)
+    if spec.is_multilingual and decoding.forced_first is None:
         logger.warning(
             "the checkpoint does not say which language completions are in (forced_bos_token_id of "
             "generation_config.json): that is up to the model, behind the token %d",
-            rules.start,
+            decoding.start,
         )
     weights = Weights(folder, choose_dtype(settings.dtype, device), device, spec.decoder.names.prefix)
     check_flag(settings.quantize, weights.quantization)
     codec = TextCodec(folder)
     eos_token_ids = find_eos(folder, codec)
     parallel = join_ranks(settings, device)
-    loaded = in_torch(Seq2Seq(spec, weights, parallel), weights, parallel)
+    loaded = replace(in_torch(Seq2Seq(spec, weights, parallel), weights, parallel), takes_device_tokens=True)
     pools = SpecPools(spec.whole, heads, settings.block_size, loaded.kv_dtype, device)
     options = options_of(settings, device, loaded, eos_token_ids)
     log_loaded(settings, folder, spec.decoder, device, loaded)
@@ -74,7 +75,8 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor,
         capabilities=frozenset(Capability) if spec.is_multilingual else info.capabilities,
         speculate=NUM_OPENING_TOKENS,  # a router of TGI asks for no other place beyond prompt and completion
     )
-    return Seq2SeqExecutor(spec, rules, loaded.decoder, pools, codec, parallel, options), info
+    executor = make_executor(spec.whole, loaded, pools, codec, options, Seq2SeqRules(spec, decoding))
+    return executor, info
 
 
 def _check(settings: ModelServerSettings) -> None:

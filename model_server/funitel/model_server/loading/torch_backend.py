@@ -35,4 +35,4 @@ def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights,
     fuse_elementwise(decoder, heads, weights.device, weights.dtype, kv_dtype=kv_dtype)
     log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, kv_dtype)
     loaded = in_torch(recorded(decoder, settings.cuda_graphs), weights, parallel, kv_dtype)
-    return replace(loaded, takes_held_tokens=True)
+    return replace(loaded, takes_device_tokens=True)

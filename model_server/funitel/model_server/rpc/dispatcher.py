@@ -14,7 +14,8 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from funitel.model_server.device.memory import is_out_of_memory
-from funitel.model_server.executor.executor import Executor, PendingStep
+from funitel.model_server.executor.executor import Executor
+from funitel.model_server.executor.interface import PendingStep
 from funitel.model_server.rpc.call_order import CallOrder
 from funitel.model_server.rpc.compute_threads import Runner, attempt
 from funitel.proto import generate_pb2 as pb

@@ -38,8 +38,8 @@ class SequenceState:
     source_len: int = 0
     is_over: bool = False  # it takes part in no further step
     has_left: bool = False  # its batch has ended
-    num_promised: int = 0  # tokens that a device has chosen, or will have, and the host does not know yet
-    counts_place: int | None = None  # where the device counts its tokens, see `gpu/row_states`
+    num_placeholders: int = 0  # tokens that a device has sampled, or will have, and the host does not know yet
+    counts_place: int | None = None  # where the device counts its tokens, see `gpu_sampling/row_state`
 
     @property
     def request_id(self) -> int:
@@ -51,18 +51,25 @@ class SequenceState:
         self.tokens.append(token_id)
         self.sampling.push(token_id)
 
+    def next_tokens(self, count: int) -> list[int]:
+        """The next `count` tokens to compute; the last may be a placeholder for one that only the device knows."""
+        tokens = self.tokens[self.num_cached : self.num_cached + count]
+        if len(tokens) < count:
+            tokens.append(-1 - self.index)  # see `ForwardBatch.build`
+        return tokens
+
     @property
     def num_pending(self) -> int:
         """Known tokens without KV yet: one for a decoding row, none for a finished one.
 
         More in a prompt, and after tokens that were forced.
         """
-        return 0 if self.is_over else len(self.tokens) + self.num_promised - self.num_cached
+        return 0 if self.is_over else len(self.tokens) + self.num_placeholders - self.num_cached
 
     @property
     def owes_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt were asked for and its first token is still to come."""
-        return self.wants_prompt_logprobs and self.num_generated + self.num_promised == 0
+        return self.wants_prompt_logprobs and self.num_generated + self.num_placeholders == 0
 
     @property
     def num_generated(self) -> int:
@@ -74,6 +81,10 @@ class SequenceTable:
     """Preallocated block tables [capacity, max_blocks] and the rows that use them; grows by doubling."""
 
     def __init__(self, max_blocks: int, capacity: int = 64) -> None:
+        self.reset(max_blocks, capacity)
+
+    def reset(self, max_blocks: int, capacity: int = 64) -> None:
+        """Forget all rows."""
         self.max_blocks = max_blocks
         self._blocks = np.zeros((capacity, max_blocks), dtype=np.int32)
         self._free = list(range(capacity - 1, -1, -1))

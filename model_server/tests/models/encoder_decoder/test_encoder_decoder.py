@@ -99,7 +99,7 @@ def test_of_a_first_token_that_is_the_last_the_end_is_what_is_forced(
 
 def recorded_reading(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that grows by how many tokens the encoder reads, each time that it does."""
-    model: Any = executor.decoder
+    model: Any = executor.runner.decoder
     read: list[int] = []
     encode = model.encoder
 
@@ -130,11 +130,11 @@ def test_where_the_peak_of_memory_counts_the_encoder_rehearses_all_that_it_reads
 ) -> None:
     executor: Any = loaded["bart"]  # reads 64 tokens
     read = recorded_reading(executor, monkeypatch)
-    monkeypatch.setattr(executor, "_cache", None)
-    executor._rehearse([start(0, LONG)], 3)
+    monkeypatch.setattr(executor.runner, "cache", None)
+    executor.profiler.profile([start(0, LONG)], 3, 64)
     card = GpuPoolMemory(FakeCard(10**9), 1.0)
-    monkeypatch.setattr(executor, "memory", card)
-    executor._rehearse([start(0, LONG)], 3)
+    monkeypatch.setattr(executor.profiler, "memory", card)
+    executor.profiler.profile([start(0, LONG)], 3, 64)
     assert read == [35, 64]
 
 

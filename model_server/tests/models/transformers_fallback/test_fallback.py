@@ -174,7 +174,7 @@ def test_a_prompt_in_chunks_and_the_next_in_its_blocks_say_the_same(executor: Ex
 
 
 def test_a_state_is_not_taken_for_that_of_another(executor: Executor) -> None:
-    if executor.decoder.shares_prefixes:  # type: ignore[attr-defined]
+    if executor.runner.decoder.shares_prefixes:  # type: ignore[attr-defined]
         pytest.skip("it has no state")
     with pytest.raises(InvalidRequest, match="cache_len 10 must be 0: a model with a state"):
         executor.prefill(1, [sequence(executor, 0, 4, cache_len=10)])
@@ -209,7 +209,7 @@ def test_models_with_a_state_have_blocks_for_it_and_share_no_prefixes(tmp_path: 
     assert loaded["mamba"][1].block_size == 8192  # all there is of a sequence
     executor, info = loaded["falcon-h1"]
     assert 4 < info.block_size < 256
-    assert executor.pools.bytes_per_block * 100 > executor.pools.make(100).num_bytes * 0.99
+    assert executor.runner.pools.bytes_per_block * 100 > executor.runner.pools.make(100).num_bytes * 0.99
 
 
 def test_a_pool_of_small_states_is_no_larger_than_the_wire_can_say(
@@ -217,8 +217,10 @@ def test_a_pool_of_small_states_is_no_larger_than_the_wire_can_say(
 ) -> None:
     folder = save(UNLISTED["mamba"], tmp_path)
     executor, _ = load(settings(folder), folder)
-    monkeypatch.setattr(executor.memory, "pool_bytes", lambda: 10**12)
-    monkeypatch.setattr(type(executor.pools), "make", lambda pools, num_blocks: FallbackPool(pools, min(num_blocks, 9)))
+    monkeypatch.setattr(executor.profiler.memory, "pool_bytes", lambda: 10**12)
+    monkeypatch.setattr(
+        type(executor.runner.pools), "make", lambda pools, num_blocks: FallbackPool(pools, min(num_blocks, 9))
+    )
     result = executor.warmup([start(0, range(20))], WarmupLimits(max_prefill_tokens=64))
     assert result.pool_tokens is not None
     assert 2**30 < result.pool_tokens < 2**31
@@ -283,7 +285,9 @@ def test_two_ranks_say_what_transformers_says(tmp_path: Path) -> None:
             assert held < 0.75 * whole, name
         assert sum(split for _, split, _ in run.weights) == run.weights[0][2], name
         shared = split_form(name).config["num_key_value_heads"] == 1
-        assert run.bytes_per_block == alone.pools.bytes_per_block // (1 if shared or alone.pools.kept.states else 2)
+        assert run.bytes_per_block == alone.runner.pools.bytes_per_block // (
+            1 if shared or alone.runner.pools.kept.states else 2
+        )
 
 
 def changed(folder: Path, **fields: Any) -> Path:
@@ -339,7 +343,7 @@ def test_code_of_a_checkpoint_runs_only_when_it_is_trusted(tmp_path: Path) -> No
         load(settings(folder), folder)
     executor, _ = load(settings(folder, trust_remote_code=True), folder)
     executor.warmup([start(0, range(20))], WarmupLimits(max_prefill_tokens=64, max_batch_total_tokens=2000))
-    assert executor.decoder.name == "packed"  # type: ignore[attr-defined]
+    assert executor.runner.decoder.name == "packed"  # type: ignore[attr-defined]
     model = transformers.LlamaForCausalLM.from_pretrained(changed(folder, model_type="llama"), dtype=torch.float32)
     expected = model.eval().generate(torch.tensor([PROMPTS[0]]), max_new_tokens=8, min_new_tokens=8, do_sample=False)
     assert ids_of(run_alone(executor, sequence(executor, 0, 8))) == expected[0, len(PROMPTS[0]) :].tolist()

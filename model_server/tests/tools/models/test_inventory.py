@@ -62,9 +62,9 @@ def test_a_model_takes_what_was_told(family: str, given: dict[str, Any], tmp_pat
     settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1, block_size=4, **given)
     executor, info = load(settings, folder)
     assert found["weights"] == [info.weight_bytes]
-    assert found["blocks"] == [executor.pools.bytes_per_block]
+    assert found["blocks"] == [executor.runner.pools.bytes_per_block]
     assert found["precision"] == info.dtype.removeprefix("torch.")
-    assert found["pool"] == ((FREE - info.weight_bytes) // 2 // executor.pools.bytes_per_block - 1) * 4
+    assert found["pool"] == ((FREE - info.weight_bytes) // 2 // executor.runner.pools.bytes_per_block - 1) * 4
 
 
 def test_ranks_share_weights_and_memory(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_a_model_through_transformers_takes_what_was_told(name: str, tmp_path: P
     torch.set_num_threads(1)
     settings = ModelServerSettings(model_id=str(tmp_path), device="cpu", num_threads=1, block_size=4)
     executor, info = load(settings, tmp_path)
-    assert (found["weights"], found["blocks"]) == ([info.weight_bytes], [executor.pools.bytes_per_block])
+    assert (found["weights"], found["blocks"]) == ([info.weight_bytes], [executor.runner.pools.bytes_per_block])
     assert (found["block_size"], found["context"]) == (info.block_size, executor.spec.max_position_embeddings)
 
 
@@ -106,7 +106,7 @@ def test_an_encoder_decoder_takes_what_was_told(family: str, tmp_path: Path) -> 
     settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1, block_size=4)
     executor, info = load_generator(settings, folder)
     found = told(folder)
-    assert (found["weights"], found["blocks"]) == ([info.weight_bytes], [executor.pools.bytes_per_block])
+    assert (found["weights"], found["blocks"]) == ([info.weight_bytes], [executor.runner.pools.bytes_per_block])
     assert len(told(folder, num_shard=2)["weights"]) == 2
 
 

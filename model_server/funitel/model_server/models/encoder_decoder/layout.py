@@ -4,13 +4,14 @@ A sequence in the pool is its prompt, then the decoder's tokens. Where a token o
 every layer of the decoder sees of it: keys and values of cross-attention, written once the encoder has read the prompt.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 import torch
 
+from funitel.model_server.device.upload import upload
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import Slots
 from funitel.model_server.models.encoder.packed import Packed, pack
@@ -58,10 +59,10 @@ class StepLayout:
     def of(cls, batch: ForwardBatch, block_size: int, most_read: int) -> "StepLayout":
         """Lay a batch out, the encoder reading `most_read` tokens at once; its tensors say where it is computed."""
         device = batch.input_ids.device
-        lengths = [len(row.tokens) for row in batch.rows]
-        source_lens = torch.from_numpy(np.repeat([row.source_len for row in batch.rows], lengths)).to(device)
-        is_decoded = batch.positions >= source_lens
-        places = is_decoded.cumsum(0) - 1
+        positions = np.concatenate([np.arange(row.start, row.end) - row.source_len for row in batch.rows])
+        is_decoded = positions >= 0
+        places = upload(is_decoded.cumsum() - 1, device)
+        decoded = upload(is_decoded.nonzero()[0], device)
         own, others, first = [], [], 0
         for row in batch.rows:
             begin = max(row.start, row.source_len)
@@ -73,9 +74,9 @@ class StepLayout:
         blocks, offsets = batch.slots
         return cls(
             sources=tuple(_source(rows, block_size, device) for rows in _read_together(batch.rows, most_read)),
-            input_ids=batch.input_ids[is_decoded],
-            positions=(batch.positions - source_lens)[is_decoded],
-            slots=(blocks[is_decoded], offsets[is_decoded]),
+            input_ids=batch.input_ids[decoded],
+            positions=upload(positions[is_decoded], device),
+            slots=(blocks[decoded], offsets[decoded]),
             kept=places[batch.logit_indices],
             own=_views(own, block_size, device),
             others=_views(others, block_size, device),
@@ -105,7 +106,7 @@ def _source(rows: Sequence[RowSpan], block_size: int, device: torch.device) -> E
     blocks = [row.block_table[places // block_size] for row, places in zip(rows, positions, strict=True)]
 
     def tensor(parts: Sequence[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+        return upload(np.concatenate(parts).astype(np.int64), device)
 
     return EncoderInputs(packed, (tensor(blocks), tensor(positions) % block_size))
 
@@ -152,10 +153,9 @@ def _view(group: Sequence[_Sight], block_size: int, device: torch.device) -> Vie
     lows = np.array([sight.low for sight in group])[:, None, None]
     ends = np.stack([sight.ends for sight in group])[:, :, None]
     tokens = np.concatenate([np.arange(sight.first, sight.first + len(sight.ends)) for sight in group])
-    to_tensor: Callable[[np.ndarray], torch.Tensor] = torch.from_numpy
     return View(
-        tokens=to_tensor(tokens).to(device),
-        blocks=to_tensor(blocks.ravel()).to(device),
-        is_seen=to_tensor((slots >= lows) & (slots < ends)).to(device),
-        distances=to_tensor(slots - (ends - 1)).to(device),
+        tokens=upload(tokens, device),
+        blocks=upload(blocks.ravel(), device),
+        is_seen=upload((slots >= lows) & (slots < ends), device),
+        distances=upload(slots - (ends - 1), device),
     )

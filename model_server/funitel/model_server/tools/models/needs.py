@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from funitel.model_server.device.gpu import GpuState, Gpu
+from funitel.model_server.device.gpu import Gpu, GpuState
 from funitel.model_server.device.memory import free_bytes
 from funitel.model_server.executor.gpu_pool_sizing import pool_budget
 from funitel.model_server.executor.pool_sizing import MOST_POOL_TOKENS, host_share

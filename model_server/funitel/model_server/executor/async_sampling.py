@@ -1,0 +1,252 @@
+"""Asynchronous sampling: steps are launched while those before them are still computed, and none waits for the host.
+
+The tokens that a step samples stay on the device, and the next step reads them there. What was sampled is copied to
+the host once a step, and what describes the step waits for that. So a step is launched over *placeholder tokens*: a
+row that is due has one more token, whatever it is, and ends only where its length says so. One that ends by what the
+token is computes one token more, which is not told of; its blocks are still its own, as the router has not heard of
+its end either when it plans that step.
+
+Launching may depend on nothing but the calls made so far, or ranks would launch different steps: the end of a row
+counts from the second step after it on, whenever the host came to know of it. A call that cannot be carried out so, or
+that was planned with knowledge of all steps before it, waits for them, and then all is as with `SyncSampling`.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from threading import RLock
+from typing import TypeVar
+
+import torch
+
+from funitel.model_server.executor.interface import ActiveRow, ComputedStep, PendingStep
+from funitel.model_server.executor.launched_step import Launch, LaunchedStep
+from funitel.model_server.executor.model_runner import ModelRunner
+from funitel.model_server.executor.output import OutputProcessor
+from funitel.model_server.executor.sync_sampling import agree, wants_words
+from funitel.model_server.gpu_sampling.ops import ScoreMaths
+from funitel.model_server.gpu_sampling.result_copy import Copy, HostCopy
+from funitel.model_server.gpu_sampling.row_state import RowStates
+from funitel.model_server.gpu_sampling.sampler import follows_tokens
+from funitel.model_server.gpu_sampling.step_sampler import Due, StepSampler, due_of
+from funitel.model_server.sampling.sampler import SampledToken
+from funitel.model_server.sequence.cached_batches import CachedBatches
+from funitel.model_server.sequence.table import SequenceState
+from funitel.proto.errors import InvalidRequest, UnknownBatch
+from funitel.proto.step import CachedBatch, StepResult
+
+T = TypeVar("T")
+
+
+class AsyncSampling:
+    """`StepSampling` that gives the same answers. Calls come from one thread, steps are described on another."""
+
+    describing_waits = True
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        batches: CachedBatches,
+        output: OutputProcessor,
+        maths: ScoreMaths,
+        copy: Callable[[torch.Tensor], Copy] = HostCopy,
+    ) -> None:
+        self.lock: AbstractContextManager[object] = RLock()
+        self.states = RowStates(runner.spec.vocab_size, runner.options.device)
+        self._runner = runner
+        self._batches = batches
+        self._output = output
+        self._sampler = StepSampler(self.states, maths, runner.parallel, runner.options.watermark)
+        self._copy = copy
+        self._in_flight: deque[LaunchedStep] = deque()  # oldest first: those whose ends do not count yet
+        self._last_ready = 0
+
+    # Calls ----------------------------------------------------------------------------------------------------------
+
+    def call(self, is_ahead: bool, call: Callable[[], T]) -> T:
+        """See StepSampling."""
+        with self.lock:
+            self._let_end(1 if is_ahead else 0)
+            return self._retried(call)
+
+    def filter(self, batch_id: int, is_ahead: bool, call: Callable[[], CachedBatch]) -> Callable[[], CachedBatch]:
+        """See StepSampling."""
+        with self.lock:
+            if not is_ahead:
+                self._let_end(0)
+            kept = self._retried(call)
+            rows = list(self._batches.get(batch_id))
+            cached, blocks = [row.num_cached for row in rows], [row.num_blocks for row in rows]
+            if not self._in_flight:
+                return lambda: kept
+            last, found = self._in_flight[-1], list[CachedBatch]()
+
+            def find() -> None:
+                found.append(self._known_batch(batch_id, rows, cached, blocks))
+
+            if last.launch is None:
+                find()
+            else:
+                last.then.append(find)
+
+        def answer() -> CachedBatch:
+            last.wait()
+            self._finish(last)
+            return found[0]
+
+        return answer
+
+    def _retried(self, call: Callable[[], T]) -> T:
+        """Make a call; if it cannot be carried out before the steps in flight are known, again when they are."""
+        try:
+            return call()
+        except (InvalidRequest, UnknownBatch):
+            if not self._in_flight:
+                raise
+            self._let_end(0)
+            return call()
+
+    # Launching ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def compute(self, active: Sequence[ActiveRow]) -> Launch:
+        """Launch the forward of all active rows, sample for those whose known tokens are done, begin to copy that."""
+        due, logits = Due(), None
+        if active:
+            self.states.reserve(1 + max(row.index for row, _ in active))
+            spans = self._runner.spans(active)
+            logits = self._runner.forward(spans, self.states.tokens)
+            if any(row.num_placeholders and follows_tokens(row.start.sampling) for row, _ in active):
+                self._finish(self._in_flight[-1])
+            due = due_of(active, [span.logits for span in spans], logits, self._runner.rules.forced)
+        rows, sampled = due.sampled, None
+        if rows and logits is not None:
+            sampled = self._sampler.sample(rows, due.places, logits)
+        self._sampler.force(due.forced)
+        in_words = self._runner.parallel.size > 1 and wants_words(rows)
+        numbers = self._sampler.shared(rows, sampled, in_words=in_words)
+        if due.prompts:
+            numbers = torch.cat([numbers, *(logprobs.double() for _, logprobs in due.prompts)])
+        for row, count in active:
+            row.num_cached += count
+        for row, _ in due.rows:
+            row.num_placeholders += 1
+            row.is_over = row.num_generated + row.num_placeholders >= row.start.stopping.max_new_tokens
+        prompts = [(row, len(logprobs)) for row, logprobs in due.prompts]
+        return Launch(due.rows, self._copy(numbers), sampled, prompts, in_words)
+
+    def finish(
+        self,
+        batch_id: int,
+        rows: list[SequenceState],
+        active: Sequence[ActiveRow],
+        computed: Launch,
+        begin: int,
+        concat_ns: int | None,
+    ) -> PendingStep:
+        """See StepSampling; the step's result is described later."""
+        cached, blocks = [row.num_cached for row in rows], [row.num_blocks for row in rows]
+        step = LaunchedStep(batch_id, rows, active, cached, blocks, begin, concat_ns, computed, self._finish)
+        self._in_flight.append(step)
+        if computed.is_shared_in_words:
+            self._finish(step)  # with collectives, which must come in the same order on all ranks
+        return step
+
+    def profile(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:
+        """See StepSampling; the counts that penalties need stay where they are, and need not grow later."""
+        self.states.reserve(len(rows))
+        self._sampler.sample(rows, list(range(len(rows))), logits)
+
+    # Finishing ------------------------------------------------------------------------------------------------------
+
+    def _finish(self, step: LaunchedStep) -> None:
+        """Process the output of a step, after all before it."""
+        with self.lock:
+            for earlier in self._in_flight:
+                if step.described is not None:
+                    return
+                self._finish_one(earlier)
+
+    def _finish_one(self, step: LaunchedStep) -> None:
+        launch = step.launch
+        if launch is None:
+            return
+        step.wait()
+        begin = time.perf_counter_ns()
+        active = [(row, count) for row, count in step.active if row.finish_reason is None]
+        processed = []
+        for row, tokens in self._tokens_of(launch):
+            row.num_placeholders -= 1
+            if row.finish_reason is None:
+                processed.append(self._output.process(row, tokens))
+                if row.finish_reason is not None:
+                    step.finished.append(row)
+        step.launch = None
+        batch: CachedBatch | None = self._known_batch(step.batch_id, step.rows, step.num_cached, step.num_blocks)
+        if all(row.has_left or row.finish_reason is not None for row in step.rows):
+            step.has_ended, batch = True, None
+            for row in step.rows:
+                row.has_left = True
+        forward_ns = step.ready - max(step.begin, self._last_ready)
+        self._last_ready = step.ready
+        decode_ns = time.perf_counter_ns() - begin
+        result = StepResult(
+            generations=(),
+            batch=batch,
+            forward_ns=forward_ns,
+            decode_ns=decode_ns,
+            total_ns=forward_ns + decode_ns,
+            concat_ns=step.concat_ns,
+            num_forwards=1 if active else 0,
+            num_forward_rows=len(active),
+            num_forward_tokens=sum(count for _, count in active),
+        )
+        step.described = ComputedStep(self._output, [one for one in processed if one is not None], result).describe
+        for find in step.then:
+            find()
+
+    def _tokens_of(self, launch: Launch) -> list[tuple[SequenceState, list[SampledToken]]]:
+        """The rows due, each with what follows in it: the token sampled and those its grammar forces, or one forced."""
+        rows = [row for row, token_id in launch.due if token_id is None]
+        following = [
+            [token] if row.finish_reason is not None else self._output.with_forced(row, token)
+            for row, token in zip(rows, launch.read(), strict=False)
+        ]
+        if launch.is_shared_in_words:
+            following = agree(self._runner.parallel, self._runner.options.device, rows, following)
+        sampled = iter(following)
+        return [
+            (
+                row,
+                next(sampled) if token_id is None else [SampledToken.forced(token_id, with_top=row.sampling.top_n > 0)],
+            )
+            for row, token_id in launch.due
+        ]
+
+    def _known_batch(
+        self, batch_id: int, rows: Sequence[SequenceState], num_cached: Sequence[int], num_blocks: Sequence[int]
+    ) -> CachedBatch:
+        """A batch by what is known of its rows, of which so much was computed; without those of a batch that ended."""
+        held = [i for i, row in enumerate(rows) if not row.has_left]
+        pending = [0 if rows[i].finish_reason is not None else len(rows[i].tokens) - num_cached[i] for i in held]
+        return CachedBatch(
+            batch_id,
+            tuple(rows[i].request_id for i in held),
+            sum(num_blocks[i] for i in held) * self._batches.block_size,
+            self._batches.following(pending),
+        )
+
+    def _let_end(self, max_in_flight: int) -> None:
+        """Let the ends of rows count for what is launched next, except those of the latest `max_in_flight` steps."""
+        while len(self._in_flight) > max_in_flight:
+            step = self._in_flight[0]
+            self._finish(step)
+            self._in_flight.popleft()
+            self._batches.forget_ended()
+            for row in step.finished:
+                row.is_over = True
+            if step.has_ended:  # other rows may have joined its batch since
+                self._batches.drop(step.rows)
+                if not self._in_flight:
+                    self._batches.mark_ended(step.batch_id, step.rows)

@@ -1,0 +1,95 @@
+"""What an executor is made of: its options, the step it returns, and how the tokens of a step are sampled."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from funitel.model_server.executor.output import OutputProcessor, StepOutput
+from funitel.model_server.sampling.watermark import Watermark
+from funitel.model_server.sequence.table import SequenceState
+from funitel.proto.step import CachedBatch, StepResult
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+ActiveRow = tuple[SequenceState, int]
+"""A row that takes part in a step, and how many tokens it computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorOptions:
+    """What the executor is told at start. `dtype` is the precision of the KV pool."""
+
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    memory_fraction: float
+    allow_prefill_logprobs: bool
+    eos_token_ids: frozenset[int]
+    watermark: Watermark = Watermark()
+    host_bytes: int = 0  # of the host's memory for evicted blocks
+    step_bytes: Callable[[int], int] | None = None  # memory of a step of so many tokens, where that is known before
+    forces_spans: bool = True  # tokens that alone can follow in a grammar are taken without a forward each
+    wipes_blocks: bool = True  # the last block of a row is read whole: NaNs left in it by others would spread
+
+
+class PendingStep(Protocol):
+    """A step after which the next may be computed."""
+
+    def describe(self) -> StepResult:
+        """The whole result. Once for each step, in their order; from any thread, also while the next is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """A step whose result is still to be put into words."""
+
+    output: OutputProcessor
+    processed: Sequence[StepOutput]
+    result: StepResult  # without generations
+
+    def describe(self) -> StepResult:
+        """See `PendingStep`."""
+        begin = time.perf_counter_ns()
+        generations = tuple(map(self.output.describe, self.processed))
+        spent = time.perf_counter_ns() - begin
+        result = self.result
+        return replace(
+            result, generations=generations, decode_ns=result.decode_ns + spent, total_ns=result.total_ns + spent
+        )
+
+
+class StepSampling(Protocol, Generic[S]):
+    """When and where the tokens of a step are sampled: before the next step begins, or on the device while it runs."""
+
+    describing_waits: bool
+    """Whether `PendingStep.describe` may take as long as the step: not for an event loop."""
+    lock: AbstractContextManager[object]
+    """Held while batches change."""
+
+    def call(self, is_ahead: bool, call: Callable[[], T]) -> T:
+        """Make a call that runs a step, once the steps before it are known as far as it needs them."""
+
+    def filter(self, batch_id: int, is_ahead: bool, call: Callable[[], CachedBatch]) -> Callable[[], CachedBatch]:
+        """Make a call that filters a batch; what is returned gives its result, once that may be waited for."""
+
+    def compute(self, active: Sequence[ActiveRow]) -> S:
+        """Run the forward of a step, and sample for the rows whose known tokens are done."""
+
+    def finish(
+        self,
+        batch_id: int,
+        rows: list[SequenceState],
+        active: Sequence[ActiveRow],
+        computed: S,
+        begin: int,
+        concat_ns: int | None,
+    ) -> PendingStep:
+        """Make a step of what was computed of a batch; `begin` is when its call came, by the performance counter."""
+
+    def profile(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:
+        """Sample for the rows of the profile run, as steps do it."""

@@ -1,0 +1,90 @@
+"""The model runner: the KV pool of a rank with its host tier, and the forward of a step's rows over it."""
+
+from collections.abc import Sequence
+
+import torch
+
+from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.executor.interface import ActiveRow, ExecutorOptions
+from funitel.model_server.executor.row_rules import RowRules
+from funitel.model_server.executor.step_checks import StepBounds
+from funitel.model_server.forward.batch import ForwardBatch, RowSpan
+from funitel.model_server.forward.interface import Forward
+from funitel.model_server.kv_cache.host_tier import HostBlocks
+from funitel.model_server.kv_cache.pool import KVCache, Pools
+from funitel.model_server.sequence.table import SequenceState, SequenceTable
+from funitel.model_server.spec.model_spec import ModelFacts
+from funitel.proto.errors import InvalidRequest
+from funitel.proto.step import BlockCopy, RowUpdate
+
+
+class ModelRunner:
+    """Runs the model of one rank. There is no pool before the warm-up."""
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        decoder: Forward,
+        pools: Pools,
+        parallel: TensorParallel,
+        options: ExecutorOptions,
+        rules: RowRules,
+        table: SequenceTable,
+    ) -> None:
+        self.spec = spec
+        self.decoder = decoder
+        self.pools = pools
+        self.parallel = parallel
+        self.options = options
+        self.rules = rules
+        self.table = table
+        self.cache: KVCache | None = None
+        self.host: HostBlocks | None = None
+
+    @property
+    def pool(self) -> KVCache:
+        """The KV pool.
+
+        Raises:
+            InvalidRequest: there is none yet.
+        """
+        if self.cache is None:
+            raise InvalidRequest("Warmup must come before the first step")
+        return self.cache
+
+    @property
+    def bounds(self) -> StepBounds:
+        """What steps stay within."""
+        context = self.spec.max_position_embeddings
+        return StepBounds(self.pool.num_blocks, self.table.max_blocks, self.options.block_size, context)
+
+    def spans(self, active: Sequence[ActiveRow]) -> list[RowSpan]:
+        """What each row computes."""
+        return [self.rules.span(row, count, self.table.block_table(row)) for row, count in active]
+
+    def forward(self, spans: Sequence[RowSpan], device_tokens: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Run one forward; logits as `Forward` gives them. `device_tokens`: see `ForwardBatch.build`."""
+        batch = ForwardBatch.build(spans, self.options.block_size, self.options.device, device_tokens)
+        return self.decoder(batch, self.pool)
+
+    def wipe(self, new: Sequence[SequenceState], updates: Sequence[RowUpdate]) -> None:
+        """Zero what rows are granted beyond what they find computed, where that is read before it is written."""
+        if not self.options.wipes_blocks:
+            return
+        size = self.options.block_size
+        granted = [block for row in new for block in row.start.blocks[-(-row.start.cache_len // size) :]]
+        granted += [block for update in updates for block in update.blocks]
+        if granted:
+            self.pool.wipe(granted)
+
+    def check_copies(self, copies: Sequence[BlockCopy]) -> None:
+        """Raise InvalidRequest for a copy between blocks and the host's memory that cannot be made."""
+        if copies and self.host is None:
+            raise InvalidRequest(f"{len(copies)} copies of blocks: this shard keeps none in the host's memory")
+        if self.host is not None:
+            self.host.check(copies)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Make copies that were checked."""
+        if self.host is not None:
+            self.host.carry_out(copies)

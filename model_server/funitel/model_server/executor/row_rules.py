@@ -1,0 +1,154 @@
+"""What a model does with a sequence: how its tokens begin, what a row computes in a step, and which tokens are forced.
+
+An encoder-decoder's sequence is a prompt that the encoder reads, then the decoder's tokens. The prompt's tokens count
+as tokens of the sequence like any others, with a place in the pool each; they cost nothing until the step that has the
+decoder's first token, in which the encoder reads all of them at once. However a prompt is cut into chunks, and however
+often its sequence is resumed, the encoder reads it whole; of several in one step, as many at once as fill the longest
+it can read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from funitel.model_server.forward.batch import RowSpan
+from funitel.model_server.models.encoder_decoder.forced_tokens import DecodingRules
+from funitel.model_server.sequence.table import SequenceState
+from funitel.model_server.spec.encoder_decoder import Seq2SeqSpec
+from funitel.proto.errors import InvalidRequest
+from funitel.proto.step import SequenceStart
+
+NUM_OPENING_TOKENS = 1
+"""Tokens behind a prompt that the decoder of an encoder-decoder begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowBeginning:
+    """How the row of a sequence begins: with what an encoder reads of it, and what its completion comes behind.
+
+    Penalties, the text and the grammar know the opening and the completion; of a resumed sequence `described` is the
+    part of the completion that its grammar describes.
+    """
+
+    start: SequenceStart
+    source: Sequence[int]
+    opening: list[int]
+    described: Sequence[int]
+
+
+class RowRules:
+    """A decoder's rules: its sequences are the prompt and what follows, and no token is forced."""
+
+    takes_first_token = False
+    """Of a request; see `Capability.FIRST_TOKEN`."""
+    forces_tokens = False
+    max_prompt: int | None = None
+    """Tokens of a prompt, where that is less than the model's context."""
+
+    def begin(self, start: SequenceStart, prompt: list[int]) -> RowBeginning:
+        """How a sequence begins.
+
+        Raises:
+            InvalidRequest: the model cannot take it.
+        """
+        return RowBeginning(start, (), prompt, start.output_ids)
+
+    def span(self, row: SequenceState, count: int, block_table: np.ndarray) -> RowSpan:
+        """What a row computes in a step of `count` of its tokens."""
+        wanted = "last" if count == row.num_pending else "none"
+        if row.owes_prompt_logprobs:
+            wanted = "all"
+        return RowSpan(row.next_tokens(count), row.num_cached, block_table, wanted, row.prompt_len)
+
+    def forced(self, row: SequenceState) -> int | None:
+        """The token that must follow in a row, whatever is sampled; it is known before the tokens that come first."""
+        return None
+
+    def profile_prompt(
+        self, tokens: Sequence[int], block_table: np.ndarray, block_size: int, wanted: str, *, is_measured: bool
+    ) -> RowSpan:
+        """What a prompt of the profile run computes; `wanted` logits are a `RowSpan`'s.
+
+        `is_measured`: the peak of its memory counts.
+        """
+        return RowSpan(tokens, 0, block_table, wanted)
+
+    def profile_decode(self) -> RowSpan:
+        """What a sequence of the profile run that decodes computes, in the block that is no sequence's."""
+        return RowSpan([0], 0, np.zeros(1, np.int32))
+
+
+class Seq2SeqRules(RowRules):
+    """An encoder-decoder's rules: what the decoder begins with, and what is forced, is the checkpoint's."""
+
+    forces_tokens = True
+
+    def __init__(self, spec: Seq2SeqSpec, decoding: DecodingRules) -> None:
+        self.takes_first_token = spec.is_multilingual
+        self.max_prompt: int = spec.encoder.max_position_embeddings
+        self._max_completion = spec.decoder.max_position_embeddings
+        self._decoding = decoding
+
+    def begin(self, start: SequenceStart, prompt: list[int]) -> RowBeginning:
+        """See RowRules; a grammar begins behind the token that is forced to come first."""
+        if len(prompt) > self.max_prompt:
+            raise InvalidRequest(
+                f"request {start.request_id} has a prompt of {len(prompt)} tokens, "
+                f"the model's encoder reads {self.max_prompt}"
+            )
+        if start.cache_len:
+            raise InvalidRequest(f"cache_len must be 0 for an encoder-decoder, given {start.cache_len}")
+        if len(start.output_ids) >= self._max_completion:
+            raise InvalidRequest(
+                f"request {start.request_id} has {len(start.output_ids)} completion tokens, "
+                f"the model's decoder writes {self._max_completion}"
+            )
+        max_new_tokens = min(start.stopping.max_new_tokens, self._max_completion)
+        start = replace(start, stopping=replace(start.stopping, max_new_tokens=max_new_tokens))
+        is_forced = (self._decoding.forced_first, start.sampling.first_token) != (None, None)
+        described = start.output_ids[1:] if is_forced else start.output_ids
+        return RowBeginning(start, prompt, [self._decoding.start], described)
+
+    def span(self, row: SequenceState, count: int, block_table: np.ndarray) -> RowSpan:
+        """See RowRules."""
+        begin = row.num_cached
+        is_read = begin <= row.source_len < begin + count
+        return RowSpan(
+            row.next_tokens(count),
+            begin,
+            block_table,
+            "last" if count == row.num_pending else "none",  # nothing predicts what the encoder reads
+            row.prompt_len,
+            row.source_len,
+            row.tokens[: row.source_len] if is_read else (),
+        )
+
+    def forced(self, row: SequenceState) -> int | None:
+        """See RowRules; the end of what a grammar describes never is."""
+        stopping = row.start.stopping
+        return self._decoding.forced(
+            row.num_generated + row.num_placeholders,
+            stopping.max_new_tokens,
+            ignores_eos=stopping.ignore_eos or bool(row.start.sampling.grammar),
+            first=row.start.sampling.first_token,
+        )
+
+    def profile_prompt(
+        self, tokens: Sequence[int], block_table: np.ndarray, block_size: int, wanted: str, *, is_measured: bool
+    ) -> RowSpan:
+        """A prompt as long as the encoder reads, the last of the tokens standing in for the decoder's first.
+
+        Where the peak of memory counts the encoder reads all that it ever does at once, whatever the budget of a step.
+        """
+        length = max(1, min(len(tokens) - NUM_OPENING_TOKENS, self.max_prompt))
+        tokens = tokens[: length + NUM_OPENING_TOKENS]
+        num_read = self.max_prompt if is_measured else length
+        source = np.resize(tokens[:length], num_read).tolist()
+        # Of the pool made for the tokens alone; what is written does not matter.
+        table = np.resize(block_table, max(len(block_table), -(-num_read // block_size)))
+        return RowSpan(tokens, 0, table, source_len=length, source=source)
+
+    def profile_decode(self) -> RowSpan:
+        """The decoder's first token, behind one that the encoder has read."""
+        return RowSpan([self._decoding.start], 1, np.zeros(2, np.int32), source_len=1)

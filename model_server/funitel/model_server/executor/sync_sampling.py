@@ -1,0 +1,176 @@
+"""Sampling on the host: each step is forward, sampling and output processing, and is known when the next one begins."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.executor.interface import ActiveRow, ComputedStep, PendingStep
+from funitel.model_server.executor.model_runner import ModelRunner
+from funitel.model_server.executor.output import OutputProcessor
+from funitel.model_server.forward.batch import RowSpan
+from funitel.model_server.sampling.grammar import TokenMasks
+from funitel.model_server.sampling.logits_processors import ScoreMath, TorchScores
+from funitel.model_server.sampling.sampler import SampledToken, sample, token_logprobs
+from funitel.model_server.sequence.cached_batches import CachedBatches
+from funitel.model_server.sequence.table import SequenceState
+from funitel.proto.step import CachedBatch, StepResult
+
+T = TypeVar("T")
+
+
+class Computed(NamedTuple):
+    """The rows of a step that get tokens, what follows in each, and when the forward began."""
+
+    due: list[SequenceState]
+    following: list[list[SampledToken]]
+    begin: int
+
+
+class SyncSampling:
+    """`StepSampling` by which a step is known before the next one begins."""
+
+    describing_waits = False
+
+    def __init__(
+        self, runner: ModelRunner, batches: CachedBatches, output: OutputProcessor, scores: ScoreMath | None = None
+    ) -> None:
+        self.lock: AbstractContextManager[object] = nullcontext()
+        self._runner = runner
+        self._batches = batches
+        self._output = output
+        self._scores = scores or TorchScores()
+
+    def call(self, is_ahead: bool, call: Callable[[], T]) -> T:
+        """See StepSampling."""
+        return call()
+
+    def filter(self, batch_id: int, is_ahead: bool, call: Callable[[], CachedBatch]) -> Callable[[], CachedBatch]:
+        """See StepSampling."""
+        kept = call()
+        return lambda: kept
+
+    @torch.inference_mode()
+    def compute(self, active: Sequence[ActiveRow]) -> Computed:
+        """See StepSampling; what follows in a row are the token sampled, and those its grammar forces after it."""
+        begin = time.perf_counter_ns()
+        if not active:
+            return Computed([], [], begin)
+        spans = self._runner.spans(active)
+        logits = self._runner.forward(spans)
+        due = [row for row, count in active if row.num_pending == count]
+        following: list[list[SampledToken]] = []
+        if logits is not None:
+            logits = _take_prompt_logprobs(active, spans, logits)
+            if due:
+                following = self._sample(due, logits)
+        following = agree(self._runner.parallel, self._runner.options.device, due, following)
+        for row, count in active:
+            row.num_cached += count
+        return Computed(due, following, begin)
+
+    def finish(
+        self,
+        batch_id: int,
+        rows: list[SequenceState],
+        active: Sequence[ActiveRow],
+        computed: Computed,
+        begin: int,
+        concat_ns: int | None,
+    ) -> PendingStep:
+        """See StepSampling; keeps the batch unless every row has finished."""
+        output_begin = time.perf_counter_ns()
+        due, following, forward_begin = computed
+        processed = [self._output.process(row, tokens) for row, tokens in zip(due, following, strict=True)]
+        for row in due:
+            row.is_over = row.finish_reason is not None
+        batch: CachedBatch | None = None
+        if all(row.is_over for row in rows):
+            self._batches.clear(batch_id)
+            self._batches.mark_ended(batch_id, rows)
+        else:
+            batch = self._batches.describe(batch_id)
+        end = time.perf_counter_ns()
+        result = StepResult(
+            generations=(),
+            batch=batch,
+            forward_ns=output_begin - forward_begin,
+            decode_ns=end - output_begin,
+            total_ns=end - begin,
+            concat_ns=concat_ns,
+            num_forwards=1 if active else 0,
+            num_forward_rows=len(active),
+            num_forward_tokens=sum(count for _, count in active),
+        )
+        return ComputedStep(self._output, [one for one in processed if one is not None], result)
+
+    def profile(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:
+        """See StepSampling."""
+        self._sample(rows, logits)
+
+    def _sample(self, due: Sequence[SequenceState], logits: torch.Tensor) -> list[list[SampledToken]]:
+        """Sample where nothing is forced."""
+        rules = self._runner.rules
+        if not rules.forces_tokens:
+            return self._sample_free(due, logits)
+        forced = {i: token_id for i, row in enumerate(due) if (token_id := rules.forced(row)) is not None}
+        free = [i for i in range(len(due)) if i not in forced]
+        if len(free) == len(due):
+            return self._sample_free(due, logits)
+        sampled = iter(self._sample_free([due[i] for i in free], logits[free]) if free else ())
+        return [
+            [SampledToken.forced(forced[i], with_top=row.sampling.top_n > 0)] if i in forced else next(sampled)
+            for i, row in enumerate(due)
+        ]
+
+    def _sample_free(self, due: Sequence[SequenceState], logits: torch.Tensor) -> list[list[SampledToken]]:
+        masks = TokenMasks.of([row.grammar for row in due], logits.shape[1])
+        sampled = sample(logits, [row.sampling for row in due], [len(row.tokens) for row in due], masks, self._scores)
+        return [self._output.with_forced(row, token) for row, token in zip(due, sampled, strict=True)]
+
+
+def wants_words(due: Sequence[SequenceState]) -> bool:
+    """Whether a step says more of some row due than one token and its log-probability."""
+    return any(row.sampling.top_n or row.owes_prompt_logprobs or row.start.sampling.grammar for row in due)
+
+
+def agree(
+    parallel: TensorParallel, device: torch.device, due: Sequence[SequenceState], following: list[list[SampledToken]]
+) -> list[list[SampledToken]]:
+    """Give every rank what rank 0 sampled, and the log-probabilities of prompts that are complete."""
+    if parallel.size == 1 or not due:
+        return following
+    if wants_words(due):
+        notes = [(list(map(astuple, tokens)), row.prompt_logprobs) for row, tokens in zip(due, following, strict=False)]
+        shared = json.loads(parallel.share(json.dumps(notes)))
+        for row, (_, prompt_logprobs) in zip(due, shared, strict=True):
+            row.prompt_logprobs = prompt_logprobs
+        return [[SampledToken(*fields) for fields in tokens] for tokens, _ in shared]
+    pairs = torch.zeros(len(due), 2, dtype=torch.float64)
+    if following:
+        pairs = torch.tensor([(token.id, token.logprob) for (token,) in following], dtype=torch.float64)
+    pairs = parallel.broadcast(pairs.to(device))
+    return [[SampledToken(int(token_id), logprob)] for token_id, logprob in pairs.tolist()]
+
+
+def _take_prompt_logprobs(active: Sequence[ActiveRow], spans: Sequence[RowSpan], logits: torch.Tensor) -> torch.Tensor:
+    """Note the log-probabilities of prompt tokens where asked for; return the logits of the rows due."""
+    if not any(span.logits == "all" for span in spans):
+        return logits
+    kept, at = [], 0
+    for (row, count), span in zip(active, spans, strict=True):
+        size = {"none": 0, "last": 1, "all": count}[span.logits]
+        part = logits[at : at + size]
+        at += size
+        if span.logits == "all":
+            following = row.tokens[span.start + 1 : span.end + 1]  # the token after each computed one, if known
+            ids = torch.tensor(following, dtype=torch.int64, device=part.device)
+            row.prompt_logprobs += token_logprobs(part[: len(following)], ids).tolist()
+        if row.num_pending == count:
+            kept.append(part[-1:])
+    return torch.cat(kept) if kept else logits[:0]

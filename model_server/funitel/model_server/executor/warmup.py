@@ -1,0 +1,149 @@
+"""The warm-up: a profile run of the largest step, then a KV pool of what memory is left, and limits in tokens."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from funitel.model_server.device.gpu import Gpu
+from funitel.model_server.device.pinned_memory import page_locked
+from funitel.model_server.executor import profile_run
+from funitel.model_server.executor.admit import Admission
+from funitel.model_server.executor.gpu_pool_sizing import GpuPoolMemory
+from funitel.model_server.executor.interface import StepSampling
+from funitel.model_server.executor.model_runner import ModelRunner
+from funitel.model_server.executor.pool_sizing import HostPoolMemory, PoolMemory, num_pool_blocks
+from funitel.model_server.forward.batch import RowSpan
+from funitel.model_server.forward.interface import RecordingForward
+from funitel.model_server.kv_cache.host_tier import HostBlocks
+from funitel.model_server.sequence.detokenizer import TextCodec
+from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError
+from funitel.proto.step import SequenceStart, WarmupLimits, WarmupResult
+
+logger = logging.getLogger(__name__)
+
+# On a CPU memory is not sized by a measured peak, so warming up needs no full-size prefill: it would take seconds.
+CPU_WARMUP_TOKENS = 256
+
+
+class Warmup:
+    """Makes the pool of a model runner, and its host tier."""
+
+    def __init__(
+        self, runner: ModelRunner, admission: Admission, sampling: StepSampling[Any], codec: TextCodec
+    ) -> None:
+        options = runner.options
+        self.memory: PoolMemory = HostPoolMemory(options.memory_fraction, runner.parallel)
+        if options.device.type == "cuda":
+            self.memory = GpuPoolMemory(Gpu(options.device), options.memory_fraction)
+        self._runner = runner
+        self._admission = admission
+        self._sampling = sampling
+        self._codec = codec
+        self._host_memory: torch.Tensor | None = None
+
+    def run(self, starts: Sequence[SequenceStart], limits: WarmupLimits) -> WarmupResult:
+        """Run the largest step, size the pool by what memory is left beside it, and settle the limits in tokens.
+
+        Raises:
+            SettingsError: the limits asked for exceed the model's context, or what its encoder reads.
+            NotEnoughMemory: the pool cannot hold the longest request allowed.
+        """
+        runner = self._runner
+        context, max_prompt = runner.spec.max_position_embeddings, runner.rules.max_prompt
+        asked = limits.max_input_tokens
+        if max_prompt is not None and asked is not None and asked > max_prompt:
+            raise SettingsError(
+                f"--max-input-tokens {asked} exceeds the {max_prompt} tokens that the model's encoder reads"
+            )
+        if limits.max_total_tokens is not None and limits.max_total_tokens > context:
+            raise SettingsError(
+                f"--max-total-tokens {limits.max_total_tokens} exceeds the model's context of {context}"
+            )
+        runner.cache = None
+        self.profile(starts, profile_run.num_rows(limits.max_batch_size), limits.max_prefill_tokens)
+        pool_tokens = self._size_pool(limits)
+        if isinstance(runner.decoder, RecordingForward):
+            runner.decoder.record_largest(runner.pool)
+        max_total = limits.max_total_tokens or min(pool_tokens, context)
+        max_input = asked or max_total - 1
+        if max_total > pool_tokens:
+            raise NotEnoughMemory(
+                f"the KV pool holds {pool_tokens} tokens, fewer than --max-total-tokens {max_total}: "
+                "lower it or give the pool more memory"
+            )
+        if max_input >= max_total:
+            raise SettingsError(f"--max-input-tokens {max_input} must be < --max-total-tokens {max_total}")
+        runner.table.reset(max_blocks=-(-context // runner.options.block_size) + 1)
+        return WarmupResult(
+            pool_tokens=pool_tokens,
+            max_input_tokens=max_input if max_prompt is None else min(max_input, max_prompt),
+            max_total_tokens=max_total,
+            host_blocks=self._make_host_blocks(),
+            kv_bytes=runner.pool.num_bytes,
+            total_kv_bytes=runner.pool.num_blocks * runner.pools.total_bytes_per_block,
+        )
+
+    def profile(self, starts: Sequence[SequenceStart], num_rows: int, max_prefill_tokens: int) -> None:
+        """Compute the warm-up prompts once in a pool made for them; where memory is measured, with all that may join.
+
+        That is `num_rows` sequences that decode and sample, and recorded steps.
+        """
+        runner, is_measured = self._runner, self.memory.is_measured
+        size, rules = runner.options.block_size, runner.rules
+        budget = max_prefill_tokens if is_measured else CPU_WARMUP_TOKENS
+        prompts = profile_run.within(map(self._prompt_of, starts), budget)
+        if not prompts:
+            raise InvalidRequest("Warmup needs at least one prompt token")
+        tables = profile_run.tables([-(-len(prompt) // size) for prompt in prompts])
+        wanted = "all" if is_measured and runner.options.allow_prefill_logprobs else "last"
+        spans = [
+            rules.profile_prompt(prompt, table, size, wanted, is_measured=is_measured)
+            for prompt, table in zip(prompts, tables, strict=True)
+        ]
+        if is_measured:
+            spans += [rules.profile_decode()] * num_rows
+        runner.cache = pool = runner.pools.make(sum(map(len, tables)))
+        what = f"lower --max-batch-prefill-tokens {max_prefill_tokens} or --max-batch-size"
+        self.memory.profile(lambda: self._compute(spans, num_rows), what)
+        if isinstance(runner.decoder, RecordingForward):
+            self.memory.profile_recording(runner.decoder, pool)
+        runner.cache = None
+
+    @torch.inference_mode()
+    def _compute(self, spans: Sequence[RowSpan], num_rows: int) -> None:
+        logits = self._runner.forward(spans)
+        if logits is not None and self.memory.is_measured:
+            profile_run.describe_prompts(logits[: len(logits) - num_rows])
+            self._sampling.profile(profile_run.rows_of(num_rows, self._codec), logits[len(logits) - num_rows :])
+
+    def _prompt_of(self, start: SequenceStart) -> list[int]:
+        return self._admission.prompt_of(start)[: self._runner.spec.max_position_embeddings]
+
+    def _size_pool(self, limits: WarmupLimits) -> int:
+        """Allocate the pool; every rank the same number of blocks. Returns its size in tokens."""
+        runner, options = self._runner, self._runner.options
+        size = options.block_size
+        free = self.memory.pool_bytes()
+        # Ranks hold different heads and read free memory at different moments: agree before anything may be refused.
+        max_blocks = runner.parallel.smallest(free // runner.pools.bytes_per_block - 1)  # block 0 is no sequence's
+        num_blocks = num_pool_blocks(max_blocks, free, size, limits.max_batch_total_tokens)
+        runner.cache = runner.pools.make(num_blocks + 1)
+        logger.info("KV pool tokens=%d bytes=%d dtype=%s", num_blocks * size, runner.pool.num_bytes, options.dtype)
+        if options.step_bytes is not None:
+            most = limits.max_prefill_tokens
+            logger.info("memory predicted_step_bytes=%d most_tokens=%d", options.step_bytes(most), most)
+        return num_blocks * size
+
+    def _make_host_blocks(self) -> int:
+        """Have room for evicted blocks in the host's memory, as much on every rank; returns for how many."""
+        runner, options = self._runner, self._runner.options
+        num_blocks = runner.parallel.smallest(options.host_bytes // runner.pools.bytes_per_block)
+        if not num_blocks:
+            return 0
+        if self._host_memory is None:
+            self._host_memory = page_locked(options.host_bytes, options.device, "--kv-host-gb")
+        runner.host = HostBlocks(self._host_memory, num_blocks, runner.pool)
+        logger.info("KV host tier blocks=%d bytes=%d", num_blocks, num_blocks * runner.pools.bytes_per_block)
+        return num_blocks
