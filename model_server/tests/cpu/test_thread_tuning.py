@@ -10,7 +10,7 @@ import torch
 
 from funitel.model_server.cpu.build import cpu_flags
 from funitel.model_server.cpu.precision import Tier
-from funitel.model_server.cpu.thread_tuning import MARGIN, ROUNDS, ThreadTuner, Waiting, choose, settle_threads
+from funitel.model_server.cpu.thread_tuning import MARGIN, ROUNDS, ThreadSettings, ThreadTuner, choose, settle_threads
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache
@@ -20,17 +20,17 @@ from funitel_testing.threads import Meeting, ThreadParallel
 from funitel_testing.tiny import save_tiny
 
 ALONE = TensorParallel()
-TWO, ONE = Waiting(2, 15), Waiting(1, 15)
+TWO, ONE = ThreadSettings(2, 15), ThreadSettings(1, 15)
 
 
 class Times:
     """Visits that take what they are told to."""
 
-    def __init__(self, seconds: Callable[[Waiting, int], tuple[float, float]]) -> None:
-        self.visited: list[Waiting] = []
+    def __init__(self, seconds: Callable[[ThreadSettings, int], tuple[float, float]]) -> None:
+        self.visited: list[ThreadSettings] = []
         self._seconds = seconds
 
-    def __call__(self, waiting: Waiting) -> tuple[float, float]:
+    def __call__(self, waiting: ThreadSettings) -> tuple[float, float]:
         self.visited.append(waiting)
         return self._seconds(waiting, self.visited.count(waiting) - 1)
 
@@ -62,7 +62,7 @@ def test_another_than_the_first_must_be_clearly_faster(
 
 
 def test_a_neighbour_who_leaves_one_round_alone_changes_nothing() -> None:
-    def beside(waiting: Waiting, number: int) -> tuple[float, float]:
+    def beside(waiting: ThreadSettings, number: int) -> tuple[float, float]:
         usual = 1.0 if waiting == TWO else 1.5
         return (usual * 40, usual * 40) if waiting == TWO and number != 1 else (usual, usual)
 
@@ -70,11 +70,11 @@ def test_a_neighbour_who_leaves_one_round_alone_changes_nothing() -> None:
 
 
 def test_threads_are_settled_before_the_spin() -> None:
-    def seconds(waiting: Waiting, _: int) -> tuple[float, float]:
+    def seconds(waiting: ThreadSettings, _: int) -> tuple[float, float]:
         return (1.0 if waiting.num_threads == 4 else 2.0) * (0.5 if waiting.spin_us == 0 else 1.0), 1.0
 
     chosen, tried = choose(Times(seconds), ALONE, 8, None, None)
-    assert chosen == Waiting(4, 0)
+    assert chosen == ThreadSettings(4, 0)
     assert [each.partition(":")[0] for each in tried] == [
         *("8x15us", "4x15us", "2x15us"),
         *("4x15us", "4x0us"),
@@ -83,10 +83,10 @@ def test_threads_are_settled_before_the_spin() -> None:
 
 def test_what_is_given_is_not_tried() -> None:
     times = Times(lambda waiting, _: (1.0, 1.0))
-    assert choose(times, ALONE, 8, 3, None)[0] == Waiting(3, 15)
+    assert choose(times, ALONE, 8, 3, None)[0] == ThreadSettings(3, 15)
     assert {waiting.num_threads for waiting in times.visited} == {3}
     times = Times(lambda waiting, _: (float(waiting.num_threads), 1.0))
-    assert choose(times, ALONE, 8, None, 40)[0] == Waiting(2, 40)
+    assert choose(times, ALONE, 8, None, 40)[0] == ThreadSettings(2, 40)
     assert {waiting.spin_us for waiting in times.visited} == {40}
 
 
@@ -94,7 +94,7 @@ def test_what_is_given_is_not_tried() -> None:
 def test_where_there_is_nothing_to_choose_nothing_is_tried(most: int, asked: int | None, spin: int | None) -> None:
     times = Times(lambda waiting, _: (1.0, 1.0))
     chosen, tried = choose(times, ALONE, most, asked, spin)
-    assert chosen == Waiting(asked or most, 15 if spin is None else spin)
+    assert chosen == ThreadSettings(asked or most, 15 if spin is None else spin)
     assert (times.visited, tried) == ([], [])
 
 
@@ -108,28 +108,28 @@ class Rank(ThreadParallel):
         return str(int(self.meeting.exchange(self.rank, torch.tensor(int(text)))[source].item()))
 
 
-def on_both(work: Callable[[TensorParallel], Waiting]) -> list[Waiting]:
+def on_both(work: Callable[[TensorParallel], ThreadSettings]) -> list[ThreadSettings]:
     meeting = Meeting(2)
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(work, [Rank(rank, 2, meeting) for rank in range(2)]))
 
 
 def test_ranks_do_what_rank_0_found() -> None:
-    def work(parallel: TensorParallel) -> Waiting:
+    def work(parallel: TensorParallel) -> ThreadSettings:
         # Half of the threads are better on rank 0, all of them on rank 1, which has half as many.
         most, better = (8, 4) if parallel.rank == 0 else (2, 2)
         times = Times(lambda waiting, _: (0.5 if waiting.num_threads == better else 1.0, 1.0))
         return choose(times, parallel, most, None, None)[0]
 
-    assert on_both(work) == [Waiting(4, 15), Waiting(1, 15)]
+    assert on_both(work) == [ThreadSettings(4, 15), ThreadSettings(1, 15)]
 
 
 def test_a_rank_that_was_told_holds_the_other_back() -> None:
-    def work(parallel: TensorParallel) -> Waiting:
+    def work(parallel: TensorParallel) -> ThreadSettings:
         times = Times(lambda waiting, _: (float(waiting.num_threads), float(waiting.spin_us)))
         return choose(times, parallel, 4, 3 if parallel.rank == 1 else None, 7 if parallel.rank == 0 else None)[0]
 
-    assert on_both(work) == [Waiting(4, 7), Waiting(3, 15)]
+    assert on_both(work) == [ThreadSettings(4, 7), ThreadSettings(3, 15)]
 
 
 @pytest.mark.skipif("avx2" not in cpu_flags(), reason="needs AVX2")

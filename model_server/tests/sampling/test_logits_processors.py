@@ -9,27 +9,27 @@ import pytest
 import torch
 
 from funitel.model_server.cpu.build import INSTRUCTION_SETS, CannotBuild, build
-from funitel.model_server.cpu.logits_processors import FusedScores
+from funitel.model_server.cpu.logits_processors import FusedLogitsProcessors
 from funitel.model_server.cpu.native import NativeEngine, Shape, load_library
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_key
-from funitel.model_server.sampling.logits_processors import TorchScores
+from funitel.model_server.sampling.logits_processors import TorchLogitsProcessors
 from funitel.model_server.sampling.sampler import SamplingState, sample
 from funitel.proto.step import SamplingParams
 
 VOCAB_SIZES = (1, 15, 16, 200, 49_152)
-TORCH = TorchScores()
+TORCH = TorchLogitsProcessors()
 
 
 @pytest.fixture(params=[name for name, *_ in INSTRUCTION_SETS])
-def fused(request: pytest.FixtureRequest) -> FusedScores:
+def fused(request: pytest.FixtureRequest) -> FusedLogitsProcessors:
     cache_dir = Path(os.environ.get("FUNITEL_CACHE") or DEFAULT_CACHE_DIR).expanduser()
     try:
         library = load_library(build(cache_dir, request.param))
     except CannotBuild as reason:
         pytest.skip(str(reason))
-    return FusedScores(NativeEngine(library, Shape(num_threads=2, block_size=16)))
+    return FusedLogitsProcessors(NativeEngine(library, Shape(num_threads=2, block_size=16)))
 
 
 def make_scores(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
@@ -44,7 +44,7 @@ def make_masks(rows: list[int], vocab_size: int) -> TokenMasks:
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_allowed_tokens_are_torchs(fused: FusedScores, vocab_size: int) -> None:
+def test_allowed_tokens_are_torchs(fused: FusedLogitsProcessors, vocab_size: int) -> None:
     scores = make_scores(3, vocab_size)
     scores[1, :: vocab_size // 2 + 1] = torch.nan
     scores[2, 0] = torch.inf
@@ -72,7 +72,7 @@ WARPS: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 @pytest.mark.parametrize("params", WARPS, ids=str)
-def test_warped_scores_are_torchs(fused: FusedScores, params: dict[str, Any], vocab_size: int) -> None:
+def test_warped_scores_are_torchs(fused: FusedLogitsProcessors, params: dict[str, Any], vocab_size: int) -> None:
     scores = make_scores(4, vocab_size, seed=1)
     TORCH.allow(scores, make_masks([1], vocab_size))
     expected = scores.clone()
@@ -84,7 +84,7 @@ def test_warped_scores_are_torchs(fused: FusedScores, params: dict[str, Any], vo
     assert torch.allclose(scores, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_ties_of_the_last_kept_score_stay_in_top_k_only(fused: FusedScores) -> None:
+def test_ties_of_the_last_kept_score_stay_in_top_k_only(fused: FusedLogitsProcessors) -> None:
     scores = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]] * 2)
     fused.warp(scores, [0, 1], [SamplingParams(top_k=2), SamplingParams(top_p=0.5)])
     assert (scores > -torch.inf).tolist() == [
@@ -94,7 +94,7 @@ def test_ties_of_the_last_kept_score_stay_in_top_k_only(fused: FusedScores) -> N
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_best_and_normaliser_are_torchs(fused: FusedScores, vocab_size: int) -> None:
+def test_best_and_normaliser_are_torchs(fused: FusedLogitsProcessors, vocab_size: int) -> None:
     scores = make_scores(5, vocab_size, seed=2)
     TORCH.allow(scores, make_masks([1], vocab_size))
     for ours, theirs in zip(fused.best(scores), TORCH.best(scores), strict=True):
@@ -102,11 +102,11 @@ def test_best_and_normaliser_are_torchs(fused: FusedScores, vocab_size: int) -> 
         assert torch.allclose(ours.double(), theirs.double(), atol=1e-5)
 
 
-def test_the_first_of_equal_scores_is_the_best(fused: FusedScores) -> None:
+def test_the_first_of_equal_scores_is_the_best(fused: FusedLogitsProcessors) -> None:
     assert fused.best(torch.tensor([[0.0] * 17 + [2.0] * 20]))[0].tolist() == [17]
 
 
-def test_draws_are_torchs(fused: FusedScores) -> None:
+def test_draws_are_torchs(fused: FusedLogitsProcessors) -> None:
     """The same noise: only near ties could differ, and of these there are none among the cases."""
     scores = make_scores(40, 5003, seed=3) / 4
     scores[:20] = scores[:20] * 4
@@ -119,7 +119,7 @@ def test_draws_are_torchs(fused: FusedScores) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 17])
-def test_a_row_has_the_same_bits_in_any_company(fused: FusedScores, rows: int) -> None:
+def test_a_row_has_the_same_bits_in_any_company(fused: FusedLogitsProcessors, rows: int) -> None:
     params = SamplingParams(do_sample=True, temperature=0.8, top_k=50, top_p=0.95, seed=7)
     states = [SamplingState.over(params, 5, (), ())] * rows
     scores = make_scores(1, 49_152, seed=5).repeat(rows, 1)

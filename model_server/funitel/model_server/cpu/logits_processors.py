@@ -10,14 +10,14 @@ from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.proto.step import SamplingParams
 
 
-class FusedScores:
-    """Rows of scores on the threads of an engine. Kept tokens are those of `TorchScores`, up to rounding."""
+class FusedLogitsProcessors:
+    """Rows of scores on the threads of an engine. Kept tokens are those of `TorchLogitsProcessors`, up to rounding."""
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
 
     def allow(self, scores: torch.Tensor, masks: TokenMasks | None) -> None:
-        """See `ScoreMath`."""
+        """See `LogitsProcessors`."""
         bits: list[int | None] = [None] * len(scores)
         if masks is not None:
             for place, row in enumerate(masks.rows):
@@ -25,15 +25,15 @@ class FusedScores:
         self._engine.allow_scores(scores, bits)
 
     def warp(self, scores: torch.Tensor, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
-        """See `ScoreMath`."""
+        """See `LogitsProcessors`."""
         self._engine.warp_scores(scores, rows, [_record(p) for p in params])
 
     def best(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ScoreMath`."""
+        """See `LogitsProcessors`."""
         return self._engine.best_scores(scores)
 
     def draw(self, scores: torch.Tensor, rows: Sequence[int], keys: Sequence[int]) -> torch.Tensor:
-        """See `ScoreMath`."""
+        """See `LogitsProcessors`."""
         return self._engine.draw_scores(scores, rows, keys)
 
 

@@ -2,7 +2,7 @@
 
 What is tried is first the number of threads, then the spin, each candidate in turns with the others and every other
 round in reverse order. The least times count: a start is when other processes start too, and what they take away now
-says nothing of later. A visit computes some rows and one row through a few layers, other ones each time, so that they
+says nothing of later. A trial computes some rows and one row through a few layers, other ones each time, so that they
 come from memory as they do in a step. Ranks try the same at the same time, as each waits for the others, and do what
 rank 0 found.
 """
@@ -30,11 +30,11 @@ SPINS_US: tuple[int, ...] = (15, 0)
 MARGIN = 0.9  # of the first candidate's time: what another must beat, in the geometric mean of both numbers of rows
 ROUNDS, SECONDS = 15, 0.08  # maximum of each for threads, and again for spins; a round that has begun is ended
 ROWS = 8
-EXCERPT_BYTES = 8 << 20  # of the weights that a visit reads
+EXCERPT_BYTES = 8 << 20  # of the weights that a trial reads
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class ThreadSettings:
     """How many threads compute a step, and how long they spin."""
 
     num_threads: int
@@ -44,19 +44,19 @@ class Waiting:
         return f"{self.num_threads}x{self.spin_us}us"
 
 
-Visit = Callable[[Waiting], tuple[float, float]]
-"""Seconds of one row and of `ROWS` rows, waiting like that."""
+Trial = Callable[[ThreadSettings], tuple[float, float]]
+"""Seconds of one row and of `ROWS` rows, with these threads."""
 
 
 class ThreadTuner:
-    """Tries candidates by `visit` and settles on one; every rank calls the same in the same order."""
+    """Tries candidates by `measure` and settles on one; every rank calls the same in the same order."""
 
-    def __init__(self, visit: Visit, parallel: TensorParallel) -> None:
-        self._visit = visit
+    def __init__(self, measure: Trial, parallel: TensorParallel) -> None:
+        self._measure = measure
         self._parallel = parallel
         self.tried: list[str] = []  # each with its times, in the order they were tried
 
-    def best(self, candidates: Sequence[Waiting]) -> int:
+    def best(self, candidates: Sequence[ThreadSettings]) -> int:
         """Which candidate is best: the first, unless another is clearly faster, by one row and some rows together."""
         if len(candidates) == 1:
             return 0
@@ -65,7 +65,7 @@ class ThreadTuner:
         for number in range(ROUNDS):
             order = range(len(candidates)) if number % 2 == 0 else reversed(range(len(candidates)))
             for index in order:
-                times[index].append(self._visit(candidates[index]))
+                times[index].append(self._measure(candidates[index]))
             if not self._parallel.smallest(time.perf_counter() - begin < SECONDS):
                 break
         both = [(min(one for one, _ in each), min(some for _, some in each)) for each in times]
@@ -85,15 +85,15 @@ def _fastest(times: Sequence[tuple[float, float]]) -> int:
 
 
 def choose(
-    visit: Visit, parallel: TensorParallel, max_threads: int, num_threads: int | None, spin_us: int | None
-) -> tuple[Waiting, list[str]]:
+    measure: Trial, parallel: TensorParallel, max_threads: int, num_threads: int | None, spin_us: int | None
+) -> tuple[ThreadSettings, list[str]]:
     """Choose threads and spin where they are not given; also returns what was tried, in words with microseconds.
 
     Args:
         max_threads: that this rank may use; ranks may have different ones.
         num_threads, spin_us: as asked for, None to be found.
     """
-    tuner = ThreadTuner(visit, parallel)
+    tuner = ThreadTuner(measure, parallel)
     # What one rank was told holds the others back too: all try together, or none.
     if not parallel.smallest(num_threads is None):
         num_threads = num_threads or max_threads
@@ -103,11 +103,12 @@ def choose(
     if num_threads is None:
         max_of_ranks = -parallel.smallest(-max_threads)
         counts = [max(1, max_threads // divisor) for divisor in DIVISORS if divisor <= max_of_ranks]
-        num_threads = counts[tuner.best([Waiting(count, spins[0]) for count in counts])]
+        num_threads = counts[tuner.best([ThreadSettings(count, spins[0]) for count in counts])]
     max_chosen = -parallel.smallest(-num_threads)
     if max_chosen == 1:
-        return Waiting(num_threads, spins[0]), tuner.tried
-    return Waiting(num_threads, spins[tuner.best([Waiting(num_threads, spin) for spin in spins])]), tuner.tried
+        return ThreadSettings(num_threads, spins[0]), tuner.tried
+    candidates = [ThreadSettings(num_threads, spin) for spin in spins]
+    return candidates[tuner.best(candidates)], tuner.tried
 
 
 def settle_threads(
@@ -122,7 +123,8 @@ def settle_threads(
     """Let a loaded decoder compute on as many threads as is best here, and spin as long; what was tried is logged."""
     begin = time.perf_counter()
     with torch.inference_mode():
-        chosen, tried = choose(Excerpts(decoder, spec, parallel).visit, parallel, max_threads, num_threads, spin_us)
+        measure = LayerExcerpts(decoder, spec, parallel).measure
+        chosen, tried = choose(measure, parallel, max_threads, num_threads, spin_us)
     decoder.program.limit_to(None)
     decoder.program.engine.set_threads(chosen.num_threads, chosen.spin_us)
     logger.info(
@@ -134,7 +136,7 @@ def settle_threads(
     )
 
 
-class Excerpts:
+class LayerExcerpts:
     """A few layers of a loaded model at a time, computed for tokens of no meaning."""
 
     def __init__(self, decoder: FusedDecoder, spec: ModelSpec, parallel: TensorParallel) -> None:
@@ -150,9 +152,9 @@ class Excerpts:
         row = RowSpan([0], 0, np.zeros(1, dtype=np.int32), "none")
         self._batches = [ForwardBatch.build([row] * count, decoder.block_size, cpu) for count in (1, ROWS)]
 
-    def visit(self, waiting: Waiting) -> tuple[float, float]:
-        """See `Visit`."""
-        self._decoder.program.engine.set_threads(waiting.num_threads, waiting.spin_us)
+    def measure(self, chosen: ThreadSettings) -> tuple[float, float]:
+        """See `Trial`."""
+        self._decoder.program.engine.set_threads(chosen.num_threads, chosen.spin_us)
         one, some = self._batches
         self._seconds(one)  # threads that have just begun
         some_seconds = self._seconds(some)

@@ -15,7 +15,7 @@ from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
 from funitel.model_server.forward.batch import RowSpan
 from funitel.model_server.sampling.grammar import TokenMasks
-from funitel.model_server.sampling.logits_processors import ScoreMath, TorchScores
+from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.sampler import SampledToken, sample, token_logprobs
 from funitel.model_server.sequence.cached_batches import CachedBatches
 from funitel.model_server.sequence.table import SequenceState
@@ -38,13 +38,17 @@ class SyncSampling:
     describing_waits = False
 
     def __init__(
-        self, runner: ModelRunner, batches: CachedBatches, output: OutputProcessor, scores: ScoreMath | None = None
+        self,
+        runner: ModelRunner,
+        batches: CachedBatches,
+        output: OutputProcessor,
+        scores: LogitsProcessors | None = None,
     ) -> None:
         self.lock: AbstractContextManager[object] = nullcontext()
         self._runner = runner
         self._batches = batches
         self._output = output
-        self._scores = scores or TorchScores()
+        self._scores = scores or TorchLogitsProcessors()
 
     def call(self, is_ahead: bool, call: Callable[[], T]) -> T:
         """See StepSampling."""

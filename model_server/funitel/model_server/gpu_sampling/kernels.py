@@ -1,7 +1,7 @@
 """What sampling does to whole rows of scores, as Triton kernels: penalties, filters of rows that are drawn, the choice.
 
 Vocabularies are large, so nothing is sorted. A filter keeps the scores above a threshold, and the threshold is searched
-for bit by bit: scores that were heated are at most 0, so the bits of their absolute values order them. Each pass over a
+for bit by bit: scores at a temperature are at most 0, so the bits of their absolute values order them. Each pass over a
 row settles three bits. Sums of probabilities are taken in another order than torch takes them: a token whose place at
 the edge of a nucleus depends on the last bits of a sum may fall on the other side.
 

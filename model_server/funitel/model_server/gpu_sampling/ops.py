@@ -11,7 +11,7 @@ from funitel.model_server.device.upload import upload
 from funitel.model_server.gpu_sampling.row_subset import RowSubset
 from funitel.model_server.sampling.gumbel_noise import gumbel_of
 from funitel.model_server.sampling.logits_processors import (
-    heated,
+    apply_temperature,
     keep_min_p,
     keep_top_k,
     keep_top_p,
@@ -106,7 +106,7 @@ class TokenFilter:
 
 
 class TorchMaths:
-    """By torch's operators, as `TorchScores` and `SamplingState` do it: the same bits on the same device."""
+    """By torch's operators, as `TorchLogitsProcessors` and `SamplingState` do it: the same bits on the same device."""
 
     def lay_out(self, asked: Sequence[SamplingParams], device: torch.device) -> Any:
         """See `ScoreMaths`."""
@@ -129,7 +129,7 @@ class TorchMaths:
         noisy = scores
         if draws is not None and keys is not None:
             temperatures, kept = draws.filters
-            warped = heated(draws.some.of_matrix(scores), temperatures)
+            warped = apply_temperature(draws.some.of_matrix(scores), temperatures)
             for each in kept:
                 each.apply(warped)
             draws.some.put(scores, warped)

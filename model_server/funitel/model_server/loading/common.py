@@ -23,7 +23,7 @@ from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.interface import Forward
 from funitel.model_server.gpu_sampling.select import choose_maths
 from funitel.model_server.kv_cache.pool import KVCache, Pools
-from funitel.model_server.sampling.logits_processors import ScoreMath, TorchScores
+from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.watermark import Watermark
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
@@ -55,7 +55,7 @@ class Loaded:
 
     name: str
     decoder: Forward
-    scores: ScoreMath
+    scores: LogitsProcessors
     precision: str
     kv_dtype: torch.dtype
     num_threads: int
@@ -72,7 +72,7 @@ def in_torch(
     return Loaded(
         name="torch",
         decoder=decoder,
-        scores=TorchScores(),
+        scores=TorchLogitsProcessors(),
         precision=str(weights.dtype),
         kv_dtype=kv_dtype or weights.dtype,
         num_threads=torch.get_num_threads(),

@@ -12,7 +12,7 @@ from funitel.model_server.cpu import decoder as fused
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.footprint import step_bytes, weight_bytes
-from funitel.model_server.cpu.logits_processors import FusedScores
+from funitel.model_server.cpu.logits_processors import FusedLogitsProcessors
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import MADE, Tier
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
@@ -80,7 +80,7 @@ def load_fused(
     return Loaded(
         name="fused",
         decoder=decoder,
-        scores=FusedScores(decoder.program.engine),
+        scores=FusedLogitsProcessors(decoder.program.engine),
         precision=precision,
         kv_dtype=decoder.kv_dtype,
         num_threads=decoder.num_threads,

@@ -30,7 +30,7 @@ from funitel.model_server.models.transformers_fallback.pool import FallbackPools
 from funitel.model_server.models.transformers_fallback.self_check import check_steps, expected_logits
 from funitel.model_server.models.transformers_fallback.tensor_parallel import Split, WeightCount, check_device
 from funitel.model_server.models.weight_offload import refuse_host_memory
-from funitel.model_server.sampling.logits_processors import TorchScores
+from funitel.model_server.sampling.logits_processors import TorchLogitsProcessors
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import FunitelError, NoRow, SettingsError, UnsupportedModel
 
@@ -104,7 +104,7 @@ def load_fallback(
         loaded=Loaded(
             name=f"transformers-{forward.name}",
             decoder=forward if split is None else _OnFirstRank(forward, parallel),
-            scores=TorchScores(),
+            scores=TorchLogitsProcessors(),
             precision=str(dtype),
             kv_dtype=dtype,
             num_threads=torch.get_num_threads(),

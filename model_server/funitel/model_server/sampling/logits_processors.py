@@ -15,7 +15,7 @@ from funitel.model_server.sampling.gumbel_noise import gumbel
 from funitel.proto.step import SamplingParams
 
 
-class ScoreMath(Protocol):
+class LogitsProcessors(Protocol):
     """Logits processors and the choice of tokens. Every row's result depends on that row alone."""
 
     def allow(self, scores: torch.Tensor, masks: TokenMasks | None) -> None:
@@ -31,11 +31,11 @@ class ScoreMath(Protocol):
         """A token for some rows, [len(rows)] int64, drawn from their distributions by noise from 64-bit keys."""
 
 
-class TorchScores:
+class TorchLogitsProcessors:
     """Logits processors by torch's operators, on every device."""
 
     def allow(self, scores: torch.Tensor, masks: TokenMasks | None) -> None:
-        """See `ScoreMath`."""
+        """See `LogitsProcessors`."""
         scores.nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
         if masks is not None:
             allowed = np.unpackbits(masks.bits.view(np.uint8), axis=1, count=scores.shape[1], bitorder="little")
@@ -43,21 +43,21 @@ class TorchScores:
             scores[masks.rows] = scores[masks.rows].masked_fill(is_out, -torch.inf)
 
     def warp(self, scores: torch.Tensor, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
-        """See `ScoreMath`."""
+        """See `LogitsProcessors`."""
         scores[list(rows)] = _warp(scores[list(rows)], params)
 
     def best(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ScoreMath`."""
+        """See `LogitsProcessors`."""
         return scores.argmax(dim=-1), scores.logsumexp(dim=-1)
 
     def draw(self, scores: torch.Tensor, rows: Sequence[int], keys: Sequence[int]) -> torch.Tensor:
-        """See `ScoreMath`."""
+        """See `LogitsProcessors`."""
         return (scores[list(rows)] + gumbel(keys, scores.shape[1], scores.device)).argmax(dim=-1)
 
 
 def _warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Temperature, top-k, top-p, min-p, typical-p, each only on the rows that ask for it. Masked tokens become -inf."""
-    scores = heated(scores, _column([p.temperature for p in params], scores))
+    scores = apply_temperature(scores, _column([p.temperature for p in params], scores))
     for rows, keep, values in (
         ([i for i, p in enumerate(params) if p.top_k], keep_top_k, [p.top_k for p in params]),
         ([i for i, p in enumerate(params) if p.top_p < 1.0], keep_top_p, [p.top_p for p in params]),
@@ -79,7 +79,7 @@ def log_of(probability: float) -> float:
     return math.log(probability) if probability else -math.inf
 
 
-def heated(scores: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+def apply_temperature(scores: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Scores [rows, vocab_size] at temperatures [rows, 1]: at most 0, so that the tiniest cannot overflow."""
     return (scores - scores.max(dim=-1, keepdim=True).values) / temperatures
 

@@ -16,12 +16,12 @@ import torch
 
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_key
-from funitel.model_server.sampling.logits_processors import ScoreMath, TorchScores
+from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.watermark import Watermark
 from funitel.proto.step import SamplingParams
 
 DEFAULT_WATERMARK = Watermark()  # TGI's settings
-IN_TORCH = TorchScores()
+IN_TORCH = TorchLogitsProcessors()
 
 
 @dataclass(slots=True)
@@ -124,7 +124,7 @@ def sample(
     states: Sequence[SamplingState],
     positions: Sequence[int],
     masks: TokenMasks | None = None,
-    maths: ScoreMath = IN_TORCH,
+    maths: LogitsProcessors = IN_TORCH,
 ) -> list[SampledToken]:
     """Choose the next token of every row.
 
