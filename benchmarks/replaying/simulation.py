@@ -20,7 +20,7 @@ from funitel.proto.step import (
 )
 from funitel.router.core.request import Request, Sequence
 from funitel.router.engine.interface import ReplicaLoad
-from funitel.router.engine.step_pipeline import plan_after
+from funitel.router.engine.step_pipeline import lookahead_seconds
 from funitel.router.replica_set.load_balancer import choose_replica
 from funitel.router.scheduler.admission import Admission, InFlight
 from funitel.router.scheduler.plan import StepPlan
@@ -159,7 +159,7 @@ class SimulatedReplica:
         self._measure(self._seconds)
         self._ends.append(now + self._seconds)
         has_several_keys = self.scheduler.shares.num_known_keys > 1
-        self._plan_from = now + plan_after(
+        self._plan_from = now + lookahead_seconds(
             plan.predicted_seconds, now - self._newest, has_several_keys=has_several_keys
         )
         self._send_steps(now)
@@ -215,7 +215,7 @@ class SimulatedReplica:
             throughput = self._admission.throughput
             throughput.observe_step(plan.num_tokens, self._seconds, self._ends[-1])
             for sequence, generation in delivered:
-                if sequence.foreseen_seconds:
+                if sequence.estimated_seconds:
                     throughput.observe_first_token(sequence, self._ends[-1])
                 if generation.finished is not None:
                     throughput.observe_end(sequence)

@@ -14,7 +14,7 @@ from fakes import FakeEngine, Serve, eventually
 
 from funitel.proto.errors import SettingsError
 from funitel.router.connect import connect
-from funitel.router.engine.snapshot import MOST_SHOWN, MOST_STEPS
+from funitel.router.engine.snapshot import MAX_SHOWN, MAX_STEPS
 from funitel.router.settings import RouterSettings
 
 SECRET = "xyzzy"
@@ -77,7 +77,7 @@ async def test_an_idle_server_shows_its_last_steps(serve: Serve, tmp_path: Path)
         await client.post("/generate", json={"inputs": SECRET, "parameters": {"max_new_tokens": 100}})
         state = await state_of(client)
     assert (state["num_running"], state["num_waiting"], state["running"], state["waiting"]) == (0, 0, [], [])
-    assert len(state["steps"]) == MOST_STEPS
+    assert len(state["steps"]) == MAX_STEPS
     assert {step["seconds"] for step in state["steps"]} == {0.007}, "what the ranks measured"
     assert all(step["tokens"] == 1 and step["kind"] == "decode" for step in state["steps"])
 
@@ -92,7 +92,7 @@ async def test_of_a_long_queue_the_first_are_shown(serve: Serve, tmp_path: Path)
 
         await eventually(all_are_there, "299 wait")
         answer = await client.get(PATH)
-        assert len(answer.json()["replicas"][0]["waiting"]) == MOST_SHOWN
+        assert len(answer.json()["replicas"][0]["waiting"]) == MAX_SHOWN
         assert len(answer.content) < 50_000
         for ask in asks:
             ask.cancel()

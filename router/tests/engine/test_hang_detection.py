@@ -13,7 +13,7 @@ from fleets import running
 from prompts import LONG
 
 from funitel.proto.errors import ShardUnsound
-from funitel.router.engine.step_pipeline import FIRST_FACTOR, LATE_FACTOR, Pipeline, StepCall, most_seconds
+from funitel.router.engine.step_pipeline import FIRST_FACTOR, LATE_FACTOR, Pipeline, StepCall, step_timeout_seconds
 from funitel.router.scheduler.cost.chunk_budget import StepLoad
 from funitel.router.scheduler.plan import StepPlan
 from funitel.router.shard_client.shards import Shards
@@ -24,10 +24,10 @@ def plan(predicted_seconds: float) -> StepPlan:
 
 
 def test_a_step_is_given_what_it_may_take() -> None:
-    assert most_seconds(None, 60.0) == 60.0
-    assert most_seconds(plan(0.0), 60.0) == 60.0 * FIRST_FACTOR
-    assert most_seconds(plan(0.01), 60.0) == 60.0
-    assert most_seconds(plan(20.0), 60.0) == 20.0 * LATE_FACTOR
+    assert step_timeout_seconds(None, 60.0) == 60.0
+    assert step_timeout_seconds(plan(0.0), 60.0) == 60.0 * FIRST_FACTOR
+    assert step_timeout_seconds(plan(0.01), 60.0) == 60.0
+    assert step_timeout_seconds(plan(20.0), 60.0) == 20.0 * LATE_FACTOR
 
 
 async def answer_of(fleet: object, asked: object) -> list[int]:
@@ -81,9 +81,9 @@ async def test_a_call_is_given_up_once_it_was_the_oldest_for_too_long() -> None:
     never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     pipeline._add(StepCall(never, plan(0.01)))
     for _ in range(10):
-        pipeline.grow_older(0.5, lambda _: 5.0)
+        pipeline.tick(0.5, lambda _: 5.0)
     assert not woken
-    pipeline.grow_older(0.5, lambda _: 5.0)
+    pipeline.tick(0.5, lambda _: 5.0)
     assert woken
     with pytest.raises(ShardUnsound, match="have not answered a call for 5.5 s, 5 s it may take"):
         pipeline.settle()

@@ -31,7 +31,7 @@ def check(
 ) -> Sequence | None:
     in_flight = InFlight(num_requests, shares.sequences_of(newcomer.request.key))
     holder = SimpleNamespace(
-        waiting=queue, shares=shares, running={each.id: each for each in running}, forecaster=None, remove=None
+        waiting=queue, shares=shares, running={each.id: each for each in running}, ttft_estimator=None, remove=None
     )
     return admission.check(newcomer, in_flight, cast(Any, holder))
 

@@ -53,7 +53,7 @@ class Sequence:
     num_cached: int = 0  # tokens found computed when it last entered a step, or when it came
     in_flight: list[int] = field(default_factory=list)  # tokens it computes in each step sent and not yet answered
     arrived: float = 0.0  # in seconds, on a clock that all sequences share
-    foreseen_seconds: float = 0.0  # until its first token, as was foreseen; 0 once it is there
+    estimated_seconds: float = 0.0  # until its first token, by the estimate; 0 once it is there
     was_started: bool = False  # it has entered a step, and may wait to be resumed
     num_repeated: int = 0  # tokens that were computed once and lost; to be computed again at no charge
     num_losses: int = 0  # replicas that were lost, in a row, while it ran there and before it got a token

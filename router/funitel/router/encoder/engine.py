@@ -56,7 +56,7 @@ class _Pending:
         self.submission = submission
         self.encoded = Encoded([b""] * count, [()] * count)
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.span = spans.current()  # of whoever asks
+        self.span = spans.current()  # of the caller
         self._num_missing = count
 
     def trace(self) -> None:
@@ -194,7 +194,7 @@ class EncoderEngine(Membership[Member]):
             raise Overloaded(f": {exceeded.words}", position, self._wait_seconds, exceeded.reason)
 
     async def close(self) -> None:
-        """Refuse new requests, let running ones finish, then let go of the shards."""
+        """Refuse new requests, let running ones finish, then close the shards."""
         self._is_draining = True
         while self._pending:
             self._left.clear()

@@ -1,7 +1,7 @@
 """Texts that wait to be encoded, and which go together next. Pure.
 
-Requests share by tokens: whoever has got least goes next, so that a request of thousands of texts does not keep a
-single one waiting. A newcomer begins where the others are, a step of priority before or behind them.
+Requests share by tokens: the one that was given least is next, so that a request of thousands of texts does not keep a
+single one waiting. An incoming one begins where the others are, a step of priority before or behind them.
 """
 
 from collections.abc import Sequence
@@ -62,7 +62,7 @@ class EncoderQueue:
         self._max_tokens = max_tokens
         self._max_texts = max_texts
         self._turns: list[tuple[int, int, Submission]] = []  # tokens got, id; a heap
-        self._now = 0  # where newcomers begin: tokens each has got, and it goes on while newcomers alone are served
+        self._now = 0  # where incoming ones begin: tokens each has got; grows while only those are served
 
     def add(self, submission: Submission) -> None:
         """Let a submission wait; it must have a text."""
@@ -70,7 +70,7 @@ class EncoderQueue:
         heappush(self._turns, (self._now + submission.priority * PRIORITY_TOKENS, submission.id, submission))
 
     def remove(self, submission: Submission) -> None:
-        """Forget what of a submission still waits; nobody wants it any more."""
+        """Forget the waiting texts of a submission that has ended."""
         submission.is_gone = True
         self._count(submission, submission.waiting, -1)
         submission.waiting.clear()

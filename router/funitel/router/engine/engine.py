@@ -1,6 +1,6 @@
-"""Requests over one replica: who is let in, how they are cancelled, what draining and handing over mean.
+"""The engine: requests over one replica, with admission, cancellation, draining and evacuation. Event loop only.
 
-The steps themselves are made by a `StepLoop`. Event loop only.
+The steps themselves are made by a `StepLoop`.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class Engine:
             step_timeout_s,
         )
         view = EngineView(scheduler, self.requests.streams, admission, self._steps.past, len(replica.infos))
-        self.views = {0: view}  # what the state of the only replica is read from
+        self.views = {0: view}  # of the only replica
         self._next_id = 0
         self._is_draining = False
 
@@ -114,7 +114,7 @@ class Engine:
 
     def evacuate(self) -> list[tuple[Sequence, TokenStream]]:
         """Stop without asking the shards; hand over what has not ended, oldest first. `close` comes after."""
-        self._steps.give_up()
+        self._steps.halt()
         for _, task in self._compiling.values():
             task.cancel()
         scheduler = self._scheduler
@@ -132,7 +132,7 @@ class Engine:
 
     @property
     def can_resume(self) -> bool:
-        """Whether a sequence can go on behind tokens that it has got already, here or elsewhere."""
+        """Whether a sequence can be resumed behind the tokens it has got, here or elsewhere."""
         return self._scheduler.can_resume
 
     def load_for(self, sequence: Sequence) -> ReplicaLoad:
@@ -149,7 +149,7 @@ class Engine:
 
     def _queue(self, sequence: Sequence) -> None:
         self._scheduler.add(sequence)
-        self._steps.welcome()
+        self._steps.note_queued()
 
     async def _compile_and_queue(self, sequence: Sequence) -> None:
         """Queue a sequence once the shards have compiled its grammar, unless the client has left by then."""
@@ -186,7 +186,7 @@ class Engine:
         self.requests.fail_all(error)
 
     async def close(self) -> None:
-        """Refuse new requests, let running ones finish, then let go of the shards."""
+        """Refuse new requests, let running ones finish, then close the shards."""
         self._is_draining = True
         await self.requests.drained()
         await self._steps.close()

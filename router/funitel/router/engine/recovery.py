@@ -1,8 +1,7 @@
-"""What becomes of the sequences of a replica when a step has failed: whoever is to blame ends, all others begin again.
+"""Recovery from a failed step: its culprits fail, all other sequences are resumed. Event loop, between two turns.
 
-Whom a failure is put down to is `bisector`' to say. Runs on the event loop, between two turns of a `StepLoop`.
-
-The smallest step there is, to tell a replica that computes nothing from a sequence that cannot be computed.
+The `FaultBisector` finds the culprits. A soundness step, the smallest there is, tells a replica that computes nothing
+from a sequence that cannot be computed.
 """
 
 import asyncio
@@ -21,8 +20,8 @@ from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.shard_client.replica import Replica
 from funitel.router.telemetry.metrics import Metrics
 
-PROBE_ID = 2**64 - 1  # of a sequence that no request has
-PROBE_SECONDS = 30.0  # in which it is answered
+SOUNDNESS_STEP_ID = 2**64 - 1  # of a sequence that no request has
+SOUNDNESS_STEP_SECONDS = 30.0  # in which it is answered
 
 
 async def is_sound(replica: Replica, blocks: BlockPool) -> bool:
@@ -30,7 +29,7 @@ async def is_sound(replica: Replica, blocks: BlockPool) -> bool:
     num_tokens = 1 + replica.info.num_opening_tokens
     lent = blocks.allocate(blocks.blocks_for(num_tokens))
     start = SequenceStart(
-        request_id=PROBE_ID,
+        request_id=SOUNDNESS_STEP_ID,
         sampling=SamplingParams(),
         stopping=StoppingParams(max_new_tokens=1, ignore_eos=True),
         input_ids=(0,),
@@ -39,9 +38,9 @@ async def is_sound(replica: Replica, blocks: BlockPool) -> bool:
     )
     load = StepLoad()
     load.add_chunk(0, num_tokens)
-    step = replica.send(StepPlan((start,), (), {PROBE_ID: num_tokens}, load))
+    step = replica.send(StepPlan((start,), (), {SOUNDNESS_STEP_ID: num_tokens}, load))
     try:
-        async with asyncio.timeout(PROBE_SECONDS):
+        async with asyncio.timeout(SOUNDNESS_STEP_SECONDS):
             replica.settle(step, await step.results)
             await replica.clear()
     except (FunitelError, TimeoutError):
@@ -58,13 +57,13 @@ class Recovery:
     """Begins again after a failed step, over the parts of a step loop.
 
     Args:
-        replica: whose step failed.
+        replica: the step failed there.
         scheduler: planned it.
-        pipeline: has it under way.
-        requests: get the error, if they are to blame.
-        metrics: told of the failure.
+        pipeline: has it in flight.
+        requests: the culprits get the error.
+        metrics: count the failure.
         compiling: ids of sequences whose grammar is compiled, which survive the failure of all others.
-        lose: tells who is to know that the shards are gone; whether there is anyone.
+        lose: reports the shards as lost; whether another can be used.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Recovery:
         self._lose = lose
 
     async def recover(self, error: FunitelError, has_lost_shards: Callable[[FunitelError], Awaitable[bool]]) -> None:
-        """The oldest call under way has failed: who is to blame gets the error, all others begin again.
+        """The oldest call in flight has failed: the culprits get the error, all others are resumed.
 
         The shards hold nothing afterwards. What they computed in later calls is not taken into account: a sequence
         that is resumed computes the same once more.
@@ -96,7 +95,7 @@ class Recovery:
         await self._pipeline.drain()
         if plan is not None:
             self._metrics.count_step_failure(plan.method)
-        blamed = self._blame(plan, error)
+        culprits = self._find_culprits(plan, error)
         self._scheduler.abandon()
         self._scheduler.preempt_all()
         try:
@@ -105,11 +104,11 @@ class Recovery:
             if not await has_lost_shards(failure):
                 self._requests.fail_all(failure, self._compiling)
             return
-        if blamed:
-            await self._punish(blamed, plan, error)
+        if culprits:
+            await self._fail_culprits(culprits, plan, error)
 
-    def _blame(self, plan: StepPlan | None, error: FunitelError) -> list[Sequence]:
-        """Whom a failure is put down to; nobody when dropping rows failed, or it is still to be found out."""
+    def _find_culprits(self, plan: StepPlan | None, error: FunitelError) -> list[Sequence]:
+        """Return the culprits of a failure; none when dropping rows failed, or while they are still bisected."""
         scheduler = self._scheduler
         running = scheduler.running
         logger.error("step failed: %s", error.message)
@@ -118,16 +117,16 @@ class Recovery:
         if plan is None:
             return []
         goals = scheduler.goals(plan)
-        if isinstance(error, InvalidRequest) and plan.starts:  # refused for what a newcomer asks for
+        if isinstance(error, InvalidRequest) and plan.starts:  # refused for what an entering sequence asks for
             goals = {start.request_id: goals[start.request_id] for start in plan.starts if start.request_id in goals}
         if not goals:  # all have left
             return []
         lacks_memory = isinstance(error, ResourceExhausted)
-        blamed = scheduler.bisector.fail(goals, plan.num_tokens, lacks_memory=lacks_memory)
-        return [] if blamed is None else [running[blamed]]
+        culprit = scheduler.bisector.fail(goals, plan.num_tokens, lacks_memory=lacks_memory)
+        return [] if culprit is None else [running[culprit]]
 
-    async def _punish(self, blamed: list[Sequence], plan: StepPlan | None, error: FunitelError) -> None:
-        """Give the error to those to blame, unless it is the replica that computes nothing at all."""
+    async def _fail_culprits(self, culprits: list[Sequence], plan: StepPlan | None, error: FunitelError) -> None:
+        """Fail the culprits with the error, unless it is the replica that computes nothing at all."""
         is_refused = isinstance(error, InvalidRequest) and plan is not None and bool(plan.starts)
         if not isinstance(error, ShardFailed | StepFailed) and not is_refused:
             error = StepFailed(error.message)
@@ -136,13 +135,13 @@ class Recovery:
             or self._scheduler.bisector.has_succeeded_since
             or await is_sound(self._replica, self._scheduler.blocks)
         ):
-            for sequence in blamed:
+            for sequence in culprits:
                 self._requests.fail(sequence, error)
         elif not await self._lose(error):
             self._requests.fail_all(error, self._compiling)
 
     def may_send(self) -> bool:
-        """Whether a step may be sent now; not before what is under way is answered when others are to be tried next."""
+        """Whether a step may be sent now; not before those in flight are answered when the other half is tried next."""
         bisector = self._scheduler.bisector
         while bisector.is_trying and bisector.has_passed(self._scheduler.computed()):
             if bisector.has_other_half:  # they are tried apart from those that have passed

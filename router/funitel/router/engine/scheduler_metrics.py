@@ -1,4 +1,4 @@
-"""What metrics and log are told of a scheduler's state after every turn. Event loop only."""
+"""Report the scheduler's state to metrics and log after every turn. Event loop only."""
 
 import logging
 
@@ -17,20 +17,20 @@ class SchedulerReport:
         self._scheduler = scheduler
         self._replica = replica
         self._metrics = metrics
-        self._told: object = None  # what metrics were told of the state
+        self._reported: object = None  # the state that metrics have
         self._preempted = (0, 0)  # sequences, and tokens computed again, that metrics know of
-        self._has_told_target = False
+        self._has_logged_target = False
 
     def update(self) -> None:
-        """Tell how things stand now."""
+        """Report the state now."""
         scheduler, metrics = self._scheduler, self._metrics
         waiting, blocks = scheduler.waiting, scheduler.blocks
         sequences = len(waiting), len(scheduler.running)
         queue = waiting.num_preempted, waiting.num_prompt_tokens
         pool = blocks.num_used, blocks.num_free, blocks.num_cached
         state = sequences, queue, pool, self._replica.num_batches
-        if state != self._told:  # most steps change nothing of it
-            self._told = state
+        if state != self._reported:  # most steps change nothing of it
+            self._reported = state
             metrics.set_sequences(*sequences)
             metrics.set_queue(*queue)
             metrics.set_pool(*pool)
@@ -40,14 +40,14 @@ class SchedulerReport:
         if preempted != self._preempted:
             metrics.count_preempted(*(now - before for now, before in zip(preempted, self._preempted, strict=True)))
             self._preempted = preempted
-        self._tell_missed_target()
+        self._log_missed_target()
 
-    def _tell_missed_target(self) -> None:
+    def _log_missed_target(self) -> None:
         """Log once that the target is below what decoding alone takes."""
         step_time = self._scheduler.step_time
-        if step_time.longest_plain_seconds is None or self._has_told_target:
+        if step_time.longest_plain_seconds is None or self._has_logged_target:
             return
-        self._has_told_target = True
+        self._has_logged_target = True
         logger.warning(
             "--target-itl-ms %g cannot be held: decoding alone takes %.1f ms a step; beside running streams prompts "
             "advance by %d tokens a step",

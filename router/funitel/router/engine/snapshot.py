@@ -1,8 +1,6 @@
-"""How an engine stands, in numbers: what `/debug/scheduler` shows of one replica. Reads, and changes nothing.
+"""Snapshot of an engine's state for `/debug/scheduler`: numbers and names, never a word of a prompt or an answer.
 
-What it costs is bounded: of a long queue and a large batch the first are shown, and counts tell of the others.
-
-What `/debug/scheduler` shows: numbers and names, never a word of a prompt or an answer.
+Its cost is bounded: of a long queue and a large batch the first are shown, and the counts are of all.
 """
 
 from collections import deque
@@ -76,7 +74,7 @@ class Step(BaseModel):
 
 
 class ReplicaState(BaseModel):
-    """One model copy; of lists that are cut, the counts tell how long they are."""
+    """One model copy; the counts are of whole lists."""
 
     index: int
     ranks: int
@@ -99,8 +97,8 @@ class SchedulerState(BaseModel):
     replicas: list[ReplicaState]
 
 
-MOST_SHOWN = 100  # sequences of either list
-MOST_STEPS = 32  # remembered
+MAX_SHOWN = 100  # sequences of either list
+MAX_STEPS = 32  # remembered
 DIGITS = 6  # of seconds
 
 
@@ -137,13 +135,13 @@ class EngineView:
             num_queued_tokens=scheduler.waiting.num_prompt_tokens,
             num_running=len(scheduler.running),
             waiting=self._waiting(now),
-            running=[self._running(each, now) for each in islice(scheduler.running.values(), MOST_SHOWN)],
+            running=[self._running(each, now) for each in islice(scheduler.running.values(), MAX_SHOWN)],
             pool=self._pool(),
             steps=[_step(each, now) for each in self.past],
         )
 
     def _waiting(self, now: float) -> list[WaitingRequest]:
-        queue = self.scheduler.waiting.in_order(MOST_SHOWN)
+        queue = self.scheduler.waiting.in_order(MAX_SHOWN)
         waits = self.admission.waits(queue, self.scheduler.running.values())
         return [
             WaitingRequest(

@@ -1,4 +1,4 @@
-"""The loop between scheduler and shards: settle, plan, send, deliver; and recover when a step fails.
+"""The step loop between scheduler and shards: settle, plan, send, deliver tokens; and recover when a step fails.
 
 Runs on the event loop. A turn is made whenever something has happened: a step was answered, a request came or left. It
 takes answers into account in order, sends further steps before it delivers what was answered, and never waits; so the
@@ -18,8 +18,8 @@ from funitel.router.core.request import Sequence
 from funitel.router.engine.recovery import Recovery
 from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.scheduler_metrics import SchedulerReport
-from funitel.router.engine.snapshot import MOST_STEPS, PastStep, PastSteps
-from funitel.router.engine.step_pipeline import Pipeline, most_seconds
+from funitel.router.engine.snapshot import MAX_STEPS, PastStep, PastSteps
+from funitel.router.engine.step_pipeline import Pipeline, step_timeout_seconds
 from funitel.router.engine.step_traces import StepTraces
 from funitel.router.scheduler.cost.throughput import Throughput
 from funitel.router.scheduler.plan import StepPlan
@@ -30,7 +30,7 @@ from funitel.router.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.5  # between two looks at how long a call has been under way
+TICK_SECONDS = 0.5  # between two checks of how long a call has been in flight
 
 
 class StepLoop:
@@ -40,9 +40,9 @@ class StepLoop:
         replica: computes the steps.
         scheduler: plans them.
         requests: get what comes of them.
-        metrics: told of every step.
-        throughput: told of every step and every end.
-        pipeline_steps: most steps under way.
+        metrics: observe every step.
+        throughput: observes every step and every end.
+        pipeline_steps: maximum of steps in flight.
         compiling: ids of sequences whose grammar is compiled, which survive the failure of all others.
         decode_tokens: that one `decode` span of a trace is for.
         step_timeout_s: that a step may take, as the setting.
@@ -60,7 +60,7 @@ class StepLoop:
         decode_tokens: int,
         step_timeout_s: float,
     ) -> None:
-        self.on_lost: Callable[[FunitelError], None] | None = None  # told once shards are gone; must call `evacuate`
+        self.on_lost: Callable[[FunitelError], None] | None = None  # called once shards are lost; must call `evacuate`
         self._replica = replica
         self._scheduler = scheduler
         self._requests = requests
@@ -73,10 +73,10 @@ class StepLoop:
         self._pipeline = Pipeline(replica, pipeline_steps, self.wake)
         self._timer: asyncio.TimerHandle | None = None  # wakes when the next step is to be planned
         self._newest = time.monotonic()  # when a sequence came last
-        self._has_given_up = False
+        self._has_halted = False
         self._recovery = Recovery(replica, scheduler, self._pipeline, requests, metrics, compiling, self._lose)
-        self.past = PastSteps(maxlen=MOST_STEPS)
-        self._most_seconds = partial(most_seconds, step_timeout_s=step_timeout_s)
+        self.past = PastSteps(maxlen=MAX_STEPS)
+        self._timeout_of = partial(step_timeout_seconds, step_timeout_s=step_timeout_s)
         self._task = asyncio.create_task(self._run(), name="engine")
         self._clock = asyncio.create_task(self._watch_clock(min(TICK_SECONDS, step_timeout_s / 4)), name="step clock")
 
@@ -89,37 +89,37 @@ class StepLoop:
         """Make a turn soon: something has happened."""
         self._woken.set()
 
-    def welcome(self) -> None:
+    def note_queued(self) -> None:
         """Make a turn soon: a sequence was queued."""
         self._newest = time.monotonic()
         self.wake()
 
-    def give_up(self) -> None:
+    def halt(self) -> None:
         """Stop; the shards are not asked."""
-        self._has_given_up = True
+        self._has_halted = True
         self._task.cancel()
         self._clock.cancel()
 
     async def close(self) -> None:
-        """Stop once the calls under way are answered, and let go of the shards; lost ones answer nothing any more."""
+        """Stop once the calls in flight are answered, and close the shards; lost ones answer no more."""
         self._task.cancel()
         self._clock.cancel()
         if self._timer is not None:
             self._timer.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        if self._has_given_up:
-            await self._replica.close()  # what is under way fails
+        if self._has_halted:
+            await self._replica.close()  # calls in flight fail
             await self._pipeline.drain()
             return
         await self._pipeline.drain()
-        self._pipeline.drop_all_but(())  # rows of clients that left while the last steps were under way
+        self._pipeline.drop_all_but(())  # rows of clients that left while the last steps were in flight
         await self._pipeline.drain()
         await self._replica.close()
 
     async def has_lost_shards(self, error: FunitelError, *, is_beside_steps: bool = False) -> bool:
-        """Whether a call failed because a shard is gone; if so, who is to know was told, and nothing is left here.
+        """Whether a call failed because a shard is lost; if so, `on_lost` was called, and nothing is left here.
 
-        A shard that has shown to be unsound is gone, whatever it says of its health. So is one that a step got no
+        A shard that has shown to be unsound is lost, whatever its health check says. So is one that a step got no
         answer from: what answers by now may be another, which knows nothing. A call beside the steps may just be late.
         """
         if self.on_lost is None:
@@ -133,7 +133,7 @@ class StepLoop:
         return await self._lose(error)
 
     async def _lose(self, error: FunitelError) -> bool:
-        """Tell who is to know that the shards are gone, and the shards themselves; whether there is anyone."""
+        """Report the shards as lost to them and to `on_lost`; whether there is one."""
         if self.on_lost is None:
             return False
         await self._replica.dismiss(error.message)
@@ -141,7 +141,7 @@ class StepLoop:
         return True
 
     async def _run(self) -> None:
-        while not self._has_given_up:
+        while not self._has_halted:
             self._woken.clear()
             try:
                 if await self._has_failed_turn():
@@ -170,7 +170,7 @@ class StepLoop:
         """Settle what has been answered and send what may be sent; deliver meanwhile.
 
         Raises:
-            FunitelError: the oldest call under way has failed.
+            FunitelError: the oldest call in flight has failed.
         """
         while self._pipeline.is_answered:
             delivered = self._settle()
@@ -183,11 +183,11 @@ class StepLoop:
         self._report.update()
 
     async def _watch_clock(self, tick: float) -> None:
-        """Give up calls that are under way for too long; time in which this process stood still does not count."""
+        """Give up calls that are in flight for too long; time in which this process stood still does not count."""
         while True:
             begin = time.monotonic()
             await asyncio.sleep(tick)
-            self._pipeline.grow_older(min(time.monotonic() - begin, 2 * tick), self._most_seconds)
+            self._pipeline.tick(min(time.monotonic() - begin, 2 * tick), self._timeout_of)
 
     def _settle(self) -> list[tuple[Sequence, Generation]]:
         """Take the oldest answer into account; returns what to deliver."""
@@ -207,12 +207,12 @@ class StepLoop:
         self._pipeline.done()
         now = time.monotonic()
         self._throughput.observe_step(settled.plan.num_tokens, settled.seconds, now)
-        measured = combined.total_ns / 1e9  # by the ranks: steps under way wait for one another
+        measured = combined.total_ns / 1e9  # by the ranks: steps in flight wait for one another
         self.past.append(PastStep(settled.plan, measured or settled.seconds, now))
         return delivered
 
     def _send_steps(self) -> None:
-        """Send steps while there is something to compute and not too many are under way.
+        """Send steps while there is something to compute and not too many are in flight.
 
         Planning and sending happen without a pause between, so a client seen to leave is in no later step.
         """
@@ -263,7 +263,7 @@ class StepLoop:
             self._requests.fail(sequence, BrokenScores("the model's scores are not numbers, or infinite"))
             return
         stream = self._requests.streams[sequence.id]
-        if sequence.foreseen_seconds:
+        if sequence.estimated_seconds:
             self._throughput.observe_first_token(sequence, time.monotonic())
         if generation.finished is not None:
             self._requests.remove(sequence)

@@ -1,14 +1,9 @@
-"""The calls to a replica that are under way, oldest first: few steps, settled in the order they were sent.
+"""The step pipeline: calls to a replica in flight, lookahead of the next plan, and hang detection. Event loop only.
 
 While the ranks compute one step the next has reached them already, so they do not wait for the router between two.
-Event loop only.
-
-How long the plan of the next step can wait: it is sent before the step under way ends, and no sooner. Pure.
-
-Who comes before that is in the next step, not in the one after it. Where nobody comes, nobody is waited for: to wake up
-once more for each step costs more than the planning.
-
-How long a call may be under way before the shards are taken to hang. Pure.
+Calls are settled in the order they were sent. The plan of the next step waits until shortly before the step in flight
+ends, so that requests which come until then are in it. Where none is expected it does not wait: a timer for each step
+costs more than the planning.
 """
 
 import asyncio
@@ -24,14 +19,14 @@ from funitel.router.shard_client.replica import Replica, SentStep, StepAnswer
 
 # Planning, sending and whatever else the router does come to less than this, and a step takes less of its predicted
 # time only now and then; the shards wait when both fail.
-LEAD_SECONDS = 0.006
-LEAD_SHARE = 0.25
-LEAST_SECONDS = 0.005  # a shorter wait is not worth a timer
-QUIET_SECONDS = 2.0  # when for so long nobody came, nobody is expected within a step
+MARGIN_SECONDS = 0.006
+MARGIN_SHARE = 0.25
+MIN_LOOKAHEAD_SECONDS = 0.005  # a shorter wait is not worth a timer
+QUIET_SECONDS = 2.0  # with no request for so long, none is expected within a step
 
 
-def plan_after(predicted_seconds: float, quiet_seconds: float, *, has_several_keys: bool) -> float:
-    """Seconds from the begin of a step until the one after it is planned.
+def lookahead_seconds(predicted_seconds: float, quiet_seconds: float, *, has_several_keys: bool) -> float:
+    """Return the seconds from the begin of a step until the one after it is planned.
 
     Args:
         predicted_seconds: what the step is thought to take; 0 where unknown.
@@ -40,8 +35,8 @@ def plan_after(predicted_seconds: float, quiet_seconds: float, *, has_several_ke
     """
     if quiet_seconds >= QUIET_SECONDS and not has_several_keys:
         return 0.0
-    seconds = predicted_seconds * (1 - LEAD_SHARE) - LEAD_SECONDS
-    return seconds if seconds >= LEAST_SECONDS else 0.0
+    seconds = predicted_seconds * (1 - MARGIN_SHARE) - MARGIN_SECONDS
+    return seconds if seconds >= MIN_LOOKAHEAD_SECONDS else 0.0
 
 
 # Nothing was learnt yet of the first steps of a kind, and they may compile what they run.
@@ -51,8 +46,8 @@ FIRST_FACTOR = 5
 LATE_FACTOR = 10
 
 
-def most_seconds(plan: StepPlan | None, step_timeout_s: float) -> float:
-    """Seconds from the answer before it to its own that a call is given; one without a plan drops rows."""
+def step_timeout_seconds(plan: StepPlan | None, step_timeout_s: float) -> float:
+    """Return the seconds from the answer before it to its own that a call may take; one without a plan drops rows."""
     if plan is None:
         return step_timeout_s
     if not plan.predicted_seconds:
@@ -60,12 +55,12 @@ def most_seconds(plan: StepPlan | None, step_timeout_s: float) -> float:
     return max(step_timeout_s, LATE_FACTOR * plan.predicted_seconds)
 
 
-MOST_STEPS = 2  # what the ranks tolerate: a step that names rows which have ended in the one before it
+MAX_STEPS = 2  # what the ranks tolerate: a step that names rows which have ended in the one before it
 
 
 @dataclass(slots=True, eq=False)
 class StepCall:
-    """A call under way: a step with its plan, or else one that drops rows. Instants are of the monotonic clock."""
+    """A call in flight: a step with its plan, or else one that drops rows. Instants are of the monotonic clock."""
 
     answer: asyncio.Future[Any]
     plan: StepPlan | None = None
@@ -86,7 +81,7 @@ class CompletedCall:
 
 
 class Pipeline:
-    """At most `num_steps` steps under way; with one, no other call is either. `wake` is called at every answer."""
+    """At most `num_steps` steps in flight; with one, no other call is either. `wake` is called at every answer."""
 
     def __init__(self, replica: Replica, num_steps: int, wake: Callable[[], None]) -> None:
         self.num_steps = num_steps
@@ -109,7 +104,11 @@ class Pipeline:
             return 0.0
         begun = max(step.sent, self._last_answered)
         now = time.monotonic()
-        return begun + plan_after(step.plan.predicted_seconds, now - newest, has_several_keys=has_several_keys) - now
+        return (
+            begun
+            + lookahead_seconds(step.plan.predicted_seconds, now - newest, has_several_keys=has_several_keys)
+            - now
+        )
 
     @property
     def oldest(self) -> StepCall | None:
@@ -140,19 +139,19 @@ class Pipeline:
             return
         call.answered = time.monotonic()
         if not call.answer.cancelled():
-            call.answer.exception()  # retrieved: who has lost its shards asks for no further answer
+            call.answer.exception()  # retrieved: after a loss of shards no further answer is settled
         self._wake()
 
-    def grow_older(self, seconds: float, most_seconds: Callable[[StepPlan | None], float]) -> None:
-        """Note that time has passed, and give the oldest call up if it has been that for longer than it may."""
+    def tick(self, seconds: float, timeout_of: Callable[[StepPlan | None], float]) -> None:
+        """Note that time has passed, and give the oldest call up if it has been the oldest for longer than it may."""
         call = self.oldest
         if call is None or call.answered is not None:
             return
         call.age += seconds
-        most = most_seconds(call.plan)
-        if call.age > most:
+        timeout = timeout_of(call.plan)
+        if call.age > timeout:
             call.failure = ShardUnsound(
-                f"the shards have not answered a call for {call.age:.3g} s, {most:g} s it may take"
+                f"the shards have not answered a call for {call.age:.3g} s, {timeout:g} s it may take"
             )
             call.answered = time.monotonic()
             self._wake()
@@ -181,7 +180,7 @@ class Pipeline:
         self._calls.popleft()
 
     async def drain(self) -> None:
-        """Wait until no call is under way, whatever comes of them; behind one that was given up for none."""
+        """Wait until no call is in flight, whatever comes of them; behind one that was given up for none."""
         if any(call.failure is not None for call in self._calls):
             for call in self._calls:
                 call.answer.cancel()

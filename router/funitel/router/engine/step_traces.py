@@ -1,4 +1,4 @@
-"""What the traces of requests are told of steps. Event loop only."""
+"""Report steps to the traces of requests. Event loop only."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,4 +1,4 @@
-"""From shards that answer to an engine that serves: warm up, settle the limits and the policy."""
+"""Warmup: make an engine of connected shards, with the limits and the policy that they allow."""
 
 import logging
 
@@ -25,7 +25,7 @@ from funitel.router.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-MOST_ON_THE_WIRE = 2**32 - 1
+MAX_ON_THE_WIRE = 2**32 - 1
 WARMUP_WORD = "test "  # one token or more, whatever the tokenizer
 
 
@@ -46,7 +46,7 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     Args:
         ranks: they have answered.
         settings: the router's.
-        metrics: told how they serve.
+        metrics: get the sizes of weights and pool.
         admission: that of ranks which served before them.
 
     Raises:
@@ -91,9 +91,9 @@ async def start(ranks: Ranks, settings: RouterSettings, metrics: Metrics, admiss
     # Only numbered calls may overtake each other's answers, and only row updates say what a step computes.
     can_overlap = not is_plain and Capability.STEP_SEQ in replica.capabilities
     pipeline_steps = settings.pipeline_steps if can_overlap else 1
-    entrance = admission or admission_of(settings)
+    chosen = admission or admission_of(settings)
     decode_tokens, timeout = settings.otlp_decode_tokens, settings.step_timeout_s
-    return Engine(replica, scheduler, limits, metrics, entrance, pipeline_steps, decode_tokens, timeout)
+    return Engine(replica, scheduler, limits, metrics, chosen, pipeline_steps, decode_tokens, timeout)
 
 
 async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupResult]:
@@ -113,13 +113,13 @@ async def _warm_up(replica: Replica, settings: RouterSettings) -> list[WarmupRes
                 truncate=num_tokens,
             )
         )
-    most_running = settings.max_batch_size or settings.max_concurrent_requests
+    max_running = settings.max_batch_size or settings.max_concurrent_requests
     limits = WarmupLimits(
         max_input_tokens=settings.max_input_tokens,
         max_prefill_tokens=settings.max_batch_prefill_tokens,
         max_total_tokens=settings.max_total_tokens,
         max_batch_total_tokens=settings.max_batch_total_tokens,
-        max_batch_size=min(most_running, settings.max_concurrent_requests, MOST_ON_THE_WIRE),
+        max_batch_size=min(max_running, settings.max_concurrent_requests, MAX_ON_THE_WIRE),
     )
     return await replica.warmup(sequences, limits)
 
@@ -128,14 +128,14 @@ def _triple(result: WarmupResult) -> tuple[int, int, int]:
     return (result.pool_tokens or 0, result.max_input_tokens, result.max_total_tokens)
 
 
-def _limits(settings: RouterSettings, smallest: WarmupResult, is_chunked: bool, most_tokens: int) -> Limits:
-    """Settle the limits; a request longer than the `most_tokens` that the blocks hold would wait for ever."""
+def _limits(settings: RouterSettings, smallest: WarmupResult, is_chunked: bool, pool_tokens: int) -> Limits:
+    """Settle the limits; a request longer than the `pool_tokens` that the blocks hold would wait forever."""
     if smallest.pool_tokens is None:
         raise SettingsError("the shards run a padded model: funitel needs paged shards")
-    max_total = min(smallest.max_total_tokens, most_tokens)
+    max_total = min(smallest.max_total_tokens, pool_tokens)
     require(
-        settings.max_total_tokens is None or settings.max_total_tokens <= most_tokens,
-        f"the KV pool holds {most_tokens} tokens, fewer than --max-total-tokens {settings.max_total_tokens}",
+        settings.max_total_tokens is None or settings.max_total_tokens <= pool_tokens,
+        f"the KV pool holds {pool_tokens} tokens, fewer than --max-total-tokens {settings.max_total_tokens}",
     )
     max_input = min(smallest.max_input_tokens, max_total - 1)
     if not is_chunked and max_input > settings.max_batch_prefill_tokens:

@@ -1,8 +1,8 @@
-"""The block allocator: which KV blocks are free, in use, or kept for their content. Pure; block 0 is never handed out.
+"""The KV block pool: which blocks are free, in use, or kept for their content. Pure; block 0 is never handed out.
 
 A full block whose keys and values are computed is *published* under a key that stands for every token up to its end.
-Sequences that begin with the same tokens share it. When nobody uses it any more it stays until its memory is needed,
-least recently used first. With a host tier its content goes there then, and comes back into another block.
+Sequences that begin with the same tokens share it. When it is unused it stays until its memory is needed, least
+recently used first. With a host tier its content goes there then, and comes back into another block.
 """
 
 from collections import OrderedDict
@@ -39,7 +39,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Blocks nobody uses that are kept for their content."""
+        """Unused blocks that are kept for their content."""
         return len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -64,7 +64,7 @@ class BlockPool:
         return block
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Let go of blocks in use, given in their sequence's order; the deepest will be evicted first."""
+        """Free blocks in use, given in their sequence's order; the deepest will be evicted first."""
         for block in reversed(blocks):
             assert block in self._users, f"block {block} is not in use"
             self._users[block] -= 1
@@ -86,7 +86,7 @@ class BlockPool:
             self._keys[block] = key
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Take the publication of blocks back: nobody finds them any more, whoever shares one keeps it."""
+        """Take the publication of blocks back: they match no prefix any more; sequences that share one keep it."""
         for block in blocks:
             key = self._keys.pop(block, None)
             if key is not None:
@@ -117,22 +117,22 @@ class BlockPool:
         return blocks
 
     def forget_copies(self, copies: Iterable[BlockCopy]) -> None:
-        """Nobody knows whether these were carried out: neither what they saved nor what they loaded is found again."""
+        """Forget copies that may not have been carried out: what they saved or loaded matches no prefix any more."""
         copies = (*copies, *self.host.take_copies())
         loaded = [copy.block for copy in copies if copy.is_load]
         self.withdraw(loaded)
         for block in loaded:
-            if block in self._cached:  # whoever it was loaded for has left
+            if block in self._cached:  # the sequence it was loaded for has left
                 del self._cached[block]
                 self._free.append(block)
         self.host.forget(copies)
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` nobody uses: sharing them takes so many from `num_free`."""
+        """Count the unused ones of `blocks`: sharing them takes so many from `num_free`."""
         return sum(block not in self._users for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Use published blocks, beside whoever uses them already."""
+        """Use published blocks, beside the sequences that use them already."""
         for block in blocks:
             assert block in self._keys, f"block {block} is not published"
             self._cached.pop(block, None)

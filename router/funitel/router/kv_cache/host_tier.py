@@ -1,7 +1,7 @@
 """The host tier of the prefix cache: content of evicted blocks, kept in slots of the shards' host memory. Pure.
 
-Shards copy as they are told: the copies that planning comes to are part of the next step, and are carried out in their
-order before it computes. So whatever is planned here is true by the time it matters.
+The copies that planning decides on are part of the next step, and shards carry them out in their order before it
+computes. So what is planned here is true by the time it matters.
 """
 
 from collections import OrderedDict
@@ -34,7 +34,7 @@ class HostTier:
         self._pinned = frozenset(keys)
 
     def save(self, key: bytes, block: int) -> None:
-        """Keep the content of a block that is about to be given to somebody else, if there is a slot to be had."""
+        """Keep the content of a block that is about to be allocated again, if a slot can be had."""
         if key in self._slots:  # since it was loaded from there
             self._slots.move_to_end(key)
             return
@@ -58,7 +58,7 @@ class HostTier:
         return copies
 
     def forget(self, copies: Iterable[BlockCopy]) -> None:
-        """Nobody knows whether these were carried out: what they saved is lost."""
+        """Forget copies that may not have been carried out: what they saved is lost."""
         for copy in copies:
             if not copy.is_load and (key := self._keys.pop(copy.slot, None)) is not None:
                 del self._slots[key]

@@ -24,7 +24,7 @@ class HoldingQueue:
         self.shares = FairShares()
         self.waiting = WaitingQueue(self.shares)
         self.running: Mapping[int, Sequence] = MappingProxyType({})
-        self.forecaster = None  # when a replica comes back is not known
+        self.ttft_estimator = None  # when a replica comes back is not known
         self.requests = RequestTable(self, metrics, admission, enqueue=self._add, wake=self._report)
         self.fail_all = self.requests.fail_all
         self._metrics = metrics

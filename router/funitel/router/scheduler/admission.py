@@ -11,7 +11,7 @@ from typing import Protocol
 from funitel.proto.errors import Overloaded
 from funitel.router.core.request import Sequence
 from funitel.router.scheduler.cost.throughput import Throughput
-from funitel.router.scheduler.cost.ttft_estimate import Forecaster, TtftEstimate
+from funitel.router.scheduler.cost.ttft_estimate import TtftEstimate, TtftEstimator
 from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
 OTHERS_SHARE = 8  # where several keys are known, one leaves an eighth of the places to the others
@@ -76,7 +76,7 @@ class SequenceHolder(Protocol):
     shares: FairShares
 
     @property
-    def forecaster(self) -> Forecaster | None:
+    def ttft_estimator(self) -> TtftEstimator | None:
         """Estimates the time to first token, where that is possible."""
         ...
 
@@ -99,7 +99,7 @@ class Exceeded:
 
 
 class Admission:
-    """The bounds of one queue.
+    """The bounds of one queue, and its estimates.
 
     Args:
         max_requests: maximum of sequences that wait or run.
@@ -198,12 +198,12 @@ class Admission:
         return displaced
 
     def _check_target(self, incoming: Sequence, holder: SequenceHolder) -> None:
-        target, forecaster = self._target_seconds, holder.forecaster
-        if target is None or forecaster is None:
+        target, ttft_estimator = self._target_seconds, holder.ttft_estimator
+        if target is None or ttft_estimator is None:
             return
-        seconds = self._seconds_to_first_token(incoming, holder, forecaster)
+        seconds = self._seconds_to_first_token(incoming, holder, ttft_estimator)
         if holder.running or len(holder.waiting):  # else nothing can come between
-            incoming.foreseen_seconds = seconds
+            incoming.estimated_seconds = seconds
             seconds = self.throughput.cautious(seconds)
         if seconds > target:
             position = self._position_of(incoming, holder)
@@ -234,14 +234,16 @@ class Admission:
             self._positions[turn] = self.position_of(incoming, holder)
         return self._positions[turn]
 
-    def _seconds_to_first_token(self, incoming: Sequence, holder: SequenceHolder, forecaster: Forecaster) -> float:
+    def _seconds_to_first_token(
+        self, incoming: Sequence, holder: SequenceHolder, ttft_estimator: TtftEstimator
+    ) -> float:
         """Estimate the time to first token; where not all ahead fit, it waits for others to end."""
         self._forget_what_has_changed(holder)
         turn = incoming.request.key, incoming.request.priority
         if turn not in self._estimates:
-            self._estimates[turn] = forecaster.behind(holder.waiting.ahead_of(incoming))
+            self._estimates[turn] = ttft_estimator.behind(holder.waiting.ahead_of(incoming))
         estimate = self._estimates[turn]
-        seconds = forecaster.seconds(incoming, estimate)
+        seconds = ttft_estimator.seconds(incoming, estimate)
         if estimate.has_room:
             return seconds
         return seconds + self._seconds(holder.waiting.ahead_of(incoming), holder.running.values())

@@ -23,8 +23,8 @@ def check_result(
         return "a request got tokens twice in one step"
     if not given.keys() <= plan.computed.keys():
         return f"request {min(given.keys() - plan.computed.keys())} got tokens, which computed nothing in the step"
-    told = [*(start.request_id for start in plan.starts), *(row.request_id for row in plan.rows)]
-    for i in told:  # all others are due one
+    updated = [*(start.request_id for start in plan.starts), *(row.request_id for row in plan.rows)]
+    for i in updated:  # all others are due one
         if i in given and i in running and running[i].num_pending > plan.computed[i]:
             return f"request {i} got tokens before all of its prompt was computed"
     for i in plan.computed.keys() - given.keys():

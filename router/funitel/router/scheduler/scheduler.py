@@ -24,7 +24,7 @@ from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.cost.chunk_budget import Allowance, ChunkBudget, StepLoad
 from funitel.router.scheduler.cost.step_cost import StepCostModel
-from funitel.router.scheduler.cost.ttft_estimate import Forecaster
+from funitel.router.scheduler.cost.ttft_estimate import TtftEstimator
 from funitel.router.scheduler.decode import RunningSet
 from funitel.router.scheduler.fault_bisect import FaultBisector
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
@@ -48,7 +48,7 @@ class Scheduler:
         self.bisector = FaultBisector(may_shrink=policy.is_chunked)
         self._prefill = PrefillPlanner(policy, blocks, self.shares, self.waiting, self._running, self.bisector)
         self._preemption = PreemptionPolicy(self.shares, self._prefill, self.running)
-        self.forecaster = Forecaster(self.step_time, self._prefill, self.running)
+        self.ttft_estimator = TtftEstimator(self.step_time, self._prefill, self.running)
         self._in_flight: deque[StepPlan] = deque()  # oldest first
         self._steps_since_join = 0
 

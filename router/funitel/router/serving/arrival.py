@@ -16,7 +16,7 @@ from funitel.router.serving.admission_gate import incoming_request
 
 ARRIVAL = "funitel.arrival"  # in a request's scope, once it has a reservation
 TIMEOUT, PRIORITY = "x-request-timeout", "x-request-priority"
-MOST_TIMEOUT_SECONDS = 86_400.0
+MAX_TIMEOUT_SECONDS = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Arrival:
 
     @classmethod
     def of(cls, http: HttpRequest) -> "Arrival":
-        """Note the arrival of a request; to be called first. Called again it gives what was noted.
+        """Note the arrival of a request; to be called first. Called again it returns the same.
 
         Raises:
             InvalidRequest: a header is not what it must be.
@@ -68,9 +68,9 @@ def _timeout(value: str | None) -> float | None:
         seconds = float(value) if re.fullmatch(r"[0-9.eE+-]+", value) else math.nan
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= MOST_TIMEOUT_SECONDS:
+    if not 0 < seconds <= MAX_TIMEOUT_SECONDS:
         raise InvalidRequest(
-            f"header {TIMEOUT}: must be seconds > 0 and <= {MOST_TIMEOUT_SECONDS:g}. Given: {value!r}", TIMEOUT
+            f"header {TIMEOUT}: must be seconds > 0 and <= {MAX_TIMEOUT_SECONDS:g}. Given: {value!r}", TIMEOUT
         )
     return seconds
 

@@ -130,9 +130,9 @@ def test_it_is_more_cautious_after_first_tokens_were_late() -> None:
     def tokens(seconds: float, count: int) -> None:
         for _ in range(count):
             sequence = make_sequence(0, 5, 5)
-            sequence.foreseen_seconds = 1.0
+            sequence.estimated_seconds = 1.0
             throughput.observe_first_token(sequence, now=seconds)
-            assert not sequence.foreseen_seconds, "it is there"
+            assert not sequence.estimated_seconds, "it is there"
 
     tokens(0.9, 10_000)
     assert throughput.cautious(1.0) == 1.0

@@ -47,10 +47,10 @@ class Throughput:
 
     def observe_first_token(self, sequence: Sequence, now: float) -> None:
         """Take into account how late the first token of a sequence is, which it has now, against its estimate."""
-        is_late = now - sequence.arrived > self._lateness * sequence.foreseen_seconds
+        is_late = now - sequence.arrived > self._lateness * sequence.estimated_seconds
         step = LATENESS_STEP * (IN_TIME if is_late else IN_TIME - 1)
         self._lateness = min(MAX_LATENESS, max(1.0, self._lateness + step))
-        sequence.foreseen_seconds = 0.0
+        sequence.estimated_seconds = 0.0
 
     def cautious(self, seconds: float) -> float:
         """Return the time that 99 of 100 first tokens of such an estimate stay under."""

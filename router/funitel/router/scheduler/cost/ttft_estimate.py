@@ -44,7 +44,7 @@ class Prefill(Protocol):
         ...
 
 
-class Forecaster:
+class TtftEstimator:
     """Estimates for incoming sequences of one scheduler."""
 
     def __init__(self, step_time: StepCostModel, prefill: Prefill, running: Mapping[int, Sequence]) -> None:
