@@ -63,6 +63,9 @@ async def stream(
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """A client with no limit on connections and a long patience."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    """A client with no limit on connections and a long timeout, which makes a connection for each request.
+
+    One that is kept is closed by the server after some idle seconds, and a busy test may send on it right then.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(base_url=url, timeout=300, limits=limits)
