@@ -22,7 +22,7 @@ from funitel.router.sandbox.worker import Answer
 from funitel.router.scheduler.admission import Reservation, Reservations
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
-from funitel.router.text import template_worker
+from funitel.router.text import chat_template
 
 Serve = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
@@ -44,7 +44,7 @@ class RendersHere:
 
     async def warm_up(self) -> None:
         try:
-            self._answer = self._answer or template_worker.prepare(self._setup)
+            self._answer = self._answer or chat_template.prepare(self._setup)
         except TemplateError as error:
             raise WorkerUnavailable(error.message, is_final=True) from None
 

@@ -13,10 +13,9 @@ from funitel.proto.errors import FunitelError, Overloaded, ShardFailed
 from funitel.proto.step import Generation
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
-from funitel.router.serving.run import collect_all, stream_all
+from funitel.router.serving.run import collect_all, stream_all, stream_headers, summed_headers
 from funitel.router.serving.sampling_request import SamplingRequest
 from funitel.router.serving.service import Service
-from funitel.router.serving.timing_headers import stream_headers, summed_headers
 from funitel.router.settings import RouterSettings
 
 NUM_TOKENS = len(PIECES) + 1

@@ -8,8 +8,9 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from funitel.proto.errors import Forbidden, FunitelError, RateLimited, SettingsError
 from funitel.proto.security.keys import Key, covers, digest_of, keys_of
@@ -164,3 +165,32 @@ class Accounts:
             if account is not None and account.is_valid(now):
                 return account
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens of a request: a prompt that several sequences share counts once."""
+
+    prompt: int = 0
+    completion: int = 0
+
+
+@contextmanager
+def charged(account: Account | None, most: Callable[[], int], used: Callable[[], TokenCounts]) -> Iterator[None]:
+    """Let the block run if the account has `most` tokens left, and charge what was `used` by its end.
+
+    However it ends: a client that leaves pays for what was computed.
+
+    Raises:
+        RateLimited: the tokens are not left.
+    """
+    if account is None:
+        yield
+        return
+    num_reserved = most()
+    account.reserve(num_reserved, time.monotonic())
+    try:
+        yield
+    finally:
+        tokens = used()
+        account.settle(num_reserved, tokens.prompt, tokens.completion, time.monotonic())

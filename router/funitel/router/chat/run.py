@@ -14,9 +14,8 @@ from funitel.router.chat.prompt import ChatPrompt, render_prompt
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import NO_NAMES, GenerationJob, Prompt, prepare
-from funitel.router.serving.run import Answer, collect_all, stream_all
+from funitel.router.serving.run import Answer, answer_headers, collect_all, stream_all, stream_headers, summed_headers
 from funitel.router.serving.service import Service
-from funitel.router.serving.timing_headers import answer_headers, stream_headers, summed_headers
 
 _TOOL_GRAMMAR = "tools.parameters"  # the field at fault where a grammar made of tools cannot be kept
 

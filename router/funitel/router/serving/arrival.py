@@ -42,14 +42,11 @@ class Arrival:
 
     @classmethod
     def of(cls, http: HttpRequest) -> "Arrival":
-        """Note the arrival of a request; to be called first. Called again it returns the same.
+        """Note the arrival of a request; to be called first.
 
         Raises:
             InvalidRequest: a header is not what it must be.
         """
-        noted: Arrival | None = http.scope.get(ARRIVAL)
-        if noted is not None:
-            return noted
         now = time.monotonic()
         timeout = _timeout(http.headers.get(TIMEOUT))
         return cls(

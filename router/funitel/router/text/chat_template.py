@@ -16,6 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from funitel.proto.errors import TemplateError
+from funitel.router.sandbox.worker import Answer, serve
 
 # What a template can make jinja2 and the functions it calls raise.
 _TEMPLATE_FAILURES = (
@@ -142,3 +143,24 @@ def _cut_after(prompt: str, content: str) -> str:
     if start < 0:
         raise TemplateError("the last message is the assistant's, but the template does not show it")
     return prompt[: start + len(content)].rstrip()
+
+
+def prepare(setup: dict[str, Any]) -> Answer:
+    """Compile the template; raises TemplateError if it is none."""
+    template = ChatTemplate(**setup["texts"])
+    most: int = setup["most_characters"]
+
+    def answer(chat: dict[str, Any]) -> dict[str, str]:
+        try:
+            text = template.render(**chat)
+        except TemplateError as error:
+            return {"error": error.message}
+        if len(text) > most:
+            return {"error": f"the prompt must have at most {most} characters, given {len(text)}"}
+        return {"text": text}
+
+    return answer
+
+
+if __name__ == "__main__":
+    serve(prepare)

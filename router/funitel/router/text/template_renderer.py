@@ -48,7 +48,7 @@ class TemplateRenderer:
         self._refusal = ""  # why the template cannot be used,
         self._refused_until = 0.0  # and how long that holds, on the monotonic clock
         self._pool = SandboxPool(
-            "funitel.router.text.template_worker",
+            "funitel.router.text.chat_template",
             {"texts": asdict(texts), "most_characters": MOST_PROMPT_CHARACTERS},
             most=most,
             time_limit=time_limit,

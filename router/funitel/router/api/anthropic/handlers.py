@@ -16,9 +16,9 @@ from funitel.router.api.anthropic.schema_request import (
 )
 from funitel.router.api.anthropic.schema_response import MessageAnswer, MessageUsage, Ping, TokenCount
 from funitel.router.api.anthropic.to_chat import chat_call, sampling_of
-from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.errors import anthropic_error, new_request_id
-from funitel.router.api.common.handler import generation_route, reading_route, service_of
+from funitel.router.api.common.handler import IncomingRequest, generation_route, reading_route
 from funitel.router.chat import Part, PreparedChat, count_prompt_tokens, prepare_chat
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
@@ -37,33 +37,32 @@ FIELDS = {
 
 
 @generation_route
-async def messages(http: HttpRequest) -> Response:
+async def messages(incoming: IncomingRequest) -> Response:
     """`/v1/messages`: the answer to a conversation, whole or streamed."""
-    arrived = Arrival.of(http)
-    service = service_of(http)
-    _check_version(http)
-    body = await read_body(http, MessagesRequest, service.settings.payload_limit)
+    _check_version(incoming.http)
+    body = await incoming.read(MessagesRequest)
     request_id = new_request_id()
     if body.stream:
-        chat = await _prepare(service, body, arrived)
+        chat = await _prepare(incoming.service, body, incoming.arrived)
         return EventStream(
-            partial(_stream, service, chat, body),
+            partial(_stream, incoming.service, chat, body),
             partial(anthropic_error, request_id=request_id),
             headers=chat.stream_headers | {"request-id": request_id},
             frame=named_frame,
             keep_alive=named_frame(Ping()),
         )
-    message, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
+    message, headers = await run_until_disconnect(
+        incoming.http.receive, _complete(incoming.service, body, incoming.arrived)
+    )
     return json_answer(message, headers | {"request-id": request_id})
 
 
 @reading_route
-async def count_tokens(http: HttpRequest) -> Response:
+async def count_tokens(incoming: IncomingRequest) -> Response:
     """`/v1/messages/count_tokens`: how many tokens the prompt of a conversation has."""
-    service = service_of(http)
-    _check_version(http)
-    body = await read_body(http, CountTokensRequest, service.settings.payload_limit)
-    count = await count_prompt_tokens(service, chat_call(body), FIELDS)
+    _check_version(incoming.http)
+    body = await incoming.read(CountTokensRequest)
+    count = await count_prompt_tokens(incoming.service, chat_call(body), FIELDS)
     return json_answer(TokenCount(input_tokens=count), {"request-id": new_request_id()})
 
 

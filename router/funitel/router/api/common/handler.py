@@ -2,23 +2,41 @@
 
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
-from typing import cast
+from typing import TypeVar, cast
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from funitel.router.api.common.body import receive_body
+from funitel.router.api.common.body import read_body, receive_body
+from funitel.router.api.common.schema_base import Body
 from funitel.router.serving.admission_gate import Admits
 from funitel.router.serving.arrival import ARRIVAL, Arrival
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream
 
-Handler = Callable[[HttpRequest], Awaitable[Response]]
+B = TypeVar("B", bound=Body)
 
 _COUNTED = "funitel.counted"
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingRequest:
+    """A request that admission has let pass, with its service and what is known of its arrival."""
+
+    http: HttpRequest
+    service: Service
+    arrived: Arrival
+
+    async def read(self, model: type[B]) -> B:
+        """Read and check the body; raises as `read_body`."""
+        return await read_body(self.http, model, self.service.settings.payload_limit)
+
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+IncomingHandler = Callable[[IncomingRequest], Awaitable[Response]]
 
 
 def service_of(request: HttpRequest) -> Service:
@@ -45,51 +63,55 @@ def counted_route(handler: Handler) -> Handler:
     return counted
 
 
-def generation_route(handler: Handler) -> Handler:
+def generation_route(handler: IncomingHandler) -> Handler:
     """Ask the engine's admission about the requests of a handler, and count them."""
 
     async def admitted(request: HttpRequest) -> Response:
-        return await _admitted(request, service_of(request).engine, handler)
+        service = service_of(request)
+        return await _admitted(request, service, service.engine, handler)
 
     return counted_route(wraps(handler)(admitted))
 
 
-def encoder_route(handler: Handler) -> Handler:
+def encoder_route(handler: IncomingHandler) -> Handler:
     """Ask the encoder's admission about the requests of a handler, and count them."""
 
     async def admitted(request: HttpRequest) -> Response:
-        return await _admitted(request, service_of(request).encoder.engine, handler)
+        service = service_of(request)
+        return await _admitted(request, service, service.encoder.engine, handler)
 
     return counted_route(wraps(handler)(admitted))
 
 
-def reading_route(handler: Handler) -> Handler:
+def reading_route(handler: IncomingHandler) -> Handler:
     """Bound the requests of a handler that only tokenizes."""
 
     @wraps(handler)
     async def admitted(request: HttpRequest) -> Response:
-        return await _admitted(request, service_of(request).tokenize_limit, handler)
+        service = service_of(request)
+        return await _admitted(request, service, service.tokenize_limit, handler)
 
     return admitted
 
 
-async def _admitted(request: HttpRequest, gate: Admits, handler: Handler) -> Response:
+async def _admitted(request: HttpRequest, service: Service, gate: Admits, handler: IncomingHandler) -> Response:
     """Ask admission before the body is read, and handle a request with a reservation that a stream keeps meanwhile.
 
     Raises:
         Overloaded: there is no room for it.
     """
-    if ARRIVAL in request.scope:  # another handler has handed it on
-        return await handler(request)
+    noted: Arrival | None = request.scope.get(ARRIVAL)
+    if noted is not None:  # another handler has handed it on
+        return await handler(IncomingRequest(request, service, noted))
     arrived = Arrival.of(request)
     incoming = arrived.incoming
     gate.check_room(incoming)
-    await receive_body(request, service_of(request).settings.payload_limit)
+    await receive_body(request, service.settings.payload_limit)
     reservation = gate.reserve(incoming)
-    request.scope[ARRIVAL] = replace(arrived, reservation=reservation)
+    arrived = request.scope[ARRIVAL] = replace(arrived, reservation=reservation)
     with ExitStack() as held:
         held.callback(reservation.release)
-        response = await handler(request)
+        response = await handler(IncomingRequest(request, service, arrived))
         return _ReservedStream(response, held.pop_all()) if isinstance(response, EventStream) else response
 
 

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from funitel.proto.errors import FunitelError, InvalidRequest
 from funitel.proto.step import EncoderInput, EncoderTask
-from funitel.router.api.common.body import json_answer, read_body
-from funitel.router.api.common.handler import encoder_route, service_of
+from funitel.router.api.common.body import json_answer
+from funitel.router.api.common.handler import IncomingRequest, encoder_route
 from funitel.router.api.embeddings.schema import (
     USUAL_TOP_K,
     Embedding,
@@ -30,7 +30,7 @@ from funitel.router.api.embeddings.schema import (
     RerankResponse,
 )
 from funitel.router.api.openai.schema_completions import GivenPrompt
-from funitel.router.auth.token_charge import TokenCounts, charged
+from funitel.router.auth.accounts import TokenCounts, charged
 from funitel.router.core import request_context
 from funitel.router.encoder.engine import BYTES, Encoded
 from funitel.router.encoder.service import EncoderService, Wish
@@ -41,31 +41,31 @@ from funitel.router.transport.sse import run_until_disconnect
 
 
 @encoder_route
-async def embed(http: HttpRequest) -> Response:
+async def embed(incoming: IncomingRequest) -> Response:
     """`/embed`: a vector for each text."""
-    call = EncoderCall.of(http)
+    call = EncoderCall.of(incoming)
     call.encoder.check_task(EncoderTask.EMBED)
-    body = await read_body(http, EmbedRequest, call.service.settings.payload_limit)
+    body = await incoming.read(EmbedRequest)
     prompt = call.encoder.prompts.pick(body.prompt_name)
     wish = Wish("inputs", body.cut)
     encodings = await _encodings(call, body.texts, prompt, wish)
     width = _width(call.encoder, body.dimensions)
-    encoded = await _embed(http, call, encodings, width, is_normalized=body.normalize)
+    encoded = await _embed(incoming.http, call, encodings, width, is_normalized=body.normalize)
     answer = EmbedResponse.model_construct([list(_numbers(row, width)) for row in encoded.rows])
     return json_answer(answer, call.headers(encoded))
 
 
 @encoder_route
-async def embeddings(http: HttpRequest) -> Response:
+async def embeddings(incoming: IncomingRequest) -> Response:
     """`/v1/embeddings`: the same in OpenAI's words."""
-    call = EncoderCall.of(http)
+    call = EncoderCall.of(incoming)
     call.encoder.check_task(EncoderTask.EMBED)
-    body = await read_body(http, EmbeddingsRequest, call.service.settings.payload_limit)
+    body = await incoming.read(EmbeddingsRequest)
     if body.priority is not None:
         call.priority = body.priority
     encodings = await _encodings(call, body.texts, call.encoder.prompts.default, Wish("input"))
     width = _width(call.encoder, body.dimensions)
-    encoded = await _embed(http, call, encodings, width, is_normalized=True)
+    encoded = await _embed(incoming.http, call, encodings, width, is_normalized=True)
     answer = EmbeddingsResponse.model_construct(
         data=[
             Embedding.model_construct(index=place, embedding=_shown(row, width, body.encoding_format))
@@ -78,18 +78,18 @@ async def embeddings(http: HttpRequest) -> Response:
 
 
 @encoder_route
-async def rerank(http: HttpRequest) -> Response:
+async def rerank(incoming: IncomingRequest) -> Response:
     """`/rerank`: texts by how well they answer a query, the best first."""
-    call = EncoderCall.of(http)
+    call = EncoderCall.of(incoming)
     call.encoder.check_ranker()
-    body = await read_body(http, RerankRequest, call.service.settings.payload_limit)
+    body = await incoming.read(RerankRequest)
     call.encoder.check_count("texts", len(body.texts))
     if not body.query:
         raise InvalidRequest("`query` cannot be empty", "query")
     pairs = [(body.query, text) for text in body.texts]
     encodings = await call.encoder.tokens_of(pairs, Wish("texts", body.cut))
     inputs = [EncoderInput(input_ids=each.ids, type_ids=each.type_ids) for each in encodings]
-    encoded = await call.encode(http, EncoderTask.CLASSIFY, inputs)
+    encoded = await call.encode(incoming.http, EncoderTask.CLASSIFY, inputs)
     scores = [_numbers(row, 1)[0] for row in encoded.rows]
     if not body.raw_scores:
         scores = [_sigmoid(score) for score in scores]
@@ -101,17 +101,17 @@ async def rerank(http: HttpRequest) -> Response:
 
 
 @encoder_route
-async def predict(http: HttpRequest) -> Response:
+async def predict(incoming: IncomingRequest) -> Response:
     """`/predict`: the classes of texts and pairs; or the tokens that may stand behind a mask."""
-    call = EncoderCall.of(http)
+    call = EncoderCall.of(incoming)
     task = call.encoder.check_task(EncoderTask.CLASSIFY, EncoderTask.FILL)
-    body = await read_body(http, PredictRequest, call.service.settings.payload_limit)
+    body = await incoming.read(PredictRequest)
     call.encoder.check_count("inputs", len(body.texts))
     encodings = await call.encoder.tokens_of(body.texts, Wish("inputs", body.cut))
     if task is EncoderTask.FILL:
-        encoded, predictions = await _fill(http, call, body, encodings)
+        encoded, predictions = await _fill(incoming.http, call, body, encodings)
     else:
-        encoded, predictions = await _classify(http, call, body, encodings)
+        encoded, predictions = await _classify(incoming.http, call, body, encodings)
     return json_answer(PredictResponse(predictions if body.is_batch else predictions[0]), call.headers(encoded))
 
 
@@ -133,16 +133,14 @@ class EncoderCall:
     validation_seconds: float = 0.0
 
     @classmethod
-    def of(cls, http: HttpRequest) -> "EncoderCall":
-        """Note the arrival of a request.
+    def of(cls, incoming: IncomingRequest) -> "EncoderCall":
+        """Begin with a request.
 
         Raises:
             NotReady: the shards do not answer yet.
             WrongTask: a model that generates is served.
-            InvalidRequest: a header is not what it must be.
         """
-        arrived, service = Arrival.of(http), service_of(http)
-        return cls(service, service.encoder, arrived, arrived.priority)
+        return cls(incoming.service, incoming.service.encoder, incoming.arrived, incoming.arrived.priority)
 
     async def encode(self, http: HttpRequest, task: EncoderTask, inputs: Sequence[EncoderInput]) -> Encoded:
         """Have the texts encoded, unless the client leaves."""

@@ -5,13 +5,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from pydantic_core import to_json
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.step import Generation
-from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.errors import native_error
-from funitel.router.api.common.handler import generation_route, service_of
+from funitel.router.api.common.handler import IncomingRequest, generation_route
 from funitel.router.api.native.schema import (
     BestOfSequence,
     CompatGenerateRequest,
@@ -29,9 +28,8 @@ from funitel.router.api.native.schema import (
 from funitel.router.core.request import Request
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
-from funitel.router.serving.run import Answer, collect_best, stream_all
+from funitel.router.serving.run import Answer, answer_headers, collect_best, stream_all, stream_headers
 from funitel.router.serving.service import Service
-from funitel.router.serving.timing_headers import answer_headers, stream_headers
 from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
 from funitel.router.transport.sse_frames import HOLE, Template
 
@@ -42,40 +40,34 @@ _ANSWER_LIST = TypeAdapter(list[GenerateResponse])
 
 
 @generation_route
-async def compat_generate(http: HttpRequest) -> Response:
+async def compat_generate(incoming: IncomingRequest) -> Response:
     """`POST /`: streams when asked, else an array of one answer; the prompt begins it by default."""
-    arrived = Arrival.of(http)
-    service = service_of(http)
-    body = await read_body(http, CompatGenerateRequest, service.settings.payload_limit)
+    body = await incoming.read(CompatGenerateRequest)
     parameters = body.effective_parameters
     if parameters.return_full_text is None:  # TGI's default, for a model of unknown purpose too
-        is_plain = service.facts.pipeline_tag in (None, "text-generation")
+        is_plain = incoming.service.facts.pipeline_tag in (None, "text-generation")
         parameters = parameters.model_copy(update={"return_full_text": is_plain})
     if body.stream:
-        return await _stream(service, parameters, body.inputs, arrived)
-    work = _answer(service, parameters, body.inputs, arrived)
-    answer, headers = await run_until_disconnect(http.receive, work)
+        return await _stream(incoming.service, parameters, body.inputs, incoming.arrived)
+    work = _answer(incoming.service, parameters, body.inputs, incoming.arrived)
+    answer, headers = await run_until_disconnect(incoming.http.receive, work)
     return Response(_ANSWER_LIST.dump_json([answer]), headers=headers, media_type="application/json")
 
 
 @generation_route
-async def generate(http: HttpRequest) -> Response:
+async def generate(incoming: IncomingRequest) -> Response:
     """`/generate`: the whole completion."""
-    arrived = Arrival.of(http)
-    service = service_of(http)
-    body = await read_body(http, GenerateRequest, service.settings.payload_limit)
-    work = _answer(service, body.effective_parameters, body.inputs, arrived)
-    answer, headers = await run_until_disconnect(http.receive, work)
+    body = await incoming.read(GenerateRequest)
+    work = _answer(incoming.service, body.effective_parameters, body.inputs, incoming.arrived)
+    answer, headers = await run_until_disconnect(incoming.http.receive, work)
     return json_answer(answer, headers)
 
 
 @generation_route
-async def generate_stream(http: HttpRequest) -> Response:
+async def generate_stream(incoming: IncomingRequest) -> Response:
     """`/generate_stream`: the completion token by token."""
-    arrived = Arrival.of(http)
-    service = service_of(http)
-    body = await read_body(http, GenerateRequest, service.settings.payload_limit)
-    return await _stream(service, body.effective_parameters, body.inputs, arrived)
+    body = await incoming.read(GenerateRequest)
+    return await _stream(incoming.service, body.effective_parameters, body.inputs, incoming.arrived)
 
 
 # Whole answers

@@ -1,10 +1,9 @@
 """`/tokenize` and `/chat_tokenize`: what the model would be given, without running it."""
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from funitel.router.api.common.body import json_answer, read_body
-from funitel.router.api.common.handler import counted_route, reading_route, service_of
+from funitel.router.api.common.body import json_answer
+from funitel.router.api.common.handler import IncomingRequest, counted_route, reading_route
 from funitel.router.api.native.schema import ChatTokenizeResponse, GenerateRequest, SimpleToken, TokenizeResponse
 from funitel.router.api.openai.schema_chat import ChatRequest
 from funitel.router.chat.prompt import render_prompt
@@ -12,23 +11,21 @@ from funitel.router.text.tokenizer import Encoding
 
 
 @reading_route
-async def tokenize(http: HttpRequest) -> Response:
+async def tokenize(incoming: IncomingRequest) -> Response:
     """`/tokenize`: the prompt's tokens, special ones added, with their places in bytes."""
-    service = service_of(http)
-    body = await read_body(http, GenerateRequest, service.settings.payload_limit)
-    encoding = await service.tokenizer.encode(body.inputs)
+    body = await incoming.read(GenerateRequest)
+    encoding = await incoming.service.tokenizer.encode(body.inputs)
     return json_answer(_listed(encoding))
 
 
 @counted_route
 @reading_route
-async def chat_tokenize(http: HttpRequest) -> Response:
+async def chat_tokenize(incoming: IncomingRequest) -> Response:
     """`/chat_tokenize`: the prompt that the template makes of a chat, and its tokens."""
-    service = service_of(http)
-    body = await read_body(http, ChatRequest, service.settings.payload_limit)
+    body = await incoming.read(ChatRequest)
     body.refuse_unsupported()
-    text = (await render_prompt(service, body.call)).text
-    encoding = await service.tokenizer.encode(text, add_special_tokens=False)
+    text = (await render_prompt(incoming.service, body.call)).text
+    encoding = await incoming.service.tokenizer.encode(text, add_special_tokens=False)
     answer = ChatTokenizeResponse(tokenize_response=_listed(encoding), templated_text=text)
     return json_answer(answer)
 

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.errors import openai_error
-from funitel.router.api.common.handler import generation_route, service_of
+from funitel.router.api.common.handler import IncomingRequest, generation_route
 from funitel.router.api.openai.schema_answers import (
     AnsweredToolCall,
     AnswerMessage,
@@ -63,17 +62,17 @@ LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
 
 
 @generation_route
-async def chat_completions(http: HttpRequest) -> Response:
+async def chat_completions(incoming: IncomingRequest) -> Response:
     """`/v1/chat/completions`: the answer to a chat, whole or streamed."""
-    arrived = Arrival.of(http)
-    service = service_of(http)
-    body = await read_body(http, ChatRequest, service.settings.payload_limit)
+    body = await incoming.read(ChatRequest)
     body.refuse_unsupported()
     if body.stream:
-        chat = await _prepare(service, body, arrived)
-        stream = partial(_stream, service, chat, body)
+        chat = await _prepare(incoming.service, body, incoming.arrived)
+        stream = partial(_stream, incoming.service, chat, body)
         return EventStream(stream, openai_error, done=True, headers=chat.stream_headers)
-    completion, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
+    completion, headers = await run_until_disconnect(
+        incoming.http.receive, _complete(incoming.service, body, incoming.arrived)
+    )
     return json_answer(completion, headers)
 
 

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import BatchSizeExceeded, InvalidRequest
 from funitel.proto.step import Generation
-from funitel.router.api.common.body import json_answer, read_body
+from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.errors import openai_error
-from funitel.router.api.common.handler import generation_route, service_of
+from funitel.router.api.common.handler import IncomingRequest, generation_route
 from funitel.router.api.openai.completion_text import Addition, CompletionText, joined
 from funitel.router.api.openai.schema_answers import PromptTokensDetails, Usage
 from funitel.router.api.openai.schema_completions import (
@@ -27,10 +26,9 @@ from funitel.router.api.openai.schema_completions import (
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
-from funitel.router.serving.run import Answer, collect_all, stream_all
+from funitel.router.serving.run import Answer, collect_all, stream_all, stream_headers, summed_headers
 from funitel.router.serving.sampling_request import U64_RANGE, SamplingRequest
 from funitel.router.serving.service import Service
-from funitel.router.serving.timing_headers import stream_headers, summed_headers
 from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
 from funitel.router.transport.sse_frames import HOLE, Template
 
@@ -39,15 +37,15 @@ FIELDS = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "l
 
 
 @generation_route
-async def completions(http: HttpRequest) -> Response:
+async def completions(incoming: IncomingRequest) -> Response:
     """`/v1/completions`: the texts that go on from one prompt or several."""
-    arrived = Arrival.of(http)
-    service = service_of(http)
-    body = await read_body(http, CompletionRequest, service.settings.payload_limit)
+    body = await incoming.read(CompletionRequest)
     if body.stream:
-        batch = await _prepare(service, body, arrived)
+        batch = await _prepare(incoming.service, body, incoming.arrived)
         return EventStream(partial(_stream, batch), openai_error, done=True, headers=stream_headers(*batch.jobs))
-    completion, headers = await run_until_disconnect(http.receive, _complete(service, body, arrived))
+    completion, headers = await run_until_disconnect(
+        incoming.http.receive, _complete(incoming.service, body, incoming.arrived)
+    )
     return json_answer(completion, headers)
 
 

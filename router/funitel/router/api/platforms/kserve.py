@@ -7,8 +7,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, LengthMismatch, NotUtf8
-from funitel.router.api.common.body import json_answer, read_body
-from funitel.router.api.common.handler import generation_route, service_of
+from funitel.router.api.common.body import json_answer
+from funitel.router.api.common.handler import IncomingRequest, generation_route, service_of
 from funitel.router.api.native.schema import GenerateParameters
 from funitel.router.api.platforms.schema import (
     KserveInput,
@@ -21,9 +21,8 @@ from funitel.router.api.platforms.schema import (
 )
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import Prompt, prepare
-from funitel.router.serving.run import Answer, check_count, collect_best
+from funitel.router.serving.run import Answer, check_count, collect_best, summed_headers
 from funitel.router.serving.service import Service
-from funitel.router.serving.timing_headers import summed_headers
 from funitel.router.transport.sse import run_until_disconnect
 
 SERVER_NAME = "text-generation-inference"  # what TGI calls itself here
@@ -53,12 +52,12 @@ async def model_metadata(http: HttpRequest) -> Response:
 
 
 @generation_route
-async def infer(http: HttpRequest) -> Response:
+async def infer(incoming: IncomingRequest) -> Response:
     """Generate for every input, side by side."""
-    arrived = Arrival.of(http)
-    service = service_of(http)
-    body = await read_body(http, KserveRequest, service.settings.payload_limit)
-    answer, headers = await run_until_disconnect(http.receive, _answer(service, body, arrived))
+    body = await incoming.read(KserveRequest)
+    answer, headers = await run_until_disconnect(
+        incoming.http.receive, _answer(incoming.service, body, incoming.arrived)
+    )
     return json_answer(answer, headers)
 
 

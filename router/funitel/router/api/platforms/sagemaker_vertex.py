@@ -2,12 +2,11 @@
 
 from itertools import chain
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, NoInstances
-from funitel.router.api.common.body import json_answer, read_body, read_json
-from funitel.router.api.common.handler import Handler, generation_route, service_of
+from funitel.router.api.common.body import json_answer, read_json
+from funitel.router.api.common.handler import Handler, IncomingRequest, generation_route
 from funitel.router.api.native import generate
 from funitel.router.api.native.schema import GenerateParameters, GenerateRequest
 from funitel.router.api.openai import chat as openai
@@ -17,9 +16,8 @@ from funitel.router.api.platforms.schema import VertexRequest, VertexResponse
 from funitel.router.chat import prepare_chat
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
-from funitel.router.serving.run import check_count, collect_best
+from funitel.router.serving.run import check_count, collect_best, summed_headers
 from funitel.router.serving.service import Service
-from funitel.router.serving.timing_headers import summed_headers
 from funitel.router.transport.sse import run_until_disconnect
 
 # The field that tells a body's kind, in TGI's order.
@@ -31,27 +29,27 @@ _HANDLERS: tuple[tuple[str, Handler], ...] = (
 
 
 @generation_route
-async def invocations(http: HttpRequest) -> Response:
+async def invocations(incoming: IncomingRequest) -> Response:
     """`/invocations`: what the route answers that the body is meant for."""
-    content = await read_json(http, service_of(http).settings.payload_limit)
+    content = await read_json(incoming.http, incoming.service.settings.payload_limit)
     if not isinstance(content, dict):
         raise InvalidRequest("the body must be an object")
     for field, handler in _HANDLERS:
         if field in content:
-            return await handler(http)
+            return await handler(incoming.http)
     fields = ", ".join(f"`{field}`" for field, _ in _HANDLERS)
     raise InvalidRequest(f"the body must have one of {fields}")
 
 
 @generation_route
-async def vertex(http: HttpRequest) -> Response:
+async def vertex(incoming: IncomingRequest) -> Response:
     """`/vertex`: the texts of all instances, generated side by side."""
-    arrived = Arrival.of(http)
-    service = service_of(http)
-    body = await read_body(http, VertexRequest, service.settings.payload_limit)
+    body = await incoming.read(VertexRequest)
     if not body.instances:
         raise NoInstances("`instances` cannot be empty", "instances")
-    answer, headers = await run_until_disconnect(http.receive, _predict(service, body, arrived))
+    answer, headers = await run_until_disconnect(
+        incoming.http.receive, _predict(incoming.service, body, incoming.arrived)
+    )
     return json_answer(answer, headers)
 
 

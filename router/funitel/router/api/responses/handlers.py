@@ -10,8 +10,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import FunitelError, InvalidRequest, NotFound
-from funitel.router.api.common.body import json_answer, read_body, shape_error
-from funitel.router.api.common.handler import generation_route, reading_route, service_of
+from funitel.router.api.common.body import json_answer, shape_error
+from funitel.router.api.common.handler import IncomingRequest, generation_route, reading_route
 from funitel.router.api.responses.builder import ResponseBuilder, new_id
 from funitel.router.api.responses.schema_request import (
     InputItemsQuery,
@@ -51,31 +51,28 @@ Q = TypeVar("Q", bound=BaseModel)
 
 
 @generation_route
-async def create(http: HttpRequest) -> Response:
+async def create(incoming: IncomingRequest) -> Response:
     """`POST /v1/responses`: the answer to a conversation, whole or streamed."""
-    arrived = Arrival.of(http)
-    service = service_of(http)
-    body = await read_body(http, ResponsesRequest, service.settings.payload_limit)
+    body = await incoming.read(ResponsesRequest)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("`stream_options` needs `stream` to be true", "stream_options")
-    owner = tenant_of(http.scope)
-    store = store_of(http)
-    answering = _Answering(service, store, body, conversation(body, store, owner), owner)
+    owner = tenant_of(incoming.http.scope)
+    store = store_of(incoming.http)
+    answering = _Answering(incoming.service, store, body, conversation(body, store, owner), owner)
     if body.stream:
-        chat = await answering.prepare(arrived)
+        chat = await answering.prepare(incoming.arrived)
         stream = partial(answering.stream, chat)
         return EventStream(stream, answering.failed, headers=chat.stream_headers, frame=named_frame)
-    headers = await run_until_disconnect(http.receive, answering.run(arrived))
+    headers = await run_until_disconnect(incoming.http.receive, answering.run(incoming.arrived))
     return json_answer(answering.builder.response, headers)
 
 
 @reading_route
-async def count_input_tokens(http: HttpRequest) -> Response:
+async def count_input_tokens(incoming: IncomingRequest) -> Response:
     """`POST /v1/responses/input_tokens`: how many tokens the prompt of a conversation has."""
-    service = service_of(http)
-    body = await read_body(http, InputTokensRequest, service.settings.payload_limit)
-    call = chat_call(body, conversation(body, store_of(http), tenant_of(http.scope)))
-    count = await count_prompt_tokens(service, call, FIELDS)
+    body = await incoming.read(InputTokensRequest)
+    call = chat_call(body, conversation(body, store_of(incoming.http), tenant_of(incoming.http.scope)))
+    count = await count_prompt_tokens(incoming.service, call, FIELDS)
     return json_answer(InputTokenCount(input_tokens=count))
 
 
