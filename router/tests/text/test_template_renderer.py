@@ -140,7 +140,7 @@ async def test_a_template_that_is_none_is_said_once(renderer: Renderer, caplog: 
 
 
 async def test_a_prompt_has_a_largest_size(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_PROMPT_CHARACTERS", 1000)
+    monkeypatch.setattr(module, "MAX_PROMPT_CHARACTERS", 1000)
     long = renderer("{{ messages[0].content * 3 }}")
     assert len(await long.render([{"role": "user", "content": "é" * 333}])) == 999
     message = await refusal(long, {"role": "user", "content": "é" * 334})

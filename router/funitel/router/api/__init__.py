@@ -1,1 +1,1 @@
-"""The HTTP routes, one module for each family. Handlers read a body, ask the service, and write an answer."""
+"""The HTTP routes, a package for each protocol. Handlers read a body, ask the service, and write an answer."""

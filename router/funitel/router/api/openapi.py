@@ -1,4 +1,4 @@
-"""The OpenAPI document of the table of routes, and the page made from it."""
+"""Make the OpenAPI document of the table of routes, and a page of it."""
 
 import html
 import json

@@ -26,7 +26,7 @@ OPERATIONS: tuple[Operation, ...] = (
 
 
 def operations(settings: RouterSettings) -> tuple[Operation, ...]:
-    """All routes, after those whose paths the platform chose."""
+    """All routes, after those with a path that the platform chose."""
     chosen = []
     if settings.aip_predict_route is not None:
         chosen.append(replace(VERTEX, path=settings.aip_predict_route))
@@ -51,6 +51,6 @@ def document(listed: tuple[Operation, ...] = OPERATIONS) -> dict[str, Any]:
 
 @cache
 def pages(listed: tuple[Operation, ...] = OPERATIONS) -> tuple[bytes, str]:
-    """The same as it is sent, for programs and for people; written once, for they are asked for by anybody."""
+    """The same as it is sent, for programs and for people; written once."""
     described = document(listed)
     return json.dumps(described, separators=(",", ":")).encode(), openapi.page(described)

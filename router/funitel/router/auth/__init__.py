@@ -1,1 +1,1 @@
-"""API keys at work: accounts, rate limits, token charges."""
+"""API keys: accounts, rate limits, token charges."""

@@ -1,7 +1,7 @@
-"""The keys that are let in, each with what it may do and what is left of its limits. Knows no HTTP.
+"""Accounts of API keys: check their routes, models and rate limits, and charge the tokens of requests. Knows no HTTP.
 
-A key is looked up by its SHA-256. How long that takes may depend on the hash of what was sent, which nobody can steer
-towards that of a key they do not know, so it tells nothing; a key itself is compared with nothing and kept nowhere.
+A key is looked up by its SHA-256. The time of a look-up depends on that hash only, and a client cannot choose a hash
+near that of an unknown key, so it leaks nothing; a key itself is never compared or stored.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _SALT = secrets.token_bytes(16)
 
 
 def owner_of(token: bytes) -> bytes:
-    """Whose a request is, as the scheduler and the store of responses know it: a hash salted anew at every start."""
+    """The owner of a request, for the scheduler and the store of responses: a hash salted anew at every start."""
     return hashlib.blake2b(token, key=_SALT, digest_size=16).digest()
 
 
@@ -44,7 +44,7 @@ class Account:
         self._num_reserved = 0  # tokens of requests that have not ended
 
     def is_valid(self, wall_clock: float) -> bool:
-        """Whether the key lets anybody in: it was not revoked, and has not expired."""
+        """Whether the key is neither revoked nor expired."""
         key = self.key
         return key.revoked is None and (key.expires is None or wall_clock < key.expires.timestamp())
 
@@ -80,28 +80,28 @@ class Account:
 
     def _check_limits(self, now: float) -> None:
         key = self.key
-        most = key.max_concurrent_requests
-        if most is not None and self._num_running >= most:
-            raise self._refusal("concurrency", RateLimited(f"at most {most} requests of this API key run at once"))
-        most = key.requests_per_minute
-        if most is not None and self._requests.used(now) >= most:
-            wait = self._requests.seconds_until(most - 1, now)
-            raise self._refusal("requests", RateLimited(f"at most {most} requests a minute with this API key", wait))
+        limit = key.max_concurrent_requests
+        if limit is not None and self._num_running >= limit:
+            raise self._refusal("concurrency", RateLimited(f"at most {limit} requests of this API key run at once"))
+        limit = key.requests_per_minute
+        if limit is not None and self._requests.used(now) >= limit:
+            wait = self._requests.seconds_until(limit - 1, now)
+            raise self._refusal("requests", RateLimited(f"at most {limit} requests a minute with this API key", wait))
         self._check_tokens(1, now)
 
     def _check_tokens(self, num_tokens: int, now: float) -> None:
-        most = self.key.tokens_per_minute
-        if most is None:
+        limit = self.key.tokens_per_minute
+        if limit is None:
             return
-        wanted = min(num_tokens, most)  # what is more than a whole minute's is let in when nothing else was used
+        wanted = min(num_tokens, limit)  # what is more than a whole minute's is let in when nothing else was used
         used, reserved = self._tokens.used(now), self._num_reserved
-        if used + reserved + wanted > most:
-            wait = self._tokens.seconds_until(most - wanted, now)  # those that run may give back what they reserve
-            words = f"at most {most} tokens a minute with this API key: {used} are used, requests that run may take "
+        if used + reserved + wanted > limit:
+            wait = self._tokens.seconds_until(limit - wanted, now)  # those that run may give back what they reserve
+            words = f"at most {limit} tokens a minute with this API key: {used} are used, requests that run may take "
             raise self._refusal("tokens", RateLimited(f"{words}{reserved}, this one {num_tokens}", wait))
 
     def reserve(self, num_tokens: int, now: float) -> None:
-        """Set aside the most tokens that a request may take, until it is settled.
+        """Reserve the maximum of tokens that a request may take, until it is settled.
 
         Raises:
             RateLimited: so many are not left of the minute.
@@ -122,7 +122,7 @@ class Account:
 
 
 class Accounts:
-    """The accounts of all keys; where none was given, nobody is asked for one.
+    """The accounts of all keys; where none was given, none is asked for.
 
     Raises SettingsError when the file of keys cannot be read, or is none.
     """
@@ -176,8 +176,8 @@ class TokenCounts:
 
 
 @contextmanager
-def charged(account: Account | None, most: Callable[[], int], used: Callable[[], TokenCounts]) -> Iterator[None]:
-    """Let the block run if the account has `most` tokens left, and charge what was `used` by its end.
+def charged(account: Account | None, max_tokens: Callable[[], int], used: Callable[[], TokenCounts]) -> Iterator[None]:
+    """Let the block run if the account has `max_tokens` left, and charge what was `used` by its end.
 
     However it ends: a client that leaves pays for what was computed.
 
@@ -187,7 +187,7 @@ def charged(account: Account | None, most: Callable[[], int], used: Callable[[],
     if account is None:
         yield
         return
-    num_reserved = most()
+    num_reserved = max_tokens()
     account.reserve(num_reserved, time.monotonic())
     try:
         yield

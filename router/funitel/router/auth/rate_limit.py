@@ -1,4 +1,4 @@
-"""How much was used within a minute. Pure: instants are seconds of any clock that never goes back."""
+"""Rate limit: a sliding window of what was used within a minute. Pure: instants are seconds of a monotonic clock."""
 
 from collections import deque
 
@@ -29,13 +29,13 @@ class MinuteWindow:
             self._total -= self._seconds.popleft()[1]
         return self._total
 
-    def seconds_until(self, most: int, now: float) -> float:
+    def seconds_until(self, amount: int, now: float) -> float:
         """How long until at most so much was used within a minute, if nothing is used meanwhile."""
         used = self.used(now)
         free_at = now
-        for end, amount in self._seconds:
-            if used <= most:
+        for end, spent in self._seconds:
+            if used <= amount:
                 break
-            used -= amount
+            used -= spent
             free_at = end
         return free_at - now

@@ -1,10 +1,10 @@
-"""The chat core: one conversation in, typed parts of its answers out. Knows no API's wire shapes.
+"""The chat core: turn one conversation into typed parts of its answers. Knows no API's wire shapes.
 
 OpenAI's chat and responses and Anthropic's messages are thin adapters over it:
 
 1. The adapter turns its body into a `ChatCall` of `ChatMessage`s, `Tool`s, a `ToolChoice` and a `SamplingRequest`.
 2. `prepare_chat(service, call, stream=..., arrived=...)` renders the template, checks and tokenizes the prompt, and
-   gives a `PreparedChat`. Whatever is wrong is raised here as a FunitelError, before anything is sent.
+   gives a `PreparedChat`. Errors are raised here as a FunitelError, before anything is sent.
 3. Either `await prepared.stream(take)`, which calls `take(index, part)` as parts come, where `index` is the choice (0
    unless `call.n` > 1) and a part is one of `Started`, `TextDelta`, `ReasoningDelta`, `ToolCallStart`,
    `ToolCallArguments`, `Finished`; or `await prepared.run()`, which gives the same parts assembled: a `ChatAnswer` for

@@ -1,4 +1,4 @@
-"""Parts put together again: one whole answer."""
+"""Assemble the parts of a chat answer into one whole answer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

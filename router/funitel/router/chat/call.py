@@ -1,4 +1,4 @@
-"""What a client asks of a chat, whatever API it speaks. Plain records; the checks are made when it is prepared."""
+"""Records of a chat request, the same for every API: messages, tools and options. `prepare_chat` checks them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""One choice of an answer: what a sequence generates, step by step, becomes parts."""
+"""Turn the generations of one sequence, step by step, into the parts of one choice of a chat answer."""
 
 import uuid
 from collections.abc import Iterable, Iterator
@@ -47,7 +47,7 @@ class Choice:
         self._has_started = False
 
     def feed(self, generation: Generation) -> list[Part]:
-        """Take what one step generated; return what there is to say now."""
+        """Take what one step generated; return the parts it completes."""
         parts: list[Part] = []
         if not self._has_started:
             self._has_started = True

@@ -1,4 +1,4 @@
-"""What parsers cut an answer's text into, and the buffer they cut it from."""
+"""Base of the output parsers: the pieces that an answer's text is split into, and the buffer they come from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ Piece = TextPiece | Thought | CallStart | CallArguments
 class Parser:
     """Feed a text in any portions; get its pieces. What they add up to does not depend on the portions.
 
-    A subclass is a machine whose states are methods: each looks at `_buffer`, takes what is decided, may change
+    A subclass is a state machine with methods as states: each looks at `_buffer`, takes what is decided, may change
     `_state`, and returns whether it got further. What a state decides about some text it must not decide otherwise when
     more text follows.
     """

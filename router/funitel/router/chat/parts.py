@@ -1,4 +1,4 @@
-"""The parts an answer is made of, as they come."""
+"""The parts of a chat answer, in the order in which they stream."""
 
 from dataclasses import dataclass
 from enum import Enum

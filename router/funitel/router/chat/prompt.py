@@ -1,4 +1,4 @@
-"""A conversation as the prompt a model's template makes of it, and how the answer to it is to be read."""
+"""Render a conversation as a prompt by the model's chat template, and choose the parsers of its answer."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""Reasoning blocks: what a model thinks before it answers, told from the answer by the markers of its template."""
+"""Parse reasoning blocks: separate what a model thinks from its answer by the markers of its template."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ REASONING_FORMATS = {
 
 
 def detect_reasoning(template_source: str, names: Iterable[str] = REASONING_FORMATS) -> ReasoningFormat | None:
-    """Return the format whose markers a chat template knows."""
+    """Return the format with markers that a chat template knows."""
     formats = (REASONING_FORMATS[name] for name in names)
     return next((known for known in formats if known.closing in template_source), None)
 

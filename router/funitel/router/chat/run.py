@@ -1,4 +1,4 @@
-"""Run a chat: check it, render it, generate its choices, hand out their parts."""
+"""Run a chat: check it, render it, generate its choices and stream their parts."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ _TOOL_GRAMMAR = "tools.parameters"  # the field at fault where a grammar made of
 
 @dataclass(slots=True)
 class PreparedChat:
-    """A chat that was found sound and waits to run. Run it once, either way."""
+    """A chat that was checked and waits to run. Run it once, either way."""
 
     call: ChatCall
     prompt: ChatPrompt
@@ -108,9 +108,9 @@ async def prepare_chat(
 
 def check_count(n: int, service: Service) -> None:
     """Raise InvalidRequest for more sequences than can ever run at once."""
-    most = service.settings.max_concurrent_requests
-    if not 0 < n <= most:
-        raise InvalidRequest(f"`n` must be > 0 and <= {most}. Given: {n}", "n")
+    max_n = service.settings.max_concurrent_requests
+    if not 0 < n <= max_n:
+        raise InvalidRequest(f"`n` must be > 0 and <= {max_n}. Given: {n}", "n")
 
 
 async def count_prompt_tokens(service: Service, call: ChatCall, names: Mapping[str, str]) -> int:

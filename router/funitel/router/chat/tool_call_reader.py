@@ -1,4 +1,4 @@
-"""Read tool calls written as JSON, character by character, so that arguments can be passed on as they come.
+"""Read tool calls written as JSON, character by character, so that arguments stream as they are generated.
 
 Only the structure is followed, not every rule of JSON: what a model wrote as arguments is passed on as it wrote it.
 """

@@ -1,4 +1,4 @@
-"""The formats models write tool calls in: one row each. A new format is a row, and a parser if none fits."""
+"""The table of formats that models write tool calls in: a new format is a row, and a parser if none fits."""
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass

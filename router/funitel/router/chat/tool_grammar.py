@@ -1,4 +1,4 @@
-"""The JSON schema of forced tool calls, so that whatever a model writes is a call with valid arguments.
+"""Make the JSON schema of forced tool calls, so that a model writes nothing but calls with valid arguments.
 
 A call is `{"name": NAME, "arguments": ARGUMENTS}`, where ARGUMENTS follow the tool's own schema. Several calls are an
 array of such.
@@ -56,7 +56,7 @@ def _arguments_schema(tool: Tool, definition: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references to its own root follow it to where it is put."""
+    """A schema with its references to its own root changed to where it is put."""
     if isinstance(schema, list):
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, Mapping):

@@ -1,4 +1,4 @@
-"""Find tool calls in what a model writes, by the format it was trained to write them in."""
+"""Parse tool calls in a model's output, by the format it was trained to write them in."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from funitel.router.chat.tool_call_reader import SPACE, Accepts, CallListReader,
 class CallParser(Parser):
     """What the formats have in common: a reader runs over the buffer; what turns out to be no call is text.
 
-    White space around calls belongs to nobody.
+    White space around calls is dropped.
     """
 
     def __init__(self, accepts: Accepts) -> None:

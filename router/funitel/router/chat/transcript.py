@@ -1,4 +1,4 @@
-"""From generated tokens to the text a client may see: no part of the stop that ends it, and no special tokens.
+"""Turn generated tokens into the text a client may see: without the stop that ends it, and without special tokens.
 
 Special tokens that mark tool calls or reasoning are kept, for parsers need them.
 """

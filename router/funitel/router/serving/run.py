@@ -1,7 +1,6 @@
 """Run the sequences of one HTTP request side by side, and count them as one.
 
-What a step brings is taken where the engine delivers it: a stream with a token for each of a thousand clients wakes
-nobody up.
+The generations of a step are taken where the engine delivers them, without waking a task for each stream.
 """
 
 import asyncio
@@ -46,7 +45,7 @@ async def _run_all(jobs: Sequence[GenerationJob], take: Take) -> list[tuple[Gene
         try:
             await run.ended
         finally:
-            _note(jobs, streams, run.endings)
+            _record(jobs, streams, run.endings)
     endings = [run.endings[place] for place in range(len(jobs))]
     timings = [stream.timings for stream in streams]
     jobs[0].succeeded(spanning(timings), sum(ending.num_tokens for ending in endings))
@@ -63,9 +62,9 @@ class _Run:
         self._take = take
         self._num_jobs = len(jobs)
         for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
-            stream.listen(partial(self._hear, place, job, stream))
+            stream.listen(partial(self._receive, place, job, stream))
 
-    def _hear(self, place: int, job: GenerationJob, stream: TokenStream, event: Event, now: float) -> None:
+    def _receive(self, place: int, job: GenerationJob, stream: TokenStream, event: Event, now: float) -> None:
         if self.ended.done():
             return
         if isinstance(event, FunitelError):
@@ -74,7 +73,7 @@ class _Run:
         try:
             job.measure(stream, event, now)
             self._take(place, event)
-        except Exception as error:  # is the request's, and nobody else's: the engine goes on
+        except Exception as error:  # fails this request alone: the engine goes on
             self.ended.set_exception(error)
             return
         if event.finished is not None:
@@ -83,17 +82,19 @@ class _Run:
                 self.ended.set_result(None)
 
 
-def _note(jobs: Sequence[GenerationJob], streams: Sequence[TokenStream], endings: Mapping[int, GeneratedText]) -> None:
-    """Write down what became of jobs that have ended, or are about to be."""
-    note = request_context.current()
+def _record(
+    jobs: Sequence[GenerationJob], streams: Sequence[TokenStream], endings: Mapping[int, GeneratedText]
+) -> None:
+    """Record what became of jobs that have ended, or are about to be."""
+    context = request_context.current()
     firsts = {id(job.request.input_ids): job for job in jobs}.values()  # siblings share a prompt
-    note.num_choices = len(jobs)
-    note.prompt_tokens = sum(len(job.request.input_ids) for job in firsts)
-    note.cached_tokens = sum(job.num_cached_tokens for job in firsts)
-    note.tokens = sum(stream.num_tokens for stream in streams)
-    note.finish_reasons = [endings[place].openai_reason for place in sorted(endings)]
-    note.validation_seconds = jobs[0].validation_seconds
-    note.timings = spanning([stream.timings for stream in streams])
+    context.num_choices = len(jobs)
+    context.prompt_tokens = sum(len(job.request.input_ids) for job in firsts)
+    context.cached_tokens = sum(job.num_cached_tokens for job in firsts)
+    context.tokens = sum(stream.num_tokens for stream in streams)
+    context.finish_reasons = [endings[place].openai_reason for place in sorted(endings)]
+    context.validation_seconds = jobs[0].validation_seconds
+    context.timings = spanning([stream.timings for stream in streams])
 
 
 @asynccontextmanager
@@ -102,14 +103,14 @@ async def _submitted(jobs: Sequence[GenerationJob]) -> AsyncIterator[list[TokenS
     for job in jobs:
         job.arrived.consume_reservation()
     streams: list[TokenStream] = []
-    with charged(jobs[0].arrived.account, lambda: _most_tokens(jobs), lambda: _used_tokens(jobs, streams)):
+    with charged(jobs[0].arrived.account, lambda: _max_tokens(jobs), lambda: _used_tokens(jobs, streams)):
         async with AsyncExitStack() as stack:
             for job in jobs:
                 streams.append(await stack.enter_async_context(job.service.engine.submit(job.request)))
             yield streams
 
 
-def _most_tokens(jobs: Sequence[GenerationJob]) -> int:
+def _max_tokens(jobs: Sequence[GenerationJob]) -> int:
     return _prompt_tokens(jobs) + sum(job.request.stopping.max_new_tokens for job in jobs)
 
 
@@ -180,9 +181,9 @@ def check_count(service: Service, field: str, best_of: Sequence[int]) -> None:
     To be asked before any prompt is tokenized. A `best_of` that is too large by itself is refused for that, later.
     """
     settings = service.settings
-    most, count = settings.max_concurrent_requests, sum(min(each, settings.max_best_of) for each in best_of)
-    if count > most:
-        raise Overloaded(f": `{field}` times `best_of` must be <= {most}. Given: {count}")
+    limit, count = settings.max_concurrent_requests, sum(min(each, settings.max_best_of) for each in best_of)
+    if count > limit:
+        raise Overloaded(f": `{field}` times `best_of` must be <= {limit}. Given: {count}")
 
 
 # Response headers

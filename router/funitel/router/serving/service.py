@@ -1,4 +1,4 @@
-"""What every handler needs: settings, metrics, and once the shards answer, the engine and the tokenizer.
+"""The service that every handler uses: settings, metrics, and once the shards answer, the engine and the tokenizer.
 
 Knows no HTTP. The engine is reached through the few names of `Inference`, so that another can take its place.
 """

@@ -145,8 +145,8 @@ def _check_sampling(sampling: SamplingRequest) -> None:
         _require(holds, name, f"`${name}` {rule}", getattr(p, name))
 
 
-def _check_stop(stop: Sequence[str], most: int) -> None:
-    _require(len(stop) <= most, "stop", f"`$stop` supports up to {most} stop sequences", len(stop))
+def _check_stop(stop: Sequence[str], limit: int) -> None:
+    _require(len(stop) <= limit, "stop", f"`$stop` supports up to {limit} stop sequences", len(stop))
     _require(all(stop), "stop", "`$stop` sequences cannot be empty")
 
 

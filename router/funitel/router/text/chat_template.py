@@ -1,4 +1,4 @@
-"""A model's chat template, rendered as `transformers.apply_chat_template` renders it.
+"""Render a chat by the model's chat template, as `transformers.apply_chat_template` does.
 
 Templates come with models and are not trusted: they run in jinja2's immutable sandbox.
 Source: `transformers/utils/chat_template_utils.py` (`_compile_jinja_template`, `render_jinja_template`).
@@ -148,15 +148,15 @@ def _cut_after(prompt: str, content: str) -> str:
 def prepare(setup: dict[str, Any]) -> Answer:
     """Compile the template; raises TemplateError if it is none."""
     template = ChatTemplate(**setup["texts"])
-    most: int = setup["most_characters"]
+    max_characters: int = setup["max_characters"]
 
     def answer(chat: dict[str, Any]) -> dict[str, str]:
         try:
             text = template.render(**chat)
         except TemplateError as error:
             return {"error": error.message}
-        if len(text) > most:
-            return {"error": f"the prompt must have at most {most} characters, given {len(text)}"}
+        if len(text) > max_characters:
+            return {"error": f"the prompt must have at most {max_characters} characters, given {len(text)}"}
         return {"text": text}
 
     return answer

@@ -16,7 +16,7 @@ from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
 TIME_LIMIT_SECONDS = 5.0  # reasonable grammars take milliseconds
 MEMORY_LIMIT_BYTES = 2**31
 MAX_GRAMMAR_BYTES = 256 * 1024
-NUM_WORKERS = 2  # so that one bomb does not make others wait for its end
+NUM_WORKERS = 2  # so that one expensive grammar does not delay others
 NUM_VERDICTS = 1024
 LIMIT_VERDICT_SECONDS = 60.0  # a busy machine may be what made a grammar slow
 
@@ -66,7 +66,7 @@ class GrammarChecker:
         return verdict
 
     async def _find_out(self, grammar: Grammar) -> _Verdict:
-        """Compile once however many ask at the same time, and also when the first of them leaves."""
+        """Compile once for all concurrent requests, also when the first of them is cancelled."""
         digest = grammar.digest
         if digest not in self._pending:
             task = asyncio.create_task(self._judge(grammar))

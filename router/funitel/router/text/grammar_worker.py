@@ -1,4 +1,4 @@
-"""The process that compiles grammars for `grammar.GrammarChecker`: it is told a tokenizer's file, then the grammars.
+"""Compile grammars in a sandbox process for `grammar.GrammarChecker`: the setup is a tokenizer's file.
 
 An answer is what is wrong with the grammar, or null.
 """

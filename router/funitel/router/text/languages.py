@@ -1,4 +1,4 @@
-"""Which languages a model that translates writes, by the tokens that its tokenizer has for them. Knows no HTTP."""
+"""Find the target languages of a translation model, by the tokens that its tokenizer has for them. Knows no HTTP."""
 
 import re
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""Renders a model's chat template in processes of its own.
+"""Render chat templates in sandbox processes, within limits of time and memory.
 
-Templates come with models, and what they are given with requests: either may be a bomb. It costs its sender a refusal,
-and nobody else anything. Event loop only.
+Templates come with models and messages with requests: neither is trusted. A chat that exceeds a limit is refused, and
+delays no other request. Event loop only.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 TIME_LIMIT_SECONDS = 5.0  # the longest chats take tenths of one
 MEMORY_LIMIT_BYTES = 1 << 30
-MOST_PROMPT_CHARACTERS = 1 << 24  # longer than any model's context
+MAX_PROMPT_CHARACTERS = 1 << 24  # longer than any model's context
 JSON_BYTES = 12  # of a character, at most
 RETRY_SECONDS = 60.0  # a busy machine may be why a process did not start
 
@@ -49,11 +49,11 @@ class TemplateRenderer:
         self._refused_until = 0.0  # and how long that holds, on the monotonic clock
         self._pool = SandboxPool(
             "funitel.router.text.chat_template",
-            {"texts": asdict(texts), "most_characters": MOST_PROMPT_CHARACTERS},
+            {"texts": asdict(texts), "max_characters": MAX_PROMPT_CHARACTERS},
             most=most,
             time_limit=time_limit,
             memory_limit=memory_limit,
-            most_answer_bytes=JSON_BYTES * MOST_PROMPT_CHARACTERS,
+            most_answer_bytes=JSON_BYTES * MAX_PROMPT_CHARACTERS,
         )
 
     async def warm_up(self) -> None:
@@ -63,8 +63,8 @@ class TemplateRenderer:
         except WorkerUnavailable as problem:
             self._refuse(problem)
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **wishes: Any) -> str:
-        """Return the prompt of a chat, with the wishes `ChatTemplate.render` takes.
+    async def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Return the prompt of a chat, with the options `ChatTemplate.render` takes.
 
         Raises:
             TemplateError: the template cannot be used, refused the messages, or took too much time or memory.
@@ -73,7 +73,7 @@ class TemplateRenderer:
         if time.monotonic() < self._refused_until:
             raise TemplateError(self._refusal)
         try:
-            answer: dict[str, str] = await self._pool.ask({"messages": list(messages), **wishes})
+            answer: dict[str, str] = await self._pool.ask({"messages": list(messages), **options})
         except Killed as limit:
             raise TemplateError(f"{limit} to render this chat") from None
         except WorkerUnavailable as problem:
@@ -85,7 +85,7 @@ class TemplateRenderer:
 
     def _refuse(self, problem: WorkerUnavailable) -> None:
         now = time.monotonic()
-        if now < self._refused_until:  # all who waited are told
+        if now < self._refused_until:  # every waiting request gets here
             return
         self._refusal = str(problem)
         self._refused_until = math.inf if problem.is_final else now + RETRY_SECONDS

@@ -1,4 +1,4 @@
-"""Text to tokens, in worker threads, and chats to prompts. Knows no HTTP, no limits and no torch."""
+"""Tokenize texts in worker threads, and render chats as prompts. Knows no HTTP, no limits and no torch."""
 
 import asyncio
 import logging
@@ -110,14 +110,14 @@ class Tokenizer:
         texts = self._renderer.texts
         return texts.tool_source if with_tools and texts.tool_source is not None else texts.source
 
-    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **wishes: Any) -> str:
-        """Render a chat with the wishes `ChatTemplate.render` takes; encode the result without special tokens.
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Render a chat with the options `ChatTemplate.render` takes; encode the result without special tokens.
 
         Raises: as `TemplateRenderer.render`, and TemplateError where there is no template.
         """
         if self._renderer is None:
             raise TemplateError(NO_TEMPLATE)
-        return await self._renderer.render(messages, **wishes)
+        return await self._renderer.render(messages, **options)
 
     async def warm_up(self) -> None:
         """Have ready what the first chat needs."""

@@ -1,4 +1,4 @@
-"""From the parts of an answer to Anthropic's events and blocks. Whole and streamed answers are both made here."""
+"""Build Anthropic's events and content blocks from the parts of an answer, streamed or whole."""
 
 import hashlib
 from collections.abc import Iterator

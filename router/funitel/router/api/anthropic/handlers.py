@@ -1,4 +1,4 @@
-"""Anthropic's routes: `/v1/messages` and `/v1/messages/count_tokens`."""
+"""Handle Anthropic's routes `/v1/messages` and `/v1/messages/count_tokens`."""
 
 import uuid
 from functools import partial

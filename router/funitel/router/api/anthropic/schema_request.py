@@ -214,7 +214,7 @@ class Metadata(ClosedBody):
 
 
 class CountTokensRequest(ClosedBody):
-    """A conversation whose tokens are to be counted, and the part of a request that makes the prompt."""
+    """A conversation to count the tokens of, and the part of a request that makes the prompt."""
 
     model: str = Field(description="Any name; echoed in the answer.")
     messages: list[Message] = Field(min_length=1)

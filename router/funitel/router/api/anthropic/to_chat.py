@@ -1,4 +1,4 @@
-"""An Anthropic request in the words of the chat core."""
+"""Convert an Anthropic request to a `ChatCall` of the chat core."""
 
 import json
 from collections.abc import Iterator

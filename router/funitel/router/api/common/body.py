@@ -1,7 +1,4 @@
-"""Read a JSON body into a record, refusing what is not one with the status and the words that say why.
-
-Records as JSON answers.
-"""
+"""Read a JSON body into a record, or refuse it with a status and the reason; write records as JSON answers."""
 
 import json
 import logging
@@ -46,7 +43,7 @@ _warned_fields: set[str] = set()
 async def read_body(request: Request, model: type[B], limit: int) -> B:
     """Read and check a request's body of at most `limit` bytes.
 
-    On native routes fields that nobody knows are ignored, with one warning for each name.
+    On native routes unknown fields are ignored, with one warning for each name.
 
     Raises:
         UnsupportedMediaType: it is not declared as JSON.
@@ -107,7 +104,7 @@ async def read_json(request: Request, limit: int) -> Any:
 
 
 async def receive_body(request: Request, limit: int) -> None:
-    """Wait until a request's body of at most `limit` bytes is there, and make nothing of it yet.
+    """Receive a request's body of at most `limit` bytes, without parsing it.
 
     Raises:
         UnsupportedMediaType: it is not declared as JSON.
@@ -157,8 +154,8 @@ def _parse_json(content: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise MalformedBody(f"the body is not JSON: {error}") from None
     except ValueError:
-        most = sys.get_int_max_str_digits()
-        raise MalformedBody(f"the body has an integer of more than {most} digits") from None
+        max_digits = sys.get_int_max_str_digits()
+        raise MalformedBody(f"the body has an integer of more than {max_digits} digits") from None
 
 
 def _refuse_surrogates(value: Any, path: tuple[str, ...]) -> None:

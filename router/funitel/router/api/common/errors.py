@@ -1,6 +1,6 @@
-"""What failures look like: TGI's `{error, error_type}` on native routes, OpenAI's object under `/v1`, Anthropic's own.
+"""Answer errors: TGI's `{error, error_type}` on native routes, OpenAI's object under `/v1`, Anthropic's on its routes.
 
-Anthropic's is for its routes, and for whatever under `/v1` is asked with the header `anthropic-version`.
+Anthropic's is also for requests under `/v1` with the header `anthropic-version`.
 """
 
 import logging
@@ -29,7 +29,7 @@ from funitel.router.middleware.operation import is_native
 
 logger = logging.getLogger(__name__)
 
-LEAST_RETRY_SECONDS, MOST_RETRY_SECONDS = 1, 3600
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 3600
 _OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 # Our statuses as Anthropic's status and type; what is not here is its own status and an invalid request, or 500.
 _ANTHROPIC = {
@@ -59,7 +59,7 @@ def openai_error(error: FunitelError) -> OpenAIErrorResponse:
 
 
 def _place(error: FunitelError) -> dict[str, Any]:
-    """Where a refused request would have stood, and for how long."""
+    """The queue position a refused request would have had, and its estimated wait."""
     wait = None if error.wait_seconds is None else round(error.wait_seconds, 3)
     return {"queue_position": error.position, "estimated_wait_seconds": wait}
 
@@ -88,7 +88,7 @@ def _anthropic_kind(status: int, given: str = "") -> tuple[int, str]:
 
 
 def new_request_id() -> str:
-    """A name for one exchange, sent as `request-id` on Anthropic's routes."""
+    """An id of one exchange, sent as `request-id` on Anthropic's routes."""
     return f"req_{uuid.uuid4().hex}"
 
 
@@ -111,10 +111,10 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 
 def _retry_headers(error: FunitelError) -> dict[str, str]:
-    """When to come again, and what the queue is like."""
+    """When to retry, and the state of the queue."""
     headers = {}
     if error.retry_after:
-        seconds = min(max(math.ceil(error.wait_seconds or 0.0), LEAST_RETRY_SECONDS), MOST_RETRY_SECONDS)
+        seconds = min(max(math.ceil(error.wait_seconds or 0.0), MIN_RETRY_SECONDS), MAX_RETRY_SECONDS)
         headers["retry-after"] = str(seconds)
     if error.position is not None:
         headers["x-queue-position"] = str(error.position)
@@ -147,7 +147,7 @@ def _is_anthropic(request: Request) -> bool:
 
 
 class ErrorBoundary:
-    """The rim: an exception nobody expected is logged once, with its traceback, and answered with 500."""
+    """Log an unexpected exception once, with its traceback, and answer it with 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

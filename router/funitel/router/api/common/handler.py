@@ -116,7 +116,7 @@ async def _admitted(request: HttpRequest, service: Service, gate: Admits, handle
 
 
 class _ReservedStream(Response):
-    """A stream whose request is submitted once it begins: until then, or its end, the reservation is held."""
+    """A stream that holds the reservation until its request is submitted, or it ends."""
 
     def __init__(self, stream: EventStream, held: ExitStack) -> None:
         self._stream = stream

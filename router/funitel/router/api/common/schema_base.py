@@ -1,8 +1,6 @@
-"""The numbers and the base records every body is made of.
+"""Base records and field types of the bodies of all APIs, with errors that a client can read.
 
 Types are strict as TGI's are: "5" is no number, true is no integer; an integer is a float.
-
-Pieces that the bodies of several APIs are made of, with errors a client can read.
 """
 
 from typing import Annotated, Any
@@ -68,8 +66,8 @@ def _fail_fast(schema: Any) -> None:
 class Body(BaseModel):
     """A body, or a part of one. Strict types, finite numbers; a list is read up to its first wrong item.
 
-    Otherwise a body of a million wrong items would make a million errors, and hold up everybody for seconds; so would
-    one of as many unknown fields.
+    Otherwise a body of a million wrong items, or unknown fields, would make a million errors and block the loop for
+    seconds.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
@@ -77,9 +75,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_size(cls, content: Any) -> Any:
-        most = len(cls.model_fields) + MAX_UNKNOWN_FIELDS
-        if isinstance(content, dict) and len(content) > most:
-            raise ValueError(f"must have at most {most} fields. Given: {len(content)}")
+        max_fields = len(cls.model_fields) + MAX_UNKNOWN_FIELDS
+        if isinstance(content, dict) and len(content) > max_fields:
+            raise ValueError(f"must have at most {max_fields} fields. Given: {len(content)}")
         return content
 
     @classmethod
@@ -90,13 +88,13 @@ class Body(BaseModel):
 
 
 class NativeBody(Body):
-    """A body whose unknown fields are kept aside, to be warned of (TGI ignores them)."""
+    """A body that keeps unknown fields aside, to warn of them (TGI ignores them)."""
 
     model_config = ConfigDict(extra="allow")
 
     @property
     def unknown_fields(self) -> list[str]:
-        """Names of the fields nobody reads, here and in the parts."""
+        """Names of unknown fields, here and in the parts."""
         values = [item for value in self.__dict__.values() for item in (value if isinstance(value, list) else [value])]
         parts = [value for value in values if isinstance(value, NativeBody)]
         return [*(self.model_extra or {}), *(name for part in parts for name in part.unknown_fields)]
@@ -122,7 +120,7 @@ WITHIN_0_AND_1 = Documented(exclusiveMinimum=0, exclusiveMaximum=1)
 
 
 class ClosedBody(Body):
-    """A body, or a part of one, whose unknown fields are errors; fields are named as clients name them."""
+    """A body, or a part of one, that refuses unknown fields; fields are named as clients name them."""
 
     model_config = ConfigDict(extra="forbid", serialize_by_alias=True)
 

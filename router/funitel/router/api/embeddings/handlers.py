@@ -1,4 +1,4 @@
-"""An encoder's routes: `/embed`, `/rerank`, `/predict` and `/v1/embeddings`."""
+"""Handle the routes of encoders: `/embed`, `/rerank`, `/predict` and `/v1/embeddings`."""
 
 import base64
 import math
@@ -15,7 +15,7 @@ from funitel.proto.step import EncoderInput, EncoderTask
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import IncomingRequest, encoder_route
 from funitel.router.api.embeddings.schema import (
-    USUAL_TOP_K,
+    DEFAULT_TOP_K,
     Embedding,
     EmbeddingsRequest,
     EmbeddingsResponse,
@@ -147,9 +147,9 @@ class EncoderCall:
         self.validation_seconds = time.monotonic() - self.arrived.at
         lengths = [len(text.input_ids) for text in inputs]
         self.num_tokens = sum(lengths)
-        note = request_context.current()
-        note.operation, note.prompt_tokens = _OPERATIONS[task], self.num_tokens
-        note.validation_seconds = self.validation_seconds
+        context = request_context.current()
+        context.operation, context.prompt_tokens = _OPERATIONS[task], self.num_tokens
+        context.validation_seconds = self.validation_seconds
         taken = TokenCounts(prompt=self.num_tokens)  # a client that leaves pays: texts are computed whole, and soon
         with charged(self.arrived.account, lambda: self.num_tokens, lambda: taken):
             work = self.encoder.engine.encode(
@@ -165,7 +165,7 @@ class EncoderCall:
                 if error.retry_after:  # refused
                     taken = TokenCounts()
                 raise
-        note.timings = encoded.timings
+        context.timings = encoded.timings
         self.service.metrics.observe_texts(self.validation_seconds, encoded.timings, lengths)
         return encoded
 
@@ -189,7 +189,7 @@ async def _encodings(call: EncoderCall, given: Sequence[GivenPrompt], prompt: st
         if not all(text.text for text in given):  # a prompt would hide it
             return await call.encoder.tokens_of([text.text for text in given], wish)
         return await call.encoder.tokens_of([prompt + text.text for text in given], wish)
-    most, num_known = call.encoder.engine.limits.max_input_tokens, call.service.tokenizer.num_tokens
+    max_tokens, num_known = call.encoder.engine.limits.max_input_tokens, call.service.tokenizer.num_tokens
     encodings = []
     for text in given:
         ids = text.ids or ()
@@ -197,7 +197,7 @@ async def _encodings(call: EncoderCall, given: Sequence[GivenPrompt], prompt: st
         if unknown is not None:
             raise InvalidRequest(f"`{wish.field}` names tokens by id, < {num_known}. Given: {unknown}", wish.field)
         if wish.truncate is not None:
-            ids = ids[-most:] if wish.truncate == "left" else ids[:most]
+            ids = ids[-max_tokens:] if wish.truncate == "left" else ids[:max_tokens]
         encodings.append(EncodedText(ids))
     call.encoder.check_lengths(encodings, wish.field)
     return encodings
@@ -240,7 +240,7 @@ async def _fill(
 ) -> tuple[Encoded, list[list[Prediction]]]:
     if body.raw_scores:
         raise InvalidRequest("`raw_scores` is for classes; what stands behind a mask has probabilities", "raw_scores")
-    count = body.top_k or USUAL_TOP_K
+    count = body.top_k or DEFAULT_TOP_K
     mask_id = call.encoder.texts.mask_id
     inputs = []
     for place, each in enumerate(encodings):

@@ -1,4 +1,4 @@
-"""Bodies of an encoder's routes, in and out: text-embeddings-inference's native ones and OpenAI's embeddings."""
+"""Request and answer records of encoders: text-embeddings-inference's native routes and OpenAI's embeddings."""
 
 import reprlib
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from funitel.router.api.openai.schema_completions import GivenPrompt, Prompts, g
 from funitel.router.api.openai.schema_messages import OpenAIBody
 
 Direction = Literal["Left", "Right", "left", "right"]
-MOST_TOP_K = 100
-USUAL_TOP_K = 5  # of what may stand behind a mask
+MAX_TOP_K = 100
+DEFAULT_TOP_K = 5  # of what may stand behind a mask
 
 
 class TruncatingBody(NativeBody):
@@ -103,7 +103,7 @@ class PredictRequest(TruncatingBody):
 
     inputs: PredictInputs = Field(description="A text, a pair of texts, or a batch: arrays of a text or a pair each.")
     raw_scores: bool = Field(default=False, description="Whether scores stay as the model gives them, beyond 0..1.")
-    top_k: Annotated[U32, Field(ge=1, le=MOST_TOP_K)] | None = Field(
+    top_k: Annotated[U32, Field(ge=1, le=MAX_TOP_K)] | None = Field(
         default=None, description="Most predictions of a text; all classes, or 5 tokens, when not given."
     )
 

@@ -1,4 +1,4 @@
-"""TGI's native routes: `POST /`, `/generate` and `/generate_stream`."""
+"""Handle TGI's native routes `POST /`, `/generate` and `/generate_stream`."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Bodies of the native routes, in and out, as typed records.
+"""Request and answer records of TGI's native routes.
 
 Knows no HTTP and no limit that depends on settings: those are in `validation`.
 """
@@ -288,5 +288,5 @@ def ending(finished: GeneratedText) -> dict[str, Any]:
 
 
 def top_token_lists(top_tokens: Sequence[Tokens]) -> list[list[Token]] | None:
-    """The likeliest tokens of each position, or None when nobody asked."""
+    """The likeliest tokens of each position, or None when none were asked for."""
     return [Token.list_of(tokens) for tokens in top_tokens] or None

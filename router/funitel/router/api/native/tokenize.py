@@ -1,4 +1,4 @@
-"""`/tokenize` and `/chat_tokenize`: what the model would be given, without running it."""
+"""Handle `/tokenize` and `/chat_tokenize`: the tokens of a prompt, without running the model."""
 
 from starlette.responses import Response
 

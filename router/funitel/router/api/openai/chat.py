@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/chat/completions`: the answer to a chat, whole or streamed."""
+"""Handle OpenAI's `/v1/chat/completions`: the answer to a chat, whole or streamed."""
 
 import time
 import uuid
@@ -58,7 +58,7 @@ FIELDS = {
     "top_n_tokens": "top_logprobs",
     "grammar": "response_format",
 }
-LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
+MIN_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
 
 
 @generation_route
@@ -206,6 +206,6 @@ def _fields(token: ScoredToken) -> dict[str, Any]:
     """A token's record; what cannot be drawn has OpenAI's least log-probability, for JSON has no infinity."""
     return {
         "token": token.text,
-        "logprob": max(token.logprob, LEAST_LOGPROB),
+        "logprob": max(token.logprob, MIN_LOGPROB),
         "bytes": list(token.text.encode()),
     }

@@ -1,4 +1,4 @@
-"""The text of one completion with its tokens, as OpenAI's completions show them. Knows no HTTP."""
+"""Build the text and log-probabilities of one completion, as OpenAI's completions show them. Knows no HTTP."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from funitel.router.api.openai.schema_completions import CompletionLogprobs
 from funitel.router.chat.parts import ScoredToken
 from funitel.router.chat.transcript import PlacedToken, Transcript
 
-LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn; JSON has no infinity
+MIN_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn; JSON has no infinity
 
 NO_PROMPT_LOGPROBS = "`logprobs` with `echo` need shards started with --enable-prefill-logprobs"
 
@@ -76,7 +76,7 @@ class CompletionText:
 def _add(logprobs: CompletionLogprobs, placed: PlacedToken, offset: int) -> None:
     token = placed.token
     logprobs.tokens.append(token.text)
-    logprobs.token_logprobs.append(max(token.logprob, LEAST_LOGPROB))
+    logprobs.token_logprobs.append(max(token.logprob, MIN_LOGPROB))
     logprobs.text_offset.append(offset + placed.start)
     if logprobs.top_logprobs is not None:
         logprobs.top_logprobs.append(dict(_likeliest(token)))
@@ -85,7 +85,7 @@ def _add(logprobs: CompletionLogprobs, placed: PlacedToken, offset: int) -> None
 def _likeliest(token: ScoredToken) -> Iterator[tuple[str, float]]:
     """The likeliest tokens, and the one that was taken if it is not among them; two of one text are one."""
     for each in (token, *reversed(token.top)):
-        yield each.text, max(each.logprob, LEAST_LOGPROB)
+        yield each.text, max(each.logprob, MIN_LOGPROB)
 
 
 def _add_prompt(logprobs: CompletionLogprobs, tokens: Tokens) -> None:
@@ -93,7 +93,7 @@ def _add_prompt(logprobs: CompletionLogprobs, tokens: Tokens) -> None:
     place = 0
     for text, logprob in zip(tokens.texts, tokens.logprobs, strict=True):
         logprobs.tokens.append(text)
-        logprobs.token_logprobs.append(None if logprob != logprob else max(logprob, LEAST_LOGPROB))
+        logprobs.token_logprobs.append(None if logprob != logprob else max(logprob, MIN_LOGPROB))
         logprobs.text_offset.append(place)
         if logprobs.top_logprobs is not None:
             logprobs.top_logprobs.append(None)

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/completions`: texts that go on from prompts, whole or streamed."""
+"""Handle OpenAI's `/v1/completions`: texts that continue prompts, whole or streamed."""
 
 import time
 import uuid
@@ -98,8 +98,8 @@ async def _prepare(service: Service, body: CompletionRequest, arrived: Arrival) 
     _check_count(service, len(prompts), each)
     jobs = []
     for place, prompt in enumerate(prompts):
-        most = 1 if body.max_tokens == 0 else body.max_tokens  # a shard gives one token at least
-        sampling = body.sampling(max_tokens=most, top_logprobs=body.logprobs)
+        max_tokens = 1 if body.max_tokens == 0 else body.max_tokens  # a shard gives one token at least
+        sampling = body.sampling(max_tokens=max_tokens, top_logprobs=body.logprobs)
         if each > (body.n or 1):  # the likeliest are chosen by them
             sampling = replace(sampling, raw_logprobs=True)
         if body.seed is not None:  # the sequences of a request have the seeds that follow its own

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/models`: the one model that is served."""
+"""Handle OpenAI's `/v1/models`: the one model that is served."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's chat route, whole and in chunks, as typed records."""
+"""Answer records of OpenAI's chat route, whole and in chunks."""
 
 from typing import Literal
 

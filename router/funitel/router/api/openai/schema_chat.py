@@ -169,7 +169,7 @@ class ChatRequest(SamplingFields):
 
     @property
     def call(self) -> ChatCall:
-        """The same wishes in the words of the chat core.
+        """The same for the chat core.
 
         Raises:
             InvalidRequest: `tool_choice` or `response_format` make no sense.

@@ -1,4 +1,4 @@
-"""OpenAI's completions, in and out, as typed records."""
+"""Request and answer records of OpenAI's completions."""
 
 import reprlib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Messages of OpenAI's chats as clients send them: text parts, results of tools, and answers sent back."""
+"""Request records of messages in OpenAI's chats: text parts, results of tools, and answers sent back."""
 
 import json
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from funitel.router.chat.call import ChatMessage, PastToolCall
 
 
 class OpenAIBody(Body):
-    """A body whose unknown fields are errors."""
+    """A body that refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""Tools and response formats of OpenAI's chats as clients send them, in OpenAI's shapes and TGI's."""
+"""Request records of tools and response formats in OpenAI's chats, in OpenAI's shapes and TGI's."""
 
 import json
 from typing import Annotated, Any, Literal

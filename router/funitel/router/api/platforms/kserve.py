@@ -1,4 +1,4 @@
-"""KServe's open inference protocol, in the shape TGI gives it."""
+"""Handle KServe's open inference protocol, in the shape TGI gives it."""
 
 from collections.abc import Sequence
 from itertools import chain

@@ -1,4 +1,4 @@
-"""`/invocations` of SageMaker and `/vertex` of Vertex AI: the other routes in other envelopes."""
+"""Handle `/invocations` of SageMaker and `/vertex` of Vertex AI, which carry bodies of the other routes."""
 
 from itertools import chain
 

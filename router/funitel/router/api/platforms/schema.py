@@ -1,4 +1,4 @@
-"""Bodies of the routes that hosting platforms call: SageMaker, Vertex AI and KServe's open inference protocol.
+"""Request and answer records of SageMaker, Vertex AI and KServe's open inference protocol.
 
 Knows no HTTP. What they carry inside are the bodies of the other routes.
 """

@@ -1,4 +1,4 @@
-"""From the parts of an answer to the events and items of a response. Whole and streamed ones are both made here."""
+"""Build the events and items of a response from the parts of an answer, streamed or whole."""
 
 import time
 import uuid
@@ -45,7 +45,7 @@ from funitel.router.chat import (
 )
 from funitel.router.transport.sse_frames import HOLE, Template
 
-LEAST_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
+MIN_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
 
 Event = (
     bytes  # a frame
@@ -216,4 +216,4 @@ def _logprobs(tokens: Sequence[ScoredToken]) -> list[Logprob]:
 
 def _fields(token: ScoredToken) -> dict[str, Any]:
     """A token's record; JSON has no infinity."""
-    return {"token": token.text, "logprob": max(token.logprob, LEAST_LOGPROB), "bytes": list(token.text.encode())}
+    return {"token": token.text, "logprob": max(token.logprob, MIN_LOGPROB), "bytes": list(token.text.encode())}

@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`: answers that are kept, so that they can be retrieved and gone on from."""
+"""Handle OpenAI's `/v1/responses`: answers that are stored, to be retrieved and continued."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's Responses API as clients send them: items of a conversation and how to go on from it.
+"""Request records of OpenAI's Responses API: items of a conversation and how to continue it.
 
 Unknown fields are errors; fields that only concern OpenAI's service are accepted; known fields that would change the
 answer and are not supported are refused by name unless they ask for nothing.
@@ -282,7 +282,7 @@ Metadata = Annotated[
 
 
 class InputTokensRequest(ClosedBody):
-    """A conversation whose tokens are to be counted, and the part of a request that makes the prompt."""
+    """A conversation to count the tokens of, and the part of a request that makes the prompt."""
 
     input: Annotated[
         list[AnyItem], BeforeValidator(_as_items, json_schema_input_type=str | list[AnyItem]), Field(min_length=1)

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's Responses API as it answers: a response, its items, and the events of a stream."""
+"""Answer records of OpenAI's Responses API: a response, its items, and the events of a stream."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""Responses kept in memory, to be retrieved and gone on from. Bounded; the least recently used go first."""
+"""Store responses in memory, bounded, to be retrieved and continued; the least recently used are evicted first."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ _ITEM: TypeAdapter[Any] = TypeAdapter(AnyItem)
 class StoredResponse:
     """A response and the items it answered, those of the responses before it among them.
 
-    `owner` is whose it is, where keys are asked for: for others it is not there.
+    `owner` is the tenant it belongs to, where keys are asked for; other tenants do not see it.
     """
 
     response: ModelResponse

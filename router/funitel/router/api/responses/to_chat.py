@@ -1,4 +1,4 @@
-"""A request of OpenAI's Responses API in the words of the chat core."""
+"""Convert a request of OpenAI's Responses API to a `ChatCall` of the chat core."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
