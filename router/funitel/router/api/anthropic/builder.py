@@ -17,8 +17,8 @@ from funitel.router.api.anthropic.schema_response import (
     MessageEnding,
     MessageStart,
     MessageStop,
+    MessageTokensDetails,
     MessageUsage,
-    OutputTokensDetails,
     SignatureAddition,
     StopReason,
     TextAddition,
@@ -159,7 +159,7 @@ def _stop_reason(finished: Finished, max_tokens: int) -> StopReason:
 
 def _usage(finished: Finished) -> MessageUsage:
     usage = finished.usage
-    details = OutputTokensDetails(thinking_tokens=usage.reasoning_tokens) if usage.reasoning_tokens else None
+    details = MessageTokensDetails(thinking_tokens=usage.reasoning_tokens) if usage.reasoning_tokens else None
     return MessageUsage(
         input_tokens=usage.prompt_tokens - usage.cached_tokens,
         cache_read_input_tokens=usage.cached_tokens,

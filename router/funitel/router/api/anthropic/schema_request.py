@@ -92,7 +92,7 @@ Blocks = Annotated[
 ]
 
 
-class Message(ClosedBody):
+class InputMessage(ClosedBody):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -217,7 +217,7 @@ class CountTokensRequest(ClosedBody):
     """A conversation to count the tokens of, and the part of a request that makes the prompt."""
 
     model: str = Field(description="Any name; echoed in the answer.")
-    messages: list[Message] = Field(min_length=1)
+    messages: list[InputMessage] = Field(min_length=1)
     system: TextBlocks | None = None
     tools: list[Annotated[Annotated[Tool, Tag("<custom>")], by_type("custom", default="custom")]] | None = None
     tool_choice: ToolChoice | None = None

@@ -35,7 +35,7 @@ Content = TextContent | ThinkingContent | ToolUseContent
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class OutputTokensDetails(BaseModel):
+class MessageTokensDetails(BaseModel):
     """What the answer's tokens were spent on."""
 
     thinking_tokens: int
@@ -48,7 +48,7 @@ class MessageUsage(BaseModel):
     output_tokens: int
     cache_creation_input_tokens: int = Field(default=0, description="Always 0: every prefix is kept.")
     cache_read_input_tokens: int = Field(default=0, description="Of the prompt, computed for an earlier request.")
-    output_tokens_details: OutputTokensDetails | None = Field(default=None, exclude_if=is_none)
+    output_tokens_details: MessageTokensDetails | None = Field(default=None, exclude_if=is_none)
 
 
 class MessageAnswer(BaseModel):

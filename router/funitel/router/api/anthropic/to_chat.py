@@ -7,7 +7,7 @@ from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import GrammarType
 from funitel.router.api.anthropic.schema_request import (
     CountTokensRequest,
-    Message,
+    InputMessage,
     MessagesRequest,
     TextBlock,
     ThinkingAdaptive,
@@ -134,7 +134,7 @@ def _check_answered(calls: dict[str, str], place: int) -> None:
         raise InvalidRequest(f"{param}: each tool_use must have its tool_result in the next message: {missing}", param)
 
 
-def _assistant_message(message: Message) -> ChatMessage:
+def _assistant_message(message: InputMessage) -> ChatMessage:
     blocks = message.content
     return ChatMessage(
         role="assistant",
@@ -148,7 +148,7 @@ def _assistant_message(message: Message) -> ChatMessage:
     )
 
 
-def _user_messages(message: Message, place: int, calls: dict[str, str]) -> Iterator[ChatMessage]:
+def _user_messages(message: InputMessage, place: int, calls: dict[str, str]) -> Iterator[ChatMessage]:
     """Results of tools are messages of their own, in the order of the blocks."""
     for number, block in enumerate(message.content):
         if isinstance(block, TextBlock):

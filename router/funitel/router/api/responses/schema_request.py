@@ -177,7 +177,7 @@ class FunctionChoice(ClosedBody):
     name: str
 
 
-class AllowedTools(ClosedBody):
+class AllowedToolsChoice(ClosedBody):
     """Which functions may be called, and whether one must be."""
 
     type: Literal["allowed_tools"]
@@ -201,10 +201,10 @@ Choice = Annotated[
     | Annotated[ModeChoice, Tag("<none>")]
     | Annotated[ModeChoice, Tag("<required>")]
     | Annotated[FunctionChoice, Tag("<function>")]
-    | Annotated[AllowedTools, Tag("<allowed_tools>")],
+    | Annotated[AllowedToolsChoice, Tag("<allowed_tools>")],
     by_type("auto", "none", "required", "function", "allowed_tools"),
     BeforeValidator(
-        _as_choice, json_schema_input_type=Literal["auto", "none", "required"] | FunctionChoice | AllowedTools
+        _as_choice, json_schema_input_type=Literal["auto", "none", "required"] | FunctionChoice | AllowedToolsChoice
     ),
 ]
 
@@ -260,7 +260,7 @@ class ReasoningConfig(ClosedBody):
     mode: Literal["standard"] | None = None
 
 
-class StreamOptions(ClosedBody):
+class ResponseStreamOptions(ClosedBody):
     """What a stream carries besides."""
 
     include_obfuscation: bool | None = Field(default=None, description="Accepted; events are never padded.")
@@ -308,7 +308,7 @@ class ResponsesRequest(InputTokensRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: list[Includable] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     store: bool | None = Field(default=None, description="Whether the response can be retrieved; yes by default.")
     metadata: Metadata | None = None
     # Refused when they ask for something.

@@ -9,7 +9,7 @@ from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import GrammarType
 from funitel.router.api.responses.builder import new_id
 from funitel.router.api.responses.schema_request import (
-    AllowedTools,
+    AllowedToolsChoice,
     FunctionCallItem,
     FunctionCallOutputItem,
     FunctionChoice,
@@ -109,7 +109,7 @@ def _tools(body: InputTokensRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
             return tools, ToolChoice(ToolMode(mode))
         case FunctionChoice(name=name):
             return tools, ToolChoice.named(name)
-        case AllowedTools(mode=mode, tools=allowed):
+        case AllowedToolsChoice(mode=mode, tools=allowed):
             names = {tool.name for tool in tools}
             for place, choice in enumerate(allowed):
                 if choice.name not in names:
