@@ -16,7 +16,7 @@ from funitel.router.core.drain import Drain
 from funitel.router.middleware.route_gate import RouteGate
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
-from funitel.router.transport.sse import DirectSend
+from funitel.router.transport.stream_writer import DirectSend
 
 NATIVE, CHAT = {"inputs": "Hi"}, {"model": "tgi", "messages": [{"role": "user", "content": "Hi"}]}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [

@@ -8,8 +8,9 @@ from pydantic import BaseModel
 from starlette.types import Message
 
 from funitel.proto.errors import Cancelled, FunitelError, StepFailed
-from funitel.router.transport.sse import DirectSend, EventStream, Producer, Put, run_until_disconnect
+from funitel.router.transport.sse import EventStream, Producer, Put, run_until_disconnect
 from funitel.router.transport.sse_frames import named_frame
+from funitel.router.transport.stream_writer import DirectSend
 
 
 class Event(BaseModel):

@@ -16,9 +16,8 @@ from fakes import eventually
 from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from funitel.router.transport.connection import chunk_writer
-from funitel.router.transport.sse import DirectSend, EventStream, Put
-from funitel.router.transport.stream_writer import StreamWriter
+from funitel.router.transport.sse import EventStream, Put
+from funitel.router.transport.stream_writer import DirectSend, StreamWriter, chunk_writer
 
 EVENT = b"data: " + b"x" * 1000 + b"\n\n"
 

@@ -7,15 +7,13 @@ Whoever passes one is told so, if nothing was answered yet, and cut.
 
 import asyncio
 import json
-from collections.abc import Callable
 from enum import Enum
 from http import HTTPStatus
 from math import inf
 from typing import Any, cast
 
 import httptools
-from starlette.types import Message, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from funitel.router.settings import RouterSettings
 from funitel.router.transport.connection_limits import Connections
@@ -26,51 +24,6 @@ MOST_HEADERS = 128  # of a request
 LEAST_READ_BYTES = 1 << 14  # that a client must read, within its time, while more than that waits for it
 LEAVING_SECONDS = 5.0  # for a client to read what it was answered, and to stop sending
 EARLY_SECONDS = 0.002  # timers go by milliseconds
-
-
-WriteChunk = Callable[[bytes], bool]  # False: nothing was written, as something has to be waited for
-
-
-def chunk_writer(send: Send) -> WriteChunk | None:
-    """A way to write chunks of the answer whose `send` this is, without a coroutine and a message for each.
-
-    None where `send` is not uvicorn's own. A chunk is written while the answer's body has no given length, the client
-    is there, and reads what it is sent.
-    """
-    cycle = getattr(send, "__self__", None)
-    if not isinstance(cycle, RequestResponseCycle):
-        return None
-    flow, write = cycle.flow, cycle.transport.write
-
-    def write_chunk(data: bytes) -> bool:
-        if flow.write_paused or not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected:
-            return False
-        write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
-
-    return write_chunk
-
-
-def without_chunks(send: Send) -> Send:
-    """How an answer is sent to a client of HTTP/1.0: a body of no given length ends where its connection does.
-
-    uvicorn would send it in chunks, which came with HTTP/1.1.
-    """
-    cycle = getattr(send, "__self__", None)
-    if not isinstance(cycle, RequestResponseCycle):
-        return send
-    has_length = True
-
-    async def send_plain(message: Message) -> None:
-        nonlocal has_length
-        if message["type"] == "http.response.start":
-            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
-            cycle.chunked_encoding = None if has_length else False
-        elif not has_length:
-            cycle.expected_content_length = len(message.get("body", b""))
-        await send(message)
-
-    return send_plain
 
 
 class Phase(Enum):

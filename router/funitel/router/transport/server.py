@@ -27,7 +27,7 @@ from funitel.router.settings import MOST_TIMEOUT_SECONDS, RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.transport.connection import HttpConnection
 from funitel.router.transport.connection_limits import Connections
-from funitel.router.transport.sse import DirectSend
+from funitel.router.transport.stream_writer import DirectSend
 from funitel.router.transport.tls import Https
 
 logger = logging.getLogger(__name__)

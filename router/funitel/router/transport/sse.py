@@ -10,14 +10,13 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from funitel.proto.errors import Cancelled, FunitelError
 from funitel.router.core import request_context
-from funitel.router.transport.connection import without_chunks
 from funitel.router.transport.memory_budget import CLIENT
 from funitel.router.transport.sse_frames import Event, frame
-from funitel.router.transport.stream_writer import StreamWriter
+from funitel.router.transport.stream_writer import DIRECT, StreamWriter
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -27,7 +26,6 @@ Producer = Callable[[Put], Awaitable[None]]
 KEEP_ALIVE_SECONDS = 15.0
 KEEP_ALIVE = b":\n\n"
 DONE = b"data: [DONE]\n\n"
-DIRECT = "funitel.send"  # in a request's scope: sends bodies past the layers that look at an answer's start only
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -61,22 +59,6 @@ async def _end(*tasks: "asyncio.Future[Any]") -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class DirectSend:
-    """Around an application: note in a request's scope how to send past all of its layers.
-
-    They look at nothing but the start of an answer, and each would cost every token a call.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("http_version") == "1.0":
-            send = without_chunks(send)
-        scope[DIRECT] = send
-        await self._app(scope, receive, send)
 
 
 class EventStream(Response):
@@ -121,43 +103,38 @@ class EventStream(Response):
         self._keep_alive_seconds = keep_alive_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        outlet = StreamWriter(send, scope.get(DIRECT, send), self.raw_headers, scope.get(CLIENT))
+        writer = StreamWriter(send, scope.get(DIRECT, send), self.raw_headers, scope.get(CLIENT), self._frame)
         try:
-            await run_until_disconnect(receive, self._run(outlet))
+            await run_until_disconnect(receive, self._run(writer))
         except Cancelled as error:
-            if not outlet.is_ended:  # else the server ends the connection, which looks the same
+            if not writer.is_ended:  # else the server ends the connection, which looks the same
                 request_context.current().error = error
                 logger.debug("the client left a stream")
         finally:
-            outlet.abandon()
+            writer.abandon()
 
-    async def _run(self, outlet: StreamWriter) -> None:
-        keep_alive = asyncio.ensure_future(outlet.repeat(self._keep_alive, self._keep_alive_seconds))
+    async def _run(self, writer: StreamWriter) -> None:
+        keep_alive = asyncio.ensure_future(writer.repeat(self._keep_alive, self._keep_alive_seconds))
         try:
-            await self._produce(outlet)
-            await outlet.end(DONE if self._done else b"")
+            await self._produce(writer)
+            await writer.end(DONE if self._done else b"")
         finally:
             await _end(keep_alive)
 
-    async def _produce(self, outlet: StreamWriter) -> None:
-        write, frame = outlet.write, self._frame
-
-        def put(event: Event) -> None:
-            write(event if isinstance(event, bytes) else frame(event))
-
+    async def _produce(self, writer: StreamWriter) -> None:
         try:
-            await self._producer(put)
+            await self._producer(writer.write)
         except FunitelError as error:
-            if not outlet.is_started:
+            if not writer.is_started:
                 raise
-            self._fail(put, error)
+            self._fail(writer, error)
         except Exception:
-            if not outlet.is_started:
+            if not writer.is_started:
                 raise
             logger.exception("a stream failed")
-            self._fail(put, FunitelError("internal error"))
+            self._fail(writer, FunitelError("internal error"))
 
-    def _fail(self, put: Put, error: FunitelError) -> None:
+    def _fail(self, writer: StreamWriter, error: FunitelError) -> None:
         """End a stream that has begun with an error."""
         request_context.current().error = error
-        put(self._error_event(error))
+        writer.write(self._error_event(error))

@@ -11,13 +11,76 @@ network in between, costs a fifth more with a thousand streams, for neither stay
 
 import asyncio
 import time
-from collections.abc import Awaitable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from typing import Any, ClassVar
 
-from starlette.types import Send
+from pydantic import BaseModel
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from funitel.router.transport.connection import chunk_writer
 from funitel.router.transport.memory_budget import Client
+from funitel.router.transport.sse_frames import Event, frame
+
+DIRECT = "funitel.send"  # in a request's scope: the server's own `send`, past all layers
+WriteChunk = Callable[[bytes], bool]  # False: nothing was written, as something has to be waited for
+
+
+class DirectSend:
+    """Around an application: note in a request's scope how to send past all of its layers.
+
+    They look at nothing but the start of an answer, and each would cost every token a call.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("http_version") == "1.0":
+            send = without_chunks(send)
+        scope[DIRECT] = send
+        await self._app(scope, receive, send)
+
+
+def chunk_writer(send: Send) -> WriteChunk | None:
+    """A way to write chunks of the answer whose `send` this is, without a coroutine and a message for each.
+
+    None where `send` is not uvicorn's own. A chunk is written while the answer's body has no given length, the client
+    is there, and reads what it is sent.
+    """
+    cycle = getattr(send, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle):
+        return None
+    flow, write = cycle.flow, cycle.transport.write
+
+    def write_chunk(data: bytes) -> bool:
+        if flow.write_paused or not cycle.chunked_encoding or cycle.response_complete or cycle.disconnected:
+            return False
+        write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    return write_chunk
+
+
+def without_chunks(send: Send) -> Send:
+    """How an answer is sent to a client of HTTP/1.0: a body of no given length ends where its connection does.
+
+    uvicorn would send it in chunks, which came with HTTP/1.1.
+    """
+    cycle = getattr(send, "__self__", None)
+    if not isinstance(cycle, RequestResponseCycle):
+        return send
+    has_length = True
+
+    async def send_plain(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_plain
 
 
 class StreamWriter:
@@ -29,6 +92,7 @@ class StreamWriter:
         send_body: Send,
         raw_headers: list[tuple[bytes, bytes]],
         client: Client | None = None,
+        frame: Callable[[BaseModel], bytes] = frame,
     ) -> None:
         """Send nothing yet; the start of the answer, and its body, may take different ways.
 
@@ -40,18 +104,20 @@ class StreamWriter:
         self._raw_headers = raw_headers
         self._write_chunk = chunk_writer(send_body)
         self._client = client
+        self._frame = frame
         self._num_kept = 0  # bytes of what waits while the client does not read
         self._loop = asyncio.get_running_loop()
         self._waiting: list[bytes] = []
         self._clearing: asyncio.Future[None] | None = None  # sends what waits, while the client does not read
         self._last_sent = time.monotonic()
 
-    def write(self, data: bytes) -> None:
-        """Send more of the body, after what waits.
+    def write(self, event: Event) -> None:
+        """Send an event, or its frame, after all that waits.
 
         Raises:
-            Exception: what was written before could not be sent.
+            Exception: an earlier write could not be sent.
         """
+        data = event if isinstance(event, bytes) else self._frame(event)
         if not self.is_started:
             self._start()
         if self._clearing is None:
