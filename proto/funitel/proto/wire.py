@@ -3,7 +3,7 @@
 Knows no sockets: `router.shards` and `model_server.server` carry the messages.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from funitel.proto import encoder_wire
 from funitel.proto import generate_pb2 as pb
@@ -266,6 +266,11 @@ def decode_result(response: StepResponse, vocab_size: int = 0) -> StepResult:
         num_forward_rows=response.num_forward_rows,
         num_forward_tokens=response.num_forward_tokens,
     )
+
+
+def decode_results(parse: Callable[[bytes], StepResponse], vocab_size: int, payload: bytes) -> tuple[StepResult, ...]:
+    """Read the bytes of one rank's Prefill or Decode response; raises as `decode_result`."""
+    return (decode_result(parse(payload), vocab_size),)
 
 
 def _encode_columns(generations: Sequence[Generation], columns: pb.Columns) -> None:

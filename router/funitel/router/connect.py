@@ -9,7 +9,6 @@ from funitel.router.replica_set.slot import ReplicaSlot, check_alike
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.shards import Shards
 from funitel.router.telemetry.metrics import Metrics
-from funitel.router.telemetry.replica_metrics import ReplicaMetrics
 
 
 async def connect(settings: RouterSettings, metrics: Metrics) -> Inference | EncoderEngine:
@@ -25,9 +24,6 @@ async def connect(settings: RouterSettings, metrics: Metrics) -> Inference | Enc
         return start_encoder(found, settings, metrics)
     check_alike(addresses, [shards.infos[-1] for shards in found])
     first_ranks = [sum(len(shards.infos) for shards in found[:index]) for index in range(len(found))]
-    slots = [
-        ReplicaSlot.of(index, ReplicaMetrics(metrics, first_rank), settings)
-        for index, first_rank in enumerate(first_ranks)
-    ]
+    slots = [ReplicaSlot.of(index, metrics.child(first_rank), settings) for index, first_rank in enumerate(first_ranks)]
     members = await asyncio.gather(*(slot.start(shards, settings) for slot, shards in zip(slots, found, strict=True)))
     return ReplicaSet(members, settings, metrics)

@@ -12,7 +12,6 @@ from funitel.proto.step import ShardMemory, StepResult
 from funitel.router.connect import connect
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
-from funitel.router.telemetry.replica_metrics import ReplicaMetrics
 from funitel.router.telemetry.roofline import Roofline
 from funitel_testing.servers import samples_of
 
@@ -66,7 +65,7 @@ def test_what_was_long_ago_does_not_count_as_recent() -> None:
 
 def test_ranks_of_replicas_are_numbered_through_and_steps_without_a_time_say_nothing() -> None:
     metrics = Metrics()
-    second = ReplicaMetrics(metrics, 2)
+    second = metrics.child(2)
     second.set_reads(1, 100, 0.0)
     second.observe_decode(0, [step(0), step(1)])
     second.observe_decode(0, [step(1), step(0)])

@@ -28,7 +28,6 @@ from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.capabilities import check_capabilities
 from funitel.router.shard_client.shards import Shards
 from funitel.router.telemetry.metrics import Metrics
-from funitel.router.telemetry.replica_metrics import ReplicaMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class ReplicaSet(Membership[ServingReplica]):
         super().__init__(len(members), settings, metrics)
         self.limits = smallest_limits([member.engine.limits for member in members])
         self._infos = tuple(info for member in members for info in member.shards.infos)
-        self._holding = HoldingQueue(ReplicaMetrics(metrics, 0), members[0].slot.admission)
+        self._holding = HoldingQueue(metrics.child(0), members[0].slot.admission)
         self._reservations = Reservations()
         self._next_id = 0
         self._newest: tuple[Request, ServingReplica] | None = None
@@ -137,7 +136,7 @@ class ReplicaSet(Membership[ServingReplica]):
         """Move the requests of a lost replica to the others, oldest first, or let them wait for one to come back."""
         evacuated = member.engine.evacuate()
         if not self._serving:
-            self._holding = HoldingQueue(ReplicaMetrics(self._metrics, 0), member.slot.admission)
+            self._holding = HoldingQueue(self._metrics.child(0), member.slot.admission)
         num_kept = sum(self._move(sequence, stream, member, error) for sequence, stream in evacuated)
         num_moved, num_waiting = (num_kept, 0) if self._serving else (0, num_kept)
         return f"requests moved={num_moved} waiting={num_waiting} failed={len(evacuated) - num_kept}"

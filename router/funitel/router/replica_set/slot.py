@@ -14,7 +14,7 @@ from funitel.router.replica_set.membership import Member, Slot
 from funitel.router.scheduler.admission import Admission
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.shards import Shards
-from funitel.router.telemetry.replica_metrics import ReplicaMetrics
+from funitel.router.telemetry.metrics import Metrics
 
 # Facts that replicas share: what a request has begun on one it may end on another.
 _ALIKE = (
@@ -32,11 +32,11 @@ _ALIKE = (
 class ReplicaSlot(Slot):
     """What stays of a replica when it is lost: its metrics, and what admission has learnt there."""
 
-    metrics: ReplicaMetrics
+    metrics: Metrics
     admission: Admission
 
     @classmethod
-    def of(cls, index: int, metrics: ReplicaMetrics, settings: RouterSettings) -> "ReplicaSlot":
+    def of(cls, index: int, metrics: Metrics, settings: RouterSettings) -> "ReplicaSlot":
         """Make a slot in which no replica serves yet."""
         return cls(index=index, metrics=metrics, admission=admission_of(settings))
 

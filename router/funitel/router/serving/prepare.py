@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.step import Generation
 from funitel.router.core import request_context
 from funitel.router.core.request import Request
-from funitel.router.core.stream import Timings, TokenStream
+from funitel.router.core.stream import Timings
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
 from funitel.router.serving.service import Service
@@ -42,17 +41,6 @@ class GenerationJob:
     def validation_seconds(self) -> float:
         """Arrival until queued."""
         return self.validated - self.arrived.at
-
-    def measure(self, stream: TokenStream, generation: Generation, now: float) -> None:
-        """Note what its stream brought at an instant."""
-        metrics, num_tokens = self.service.metrics, len(generation.tokens.ids)
-        self.num_tokens += num_tokens
-        if self.latest_token is None:
-            self.num_cached_tokens = stream.num_cached_tokens
-            metrics.observe_first_token(now - stream.timings.submitted, num_tokens)
-        else:
-            metrics.observe_next_token(now - self.latest_token, num_tokens)
-        self.latest_token = now
 
     def succeeded(self, timings: Timings, num_tokens: int) -> None:
         """Note that the whole answer was computed."""

@@ -71,7 +71,7 @@ class _Run:
             self.ended.set_exception(event)
             return
         try:
-            job.measure(stream, event, now)
+            self._measure(job, stream, event, now)
             self._take(place, event)
         except Exception as error:  # fails this request alone: the engine goes on
             self.ended.set_exception(error)
@@ -80,6 +80,17 @@ class _Run:
             self.endings[place] = event.finished
             if len(self.endings) == self._num_jobs:
                 self.ended.set_result(None)
+
+    def _measure(self, job: GenerationJob, stream: TokenStream, generation: Generation, now: float) -> None:
+        """Count tokens, and observe time to first token or inter-token latency."""
+        metrics, num_tokens = job.service.metrics, len(generation.tokens.ids)
+        job.num_tokens += num_tokens
+        if job.latest_token is None:
+            job.num_cached_tokens = stream.num_cached_tokens
+            metrics.observe_first_token(now - stream.timings.submitted, num_tokens)
+        else:
+            metrics.observe_next_token(now - job.latest_token, num_tokens)
+        job.latest_token = now
 
 
 def _record(

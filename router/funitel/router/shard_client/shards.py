@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 from funitel.proto import encoder_wire, wire
@@ -153,7 +154,7 @@ class Shards:
         """Send a step that adds new sequences."""
         batch = wire.encode_batch(batch_id, starts, self._block_size)
         request = wire.encode_prefill(batch, cached, rows, step_seq, copies)
-        return self._results(self._send(Method.PREFILL, request, self._prefilled))
+        return self._results(self._send(Method.PREFILL, request, self._parsing(pb.PrefillResponse.FromString)))
 
     def decode(
         self,
@@ -164,13 +165,10 @@ class Shards:
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Send a step of cached batches."""
         request = wire.encode_decode(batches, rows, step_seq, copies)
-        return self._results(self._send(Method.DECODE, request, self._decoded))
+        return self._results(self._send(Method.DECODE, request, self._parsing(pb.DecodeResponse.FromString)))
 
-    def _prefilled(self, payload: bytes) -> Results:
-        return (wire.decode_result(pb.PrefillResponse.FromString(payload), self.infos[0].vocab_size),)
-
-    def _decoded(self, payload: bytes) -> Results:
-        return (wire.decode_result(pb.DecodeResponse.FromString(payload), self.infos[0].vocab_size),)
+    def _parsing(self, parse: Parse[wire.StepResponse]) -> Parse[Results]:
+        return partial(wire.decode_results, parse, self.infos[0].vocab_size)
 
     def filter(self, batch_id: int, request_ids: Sequence[int], step_seq: int | None) -> Awaitable[CachedBatch]:
         """Send that only some rows of a cached batch are kept."""

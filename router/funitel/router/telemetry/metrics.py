@@ -8,6 +8,7 @@ import asyncio
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -45,7 +46,8 @@ def _linear(top: int) -> tuple[float, ...]:
 class Metrics:
     """Counters, gauges and histograms of one router. Not thread-safe: call it on the event loop."""
 
-    _first_rank = 0  # of several replicas, whose ranks are numbered through, each has its own
+    _first_rank = 0  # ranks are numbered across replicas: those of a second replica of two shards are 2 and 3
+    _parts: dict[Gauge, float] | None = None  # of each gauge, what one of several replicas adds to it
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -54,6 +56,25 @@ class Metrics:
         self._make_engine_metrics()
         self._make_token_histograms(UNKNOWN_LIMIT, UNKNOWN_LIMIT)
 
+    def child(self, first_rank: int) -> "Metrics":
+        """Return the metrics of one of several replicas: the same series, but each gauge is the sum of all children."""
+        child = copy(self)
+        child._first_rank = first_rank
+        child._parts = {}
+        return child
+
+    def retire(self) -> None:
+        """Take the parts of this replica out of every gauge: it is lost."""
+        for gauge in tuple(self._parts or ()):
+            self._set(gauge, 0)
+
+    def _set(self, gauge: Gauge, value: float) -> None:
+        if self._parts is None:
+            gauge.set(value)
+            return
+        gauge.inc(value - self._parts.get(gauge, 0))
+        self._parts[gauge] = value
+
     def exposition(self) -> bytes:
         """Render everything in Prometheus' text format."""
         return _TGI_COUNTER.sub(rb"\1", generate_latest(self.registry))
@@ -61,7 +82,9 @@ class Metrics:
     # Requests
 
     def set_limits(self, limits: Limits) -> None:
-        """Scale the token histograms to the measured limits; forgets what they held."""
+        """Scale the token histograms to the measured limits, and reset them; a child leaves that to its parent."""
+        if self._parts is not None:
+            return
         for histogram in (self._input_length, self._generated_tokens, self._max_new_tokens):
             self.registry.unregister(histogram)
         self._make_token_histograms(limits.max_input_tokens, limits.max_total_tokens)
@@ -195,37 +218,37 @@ class Metrics:
 
     def set_sequences(self, waiting: int, running: int) -> None:
         """Set how many sequences wait and run."""
-        self._queue_size.set(waiting)
-        self._current_size.set(running)
-        self._sequences.labels("waiting").set(waiting)
-        self._sequences.labels("running").set(running)
+        self._set(self._queue_size, waiting)
+        self._set(self._current_size, running)
+        self._set(self._sequences.labels("waiting"), waiting)
+        self._set(self._sequences.labels("running"), running)
 
     def set_batch_tokens(self, num_tokens: int) -> None:
         """Set how many tokens the running sequences may come to hold."""
-        self._current_max_tokens.set(num_tokens)
+        self._set(self._current_max_tokens, num_tokens)
 
     def set_pool(self, used: int, free: int, cached: int) -> None:
         """Set how many KV blocks are used and free; and how many of the free ones are kept for their content."""
-        self._blocks.labels("cached").set(cached)
-        self._blocks.labels("used").set(used)
-        self._blocks.labels("free").set(free)
+        self._set(self._blocks.labels("cached"), cached)
+        self._set(self._blocks.labels("used"), used)
+        self._set(self._blocks.labels("free"), free)
 
     def set_pool_tokens(self, num_tokens: int) -> None:
         """Set the size of the KV pool in tokens."""
-        self._max_total_tokens.set(num_tokens)
+        self._set(self._max_total_tokens, num_tokens)
 
     def set_cached_batches(self, count: int) -> None:
         """Set how many batches the shards keep."""
-        self._cached_batches.set(count)
+        self._set(self._cached_batches, count)
 
     def set_weights(self, rank: int, num_bytes: int, sharded_bytes: int) -> None:
         """Set what a rank holds of the weights, and how much of that is split between ranks."""
-        self._weight_bytes.labels(rank).set(num_bytes)
-        self._sharded_weight_bytes.labels(rank).set(sharded_bytes)
+        self._set(self._weight_bytes.labels(self._first_rank + rank), num_bytes)
+        self._set(self._sharded_weight_bytes.labels(self._first_rank + rank), sharded_bytes)
 
     def set_kv(self, rank: int, num_bytes: int) -> None:
         """Set the size of a rank's KV pool."""
-        self._kv_bytes.labels(rank).set(num_bytes)
+        self._set(self._kv_bytes.labels(self._first_rank + rank), num_bytes)
 
     def set_reads(self, rank: int, weight_bytes: int, token_bytes: float) -> None:
         """Set what a decoding step of a rank reads: the weights, and so much for each token of a context."""
@@ -238,8 +261,8 @@ class Metrics:
     def set_memory(self, rank: int, memory: ShardMemory) -> None:
         """Set what a rank holds of its host's memory, if it says."""
         if memory.resident_bytes:
-            self._memory.labels(rank, "resident").set(memory.resident_bytes)
-            self._memory.labels(rank, "peak").set(memory.peak_bytes)
+            self._set(self._memory.labels(self._first_rank + rank, "resident"), memory.resident_bytes)
+            self._set(self._memory.labels(self._first_rank + rank, "peak"), memory.peak_bytes)
 
     def count_cancelled(self) -> None:
         """Note that a sequence was cancelled."""
@@ -265,8 +288,8 @@ class Metrics:
 
     def set_queue(self, num_preempted: int, num_tokens: int) -> None:
         """Set how many of the waiting sequences wait to be resumed, and the prompt tokens of all that wait."""
-        self._waiting_preempted.set(num_preempted)
-        self._queued_tokens.set(num_tokens)
+        self._set(self._waiting_preempted, num_preempted)
+        self._set(self._queued_tokens, num_tokens)
 
     def count_refused(self, reason: str) -> None:
         """Note that a request found no place, and by which bound: see docs/scheduling.md."""
