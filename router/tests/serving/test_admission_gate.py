@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import expected, request, run, running
+from fleets import expected, request, run
 from fleets import running as running_fleet
 
 from funitel.proto.errors import DeadlineExceeded, NotReady, Overloaded
@@ -63,7 +63,8 @@ def refusal_of(act: Callable[[], object]) -> tuple[str, int | None, str]:
 
 
 async def test_an_engine_says_at_the_door_what_it_would_say_later(tmp_path: Path) -> None:
-    async with running(tmp_path, max_concurrent_requests=4, max_batch_size=2) as (engine, (fake,), metrics):
+    async with running_fleet(tmp_path, 1, max_concurrent_requests=4, max_batch_size=2) as run_of:
+        engine, [[fake]], metrics = run_of.fleet, run_of.replicas, run_of.metrics
         fake.pause.clear()
         tasks = [asyncio.create_task(run(engine, replace(request(first=i), key=A))) for i in range(3)]
         await asyncio.sleep(0.02)
@@ -79,7 +80,7 @@ async def test_an_engine_says_at_the_door_what_it_would_say_later(tmp_path: Path
         assert early == (": 4 requests in flight, at most 4", 3, "requests")
         assert metrics.registry.get_sample_value("funitel_refused_total", {"reason": "requests"}) == 5
         engine.check_room(incoming_request(B))  # one of the others would leave for it
-        assert len(engine.requests) == 4, "and has not yet"
+        assert len(engine._serving[0].engine.requests) == 4, "and has not yet"
         with pytest.raises(DeadlineExceeded):
             engine.check_room(incoming_request(A, deadline=time.monotonic() - 1))
         fake.pause.set()
@@ -87,10 +88,11 @@ async def test_an_engine_says_at_the_door_what_it_would_say_later(tmp_path: Path
 
 
 async def test_an_engine_that_drains_turns_everybody_away(tmp_path: Path) -> None:
-    async with running(tmp_path) as (engine, _, _):
-        await engine.close()
-        with pytest.raises(NotReady, match="shutting down"):
-            engine.check_room(incoming_request())
+    async with running_fleet(tmp_path) as run_of:
+        await run_of.fleet.close()
+        for ask in (run_of.fleet.check_room, run_of.fleet.reserve):
+            with pytest.raises(NotReady, match="shutting down"):
+                ask(incoming_request())
 
 
 async def test_a_fleet_counts_over_all_replicas(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ class Request:
     inputs: str = ""
     add_special_tokens: bool = True
     cache_salt: str = ""  # only requests of the same salt share computed prefixes
-    key: bytes = field(default=b"", repr=False)  # whose share of the service it takes; a hash, empty for nobody's
+    key: bytes = field(default=b"", repr=False)  # of the API key or token it is charged to; a hash, empty for none
     priority: int = 0  # lower is sooner
-    deadline: float | None = None  # instant of the monotonic clock after which nobody wants the answer
-    request_id: str = ""  # of the HTTP request it is of, for people who look for it
+    deadline: float | None = None  # instant of the monotonic clock after which the answer is of no use
+    request_id: str = ""  # of its HTTP request, for logs
     key_name: str | None = None  # of the API key, for them too
 
 
@@ -113,7 +113,7 @@ class Sequence:
         )
 
     def block_key(self, index: int, block_size: int) -> bytes:
-        """Key of the content of block `index`, whose tokens are known: SHA-256 over the block before it and its tokens.
+        """Key of the content of block `index`, all of known tokens: SHA-256 over the block before it and its tokens.
 
         The first block's predecessor is the hash of the salt, so that tenants with different salts share nothing.
         """

@@ -1,4 +1,4 @@
-"""The loop between HTTP and the shards of an encoder: admission, batches by token budget, rows back to their requests.
+"""The encoder engine: admission, batches by token budget, rows back to their requests.
 
 One shard is one replica, and takes two batches at a time, so that it finds the next at hand. Event loop only.
 """
@@ -49,7 +49,7 @@ class Encoded:
 
 
 class _Pending:
-    """A request whose rows are on their way."""
+    """A request that waits for its rows."""
 
     def __init__(self, submission: Submission) -> None:
         count = len(submission.inputs)
@@ -158,7 +158,7 @@ class EncoderEngine(Membership[Member]):
         return pending.encoded
 
     def check_room(self, incoming: Request) -> None:
-        """Ask admission about a request whose texts are not known yet; raises as `encode`."""
+        """Ask admission about a request before its texts are known; raises as `encode`."""
         self._check(len(incoming.input_ids), incoming.deadline, time.monotonic())
 
     def reserve(self, incoming: Request) -> Reservation:
@@ -250,12 +250,12 @@ class EncoderEngine(Membership[Member]):
 
     async def _answer(self, shards: Shards, task: EncoderTask, texts: Sequence[QueuedText]) -> EncoderResult:
         """What a replica makes of texts; raises ShardUnsound where it hangs."""
-        most = FIRST_FACTOR * self._settings.step_timeout_s  # it may compute another batch before
+        timeout = FIRST_FACTOR * self._settings.step_timeout_s  # it may compute another batch before
         try:
-            async with asyncio.timeout(most):
+            async with asyncio.timeout(timeout):
                 return await shards.encode(task, [text.input for text in texts])
         except TimeoutError:
-            raise ShardUnsound(f"the shard has not answered for {most:g} s") from None
+            raise ShardUnsound(f"the shard has not answered for {timeout:g} s") from None
 
     def _spans(self, texts: Sequence[QueuedText]) -> list[spans.OpenSpan]:
         """Those of the requests that texts are of, of the requests that are traced."""

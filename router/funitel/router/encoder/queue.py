@@ -1,4 +1,4 @@
-"""Texts that wait to be encoded, and which go together next. Pure.
+"""The encoder queue: texts that wait to be encoded, and the next batch of them. Pure.
 
 Requests share by tokens: the one that was given least is next, so that a request of thousands of texts does not keep a
 single one waiting. An incoming one begins where the others are, a step of priority before or behind them.
@@ -88,7 +88,7 @@ class EncoderQueue:
     def plan(self) -> list[QueuedText]:
         """Hand out the texts of the next batch, all of one task; none when nothing waits."""
         batch: list[QueuedText] = []
-        passed = []  # those whose turn it is and whose task is another
+        passed = []  # those that are next and have another task
         left = self._max_tokens
         while self._turns and (self._max_texts is None or len(batch) < self._max_texts):
             got, id, submission = self._turns[0]

@@ -1,4 +1,4 @@
-"""An encoder as handlers see it: its engine, its tokenizer, what it is for. Knows no HTTP."""
+"""The encoder service for handlers: engine, tokenizer and tasks of one encoder. Knows no HTTP."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,13 +98,13 @@ class EncoderService:
 
     def check_lengths(self, encodings: Sequence[EncodedText], field: str) -> None:
         """Raise InvalidRequest for the first text without a token, or with more than the model takes."""
-        most = self.engine.limits.max_input_tokens
+        max_tokens = self.engine.limits.max_input_tokens
         for place, encoding in enumerate(encodings):
             at = f"item {place} of `{field}`" if len(encodings) > 1 else f"`{field}`"
             if not encoding.ids:
                 raise InvalidRequest(f"{at} has no tokens", field)
-            if len(encoding.ids) > most:
-                raise ContextTooLong(f"{at} must have at most {most} tokens. Given: {len(encoding.ids)}", field)
+            if len(encoding.ids) > max_tokens:
+                raise ContextTooLong(f"{at} must have at most {max_tokens} tokens. Given: {len(encoding.ids)}", field)
 
     async def health(self) -> None:
         """Raise a FunitelError when no replica answers."""

@@ -1,4 +1,4 @@
-"""Texts as an encoder takes them: to tokens, many at once, in worker threads. Knows no HTTP and no torch."""
+"""Tokenize texts for an encoder, many at once, in worker threads. Knows no HTTP and no torch."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

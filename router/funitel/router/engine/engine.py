@@ -15,7 +15,7 @@ from funitel.router.engine.interface import ReplicaLoad
 from funitel.router.engine.request_table import RequestTable
 from funitel.router.engine.snapshot import EngineView
 from funitel.router.engine.step_loop import StepLoop
-from funitel.router.scheduler.admission import Admission, InFlight, Reservation, Reservations
+from funitel.router.scheduler.admission import Admission
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.settings import RouterSettings
 from funitel.router.shard_client.capabilities import check_capabilities
@@ -44,7 +44,6 @@ class Engine:
         self._scheduler = scheduler
         self._metrics = metrics
         self.requests = RequestTable(scheduler, metrics, admission, enqueue=self._take, wake=self._wake)
-        self._reservations = Reservations()
         self._compiling: dict[int, tuple[Sequence, asyncio.Task[None]]] = {}  # by id, while their grammar is compiled
         self._steps = StepLoop(
             replica,
@@ -81,21 +80,7 @@ class Engine:
         self._check_open()
         sequence = self._sequence_of(request)
         self._next_id += 1
-        return self.requests.admit(sequence, self._in_flight(request.key))
-
-    def check_room(self, incoming: Request) -> None:
-        """Ask admission about a request whose prompt is not known yet; raises as `submit`, except InvalidRequest."""
-        self._check_open()
-        self.requests.check(self._sequence_of(incoming), self._in_flight(incoming.key))
-
-    def reserve(self, incoming: Request) -> Reservation:
-        """Hold a place for a request until it is submitted; raises as `check_room`, for want of places only."""
-        self._check_open()
-        self.requests.check_count(self._sequence_of(incoming), self._in_flight(incoming.key))
-        return self._reservations.hold(incoming.key)
-
-    def _in_flight(self, key: bytes) -> InFlight:
-        return self.requests.in_flight(key) + self._reservations.in_flight(key)
+        return self.requests.admit(sequence, self.requests.in_flight(request.key))
 
     def _check_open(self) -> None:
         if self._is_draining:
@@ -121,7 +106,7 @@ class Engine:
         for sequence in scheduler.running.values():
             sequence.note_loss()
         compiling = (sequence for sequence, _ in self._compiling.values())
-        # One whose grammar has just been compiled may still be among those that compile.
+        # A sequence with a grammar compiled just now may still be among those that compile.
         here = {s.id: s for s in (*scheduler.running.values(), *scheduler.waiting, *compiling)}
         handed_over = []
         for _, sequence in sorted(here.items()):

@@ -54,7 +54,7 @@ class RequestTable:
         return InFlight(len(self.streams), self._num_of_key[key])
 
     def admit(self, sequence: Sequence, in_flight: InFlight) -> TokenStream:
-        """Queue a sequence whose id is new here; a waiting one of a key with more may be refused in its place.
+        """Queue a sequence of a new id; a waiting one of a key with more may be refused in its place.
 
         Raises: as `check`.
         """
@@ -91,7 +91,7 @@ class RequestTable:
             return self._admission.check(sequence, in_flight, self._holder)
 
     def check_count(self, sequence: Sequence, in_flight: InFlight) -> None:
-        """Check the bounds on requests alone, for a sequence whose prompt is not known yet; raises Overloaded."""
+        """Check the bounds on requests alone, before the prompt is known; raises Overloaded."""
         with self._counting_refusals():
             self._admission.check_count(sequence, in_flight, self._holder)
 
@@ -147,7 +147,7 @@ class RequestTable:
         self._wake()
 
     def _expire(self, sequence: Sequence) -> None:
-        """End a sequence whose deadline has passed; it is in no later step."""
+        """End a sequence at its deadline; it is in no later step."""
         is_running = sequence.id in self._holder.running
         self._metrics.count_expired("running" if is_running else "waiting")
         done = f"after {len(sequence.output_ids)} tokens" if sequence.output_ids else "before its first token"

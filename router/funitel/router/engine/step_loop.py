@@ -43,7 +43,7 @@ class StepLoop:
         metrics: observe every step.
         throughput: observes every step and every end.
         pipeline_steps: maximum of steps in flight.
-        compiling: ids of sequences whose grammar is compiled, which survive the failure of all others.
+        compiling: ids of sequences that wait for their grammar, which survive the failure of all others.
         decode_tokens: that one `decode` span of a trace is for.
         step_timeout_s: that a step may take, as the setting.
     """

@@ -1,6 +1,6 @@
 """The KV block pool: which blocks are free, in use, or kept for their content. Pure; block 0 is never handed out.
 
-A full block whose keys and values are computed is *published* under a key that stands for every token up to its end.
+A full, computed block is *published* under a key that stands for every token up to its end.
 Sequences that begin with the same tokens share it. When it is unused it stays until its memory is needed, least
 recently used first. With a host tier its content goes there then, and comes back into another block.
 """

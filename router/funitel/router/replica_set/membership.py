@@ -18,7 +18,7 @@ from funitel.router.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-RECHECK_SECONDS = 0.5  # between two checks of a replica whose connection ended and that answers all the same
+RECHECK_SECONDS = 0.5  # between two checks of a replica that has disconnected and answers all the same
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The replica set: load balancing and failover over the replicas of one model. Event loop only.
 
-A replica is lost when a rank of it does not answer any more, because it died or because it was told to end. What waited
+A replica is lost when a rank of it does not answer any more, because it died or was asked to end. What waited
 there waits elsewhere; what ran there is resumed elsewhere, behind the tokens its client has got: noise depends on seed
 and position only, so the answer is the one it would have been. Where no replica is left, all of it waits in the holding
 queue until one comes back, with what arrives meanwhile.
@@ -78,7 +78,7 @@ class ReplicaSet(Membership[ServingReplica]):
         return member.engine.requests.admit(sequence, self._in_flight(request.key))
 
     def check_room(self, incoming: Request) -> None:
-        """Ask admission about a request whose prompt is not known yet; raises as `submit`, except InvalidRequest."""
+        """Ask admission about a request before its prompt is known; raises as `submit`, except InvalidRequest."""
         self._check_open()
         sequence = self._sequence_of(incoming)
         self._table_for(sequence).check(sequence, self._in_flight(incoming.key))
@@ -185,10 +185,12 @@ class ReplicaSet(Membership[ServingReplica]):
 
     def _resume(self, sequence: Sequence, stream: TokenStream) -> bool:
         """Let a sequence go on with a replica that has come back, if it is large enough."""
-        most = self.limits.max_total_tokens
+        allowed = self.limits.max_total_tokens
         length = sequence.num_prompt + sequence.request.stopping.max_new_tokens
-        if length > most:
-            stream.deliver(ShardFailed(f"the replica came back smaller: it may have {most} tokens, it wants {length}"))
+        if length > allowed:
+            stream.deliver(
+                ShardFailed(f"the replica came back smaller: it may have {allowed} tokens, it wants {length}")
+            )
             return False
         self._table_for(sequence).adopt(sequence, stream)
         return True

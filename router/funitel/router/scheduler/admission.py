@@ -29,7 +29,7 @@ class InFlight:
 
 
 class Reservations:
-    """Places of requests that were let in and are not submitted yet, by API key: they count as in flight."""
+    """Places held for requests that are not submitted yet, by API key: they count as in flight."""
 
     def __init__(self) -> None:
         self._held: Counter[bytes] = Counter()

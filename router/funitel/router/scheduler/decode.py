@@ -119,9 +119,9 @@ class RunningSet:
     def _mark_plain(self, sequence: Sequence, computed: int) -> None:
         """Predict how often a sequence just decodes: until it needs a block, or has its maximum length."""
         last = sequence.num_prompt + sequence.request.stopping.max_new_tokens - 1
-        most = min(last, len(sequence.blocks) * self._blocks.block_size)
-        if most > computed:
-            sequence.num_plain_steps = most - computed
+        end = min(last, len(sequence.blocks) * self._blocks.block_size)
+        if end > computed:
+            sequence.num_plain_steps = end - computed
             del self._not_plain[sequence.id]
 
     def _grant(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...]:

@@ -78,9 +78,9 @@ class PrefillPlanner:
         if not self.may_share(sequence):
             return Prefix()
         size = self._block_size
-        most = (sequence.num_known - 1) // size
-        blocks = self._blocks.match(sequence.block_key(i, size) for i in range(most))
-        keys = self._blocks.match_host(sequence.block_key(i, size) for i in range(len(blocks), most))
+        count = (sequence.num_known - 1) // size
+        blocks = self._blocks.match(sequence.block_key(i, size) for i in range(count))
+        keys = self._blocks.match_host(sequence.block_key(i, size) for i in range(len(blocks), count))
         return Prefix(blocks, keys)
 
     def cached_prefix_len(self, sequence: Sequence) -> int:

@@ -6,7 +6,7 @@ waits to be resumed. Which one is next and which is preempted depends on what ea
 blocks are published once computed, and a sequence that begins with the same tokens starts behind them.
 
 `schedule` may be called again while steps are *in flight*: planned, and not committed yet. It plans over what they
-promise (`Sequence.ahead`): the tokens they compute, one token for each sequence whose known tokens they complete, an
+promise (`Sequence.ahead`): the tokens they compute, one token for each sequence that is decoded by then, an
 end for one that has all it may have. Results are committed in the order of the plans, and may exceed the promise: of a
 forced span the step that was planned meanwhile computes one token, and nothing of a sequence that has ended.
 
@@ -124,12 +124,12 @@ class Scheduler:
 
     def _budget(self, load: StepLoad) -> ChunkBudget:
         """What may be computed of prompts beside the decoding sequences of `load`."""
-        most = self.policy.max_batch_prefill_tokens
+        max_tokens = self.policy.max_batch_prefill_tokens
         if self.bisector.max_tokens is not None:
-            most = min(most, self.bisector.max_tokens)
+            max_tokens = min(max_tokens, self.bisector.max_tokens)
         if not self.policy.is_chunked:
-            return ChunkBudget(Allowance(most), load=load)
-        return self.step_time.budget(most, load, has_several_keys=self.shares.num_known_keys > 1)
+            return ChunkBudget(Allowance(max_tokens), load=load)
+        return self.step_time.budget(max_tokens, load, has_several_keys=self.shares.num_known_keys > 1)
 
     def _schedule_unchunked(self) -> StepPlan | None:
         """Either a prefill of whole prompts by themselves, or a decode of everything that runs."""

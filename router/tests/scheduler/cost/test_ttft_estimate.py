@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import expected, request, run, running
+from fleets import expected, request, run, running
 from sequences import make_sequence
 from simulations import costs, measures, simulation, trace
 
@@ -176,16 +176,18 @@ def test_at_ten_times_the_capacity_who_is_let_in_is_in_time_and_as_much_is_serve
 
 
 async def test_an_engine_refuses_who_would_wait_too_long(tmp_path: Path) -> None:
-    async with running(tmp_path, target_ttft_ms=1000.0) as (engine, (fake,), metrics):
+    async with running(tmp_path, 1, target_ttft_ms=1000.0) as run_of:
+        engine, [[fake]], metrics = run_of.fleet, run_of.replicas, run_of.metrics
+        scheduler = engine._serving[0].engine._scheduler
         assert await run(engine, request()) == expected(request())
         fake.pause.clear()
-        measure_prompts(engine._scheduler, SECONDS_OF_A_TOKEN)
+        measure_prompts(scheduler, SECONDS_OF_A_TOKEN)
         answer = asyncio.create_task(run(engine, request(20)))
         await asyncio.sleep(0.02)
         with pytest.raises(Overloaded, match="its first token would come after .* the target is 1 s"):
             engine.submit(request(80, first=50))
         engine.check_room(incoming_request())
-        measure_prompts(engine._scheduler, 5 * SECONDS_OF_A_TOKEN)
+        measure_prompts(scheduler, 5 * SECONDS_OF_A_TOKEN)
         with pytest.raises(Overloaded, match="its first token would come after"):
             engine.check_room(incoming_request(priority=1))
         assert metrics.registry.get_sample_value("funitel_refused_total", {"reason": "first_token"}) == 2.0

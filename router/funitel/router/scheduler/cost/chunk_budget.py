@@ -1,4 +1,4 @@
-"""How many prompt tokens a step computes: chunks that fit a budget of tokens and of predicted seconds. Pure.
+"""The chunk budget of a step: how many prompt tokens fit the token budget and the predicted seconds. Pure.
 
 The budget comes from `step_cost`, which has learnt what prompt tokens cost; `prefill` spends it, one sequence after
 another.

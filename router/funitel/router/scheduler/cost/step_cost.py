@@ -1,4 +1,4 @@
-"""How long steps take, learnt from the steps before, and how long the next one may take. Pure.
+"""Step cost model: learns how long steps take, and gives the budget of the next one. Pure.
 
 A step without prompt tokens costs by the number and the contexts of its sequences. Prompt tokens add to that, the later
 ones of a long prompt more, for they attend to all before them. From both follows the budget of the next step: while
@@ -13,7 +13,7 @@ from funitel.router.scheduler.cost.least_squares import LeastSquares
 # Without a target, a step that carries prompt tokens may take so many plain decode steps: gaps stay under 3 times the
 # usual, and prompts, given the larger part of the machine, take under 3 times what they take alone.
 GAP_FACTOR = 2.5
-# An urgent prompt, of a key that was given less than those whose streams run, may make it so many: it is given four
+# An urgent prompt, of a key that was given less than those with streams, may make it so many: it is given four
 # fifths of the machine, and there are few such steps, for it is short.
 URGENT_FACTOR = 5.0
 # With no stream running a step may take this long: new requests and cancellations wait for at most one step. Where
