@@ -14,7 +14,8 @@ from fleets import running as running_fleet
 from funitel.proto.errors import DeadlineExceeded, NotReady, Overloaded
 from funitel.router.core.request import Request, Sequence
 from funitel.router.scheduler.admission import Admission, InFlight, Reservations
-from funitel.router.serving.admission_gate import TokenizeLimit, incoming_request
+from funitel.router.serving.admission_gate import TokenizeLimit
+from funitel.router.serving.arrival import incoming_request
 from funitel.router.serving.service import Service
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics

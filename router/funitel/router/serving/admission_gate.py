@@ -7,7 +7,6 @@ until it is released, because its request is submitted or goes no further.
 from typing import Protocol
 
 from funitel.proto.errors import Overloaded
-from funitel.proto.step import SamplingParams, StoppingParams
 from funitel.router.core.request import Request
 from funitel.router.scheduler.admission import Reservation, Reservations
 from funitel.router.telemetry.metrics import Metrics
@@ -23,14 +22,6 @@ class Admits(Protocol):
     def reserve(self, incoming: Request) -> Reservation:
         """Hold a place for a request until it is submitted; raises as `check_room`, for want of places only."""
         ...
-
-
-def incoming_request(key: bytes = b"", priority: int = 0, deadline: float | None = None) -> Request:
-    """Make a request of what is known before its body is read; it has one token at least."""
-    return Request(input_ids=(0,), sampling=_ANY, stopping=_ONE, key=key, priority=priority, deadline=deadline)
-
-
-_ANY, _ONE = SamplingParams(), StoppingParams(max_new_tokens=1)
 
 
 class TokenizeLimit:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from starlette.requests import Request as HttpRequest
 
 from funitel.proto.errors import InvalidRequest
+from funitel.proto.step import SamplingParams, StoppingParams
 from funitel.router.auth.accounts import Account
 from funitel.router.core.request import MAX_PRIORITY, Request
 from funitel.router.middleware.auth import account_of, owner_of_request
 from funitel.router.scheduler.admission import Reservation
-from funitel.router.serving.admission_gate import incoming_request
 
 ARRIVAL = "funitel.arrival"  # in a request's scope, once it has a reservation
 TIMEOUT, PRIORITY = "x-request-timeout", "x-request-priority"
@@ -56,6 +56,14 @@ class Arrival:
             _priority(http.headers.get(PRIORITY)),
             timeout and now + timeout,
         )
+
+
+def incoming_request(key: bytes = b"", priority: int = 0, deadline: float | None = None) -> Request:
+    """Make a request of what is known before its body is read; it has one token at least."""
+    return Request(input_ids=(0,), sampling=_ANY, stopping=_ONE, key=key, priority=priority, deadline=deadline)
+
+
+_ANY, _ONE = SamplingParams(), StoppingParams(max_new_tokens=1)
 
 
 def _timeout(value: str | None) -> float | None:

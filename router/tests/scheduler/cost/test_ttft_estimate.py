@@ -19,7 +19,7 @@ from funitel.router.scheduler.cost.chunk_budget import StepLoad
 from funitel.router.scheduler.cost.throughput import MAX_LATENESS, Throughput
 from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
-from funitel.router.serving.admission_gate import incoming_request
+from funitel.router.serving.arrival import incoming_request
 
 TARGET = 2.0
 SECONDS_OF_A_TOKEN = 0.01  # of a prompt
