@@ -185,7 +185,7 @@ def test_an_empty_key_or_file_lets_nobody_in(tmp_path: Path) -> None:
             build_app(RouterSettings(api_key_file=str(path)), never)
 
 
-# At the door ---------------------------------------------------------------------------------------------------------
+# At the admission gate -----------------------------------------------------------------------------------------------
 
 
 class Full(FakeEngine):

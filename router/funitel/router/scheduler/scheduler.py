@@ -6,7 +6,7 @@ waits to be resumed. Which one is next and which is preempted depends on what ea
 blocks are published once computed, and a sequence that begins with the same tokens starts behind them.
 
 `schedule` may be called again while steps are *in flight*: planned, and not committed yet. It plans over what they
-promise (`Sequence.ahead`): the tokens they compute, one token for each sequence that is decoded by then, an
+promise (`Sequence.ahead`): the tokens they compute, one token for each sequence that decodes by then, an
 end for one that has all it may have. Results are committed in the order of the plans, and may exceed the promise: of a
 forced span the step that was planned meanwhile computes one token, and nothing of a sequence that has ended.
 
