@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Call:
-    """Pickles as a call, which whoever reads it carelessly makes."""
+    """Pickles as a call, which a careless reader makes."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.call = (function, arguments)

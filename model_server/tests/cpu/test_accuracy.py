@@ -28,7 +28,7 @@ def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def save_rounded(folder: Path, target: Path) -> Path:
-    """A copy of a model whose matrices hold what int8 makes of them: 127 levels to either side for each output."""
+    """A copy of a model with matrices as int8 rounds them: 127 levels to either side for each output."""
     shutil.copytree(folder, target)
     tensors = load_file(target / "model.safetensors")
     for name, weight in tensors.items():

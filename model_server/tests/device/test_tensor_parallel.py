@@ -1,4 +1,4 @@
-"""Who holds what: every head and unit exactly once, never a query head without its KV head."""
+"""The shares of ranks: every head and unit exactly once, never a query head without its KV head."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Mixtures of experts and latent attention: who is chosen, who reads what, and what the fused step leaves to torch."""
+"""Mixtures of experts and latent attention: the experts chosen, shares of ranks, and the limits of the fused step."""
 
 import json
 import logging

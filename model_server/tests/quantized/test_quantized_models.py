@@ -1,4 +1,4 @@
-"""A whole model whose linear layers somebody else quantised: the logits of the same weights in float, on any ranks."""
+"""A whole model with linear layers that another program quantised: logits of the same weights in float on any ranks."""
 
 import json
 import subprocess

@@ -95,7 +95,7 @@ async def test_a_number_is_executed_once_and_clearing_all_starts_again(shard: Sh
 
 
 async def test_steps_may_be_sent_before_the_one_before_is_answered(shard: Shard) -> None:
-    """Three at once, of which the first brings the last token: the second finds nothing, the third joins nobody."""
+    """Three at once, of which the first brings the last token: the second finds nothing, the third joins no row."""
     batch = wire.encode_batch(1, [start(1, PROMPT, 1)], 4)
     ended = wire.decode_cached(pb.CachedBatch(id=1, request_ids=[1]))
     calls = (

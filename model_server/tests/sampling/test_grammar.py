@@ -50,7 +50,7 @@ def executor(forcing: Executor) -> Executor:
 
 
 def schema_start(schema: Any, request_id: int = 1, max_new_tokens: int = 300, **fields: Any) -> SequenceStart:
-    """A sequence whose completion is JSON."""
+    """A sequence with a completion in JSON."""
     fields = {"do_sample": True, "seed": 3, "ignore_eos": False, "blocks": BLOCKS} | fields
     grammar = {"grammar": json.dumps(schema), "grammar_type": GrammarType.JSON}
     return start(request_id, PROMPT, max_new_tokens, **grammar, **fields)

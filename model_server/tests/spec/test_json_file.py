@@ -1,4 +1,4 @@
-"""Specs that users write: a model nobody listed is served by one, and every mistake in it is one clear line."""
+"""Specs that users write: a model in no table is served by one, and every mistake in it is one clear line."""
 
 import json
 from pathlib import Path

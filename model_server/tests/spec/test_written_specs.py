@@ -1,4 +1,4 @@
-"""A spec written by hand serves a model whose architecture is in no table: its logits are those of transformers."""
+"""A spec written by hand serves a model of an architecture in no table: its logits are those of transformers."""
 
 import json
 from pathlib import Path

@@ -106,7 +106,7 @@ def _in_shared_memory(parallel: TensorParallel, library: ctypes.CDLL) -> TensorP
 
 
 def _log_tier(decoder: fused.FusedDecoder, *, is_default: bool) -> None:
-    """Say how weights are kept where nobody asked, and which of a GGUF's are not as they were."""
+    """Log how weights are kept where no flag says it, and which of a GGUF's are not as they were."""
     kinds = decoder.program.kinds
     others = [layers for layers, kind in kinds.items() if not kind.has_blocks]
     if decoder.tier is Tier.GGUF and not decoder.has_blocks:

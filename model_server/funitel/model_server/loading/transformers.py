@@ -118,7 +118,7 @@ def load_fallback(
 
 
 class _OnFirstRank:
-    """A forward whose every rank has the logits: the first passes them on. See Forward."""
+    """A forward with the logits on every rank: the first passes them on. See Forward."""
 
     def __init__(self, forward: PackedModel | StackedModel, parallel: TensorParallel) -> None:
         self._forward = forward
