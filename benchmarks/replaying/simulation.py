@@ -72,7 +72,7 @@ class SimulatedReplica:
         """Begin without requests; without an `admission`, every request that fits into the pool is admitted."""
         self.scheduler = scheduler
         self._admission = admission
-        self.is_asleep = True  # nothing is under way, and no event will wake it
+        self.is_asleep = True  # nothing is in flight, and no event will wake it
         self.load_tokens = 0  # known tokens of all that wait or run
         self._costs = costs
         self._measures = measures
@@ -133,7 +133,7 @@ class SimulatedReplica:
     def advance(self, now: float) -> float | None:
         """Do what is due: plan a further step, or end one and begin the next.
 
-        Returns when there will be something to do again; None if nothing is under way.
+        Returns when there will be something to do again; None if nothing is in flight.
         """
         if self._ends and now < self._ends[-1]:
             self._send_steps(now)

@@ -66,20 +66,20 @@ def test_tokens_count_even_where_texts_agree() -> None:
     assert not other.begins(ANSWERS[ASK])
 
 
-def test_a_loss_is_too_much_unless_it_was_expected_of_a_request_under_way() -> None:
+def test_a_loss_is_too_much_unless_it_was_expected_of_a_request_in_flight() -> None:
     before = outcome(0.0, 1.0, heard("a", "b", "c"))
-    under_way = outcome(0.0, 3.0, heard("a", is_whole=False), loss="gone")
+    in_flight = outcome(0.0, 3.0, heard("a", is_whole=False), loss="gone")
     later = outcome(2.5, 3.0, heard(is_whole=False), loss="gone")
     left = outcome(0.0, 3.0, heard("a", is_whole=False), LEFT)
-    everything = [before, under_way, later, left]
-    for cost, num_too_much in ((Cost.NOTHING, 2), (Cost.UNDER_WAY, 1), (Cost.CAUSE, 2)):
+    everything = [before, in_flight, later, left]
+    for cost, num_too_much in ((Cost.NOTHING, 2), (Cost.IN_FLIGHT, 1), (Cost.CAUSE, 2)):
         found = judge(fault(cost), everything, 2.0, ANSWERS)
-        assert (found.num_requests, found.num_under_way, len(found.lost)) == (3, 2, 2)
+        assert (found.num_requests, found.num_in_flight, len(found.lost)) == (3, 2, 2)
         assert len(found.too_much) == num_too_much
         assert not found.wrong
     assert not judge(fault(Cost.CAUSE, lambda ask: ask == ASK), everything, 2.0, ANSWERS).too_much
     assert judge(
-        fault(Cost.UNDER_WAY), [outcome(0.0, 3.0, heard("b", is_whole=False), loss="gone")], 2.0, ANSWERS
+        fault(Cost.IN_FLIGHT), [outcome(0.0, 3.0, heard("b", is_whole=False), loss="gone")], 2.0, ANSWERS
     ).wrong
 
 

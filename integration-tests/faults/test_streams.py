@@ -22,15 +22,15 @@ async def test_every_stream_outlives_a_shard(
         answers = await undisturbed(scene.url, asks, count)
         load = Load(scene.url, asks, count)
         task = asyncio.create_task(load.run())
-        await load.until_under_way(share=1.0)
-        under_way = [outcome for outcome in load.outcomes if outcome.ended is None]
+        await load.until_in_flight(share=1.0)
+        in_flight = [outcome for outcome in load.outcomes if outcome.ended is None]
         os.kill(scene.server.shard_pids()[0], signal.SIGKILL)
         outcomes = await task
     figures[f"streams that ran when a shard was killed, of {count}; finished; with their text"] = (
-        len(under_way),
+        len(in_flight),
         sum(not outcome.loss for outcome in outcomes),
         sum(outcome.heard.begins(answers[outcome.ask]) for outcome in outcomes),
     )
-    assert len(under_way) == count, "some were over before it was killed"
+    assert len(in_flight) == count, "some were over before it was killed"
     assert [outcome.loss for outcome in outcomes if outcome.loss] == []
     assert all(outcome.heard == answers[outcome.ask] for outcome in outcomes)

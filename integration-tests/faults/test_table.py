@@ -20,7 +20,7 @@ REQUESTS = 40
 TOKENS = 150
 RUNS = 5
 MAX_WORN = 3  # times that the shards of one deployment are started again
-MIN_UNDER_WAY = CLIENTS // 4  # else the load was too small to tell anything
+MIN_IN_FLIGHT = CLIENTS // 4  # else the load was too small to tell anything
 
 
 class Stage:
@@ -90,7 +90,7 @@ async def test_a_fault_costs_what_was_expected(
             stage.clear()
             raise
         found = row.runs[-1]
-        assert found.num_under_way >= MIN_UNDER_WAY, "the load was too small to tell"
+        assert found.num_in_flight >= MIN_IN_FLIGHT, "the load was too small to tell"
         assert not found.too_much, found.too_much
         assert not found.wrong, found.wrong
 

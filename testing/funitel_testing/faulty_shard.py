@@ -89,7 +89,7 @@ class Faults:
 
 
 class FaultyForward:
-    """The forward of an executor; stands in for it, and knows the rows of the step under way."""
+    """The forward of an executor; stands in for it, and knows the rows of the step in flight."""
 
     def __init__(self, executor: Any, faults: Faults) -> None:
         self.rows: Sequence[tuple[Any, int]] = ()  # rows that compute, each with how many tokens

@@ -178,13 +178,13 @@ class StepSocket(FrameProtocol):
     def __init__(self, shard: InstantShard) -> None:
         super().__init__()
         self._steps = shard.steps
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._in_flight: set[asyncio.Task[None]] = set()
 
     def take(self, frame: Frame) -> None:
         """Answer a call."""
         task = asyncio.create_task(self._answer(frame))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        self._in_flight.add(task)
+        task.add_done_callback(self._in_flight.discard)
 
     async def _answer(self, frame: Frame) -> None:
         method, request = self._steps[frame.code]

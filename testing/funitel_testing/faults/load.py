@@ -40,7 +40,7 @@ class Outcome:
     loss: str = ""  # how it was lost
     num_refusals: int = 0  # times it was refused with Retry-After or found no server
 
-    def was_under_way(self, instant: float) -> bool:
+    def was_in_flight(self, instant: float) -> bool:
         """Whether it had been asked by then, and not answered."""
         return self.began <= instant and (self.ended is None or self.ended > instant)
 
@@ -72,12 +72,12 @@ class Load:
             await asyncio.gather(*(self._ask_on(client) for _ in range(self._num_clients)))
         return self.outcomes
 
-    async def until_under_way(self, share: float = 0.3) -> None:
+    async def until_in_flight(self, share: float = 0.3) -> None:
         """Return once that share of the clients hears its answer."""
         wanted = min(self._num_clients, self._num_asks) * share
         deadline = time.monotonic() + PATIENCE_SECONDS
         while sum(outcome.heard.num_pieces >= 3 for outcome in self.outcomes) < wanted:
-            assert time.monotonic() < deadline, "the load does not get under way"
+            assert time.monotonic() < deadline, "the load does not start"
             assert not (losses := [outcome.loss for outcome in self.outcomes if outcome.loss]), losses
             await asyncio.sleep(0.01)
 

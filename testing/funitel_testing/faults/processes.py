@@ -110,7 +110,7 @@ FAULTS = (
     ),
     Fault(
         name="kill -9 of the launcher",
-        cost=Cost.UNDER_WAY,
+        cost=Cost.IN_FLIGHT,
         why="its children end with it; an init system starts it again",
         scene=PAIR,
         strike=_kill_launcher,
@@ -118,7 +118,7 @@ FAULTS = (
     ),
     Fault(
         name="kill -9 of the router",
-        cost=Cost.UNDER_WAY,
+        cost=Cost.IN_FLIGHT,
         why="it holds the connections; the launcher ends, and an init system starts it again",
         scene=PAIR,
         strike=_kill_router,
@@ -127,7 +127,7 @@ FAULTS = (
     ),
     Fault(
         name="kill -9 of a router with shards of their own",
-        cost=Cost.UNDER_WAY,
+        cost=Cost.IN_FLIGHT,
         why="it holds the connections; the shards serve the next router",
         scene=by_hand,
         strike=_kill_router_alone,

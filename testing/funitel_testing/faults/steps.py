@@ -21,7 +21,7 @@ LIES = {
     "truncated": "that is cut short",
     "missing": "without a token",
     "twice": "with a token given twice",
-    "stranger": "with a token for a request that nobody made",
+    "stranger": "with a token for a request that does not exist",
     "vocabulary": "with a token beyond the vocabulary",
 }
 MANY_ROWS = 9  # beyond the half of all clients

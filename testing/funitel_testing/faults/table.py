@@ -17,10 +17,10 @@ START = "a start"  # the load of faults that there are before anything is asked
 
 
 class Cost(StrEnum):
-    """The most that a fault may cost of the requests that it finds under way, or that cause it."""
+    """The most that a fault may cost of the requests that it finds in flight, or that cause it."""
 
     NOTHING = "nothing"
-    UNDER_WAY = "those under way"
+    IN_FLIGHT = "those in flight"
     CAUSE = "those that cause it"
 
 
@@ -65,10 +65,10 @@ class Fault:
 
 @dataclass
 class Run:
-    """What one strike cost; of the requests that were under way or came later."""
+    """What one strike cost; of the requests that were in flight or came later."""
 
     num_requests: int = 0
-    num_under_way: int = 0
+    num_in_flight: int = 0
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     too_much: list[str] = field(default_factory=list)  # losses beyond what was expected
@@ -76,9 +76,9 @@ class Run:
 
 
 async def run(fault: Fault, scene: Scene, load: Load, answers: Answers) -> Run:
-    """Strike once the load is under way, and see what becomes of it."""
+    """Strike once the load has started, and see what becomes of it."""
     task = asyncio.create_task(load.run())
-    await load.until_under_way()
+    await load.until_in_flight()
     load.struck = struck = time.monotonic()
     strike = asyncio.create_task(fault.strike(scene))
     try:
@@ -96,14 +96,14 @@ def judge(fault: Fault, outcomes: Sequence[Outcome], struck: float, answers: Ans
     found = Run()
     for outcome in outcomes:
         was_over = outcome.ended is not None and outcome.ended <= struck
-        was_under_way = outcome.was_under_way(struck)
+        was_in_flight = outcome.was_in_flight(struck)
         found.num_requests += not was_over
-        found.num_under_way += was_under_way
+        found.num_in_flight += was_in_flight
         if outcome.loss:
             found.lost.append(f"{outcome.ask}: {outcome.loss}")
             was_expected = {
                 Cost.NOTHING: False,
-                Cost.UNDER_WAY: was_under_way,
+                Cost.IN_FLIGHT: was_in_flight,
                 Cost.CAUSE: fault.causes(outcome.ask),
             }
             if not was_expected[fault.cost]:
