@@ -41,7 +41,12 @@ TARGETS = {
     "kv_cache": Target("router", ("kv_cache/*.py",), ("kv_cache",)),
     "stops": Target("router", ("text/stop_holdback.py",), ("text/test_stop_holdback.py",)),
     "quotas": Target("router", ("auth/*.py",), ("auth",)),
-    "sampling": Target("model_server", ("sampling/*.py",), ("sampling",)),
+    "sampling": Target(
+        "model_server",
+        ("sampling/[!g]*.py", "sampling/gumbel_noise.py"),
+        ("sampling/test_[!g]*.py", "sampling/test_gumbel_noise.py"),
+    ),
+    "grammar": Target("model_server", ("sampling/grammar.py",), ("sampling/test_grammar.py",)),
 }
 
 CONFIG = """
@@ -50,7 +55,7 @@ source_paths = ["src"]
 only_mutate = {sources}
 do_not_mutate_patterns = ["^ *(raise|logger)\\\\b"]
 also_copy = ["conftest.py", "testing", "benchmarks"]
-pytest_add_cli_args = ["-p", "no:cacheprovider", "-x", "-q", "--hypothesis-profile=short"]
+pytest_add_cli_args = ["-p", "no:cacheprovider", "-x", "-q", "--hypothesis-profile=short", "--ignore-glob=*_replay.py"]
 pytest_add_cli_args_test_selection = {tests}
 timeout_multiplier = 1.5
 
@@ -73,10 +78,14 @@ def lay_out(folder: Path, target: Target, module: str) -> None:
     for name in ("testing", "benchmarks"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "conftest.py", folder)
-    part = folder / "src/funitel" / target.part
-    patterns = [source.replace("*", module or "*") for source in target.sources]
-    sources = [str(path.relative_to(folder)) for pattern in patterns for path in part.glob(pattern)]
-    tests = [f"tests/{test}" for test in target.tests]
+
+    def found(below: Path, patterns: tuple[str, ...]) -> list[Path]:
+        return [path.relative_to(folder) for pattern in patterns for path in below.glob(pattern)]
+
+    sources = [
+        str(path) for path in found(folder / "src/funitel" / target.part, target.sources) if fnmatch(path.stem, module)
+    ]
+    tests = [str(path) for path in found(folder / "tests", target.tests)]
     (folder / "pyproject.toml").write_text(CONFIG.format(sources=sources, tests=tests))
 
 
@@ -121,7 +130,7 @@ def run(name: str, module: str, max_children: int, reasons: dict[str, str]) -> b
     for key in sorted(unnamed):
         print(f"  survived: {key}")
     for key in sorted(reasons.keys() - survivors):
-        if fnmatch(key.partition(".")[0], module or "*"):
+        if fnmatch(key.partition(".")[0], module):
             print(f"  named in mutants.toml, but killed or gone: {key}")
     return share >= MIN_KILLED and not unnamed
 
@@ -138,7 +147,7 @@ def main() -> int:
     asked = [package.partition("/") for package in arguments.packages]
     if unknown := {name for name, _, _ in asked} - TARGETS.keys():
         parser.error(f"no such package: {', '.join(sorted(unknown))}; there are {', '.join(TARGETS)}")
-    good = [run(name, module, arguments.max_children, reasons.get(name, {})) for name, _, module in asked]
+    good = [run(name, module or "*", arguments.max_children, reasons.get(name, {})) for name, _, module in asked]
     return int(not all(good))
 
 
