@@ -57,7 +57,7 @@ do_not_mutate_patterns = ["^ *(raise|logger)\\\\b"]
 also_copy = ["conftest.py", "testing", "benchmarks"]
 pytest_add_cli_args = ["-p", "no:cacheprovider", "-x", "-q", "--hypothesis-profile=short", "--ignore-glob=*_replay.py"]
 pytest_add_cli_args_test_selection = {tests}
-timeout_multiplier = 1.5
+timeout_multiplier = 8.0
 
 [tool.pytest.ini_options]
 addopts = ["--import-mode=importlib", "-m", "not slow"]
@@ -121,12 +121,15 @@ def run(name: str, module: str, max_children: int, reasons: dict[str, str]) -> b
     outcomes = dict(re.findall(r"^ *(\S+): (.+)$", mutmut(folder, "results", "--all", "true"), re.MULTILINE))
     survivors = {key_of(folder, mutant) for mutant, outcome in outcomes.items() if outcome in SURVIVED}
     num_killed = sum(outcome not in SURVIVED for outcome in outcomes.values())
+    num_timeouts = list(outcomes.values()).count("timeout")
     unnamed = survivors - reasons.keys()
     share = num_killed / max(1, len(outcomes))
+    num_named = len(survivors) - len(unnamed)
     print(
-        f"{name}: {len(outcomes)} mutants, {num_killed} killed ({share:.1%}), {len(survivors & reasons.keys())} named, "
-        f"{len(unnamed)} not, {time.monotonic() - began:.0f} s"
+        f"{name}: {len(outcomes)} mutants, {num_killed} killed ({share:.1%}), {num_timeouts} of them by a timeout;",
+        end=" ",
     )
+    print(f"{num_named} survivors named, {len(unnamed)} not; {time.monotonic() - began:.0f} s")
     for key in sorted(unnamed):
         print(f"  survived: {key}")
     for key in sorted(reasons.keys() - survivors):

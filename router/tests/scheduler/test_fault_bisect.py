@@ -116,6 +116,40 @@ def test_a_whim_costs_nobody_anything_but_one_more_step() -> None:
     assert trial.bisector.max_sequences is None
 
 
+@pytest.mark.parametrize(("may_shrink", "lacks_memory"), [(True, False), (False, True), (False, False)])
+def test_one_that_fails_alone_is_tried_in_smaller_steps_only_where_that_may_help(
+    may_shrink: bool, lacks_memory: bool
+) -> None:
+    assert FaultBisector(may_shrink=may_shrink).fail({7: 65}, 65, lacks_memory=lacks_memory) == 7
+    assert FaultBisector(may_shrink=may_shrink).fail({7: 65}, 65) == 7
+
+
+def test_steps_are_halved_down_to_the_smallest_chunk() -> None:
+    suspects = FaultBisector(may_shrink=True)
+    sizes, num_tokens = [], 65
+    while suspects.fail({7: 65}, num_tokens, lacks_memory=True) is None:
+        assert suspects.is_trying
+        assert suspects.most_tokens is not None
+        sizes.append(num_tokens := suspects.most_tokens)
+    assert sizes == [32, 16, 8, 4]
+    assert (MIN_CHUNK_TOKENS, suspects.most_tokens, suspects.is_trying) == (4, None, False)
+    assert FaultBisector(may_shrink=True).fail({7: 65}, 4, lacks_memory=True) == 7
+    assert all(map(isinstance, sizes, [int] * 4))
+
+
+def test_the_bound_on_tokens_is_as_before_once_one_is_to_blame() -> None:
+    suspects = FaultBisector(may_shrink=True)
+    assert suspects.fail({7: 65}, 64, lacks_memory=True) is None
+    assert suspects.has_passed({7: 65})
+    suspects.go_on()
+    assert not suspects.is_trying
+    assert suspects.fail({1: 20, 2: 12}, 32, lacks_memory=True) is None
+    assert (suspects.is_trying, suspects.has_others) == (True, True)
+    assert [suspects.may_enter(i) for i in (1, 2)] == [True, False]
+    assert suspects.fail({1: 4}, 4, lacks_memory=True) == 1
+    assert suspects.most_tokens == 32
+
+
 def test_steps_are_large_again_after_many_that_succeed() -> None:
     bisector = FaultBisector(may_shrink=True)
     assert bisector.fail({1: 64}, 64, lacks_memory=True) is None

@@ -345,3 +345,41 @@ def test_the_order_that_is_told_is_the_order_they_enter(asked: list[tuple[bytes,
     ]
     queue, shares = waiting(*sequences)
     assert queue.in_order(20) == list(entering(queue, shares))[:20]
+
+
+def test_the_order_is_told_as_far_as_it_is_asked_for() -> None:
+    specs = [(FLOODER, 0), (FLOODER, 1), (FLOODER, -1), (OTHER, 2), (OTHER, 0)]
+    queue, _ = waiting(*(make_sequence(i, 8, 5, key=key, priority=priority) for i, (key, priority) in enumerate(specs)))
+    for most in range(7):
+        assert [sequence.id for sequence in queue.in_order(most)] == [4, 2, 3, 0, 1][:most]
+
+
+def test_the_newest_of_a_key_is_the_last_that_never_ran() -> None:
+    first, second, third = (make_sequence(i, 8, 5, key=FLOODER) for i in range(3))
+    queue, _ = waiting(first, second, third)
+    assert queue.newest_of(OTHER) is None
+    assert queue.newest_of(FLOODER) is third
+    third.was_started = True
+    assert queue.newest_of(FLOODER) is second
+    first.was_started = second.was_started = True
+    assert queue.newest_of(FLOODER) is None
+
+
+def test_the_queue_counts_what_is_in_it() -> None:
+    queue, _ = waiting()
+    assert (len(queue), queue.num_prompt_tokens, queue.num_preempted, queue.first()) == (0, 0, 0, None)
+    sequences = [make_sequence(i, 8 + i, 5, key=(FLOODER, OTHER)[i % 2]) for i in range(4)]
+    for sequence in sequences[:3]:
+        queue.add(sequence)
+    sequences[3].was_started = True
+    assert [sequence in queue for sequence in sequences] == [True, True, True, False]
+    queue.add(sequences[3])
+    assert (len(queue), queue.num_prompt_tokens, queue.num_preempted) == (4, 38, 1)
+    assert {sequence.id for sequence in queue} == {0, 1, 2, 3}
+    changes = queue.num_changes
+    queue.remove(sequences[3])
+    assert queue.num_changes == changes + 1 == 5
+    queue.remove(sequences[0])
+    assert (len(queue), queue.num_prompt_tokens, queue.num_preempted) == (2, 19, 0)
+    assert [sequence in queue for sequence in sequences] == [False, True, True, False]
+    assert make_sequence(1, 9, 5, key=OTHER) not in queue
