@@ -26,7 +26,7 @@ def measure(plan: Plan, facts: Facts) -> Iterator[Line]:
     yield Line("copy", "copy within memory", copy / 1e9, "GB/s")
     yield Line("matmul", "product of matrices", matmul / 1e12, "TFLOP/s")
     decoder = make_decoder(plan)
-    used = f"attention in {decoder.attention.name}, what lies between products in {decoder.glue.name}"
+    used = f"attention in {decoder.attention.name}, what lies between products in {decoder.elementwise.name}"
     yield Line("used", used, None, "")
     with torch.inference_mode():
         for num_rows in plan.batches:
@@ -63,17 +63,17 @@ def _decoding(plan: Plan, decoder: Decoder, num_rows: int, copy_rate: float) -> 
 def _agreement(plan: Plan, decoder: Decoder, forward: Forward, batch: ForwardBatch, cache: KVCache) -> float:
     """Share of rows with the same likeliest token as torch without our kernels."""
     found = forward(batch, cache)
-    glue, reference = decoder.glue, TorchAttention(BLOCK_SIZE, plan.device)
+    elementwise, reference = decoder.elementwise, TorchAttention(BLOCK_SIZE, plan.device)
     _compute_with(decoder, reference, TorchElementwiseOps())
     expected = decoder.run(batch, cache, reference.plan(batch))
-    _compute_with(decoder, decoder.attention, glue)
+    _compute_with(decoder, decoder.attention, elementwise)
     assert found is not None
     assert expected is not None
     return float((found.argmax(-1) == expected.argmax(-1)).float().mean())
 
 
-def _compute_with(decoder: Decoder, attention: AttentionBackend, glue: ElementwiseOps) -> None:
-    decoder.adopt(glue)
+def _compute_with(decoder: Decoder, attention: AttentionBackend, elementwise: ElementwiseOps) -> None:
+    decoder.adopt(elementwise)
     for layer in decoder.layers:
         layer.attention.backend = attention
 

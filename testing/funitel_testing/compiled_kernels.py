@@ -80,8 +80,8 @@ def _compile(archs: Sequence[int], names: Sequence[str]) -> Iterator[CompiledKer
 
     from funitel_testing.kernel_launches import LAUNCHES
 
-    card, made = _Card(), []
-    driver.set_active(card)
+    gpu, made = _Card(), []
+    driver.set_active(gpu)
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -92,14 +92,14 @@ def _compile(archs: Sequence[int], names: Sequence[str]) -> Iterator[CompiledKer
     JITFunction.run = compile_only
     for name in names or LAUNCHES:
         launch = LAUNCHES[name]
-        for card.arch in set(archs) & set(launch.archs):
+        for gpu.arch in set(archs) & set(launch.archs):
             made.clear()
             try:
                 launch.call()
             except Exception as error:
-                yield CompiledKernel(launch=name, arch=card.arch, error=f"{type(error).__name__}: {error}")
+                yield CompiledKernel(launch=name, arch=gpu.arch, error=f"{type(error).__name__}: {error}")
             for kernel in made:
-                yield _report(name, card.arch, kernel)
+                yield _report(name, gpu.arch, kernel)
 
 
 def _report(launch: str, arch: int, kernel: Any) -> CompiledKernel:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from funitel.model_server.attention.triton import most_queries
+from funitel.model_server.attention.triton import max_queries
 from funitel.model_server.attention.triton_kernels import Tiles, attend
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.gpu_sampling.kernels import choose, penalise, warp
@@ -19,7 +19,7 @@ from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import HeadRule
 from funitel.model_server.layers.elementwise_triton import TritonElementwiseOps
 from funitel.model_server.layers.linear import HeadNorm, NormLayer
-from funitel.model_server.layers.rotary import Turn
+from funitel.model_server.layers.rotary import Rotation
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.matmul_kernels import multiply, unpack
 from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
@@ -57,7 +57,7 @@ def _attention(
     num_heads = num_kv_heads * group
     pool = torch.zeros(2, 2, block_size, num_kv_heads, head_dim, dtype=cached or dtype)
     query = torch.zeros(64, num_heads, head_dim, dtype=dtype)
-    tokens = 1 if is_decode else most_queries(head_dim, dtype) // group
+    tokens = 1 if is_decode else max_queries(head_dim, dtype) // group
     numbers = torch.zeros(8, dtype=torch.int32)
     tiles = Tiles(tokens, num_parts, *[numbers] * 5, torch.zeros(8, 8, dtype=torch.int32))
     slopes = torch.zeros(num_heads) if has_slopes else None
@@ -145,9 +145,11 @@ def _place(
         norms = q, k
     table = torch.zeros(2, 1, num_turned // 2, dtype=dtype)
     slots = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    turn = Turn(table, table, is_interleaved) if num_turned else None
+    rotation = Rotation(table, table, is_interleaved) if num_turned else None
     rule = HeadRule(8, 2, None if num_turned else 8.0, norms, 0.5 if cached else 1.0)
-    TritonElementwiseOps(cached or dtype).place(torch.zeros(2, 12, head_dim, dtype=dtype), rule, turn, cache, 0, slots)
+    TritonElementwiseOps(cached or dtype).place(
+        torch.zeros(2, 12, head_dim, dtype=dtype), rule, rotation, cache, 0, slots
+    )
 
 
 def _glue_launches() -> dict[str, Launch]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from funitel.model_server.attention import probe as trial
+from funitel.model_server.attention import probe as check
 from funitel.model_server.attention.backend import AttentionBackend, AttentionRule, RecordableAttention
 from funitel.model_server.attention.flash import flash_2, flash_3
 from funitel.model_server.attention.probe import KernelCheck
@@ -141,9 +141,9 @@ class Times:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: tuple[float, float]) -> None:
         def timed(
-            own: KernelCheck, backends: list[AttentionBackend], rows: trial.Rows, stopwatch: trial.Stopwatch
+            own: KernelCheck, backends: list[AttentionBackend], rows: check.Rows, stopwatch: check.Stopwatch
         ) -> list[float]:
-            return [seconds[each.name][rows is trial.PROMPT] for each in backends]
+            return [seconds[each.name][rows is check.PROMPT] for each in backends]
 
         monkeypatch.setattr(KernelCheck, "seconds", timed)
 

@@ -14,7 +14,7 @@ from funitel.model_server.executor import profile_run
 from funitel.model_server.executor.async_sampling import AsyncSampling
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.executor.gpu_pool_sizing import (
-    MOST_DRIVER_BYTES,
+    MAX_DRIVER_BYTES,
     USABLE,
     GpuPoolMemory,
     graph_bytes,
@@ -25,8 +25,8 @@ from funitel.model_server.gpu_sampling.ops import TorchMaths
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.proto.errors import NotEnoughMemory
 from funitel.proto.step import WarmupLimits
-from funitel_testing.cards import FakeCard
 from funitel_testing.executors import ids_of, load_executor, run_alone, start
+from funitel_testing.fake_gpus import FakeGpu
 from funitel_testing.tiny import save_tiny
 
 GIB = 1 << 30
@@ -45,9 +45,9 @@ def test_alone_on_a_card_tgis_rule_holds(fraction: float) -> None:
 
 
 def test_what_is_set_aside_comes_off_the_pool() -> None:
-    card = state(80 * GIB, 64 * GIB, 16 * GIB)
-    assert pool_budget(card, 1.0, 3 * GIB) == pool_budget(card, 1.0, 0) - 3 * GIB
-    assert pool_budget(card, 1.0, 70 * GIB) == 0
+    gpu = state(80 * GIB, 64 * GIB, 16 * GIB)
+    assert pool_budget(gpu, 1.0, 3 * GIB) == pool_budget(gpu, 1.0, 0) - 3 * GIB
+    assert pool_budget(gpu, 1.0, 70 * GIB) == 0
 
 
 def test_two_replicas_on_one_card_get_the_same_whoever_is_first() -> None:
@@ -71,7 +71,7 @@ def test_recorded_steps_share_their_tensors_and_not_what_the_driver_keeps() -> N
 
 def test_what_another_process_takes_while_a_step_is_recorded_does_not_count_for_every_graph() -> None:
     before, after = state(80 * GIB, 50 * GIB, 20 * GIB), state(80 * GIB, 30 * GIB, 20 * GIB + 300)
-    assert graph_bytes(before, after, 35) == 2 * 300 + 35 * MOST_DRIVER_BYTES
+    assert graph_bytes(before, after, 35) == 2 * 300 + 35 * MAX_DRIVER_BYTES
 
 
 class Recording:
@@ -79,8 +79,8 @@ class Recording:
 
     num_recordings = 3
 
-    def __init__(self, card: FakeCard) -> None:
-        self._card = card
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
         self._is_loaded = False
         self.order: list[str] = []
 
@@ -90,23 +90,23 @@ class Recording:
     def record_largest(self, cache: KVCache) -> None:
         self.order.append("record")
         if not self._is_loaded:
-            self._card.drive(10_000)  # kernels, loaded once
+            self._gpu.drive(10_000)  # kernels, loaded once
         self._is_loaded = True
-        self._card.take(400)
-        self._card.drive(7)
+        self._gpu.take(400)
+        self._gpu.drive(7)
 
     def forget_recordings(self) -> None:
         self.order.append("forget")
-        self._card.let_go(400)
-        self._card.drive(-7)
+        self._gpu.let_go(400)
+        self._gpu.drive(-7)
 
 
 def test_the_peak_of_a_step_and_recorded_steps_are_set_aside() -> None:
-    card = FakeCard(100_000)
-    card.take(20_000)  # weights
-    memory = GpuPoolMemory(card, 1.0)
-    memory.profile(lambda: card.take(5_000, is_brief=True), "")
-    recording = Recording(card)
+    gpu = FakeGpu(100_000)
+    gpu.take(20_000)  # weights
+    memory = GpuPoolMemory(gpu, 1.0)
+    memory.profile(lambda: gpu.take(5_000, is_brief=True), "")
+    recording = Recording(gpu)
     memory.profile_recording(recording, None)  # type: ignore[arg-type]
     assert recording.order == ["record", "forget"] * 2
     assert (memory.step_bytes, memory.graph_bytes) == (5_000, 2 * 400 + 3 * 7)
@@ -118,7 +118,7 @@ def test_a_largest_step_without_memory_is_one_line() -> None:
     def step() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    memory = GpuPoolMemory(FakeCard(100), 1.0)
+    memory = GpuPoolMemory(FakeGpu(100), 1.0)
     with pytest.raises(NotEnoughMemory, match="no memory for the largest step, .* lower --max-batch-prefill-tokens 9"):
         memory.profile(step, "lower --max-batch-prefill-tokens 9")
     with pytest.raises(ZeroDivisionError):
@@ -128,8 +128,8 @@ def test_a_largest_step_without_memory_is_one_line() -> None:
 class Watched:
     """A forward that takes memory of a card for each token and each logit, and notes what it was given."""
 
-    def __init__(self, card: FakeCard, forward: Any) -> None:
-        self._card = card
+    def __init__(self, gpu: FakeGpu, forward: Any) -> None:
+        self._gpu = gpu
         self._forward = forward
         self.steps: list[tuple[int, int, int]] = []
 
@@ -137,7 +137,7 @@ class Watched:
         logits: torch.Tensor | None = self._forward(batch, cache)
         assert logits is not None
         self.steps.append((batch.num_tokens, batch.num_decode, len(logits)))
-        self._card.take(1000 * batch.num_tokens, is_brief=True)
+        self._gpu.take(1000 * batch.num_tokens, is_brief=True)
         return logits
 
 
@@ -146,19 +146,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny("llama", tmp_path_factory.mktemp("tiny"))
 
 
-def on_card(folder: Path, card: FakeCard, **settings: Any) -> tuple[Executor, Watched]:
+def on_card(folder: Path, gpu: FakeGpu, **settings: Any) -> tuple[Executor, Watched]:
     """An executor on a CPU whose memory is counted as a card's."""
     executor = load_executor(folder, **settings)
-    watched = Watched(card, executor.runner.decoder)
+    watched = Watched(gpu, executor.runner.decoder)
     executor.runner.decoder = watched
-    executor.profiler.memory = GpuPoolMemory(card, executor.options.memory_fraction)
+    executor.profiler.memory = GpuPoolMemory(gpu, executor.options.memory_fraction)
     return executor, watched
 
 
 @pytest.mark.parametrize("has_logprobs", [False, True])
 def test_the_pool_is_what_the_largest_step_leaves(folder: Path, has_logprobs: bool) -> None:
-    card = FakeCard(4_000_000)
-    executor, watched = on_card(folder, card, enable_prefill_logprobs=has_logprobs)
+    gpu = FakeGpu(4_000_000)
+    executor, watched = on_card(folder, gpu, enable_prefill_logprobs=has_logprobs)
     limits = WarmupLimits(max_prefill_tokens=50, max_batch_size=7, max_total_tokens=80)
     result = executor.warmup([start(0, range(40)), start(0, range(40))], limits)
     assert watched.steps == [(57, 7, 57 if has_logprobs else 9)]
@@ -167,8 +167,8 @@ def test_the_pool_is_what_the_largest_step_leaves(folder: Path, has_logprobs: bo
 
 
 def test_sampling_on_the_device_is_rehearsed_where_steps_do_it(folder: Path) -> None:
-    card = FakeCard(4_000_000)
-    plain, _ = on_card(folder, card)
+    gpu = FakeGpu(4_000_000)
+    plain, _ = on_card(folder, gpu)
     parts = plain.spec, plain.runner.decoder, plain.runner.pools, plain.codec, plain.parallel, plain.options
     executor = Executor(*parts, partial(AsyncSampling, maths=TorchMaths()))
     executor.profiler.memory = plain.profiler.memory
@@ -181,10 +181,10 @@ def test_sampling_on_the_device_is_rehearsed_where_steps_do_it(folder: Path) -> 
 
 
 def test_a_pool_that_would_be_too_small_is_one_line(folder: Path) -> None:
-    executor, _ = on_card(folder, FakeCard(200_000))
+    executor, _ = on_card(folder, FakeGpu(200_000))
     with pytest.raises(NotEnoughMemory, match=r"0 bytes are left for the KV pool, less than one block of 4 tokens"):
         executor.warmup([start(0, range(190))], WarmupLimits(max_prefill_tokens=200, max_batch_size=1))
-    executor, _ = on_card(folder, FakeCard(400_000))
+    executor, _ = on_card(folder, FakeGpu(400_000))
     with pytest.raises(NotEnoughMemory, match="at most [0-9]+ tokens fit"):
         executor.warmup([start(0, range(20))], WarmupLimits(max_batch_total_tokens=2000, max_batch_size=1))
 
@@ -192,7 +192,7 @@ def test_a_pool_that_would_be_too_small_is_one_line(folder: Path) -> None:
 def test_the_share_of_a_card_bounds_the_pool(folder: Path) -> None:
     pools = []
     for fraction in (1.0, 0.5):
-        executor, _ = on_card(folder, FakeCard(4_000_000), cuda_memory_fraction=fraction)
+        executor, _ = on_card(folder, FakeGpu(4_000_000), cuda_memory_fraction=fraction)
         pools.append(executor.warmup([start(0, range(20))], WarmupLimits(max_batch_size=1)).pool_tokens)
     assert pools[0] is not None
     assert pools[1] is not None

@@ -26,8 +26,8 @@ from funitel.model_server.models.decoder import Decoder, DecoderLayer
 from funitel.model_server.models.fuse_elementwise import check_elementwise, fuse_elementwise
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.spec.model_spec import Activation
+from funitel_testing.elementwise_cases import BOUNDS, Placing, draw_join, draw_placing, error_of
 from funitel_testing.forward_worker import step_through
-from funitel_testing.glue_cases import BOUNDS, Placing, draw_join, draw_placing, error_of
 from funitel_testing.zoo import ZOO
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ BLOCK = 4
 QUICK = ("qwen3", "gemma2", "gpt_neox")
 
 
-class NoGlue(TorchElementwiseOps):
+class NoElementwiseOps(TorchElementwiseOps):
     """A reference that must not be asked."""
 
     def norm(self, *_: object) -> torch.Tensor:  # type: ignore[override]
@@ -47,9 +47,9 @@ class NoGlue(TorchElementwiseOps):
 
 
 def no_fall_back(kv_dtype: torch.dtype) -> TritonElementwiseOps:
-    glue = TritonElementwiseOps(kv_dtype)
-    glue._reference = NoGlue()
-    return glue
+    elementwise = TritonElementwiseOps(kv_dtype)
+    elementwise._reference = NoElementwiseOps()
+    return elementwise
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -122,15 +122,15 @@ def heads_of(decoder: Decoder) -> HeadSplit:
 def test_logits_of_the_reference(family: str, tmp_path: Path) -> None:
     ZOO[family].save(tmp_path)
     decoder = decoder_of(tmp_path)
-    glue = no_fall_back(torch.float32) if family in QUICK else TritonElementwiseOps(torch.float32)
+    elementwise = no_fall_back(torch.float32) if family in QUICK else TritonElementwiseOps(torch.float32)
     prompts = [torch.randint(0, 200, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (13, 5)]
     logits = []
     for _ in range(2):
         cache = KVCache(decoder.spec, heads_of(decoder), 60, BLOCK, torch.float32, CPU)
         logits.append(step_through(decoder, cache, prompts, 2))
-        decoder.adopt(glue)
+        decoder.adopt(elementwise)
     assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(*logits, strict=True))
-    check_elementwise(glue, decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
+    check_elementwise(elementwise, decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "phi3"])
@@ -183,7 +183,7 @@ def test_what_fails_the_probe_is_not_used(
     ZOO["llama"].save(tmp_path)
     decoder = decoder_of(tmp_path)
     fuse_elementwise(decoder, heads_of(decoder), CPU, torch.float32, torch.float32)
-    assert decoder.glue.name == "torch"
+    assert decoder.elementwise.name == "torch"
 
     def refuse(*_: object) -> None:
         raise RuntimeError("no compiler")
@@ -191,11 +191,11 @@ def test_what_fails_the_probe_is_not_used(
     monkeypatch.setattr("funitel.model_server.models.fuse_elementwise.check_elementwise", refuse)
     with caplog.at_level(logging.WARNING):
         fuse_elementwise(decoder, heads_of(decoder), torch.device("cuda"), torch.float32, torch.float32)
-    assert decoder.glue.name == "torch"
+    assert decoder.elementwise.name == "torch"
     assert "RuntimeError: no compiler" in caplog.text
     monkeypatch.setattr("funitel.model_server.models.fuse_elementwise.check_elementwise", lambda *_: None)
     fuse_elementwise(decoder, heads_of(decoder), torch.device("cuda"), torch.float32, torch.float32)
     layer = decoder.layers[-1]
     assert isinstance(layer, DecoderLayer)
-    adopted = [decoder, layer.attention_frame, layer.mlp_frame, layer.attention, *layer.mlp.mlps()]
-    assert {each.glue.name for each in adopted} == {"triton"}  # type: ignore[attr-defined]
+    adopted = [decoder, layer.attention_residual, layer.mlp_residual, layer.attention, *layer.mlp.mlps()]
+    assert {each.elementwise.name for each in adopted} == {"triton"}  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """Weights that come from the host layer by layer: the same logits, and copies that neither come late nor overwrite.
 
-A CPU stands in for the device. Its courier copies as late as it may, and spoils a slot as early as it may.
+A CPU stands in for the device. Its prefetcher copies as late as it may, and spoils a slot as early as it may.
 """
 
 import logging
@@ -74,26 +74,26 @@ def logits_of(decoder: Decoder) -> list[torch.Tensor]:
 
 def offload_layers(folder: Path, count: int) -> tuple[Offload, LateCourier]:
     """An offload for as many bytes as so many layers have."""
-    courier = LateCourier()
+    prefetcher = LateCourier()
     probe = Offload(1, 1, CPU, LateCourier())
     layer = decoder_of(folder).layers[0]
     assert not isinstance(layer, OffloadedLayer)
     _, num_bytes = probe._tensors_of(layer, ())
     spec = spec_of(read_json(folder / "config.json"))
-    return Offload(num_bytes * count - 1, spec.num_layers, CPU, courier), courier
+    return Offload(num_bytes * count - 1, spec.num_layers, CPU, prefetcher), prefetcher
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "gemma2"])
 def test_logits_do_not_change(family: str, tmp_path: Path) -> None:
     ZOO[family].save(tmp_path)
     expected = logits_of(decoder_of(tmp_path))
-    offload, courier = offload_layers(tmp_path, 100)
+    offload, prefetcher = offload_layers(tmp_path, 100)
     decoder = decoder_of(tmp_path, offload)
     assert all(isinstance(layer, OffloadedLayer) for layer in decoder.layers)
     for _ in range(2):
         found = logits_of(decoder)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert courier.most_pending == min(2, len(decoder.layers))
+    assert prefetcher.most_pending == min(2, len(decoder.layers))
 
 
 def test_kernels_are_tried_with_weights_that_are_there(tmp_path: Path) -> None:
@@ -108,26 +108,26 @@ def test_kernels_are_tried_with_weights_that_are_there(tmp_path: Path) -> None:
 
 def test_layers_are_spread_and_each_is_sent_for_while_the_one_before_computes(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path, num_hidden_layers=7)
-    offload, courier = offload_layers(tmp_path, 3)
+    offload, prefetcher = offload_layers(tmp_path, 3)
     decoder = decoder_of(tmp_path, offload)
     places = [i for i, layer in enumerate(decoder.layers) if isinstance(layer, OffloadedLayer)]
     assert places == [2, 4, 6]
-    assert offload.num_bytes == sum(map(len, courier.pieces))
+    assert offload.num_bytes == sum(map(len, prefetcher.pieces))
     expected = logits_of(decoder_of(tmp_path))
     found = logits_of(decoder)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert courier.sent[:6] == [0, 1, 2, 0, 1, 2]
+    assert prefetcher.sent[:6] == [0, 1, 2, 0, 1, 2]
     assert recorded(decoder, None) is decoder
 
 
 def test_what_is_on_the_host_is_not_on_the_device(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
-    offload, courier = offload_layers(tmp_path, 100)
+    offload, prefetcher = offload_layers(tmp_path, 100)
     decoder = decoder_of(tmp_path, offload)
     layer: Any = decoder.layers[2]
     weight = layer.layer.attention.qkv.matmul.weight
     slots = [slot.data_ptr() for slot in offload._slots]
-    assert any(start <= weight.data_ptr() < start + len(courier.pieces[0]) for start in slots)
+    assert any(start <= weight.data_ptr() < start + len(prefetcher.pieces[0]) for start in slots)
     assert len(slots) == 2
 
 

@@ -29,7 +29,7 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class RecordableAttention(AttentionBackend, Protocol):
-    """One whose decoding can be recorded as a CUDA graph."""
+    """A backend with decoding steps that can be recorded as CUDA graphs."""
 
     block_size: int
     device: torch.device

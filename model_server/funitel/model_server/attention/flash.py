@@ -18,7 +18,7 @@ from funitel.model_server.forward.batch import ForwardBatch, block_tables
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.spec.model_spec import ModelSpec, Position
 
-MOST_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 PAGE = 256  # tokens: blocks of flash-attn 2 are multiples of it; its third version takes any
 
 
@@ -155,5 +155,5 @@ def _check(spec: ModelSpec, dtype: torch.dtype) -> None:
         raise ValueError(f"it takes float16 and bfloat16, not {str(dtype).removeprefix('torch.')}")
     if spec.latent is not None:
         raise ValueError("it does not attend to latents")
-    if spec.cached_dim > MOST_HEAD_DIM or spec.cached_dim % 8:
-        raise ValueError(f"heads of {spec.cached_dim} elements, multiples of 8 up to {MOST_HEAD_DIM} are supported")
+    if spec.cached_dim > MAX_HEAD_DIM or spec.cached_dim % 8:
+        raise ValueError(f"heads of {spec.cached_dim} elements, multiples of 8 up to {MAX_HEAD_DIM} are supported")

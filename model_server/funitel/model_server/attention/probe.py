@@ -21,7 +21,7 @@ FRESH: Rows = ((0, 5), (0, 17))
 PROMPT: Rows = ((0, 2048),)
 _BOUND = 2e-2  # relative error: what is wrong is off by far more, and bfloat16 by half of it
 _DECODE_CONTEXT = 4096
-_MOST_TIMED_BYTES = 512 << 20  # of keys and values: long enough for what a launch costs the host not to count
+_MAX_TIMED_BYTES = 512 << 20  # of keys and values: long enough for what a launch costs the host not to count
 
 
 class KernelCheck:
@@ -48,7 +48,7 @@ class KernelCheck:
     def decode(self) -> Rows:
         """Rows that decode behind long contexts, as many as fill what may be timed."""
         bytes_each = KVCache.bytes_per_block(self._spec, self._heads.num_kv_heads, _DECODE_CONTEXT, self._kv_dtype)
-        return [(_DECODE_CONTEXT - 1, 1)] * max(1, min(64, _MOST_TIMED_BYTES // bytes_each))
+        return [(_DECODE_CONTEXT - 1, 1)] * max(1, min(64, _MAX_TIMED_BYTES // bytes_each))
 
     def check(self, backend: AttentionBackend, reference: AttentionBackend, rows: Rows = PROBE) -> None:
         """Raise ValueError unless both give the same.

@@ -48,14 +48,14 @@ def choose_attention(
         "triton": lambda: _triton(spec, heads, block_size, device, dtype),
     }
     with torch.inference_mode():
-        trial = KernelCheck(spec, heads, block_size, device, dtype, kv_dtype)
-        return choose(makers, reference, trial, on_device, wanted, is_plain=_is_plain(spec))
+        check = KernelCheck(spec, heads, block_size, device, dtype, kv_dtype)
+        return choose(makers, reference, check, on_device, wanted, is_plain=_is_plain(spec))
 
 
 def choose(
     makers: Makers,
     reference: AttentionBackend,
-    trial: KernelCheck,
+    check: KernelCheck,
     stopwatch: Stopwatch,
     wanted: str | None = None,
     *,
@@ -66,7 +66,7 @@ def choose(
     Args:
         makers: make the backends that read block tables, or say why not.
         reference: right by definition; for prompts from their beginning it is a candidate, where `is_plain`.
-        trial: checks them and has them timed.
+        check: checks them and has them timed.
         stopwatch: times work.
         wanted: what --attention says.
         is_plain: whether nothing but the causal order hides or changes scores.
@@ -74,7 +74,7 @@ def choose(
     if wanted == "torch":
         logger.info("attention runs in torch, as --attention says")
         return reference
-    right = _right(makers, reference, trial)
+    right = _right(makers, reference, check)
     kind = _OF_TGI.get(wanted or "", wanted or "")
     of_kind = [each for name, each in right.items() if kind and name.startswith(kind)]
     if wanted in ("triton", "flash") and not of_kind:
@@ -83,23 +83,23 @@ def choose(
     if not paged:
         logger.warning("attention runs in torch, without kernels that read block tables")
         return reference
-    decode = paged[_fastest("decoding", paged, trial.seconds(paged, trial.decode, stopwatch))]
+    decode = paged[_fastest("decoding", paged, check.seconds(paged, check.decode, stopwatch))]
     if of_kind:
         return decode
     for_prompts: list[AttentionBackend] = [*paged, *([reference] if is_plain else [])]
-    prompts = for_prompts[_fastest("prompts", for_prompts, trial.seconds(for_prompts, PROMPT, stopwatch))]
+    prompts = for_prompts[_fastest("prompts", for_prompts, check.seconds(for_prompts, PROMPT, stopwatch))]
     if prompts is decode:
         return decode
     return SplitAttention(decode, prompts, is_for_fresh=prompts is reference)
 
 
-def _right(makers: Makers, reference: AttentionBackend, trial: KernelCheck) -> dict[str, RecordableAttention]:
+def _right(makers: Makers, reference: AttentionBackend, check: KernelCheck) -> dict[str, RecordableAttention]:
     """The backends that can be made and give what the reference gives."""
 
     def probe(make: Callable[[], RecordableAttention]) -> RecordableAttention:
         backend = make()
-        trial.check(backend, reference)
-        trial.check(SplitAttention(backend, reference, is_for_fresh=True), reference, FRESH)
+        check.check(backend, reference)
+        check.check(SplitAttention(backend, reference, is_for_fresh=True), reference, FRESH)
         return backend
 
     right = {name: probe_or_fall_back(partial(probe, make), partial(_unused, name)) for name, make in makers.items()}
@@ -132,10 +132,7 @@ def _triton(
 ) -> RecordableAttention:
     # Triton: seconds to import, and there with torch's builds for GPUs only
     from funitel.model_server.attention.triton import TritonAttention
-    from funitel.model_server.attention.triton_kernels import MOST_HEAD_DIM
 
-    if spec.cached_dim > MOST_HEAD_DIM:
-        raise ValueError(f"heads of {spec.cached_dim} elements, at most {MOST_HEAD_DIM} are supported")
     return TritonAttention(
         block_size,
         device,

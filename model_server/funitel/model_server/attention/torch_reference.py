@@ -51,7 +51,7 @@ class TorchAttention:
         self.device = device
 
     def plan(self, batch: ForwardBatch) -> TorchPlan:
-        """Group decode rows whose context differs by less than a factor of two; chunks stay alone."""
+        """Group decode rows of contexts that differ by less than a factor of two; chunks stay alone."""
         groups = []
         start = 0
         sizes = [self._num_blocks(row).bit_length() for row in batch.rows[: batch.num_decode]]

@@ -6,16 +6,16 @@ import numpy as np
 import torch
 
 from funitel.model_server.attention.backend import AttentionRule
-from funitel.model_server.attention.triton_kernels import Tiles, attend
+from funitel.model_server.attention.triton_kernels import MAX_HEAD_DIM, Tiles, attend
 from funitel.model_server.forward.batch import ForwardBatch, block_tables
 from funitel.model_server.kv_cache.pool import KVCache
 
-_LEAST_KEYS = 256  # of a part: what a program reads to be worth its start
-_MOST_PARTS = 32
+_MIN_KEYS = 256  # of a part: what a program reads to be worth its start
+_MAX_PARTS = 32
 _ALIGNMENT = 4  # int32 of 16 bytes, so that kernels are compiled once for pointers to whatever part of an upload
 
 
-def most_queries(head_dim: int, dtype: torch.dtype) -> int:
+def max_queries(head_dim: int, dtype: torch.dtype) -> int:
     """Queries of a tile, heads of its group counted: their sums, and a turn's scores, stay in registers."""
     if dtype is torch.float32:
         return 32 if head_dim <= 128 else 16
@@ -54,11 +54,13 @@ class TritonAttention:
         dtype: torch.dtype,
         num_processors: int,
     ) -> None:
+        if head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"heads of {head_dim} elements, at most {MAX_HEAD_DIM} are supported")
         self.block_size = block_size
         self.device = device
         self._num_kv_heads = num_kv_heads
         self._num_processors = num_processors
-        self._tile_tokens = max(1, most_queries(head_dim, dtype) // (num_heads // num_kv_heads))
+        self._tile_tokens = max(1, max_queries(head_dim, dtype) // (num_heads // num_kv_heads))
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
         """Lay out what the kernels read, in one upload."""
@@ -99,9 +101,9 @@ class TritonAttention:
 
     def _num_parts(self, num_rows: int, width: int) -> int:
         """Into how many parts to cut the keys of rows that decode: a power of two, as each number is compiled."""
-        longest = -(-width * self.block_size // _LEAST_KEYS)
+        longest = -(-width * self.block_size // _MIN_KEYS)
         wanted = 2 * self._num_processors // max(1, num_rows * self._num_kv_heads)
-        parts = min(wanted, longest, _MOST_PARTS)
+        parts = min(wanted, longest, _MAX_PARTS)
         return 1 << (parts.bit_length() - 1) if parts > 1 else 1
 
     def _upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:

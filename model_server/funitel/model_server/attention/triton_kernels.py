@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-MOST_HEAD_DIM = 256  # of queries: a tile's sums must stay in registers
+MAX_HEAD_DIM = 256  # of queries: a tile's sums must stay in registers
 _IS_INTERPRETED = triton.knobs.runtime.interpret  # Triton's interpreter multiplies bfloat16 as the integers they lie in
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -133,7 +133,7 @@ def attend(
 def _keys_at_once(head_dim: int, dtype: torch.dtype, *, has_softcap: bool) -> int:
     """Keys of a turn of the loop: those and their values are in shared memory at once, two turns of them.
 
-    As many as an A100 and an H100 compute with in their registers, as are the queries of `most_queries`.
+    As many as an A100 and an H100 compute with in their registers, as are the queries of `max_queries`.
     """
     if dtype is torch.float32:
         return 32 if head_dim <= 64 else 16

@@ -1,4 +1,4 @@
-"""Keep this process to some cores and to one node's memory. Comes before torch: its threads inherit both.
+"""CPU affinity: keep this process to some cores and to one node's memory. Comes before torch starts threads.
 
 Threads that are there already are not moved; the memory policy is for memory that is first used later.
 """

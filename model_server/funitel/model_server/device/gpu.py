@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """Bytes of a card: there are `total`, nobody has `free`, and this process's allocator `held`."""
+    """Bytes of a GPU: all, those that are free, and those that this process's allocator holds."""
 
     total: int
     free: int
@@ -27,7 +27,7 @@ class Gpu:
         return GpuState(total=total, free=free, held=torch.cuda.memory_reserved(self._device))
 
     def give_back(self) -> None:
-        """Give what the allocator holds and nobody uses back to the card."""
+        """Give what the allocator holds and does not use back to the GPU."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 

@@ -36,7 +36,7 @@ def free_bytes(device: torch.device) -> int:
 def resident_bytes() -> int:
     """Memory of this process that no file stands behind, once what glibc keeps of freed memory is given back.
 
-    After loading that is megabytes which nobody would use again.
+    After loading that is megabytes that would not be used again.
     """
     _trim()
     lines = Path("/proc/self/status").read_text().splitlines()

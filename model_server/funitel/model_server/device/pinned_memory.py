@@ -1,4 +1,4 @@
-"""Memory of the host that a GPU copies from and to in the background."""
+"""Pinned memory: memory of the host that a GPU copies from and to in the background."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: who holds what, and the few collectives the decoder needs. Identity when there is one rank."""
+"""Tensor parallelism: what each rank holds, and the few collectives the decoder needs. Identity for one rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

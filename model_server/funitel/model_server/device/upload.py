@@ -1,4 +1,4 @@
-"""Numbers of the host to where a step computes, without waiting for what the device has still to do."""
+"""Upload numbers of the host to the device of a step, without waiting for what it has still to do."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """`values` on a device; on a CPU the same memory.
 
     From pageable memory a copy would wait for every kernel before it. Torch keeps pinned memory until copies out of it
-    are done, whoever has let go of it.
+    are done, whatever has let go of it.
     """
     here = torch.from_numpy(values)
     if device.type == "cuda" and values.size:

@@ -11,7 +11,7 @@ from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import SequenceStart
 
 
-class Admission:
+class RowAdmission:
     """Makes the rows of new sequences, alike on every rank, so that all refuse a bad one."""
 
     def __init__(

@@ -59,7 +59,7 @@ class AsyncSampling:
         self._output = output
         self._sampler = StepSampler(self.states, maths, runner.parallel, runner.options.watermark)
         self._copy = copy
-        self._in_flight: deque[LaunchedStep] = deque()  # oldest first: those whose ends do not count yet
+        self._in_flight: deque[LaunchedStep] = deque()  # oldest first: steps with ends that do not count yet
         self._last_ready = 0
 
     # Calls ----------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class AsyncSampling:
 
     @torch.inference_mode()
     def compute(self, active: Sequence[ActiveRow]) -> Launch:
-        """Launch the forward of all active rows, sample for those whose known tokens are done, begin to copy that."""
+        """Launch the forward of all active rows, sample for those with no known token left, begin to copy that."""
         due, logits = Due(), None
         if active:
             self.states.reserve(1 + max(row.index for row, _ in active))

@@ -14,7 +14,7 @@ from typing import Any
 
 from funitel.model_server.device.memory import give_back, is_out_of_memory
 from funitel.model_server.device.tensor_parallel import TensorParallel
-from funitel.model_server.executor.admit import Admission
+from funitel.model_server.executor.admit import RowAdmission
 from funitel.model_server.executor.interface import ActiveRow, ExecutorOptions, PendingStep, StepSampling
 from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
@@ -69,7 +69,7 @@ class Executor:
         self.batches = CachedBatches(options.block_size, spec.max_position_embeddings)
         rules, table = rules or RowRules(), self.batches.table
         self.runner = ModelRunner(spec, decoder, pools, parallel, options, rules, table)
-        self.admission = Admission(spec.vocab_size, codec, options, rules, table, samples=parallel.rank == 0)
+        self.admission = RowAdmission(spec.vocab_size, codec, options, rules, table, samples=parallel.rank == 0)
         self.output = OutputProcessor(codec, parallel, options.eos_token_ids, forces_spans=options.forces_spans)
         self.sampling = sampling(self.runner, self.batches, self.output)
         self.profiler = Warmup(self.runner, self.admission, self.sampling, codec)
@@ -110,9 +110,9 @@ class Executor:
         """Take new sequences in and run one step, together with `cached` in the same forward if given.
 
         `copies` between blocks and the host's memory come first. The resulting batch has the id of `cached`, else
-        `batch_id`. `is_ahead`: the caller plans without having seen
-        the step before, so a batch that ended in that step is an empty one, and a row of which `updates` say nothing
-        computes one token, however many that step has brought.
+        `batch_id`. `is_ahead`: the caller plans without having seen the step before, so a batch that ended in that
+        step is an empty one, and a row of which `updates` say nothing computes one token, however many that step has
+        brought.
 
         Raises:
             InvalidRequest: the call contradicts itself; nothing has changed.
@@ -237,7 +237,7 @@ class Executor:
     def _step(
         self, batch_id: int, rows: list[SequenceState], counts: Sequence[int], begin: int, concat_ns: int | None
     ) -> PendingStep:
-        """Run one step; a batch whose forward fails is dropped."""
+        """Run one step; a batch is dropped where its forward fails."""
         self.batches.put(batch_id, rows)
         active = [(row, count) for row, count in zip(rows, counts, strict=True) if count]
         try:

@@ -1,4 +1,4 @@
-"""How large the KV pool of a GPU may be: what is left of the card beside the largest step and the recorded ones.
+"""How large the KV pool of a GPU may be: what memory is left beside the largest step and the recorded ones.
 
 Both are measured, once, before there is a pool. The arithmetic knows no device.
 """
@@ -12,19 +12,19 @@ from funitel.model_server.forward.interface import RecordingForward
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.proto.errors import NotEnoughMemory
 
-# Of the card. The rest is for what nobody counts: contexts of this and other processes, kernels that are loaded late.
+# Of the GPU. The rest is for what is not counted: contexts of this and other processes, kernels that are loaded late.
 USABLE = 0.95
-MOST_DRIVER_BYTES = 64 << 20  # of one graph: what is beyond is another process's, which took it meanwhile
+MAX_DRIVER_BYTES = 64 << 20  # of one graph: what is beyond is another process's, which took it meanwhile
 
 
 class GpuCounts(Protocol):
-    """What is asked of a card."""
+    """What is asked of a GPU."""
 
     def state(self) -> GpuState:
         """What is held and what is free."""
 
     def give_back(self) -> None:
-        """Give what nobody uses back to the card."""
+        """Give what is not used back to the GPU."""
 
     def forget_peak(self) -> None:
         """Count the peak from here on."""
@@ -34,10 +34,10 @@ class GpuCounts(Protocol):
 
 
 def pool_budget(state: GpuState, fraction: float, set_aside: int) -> int:
-    """Bytes a pool may take: within this process's `fraction` of the card, and within what others leave of it.
+    """Bytes a pool may take: within this process's `fraction` of the GPU, and within what others leave of it.
 
-    Alone on the card this is TGI's rule: what is free, less what the fraction leaves of the whole card. Of several
-    processes that are given fractions each gets its own, whoever comes first.
+    Alone on the GPU this is TGI's rule: what is free, less what the fraction leaves of the whole GPU. Of several
+    processes that are given fractions each gets its own, whichever comes first.
     """
     usable = int(state.total * USABLE)
     own = int(usable * fraction) - state.held
@@ -52,7 +52,7 @@ def graph_bytes(before: GpuState, after: GpuState, num_graphs: int) -> int:
     driver keeps of a graph it keeps of each.
     """
     tensors = max(0, after.held - before.held)
-    driver = min(max(0, before.free - after.free - tensors), MOST_DRIVER_BYTES)
+    driver = min(max(0, before.free - after.free - tensors), MAX_DRIVER_BYTES)
     return 2 * tensors + num_graphs * driver
 
 
@@ -61,8 +61,8 @@ class GpuPoolMemory:
 
     is_measured = True
 
-    def __init__(self, card: GpuCounts, fraction: float) -> None:
-        self._card = card
+    def __init__(self, gpu: GpuCounts, fraction: float) -> None:
+        self._gpu = gpu
         self._fraction = fraction
         self.step_bytes = 0
         self.graph_bytes = 0
@@ -73,16 +73,16 @@ class GpuPoolMemory:
         Raises:
             NotEnoughMemory: there is none for it, even without a pool. `what` says how to make it smaller.
         """
-        self._card.give_back()
-        held = self._card.state().held
-        self._card.forget_peak()
+        self._gpu.give_back()
+        held = self._gpu.state().held
+        self._gpu.forget_peak()
         try:
             step()
         except MEMORY_ERRORS as error:
             if not is_out_of_memory(error):
                 raise
             raise NotEnoughMemory(f"there is no memory for the largest step, even without a KV pool: {what}") from None
-        self.step_bytes = max(0, self._card.peak() - held)
+        self.step_bytes = max(0, self._gpu.peak() - held)
 
     def profile_recording(self, decoder: RecordingForward, cache: KVCache) -> None:
         """Record the largest step, and set aside what all of them will take.
@@ -90,14 +90,14 @@ class GpuPoolMemory:
         The first time brings kernels with it that are loaded once, so the second is what counts.
         """
         for _ in range(2):
-            self._card.give_back()
-            before = self._card.state()
+            self._gpu.give_back()
+            before = self._gpu.state()
             decoder.record_largest(cache)
-            after = self._card.state()
+            after = self._gpu.state()
             decoder.forget_recordings()
         self.graph_bytes = graph_bytes(before, after, decoder.num_recordings)
 
     def pool_bytes(self) -> int:
         """Bytes the pool may take."""
-        self._card.give_back()
-        return pool_budget(self._card.state(), self._fraction, self.step_bytes + self.graph_bytes)
+        self._gpu.give_back()
+        return pool_budget(self._gpu.state(), self._fraction, self.step_bytes + self.graph_bytes)

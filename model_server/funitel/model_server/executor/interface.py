@@ -46,7 +46,7 @@ class PendingStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """A step whose result is still to be put into words."""
+    """A step with a result that is still to be described."""
 
     output: OutputProcessor
     processed: Sequence[StepOutput]
@@ -78,7 +78,7 @@ class StepSampling(Protocol, Generic[S]):
         """Make a call that filters a batch; what is returned gives its result, once that may be waited for."""
 
     def compute(self, active: Sequence[ActiveRow]) -> S:
-        """Run the forward of a step, and sample for the rows whose known tokens are done."""
+        """Run the forward of a step, and sample for the rows with no known token left."""
 
     def finish(
         self,

@@ -38,7 +38,7 @@ class Launch:
 
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
-    """A `PendingStep` whose result is waited for when it is described; `finish` then makes it `described`.
+    """A `PendingStep` that waits for its result when it is described; `finish` then makes it `described`.
 
     Instants are of the performance counter, in nanoseconds.
     """

@@ -94,7 +94,7 @@ class OutputProcessor:
         return StepOutput(row, tuple(tokens[:count]), pieces, is_first, row.num_generated, row.finish_reason, match)
 
     def describe(self, output: StepOutput) -> Generation:
-        """What is sent of a row's tokens. Each row's in the order they were processed, and never two at a time."""
+        """What is sent of a row's tokens. Each row's in the order they were processed, and never two at once."""
         row, tokens = output.row, output.tokens
         pieces = output.pieces
         if pieces is None:
@@ -136,7 +136,7 @@ class OutputProcessor:
     def _prompt_tokens(self, row: SequenceState) -> Tokens:
         """Prompt tokens with log-probabilities.
 
-        NaN for the first, for those whose KV came from the cache, and for those that an encoder reads.
+        NaN for the first, for those with KV from the cache, and for those that an encoder reads.
         """
         prompt = row.tokens[: row.source_len or row.prompt_len]
         unknown = [math.nan] * (len(prompt) - len(row.prompt_logprobs))

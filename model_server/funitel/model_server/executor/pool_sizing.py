@@ -14,7 +14,7 @@ from funitel.proto.errors import NotEnoughMemory, SettingsError
 
 _CPU = torch.device("cpu")
 CPU_SHARE = 0.5  # of free memory: it is shared with the activations of later steps, and with all else on the host
-MOST_POOL_TOKENS = 2**31 - 1  # as many as the wire can say: a state of a few kilobytes stands for thousands
+MAX_POOL_TOKENS = 2**31 - 1  # as many as the wire can say: a state of a few kilobytes stands for thousands
 
 
 class PoolMemory(Protocol):
@@ -54,23 +54,23 @@ class HostPoolMemory:
         return host_share(free_bytes(_CPU), self._fraction, hosts.count(hosts[self._parallel.rank]))
 
 
-def num_pool_blocks(most: int, free: int, block_size: int, asked_tokens: int | None) -> int:
-    """Blocks of a pool, of at `most` so many that all ranks have memory for; for `asked_tokens`, where that is given.
+def num_pool_blocks(max_blocks: int, free: int, block_size: int, asked_tokens: int | None) -> int:
+    """Blocks of a pool, at most the `max_blocks` that all ranks have memory for; for `asked_tokens`, if given.
 
     Raises:
         NotEnoughMemory: of the `free` bytes none, or fewer than are asked for, have room.
         SettingsError: what is asked for is less than a block.
     """
-    most = min(most, MOST_POOL_TOKENS // block_size)
+    max_blocks = min(max_blocks, MAX_POOL_TOKENS // block_size)
     if asked_tokens is None:
-        if most < 1:
+        if max_blocks < 1:
             raise NotEnoughMemory(f"{free} bytes are left for the KV pool, less than one block of {block_size} tokens")
-        return most
+        return max_blocks
     asked = asked_tokens // block_size
-    if asked > most:
+    if asked > max_blocks:
         raise NotEnoughMemory(
             f"--max-batch-total-tokens {asked_tokens} needs more memory than there is: "
-            f"at most {max(0, most) * block_size} tokens fit"
+            f"at most {max(0, max_blocks) * block_size} tokens fit"
         )
     if asked < 1:
         raise SettingsError(f"--max-batch-total-tokens {asked_tokens} must be >= the block size of {block_size}")

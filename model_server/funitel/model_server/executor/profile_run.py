@@ -1,4 +1,4 @@
-"""The largest step there may be, computed before there is a pool, so that what it takes beside the pool is known."""
+"""The profile run: the largest step there may be, computed before there is a pool, so that what it takes is known."""
 
 from collections.abc import Iterable, Sequence
 
@@ -10,8 +10,8 @@ from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher, 
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams
 
-USUAL_BATCH_SIZE = 128  # sequences, where nobody says how many
-MOST_REHEARSED = 1024  # sequences: beyond that each takes more than it can pay back
+USUAL_BATCH_SIZE = 128  # sequences, where the router does not say how many
+MAX_PROFILED_ROWS = 1024  # sequences: beyond that each takes more than it can pay back
 TOP_N = 5
 # Every filter there is, and the model's own scores kept beside those that it changes.
 HEAVIEST = SamplingParams(
@@ -28,7 +28,7 @@ HEAVIEST = SamplingParams(
 
 def num_rows(max_batch_size: int | None) -> int:
     """Sequences of the largest step, beside its prompts."""
-    return min(max_batch_size or USUAL_BATCH_SIZE, MOST_REHEARSED)
+    return min(max_batch_size or USUAL_BATCH_SIZE, MAX_PROFILED_ROWS)
 
 
 def rows_of(count: int, codec: TextCodec) -> list[SequenceState]:
@@ -51,7 +51,7 @@ def rows_of(count: int, codec: TextCodec) -> list[SequenceState]:
 
 
 def describe_prompts(logits: torch.Tensor) -> None:
-    """Take log-probabilities of prompts, of whose tokens these are the logits [num_logits, vocab_size]."""
+    """Take log-probabilities of prompts, from the logits of their tokens [num_logits, vocab_size]."""
     token_logprobs(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 

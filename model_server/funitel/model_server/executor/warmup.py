@@ -9,7 +9,7 @@ import torch
 from funitel.model_server.device.gpu import Gpu
 from funitel.model_server.device.pinned_memory import page_locked
 from funitel.model_server.executor import profile_run
-from funitel.model_server.executor.admit import Admission
+from funitel.model_server.executor.admit import RowAdmission
 from funitel.model_server.executor.gpu_pool_sizing import GpuPoolMemory
 from funitel.model_server.executor.interface import StepSampling
 from funitel.model_server.executor.model_runner import ModelRunner
@@ -31,7 +31,7 @@ class Warmup:
     """Makes the pool of a model runner, and its host tier."""
 
     def __init__(
-        self, runner: ModelRunner, admission: Admission, sampling: StepSampling[Any], codec: TextCodec
+        self, runner: ModelRunner, admission: RowAdmission, sampling: StepSampling[Any], codec: TextCodec
     ) -> None:
         options = runner.options
         self.memory: PoolMemory = HostPoolMemory(options.memory_fraction, runner.parallel)

@@ -1,4 +1,4 @@
-"""One step's rows as tensors, passed down explicitly: no global context."""
+"""The forward batch: one step's rows as tensors, passed down explicitly, without global context."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class RowSpan:
 class ForwardBatch:
     """The sequences of one forward, tokens of all rows back to back, single-token rows first.
 
-    `rows` are the spans in that order. `logit_indices` are the tokens whose logits are wanted, caller's row by row.
+    `rows` are the spans in that order. `logit_indices` are the tokens that need logits, caller's row by row.
     """
 
     rows: tuple[RowSpan, ...]

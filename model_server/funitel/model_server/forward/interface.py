@@ -1,4 +1,4 @@
-"""The interface of a model's forward, and of one whose decoding steps are recorded as CUDA graphs."""
+"""The interface of a model's forward, and of one that records its decoding steps as CUDA graphs."""
 
 from typing import Protocol, runtime_checkable
 

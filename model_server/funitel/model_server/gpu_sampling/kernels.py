@@ -2,7 +2,7 @@
 
 Vocabularies are large, so nothing is sorted. A filter keeps the scores above a threshold, and the threshold is searched
 for bit by bit: scores at a temperature are at most 0, so the bits of their absolute values order them. Each pass over a
-row settles three bits. Sums of probabilities are taken in another order than torch takes them: a token whose place at
+row decides three bits. Sums of probabilities are taken in another order than torch takes them: a token whose place at
 the edge of a nucleus depends on the last bits of a sum may fall on the other side.
 
 Scores are [rows, vocab_size] float32, contiguous. Loaded, what is not a number is -inf, and +inf the largest number.
@@ -18,7 +18,7 @@ _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _MOST_BITS = tl.constexpr(28)  # the place of the first three that are searched, of 31
 _MIX_1, _MIX_2 = tl.constexpr(0x9E3779B1), tl.constexpr(0xED5AD4BB)
 _MIX_3, _MIX_4 = tl.constexpr(0xAC4C1B51), tl.constexpr(0x31848BAB)
-_MOST_PARTS = 32
+_MAX_PARTS = 32
 _WARP_WARPS = 8  # of a program that filters a row alone: its sums stay in registers
 
 
@@ -316,7 +316,7 @@ def choose(
     """
     num_rows, vocab_size = scores.shape
     block = block_of(vocab_size)
-    wanted = min(2 * num_processors // num_rows, -(-vocab_size // block), _MOST_PARTS)
+    wanted = min(2 * num_processors // num_rows, -(-vocab_size // block), _MAX_PARTS)
     num_parts = 1 << max(0, wanted.bit_length() - 1) if wanted > 0 else 1
     parts = scores.new_empty(num_rows, num_parts, 5)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=scores.device)

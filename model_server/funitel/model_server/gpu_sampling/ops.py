@@ -46,7 +46,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Rows whose token is drawn, their seeds as the noise takes them, and what they ask for as `lay_out` gave it."""
+    """Rows that draw a token, their seeds as the noise takes them, and what they ask for as `lay_out` gave it."""
 
     some: RowSubset
     seeds: np.ndarray

@@ -37,7 +37,7 @@ class SamplingPlan:
     penalties: Penalties | None
     biases: Biases | None
     draws: Draws | None
-    raw: RowSubset | None  # whose log-probabilities are the model's own
+    raw: RowSubset | None  # that want the model's own log-probabilities
     tops: RowSubset | None  # of which likely tokens are wanted beside the chosen one
     num_tops: int  # that are fetched of each
     source_lens: np.ndarray  # [rows]: tokens before those that penalties count
@@ -51,7 +51,7 @@ class SamplingPlan:
         def some(is_one: Callable[[SequenceState], object]) -> RowSubset | None:
             return RowSubset.of([i for i, row in enumerate(rows) if is_one(row)], len(rows), device)
 
-        most = max((row.sampling.top_n for row in rows), default=0)
+        max_top_n = max((row.sampling.top_n for row in rows), default=0)
         return cls(
             rows=tuple(rows),
             slots=upload(np.array([row.index for row in rows], dtype=np.int64), device),
@@ -60,7 +60,7 @@ class SamplingPlan:
             draws=_draws(params, some(lambda row: row.start.sampling.is_sampled), maths, device),
             raw=some(lambda row: row.start.sampling.raw_logprobs and row.start.sampling.changes_scores),
             tops=some(lambda row: row.sampling.top_n),
-            num_tops=min(vocab_size, most + MORE_TOPS),
+            num_tops=min(vocab_size, max_top_n + MORE_TOPS),
             source_lens=np.array([row.source_len for row in rows]),
         )
 

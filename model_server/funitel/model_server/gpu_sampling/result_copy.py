@@ -1,4 +1,4 @@
-"""What the host learns of a step: one copy off the device, begun with the step and read later, by whoever waits."""
+"""The result copy: what the host learns of a step, in one copy off the device that begins with it and is read later."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from funitel.model_server.sampling.sampler import SampledToken, top_of
 
 
 class Copy(Protocol):
-    """A copy to the host that is under way."""
+    """A copy to the host in flight."""
 
     def wait(self) -> np.ndarray:
         """The numbers, once they are there; may be called again."""
@@ -28,7 +28,7 @@ class HostCopy:
             return
         self._there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         self._there.copy_(numbers, non_blocking=True)
-        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits sleeps
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # what waits sleeps
         self._event.record()
 
     def wait(self) -> np.ndarray:

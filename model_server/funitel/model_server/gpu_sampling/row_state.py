@@ -6,7 +6,7 @@ import torch
 from funitel.model_server.device.upload import upload
 from funitel.model_server.sequence.table import SequenceState
 
-_LEAST_SLOTS, _LEAST_COUNTED = 1024, 8
+_MIN_SLOTS, _MIN_COUNTED = 1024, 8
 
 
 class RowStates:
@@ -14,7 +14,7 @@ class RowStates:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.device = device
-        self.tokens = torch.zeros(_LEAST_SLOTS, dtype=torch.int64, device=device)  # the last of each slot
+        self.tokens = torch.zeros(_MIN_SLOTS, dtype=torch.int64, device=device)  # the last of each slot
         self.counts = torch.zeros(0, 2, vocab_size, dtype=torch.int32, device=device)  # in all, in the completion
         self._places: dict[int, int] = {}  # slot -> line of `counts`
 
@@ -46,7 +46,7 @@ class RowStates:
 
     def _grow(self, num_places: int) -> None:
         if num_places > len(self.counts):
-            shape = (max(num_places, 2 * len(self.counts), _LEAST_COUNTED), *self.counts.shape[1:])
+            shape = (max(num_places, 2 * len(self.counts), _MIN_COUNTED), *self.counts.shape[1:])
             grown = torch.zeros(shape, dtype=torch.int32, device=self.device)
             grown[: len(self.counts)] = self.counts
             self.counts = grown

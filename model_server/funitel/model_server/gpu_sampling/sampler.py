@@ -1,7 +1,7 @@
-"""Sampling that never makes the host wait: the tokens of a step stay on the device, where the next step reads them.
+"""The sampler of a GPU, which never makes the host wait: tokens stay on the device, where the next step reads them.
 
 It does what `sampler.sample` does, in that order and with the same noise, over all rows at once. `follows_tokens` says
-for which rows the host must know the last token: masks of grammars and the watermark are brought by who calls.
+for which rows the host must know the last token: masks of grammars and the watermark are brought by the caller.
 """
 
 import numpy as np

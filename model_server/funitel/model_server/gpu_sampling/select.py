@@ -1,4 +1,4 @@
-"""Which maths a GPU samples by: our kernels where this card and its compiler run them, and a probe finds them right."""
+"""Which code a GPU samples by: our kernels where this GPU and its compiler run them, and a probe finds them right."""
 
 import logging
 

@@ -32,7 +32,7 @@ class Due:
 
     @property
     def sampled(self) -> list[SequenceState]:
-        """The rows whose token is sampled."""
+        """The rows with a token to be sampled."""
         return [row for row, token_id in self.rows if token_id is None]
 
     @property

@@ -1,4 +1,4 @@
-"""The KV pool: keys and values of every layer in blocks of `block_size` tokens."""
+"""The KV pool, paged: keys and values of every layer in blocks of `block_size` tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,8 +84,8 @@ def gather_blocks(cached: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype
 def _put(cached: torch.Tensor, slots: Slots, numbers: torch.Tensor) -> None:
     """Store some tokens of a layer; torch puts float8 at places of their own as the bytes that they are."""
     if is_float8(cached.dtype):
-        most = torch.finfo(cached.dtype).max
-        numbers = numbers.clamp(-most, most).to(cached.dtype).view(torch.uint8)
+        largest = torch.finfo(cached.dtype).max
+        numbers = numbers.clamp(-largest, largest).to(cached.dtype).view(torch.uint8)
         cached = cached.view(torch.uint8)
     cached.index_put_(slots, numbers)
 

@@ -12,10 +12,10 @@ from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import ElementwiseOps, HeadRule, TorchElementwiseOps
 from funitel.model_server.layers.linear import ColumnLinear, HeadNorm, Matmul, NormLayer, RowLinear, qkv_parts
-from funitel.model_server.layers.rotary import Turn, alibi_slopes
+from funitel.model_server.layers.rotary import Rotation, alibi_slopes
 from funitel.model_server.spec.model_spec import LatentSpec, ModelSpec, Position, QkNorm, RotarySpec
 
-Turns = Mapping[RotarySpec, Turn]  # of one step, for each kind of rotary positions in the model
+Rotations = Mapping[RotarySpec, Rotation]  # of one step, for each kind of rotary positions in the model
 
 
 class Attention:
@@ -41,7 +41,7 @@ class Attention:
         rule = _rule(spec, heads, index, weights.device)
         self.rule = replace(rule, scale=rule.scale * scales[0])
         self.rotary = spec.rotary_of(index)
-        self.glue: ElementwiseOps = TorchElementwiseOps()
+        self.elementwise: ElementwiseOps = TorchElementwiseOps()
         self.head_dim = dim
         self.qkv = ColumnLinear(
             weights,
@@ -71,12 +71,12 @@ class Attention:
         )
 
     def __call__(
-        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, turns: Turns
+        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, rotations: Rotations
     ) -> torch.Tensor:
         """Attend tokens [num_tokens, hidden_size] to the cache, their own keys and values included."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [num_tokens, q + k + v heads, head_dim]
-        turn = None if self.rotary is None else turns[self.rotary]
-        q = self.glue.place(qkv, self.heads, turn, cache, self.index, batch.slots)
+        rotation = None if self.rotary is None else rotations[self.rotary]
+        q = self.elementwise.place(qkv, self.heads, rotation, cache, self.index, batch.slots)
         attended = self.backend.attend(q, cache, self.index, plan, self.rule)
         if self.heads.value_scale != 1.0:
             attended = attended * self.heads.value_scale
@@ -150,17 +150,17 @@ class LatentAttention:
         return _HeadLinear(keys.transpose(1, 2)), _HeadLinear(values)
 
     def __call__(
-        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, turns: Turns
+        self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, rotations: Rotations
     ) -> torch.Tensor:
         """Attend tokens [num_tokens, hidden_size] to the cache, their own latents included."""
-        still, turning = torch.split(self.queries(x), self.parts, dim=-1)  # each [num_tokens, num_heads, ...]
+        still, rotated = torch.split(self.queries(x), self.parts, dim=-1)  # each [num_tokens, num_heads, ...]
         latent, key = torch.split(self.kv_down(x), [self.rank, self.parts[1]], dim=-1)
-        turning = torch.cat((turning, key[:, None]), dim=1)
+        rotated = torch.cat((rotated, key[:, None]), dim=1)
         if self.rotary is not None:
-            turning = turns[self.rotary](turning)
-        cached = torch.cat((self.kv_norm(latent)[:, None], turning[:, -1:]), dim=-1)  # [num_tokens, 1, cached_dim]
+            rotated = rotations[self.rotary](rotated)
+        cached = torch.cat((self.kv_norm(latent)[:, None], rotated[:, -1:]), dim=-1)  # [num_tokens, 1, cached_dim]
         cache.write(self.index, batch.slots, cached)
-        query = torch.cat((self.into(still), turning[:, :-1]), dim=-1)
+        query = torch.cat((self.into(still), rotated[:, :-1]), dim=-1)
         attended = self.backend.attend(query, cache, self.index, plan, self.rule)[..., : self.rank]
         return self.out(self.back(attended).flatten(1))
 

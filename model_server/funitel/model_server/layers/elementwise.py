@@ -1,6 +1,6 @@
 """What lies between the matrix products of a layer: norms and the residual, positions and the cache, gates of MLPs.
 
-Here in torch, operation by operation; `gpu.glue` has the same in few kernels.
+Here in torch, operation by operation; `elementwise_triton` has the same in few kernels.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 
 from funitel.model_server.kv_cache.pool import KVCache, Slots
 from funitel.model_server.layers.linear import ACTIVATIONS, HeadNorm, NormLayer
-from funitel.model_server.layers.rotary import Turn
+from funitel.model_server.layers.rotary import Rotation
 from funitel.model_server.spec.model_spec import Activation
 
 
@@ -59,14 +59,14 @@ class ElementwiseOps(Protocol):
         """From gates and values side by side, [num_tokens, 2 * units], to activated gates times values."""
 
     def place(
-        self, qkv: torch.Tensor, rule: HeadRule, turn: Turn | None, cache: KVCache, layer: int, slots: Slots
+        self, qkv: torch.Tensor, rule: HeadRule, rotation: Rotation | None, cache: KVCache, layer: int, slots: Slots
     ) -> torch.Tensor:
         """Normalise and rotate heads and write keys and values to their slots.
 
         Args:
             qkv: [num_tokens, query + key + value heads, head_dim].
             rule: how many of each there are, and what becomes of them.
-            turn: the rotation of the tokens, if the layer has one.
+            rotation: the rotation of the tokens, if the layer has one.
             cache: the pool, into which those of `layer` are written.
             layer: the layer's index.
             slots: where the tokens go.
@@ -82,13 +82,13 @@ class TorchElementwiseOps:
     name = "torch"
 
     def norm(self, norm: NormLayer, x: torch.Tensor) -> torch.Tensor:
-        """See Glue."""
+        """See ElementwiseOps."""
         return norm(x)
 
     def join(
         self, x: torch.Tensor, result: torch.Tensor, after: NormLayer | None, scale: float, before: NormLayer | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Glue."""
+        """See ElementwiseOps."""
         if after is not None:
             result = after(result)
         if scale != 1.0:
@@ -97,14 +97,14 @@ class TorchElementwiseOps:
         return x, x if before is None else before(x)
 
     def gate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """See Glue."""
+        """See ElementwiseOps."""
         gate, up = x.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
 
     def place(
-        self, qkv: torch.Tensor, rule: HeadRule, turn: Turn | None, cache: KVCache, layer: int, slots: Slots
+        self, qkv: torch.Tensor, rule: HeadRule, rotation: Rotation | None, cache: KVCache, layer: int, slots: Slots
     ) -> torch.Tensor:
-        """See Glue."""
+        """See ElementwiseOps."""
         num_qk = rule.num_heads + rule.num_kv_heads
         if rule.clip is not None:
             qkv = qkv.clamp(-rule.clip, rule.clip)
@@ -112,8 +112,8 @@ class TorchElementwiseOps:
         if rule.norms is not None:
             q_norm, k_norm = rule.norms
             qk = torch.cat((q_norm(qk[:, : rule.num_heads]), k_norm(qk[:, rule.num_heads :])), dim=1)
-        if turn is not None:
-            qk = turn(qk)
+        if rotation is not None:
+            qk = rotation(qk)
         k = qk[:, rule.num_heads :]
         if rule.is_scaled:
             k, v = k / rule.key_scale, v / rule.value_scale

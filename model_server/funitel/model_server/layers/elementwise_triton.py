@@ -1,4 +1,4 @@
-"""What lies between a layer's matrix products, on a GPU: one kernel each behind `Glue`, where they have the case."""
+"""Elementwise operations in Triton, between the matrix products of a layer: one kernel each where it has the case."""
 
 import torch
 import triton
@@ -7,11 +7,11 @@ from funitel.model_server.kv_cache.pool import KVCache, Slots
 from funitel.model_server.layers.elementwise import HeadRule, TorchElementwiseOps
 from funitel.model_server.layers.elementwise_kernels import gate_units, join_residual, place_heads
 from funitel.model_server.layers.linear import HeadNorm, NormLayer
-from funitel.model_server.layers.rotary import Turn
+from funitel.model_server.layers.rotary import Rotation
 from funitel.model_server.spec.model_spec import Activation, Norm, QkNorm
 
-_MOST_HIDDEN = 16_384  # elements of a row of hidden states: a program holds a row in its registers
-_MOST_HEAD_DIM = 256
+_MAX_HIDDEN = 16_384  # elements of a row of hidden states: a program holds a row in its registers
+_MAX_HEAD_DIM = 256
 _UNITS_AT_ONCE = 1024
 _HEAD_ELEMENTS = 1024  # of a program's heads
 
@@ -29,7 +29,7 @@ class TritonElementwiseOps:
         self._reference = TorchElementwiseOps()
 
     def norm(self, norm: NormLayer, x: torch.Tensor) -> torch.Tensor:
-        """See Glue."""
+        """See ElementwiseOps."""
         if norm.kind is Norm.NONE or not _has(x, norm):
             return self._reference.norm(norm, x)
         normed = torch.empty_like(x)
@@ -39,7 +39,7 @@ class TritonElementwiseOps:
     def join(
         self, x: torch.Tensor, result: torch.Tensor, after: NormLayer | None, scale: float, before: NormLayer | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Glue."""
+        """See ElementwiseOps."""
         if not _has(x, after, before):
             return self._reference.join(x, result, after, scale, before)
         total = torch.empty_like(x)
@@ -48,7 +48,7 @@ class TritonElementwiseOps:
         return total, normed
 
     def gate(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """See Glue."""
+        """See ElementwiseOps."""
         assert x.is_contiguous()
         num_tokens, num_units = x.shape[0], x.shape[1] // 2
         out = x.new_empty(num_tokens, num_units)
@@ -58,12 +58,12 @@ class TritonElementwiseOps:
         return out
 
     def place(
-        self, qkv: torch.Tensor, rule: HeadRule, turn: Turn | None, cache: KVCache, layer: int, slots: Slots
+        self, qkv: torch.Tensor, rule: HeadRule, rotation: Rotation | None, cache: KVCache, layer: int, slots: Slots
     ) -> torch.Tensor:
-        """See Glue."""
+        """See ElementwiseOps."""
         keys, values = cache.keys[layer], cache.values[layer]
         if keys.dtype is not self._kv_dtype or not _places(qkv, rule):
-            return self._reference.place(qkv, rule, turn, cache, layer, slots)
+            return self._reference.place(qkv, rule, rotation, cache, layer, slots)
         assert qkv.is_contiguous()
         num_tokens, num_heads, dim = qkv.shape
         queries = qkv.new_empty(num_tokens, rule.num_heads, dim)
@@ -76,8 +76,8 @@ class TritonElementwiseOps:
             keys,
             values,
             *slots,
-            qkv if turn is None else turn.cos,
-            qkv if turn is None else turn.sin,
+            qkv if rotation is None else rotation.cos,
+            qkv if rotation is None else rotation.sin,
             qkv if q_norm is None else q_norm.weight,
             qkv if k_norm is None else k_norm.weight,
             qkv if q_norm is None or q_norm.bias is None else q_norm.bias,
@@ -92,9 +92,9 @@ class TritonElementwiseOps:
             NUM_KV_HEADS=rule.num_kv_heads,
             HEAD_DIM=dim,
             PADDED_DIM=padded,
-            HALF=0 if turn is None else turn.cos.shape[-1],
+            HALF=0 if rotation is None else rotation.cos.shape[-1],
             HEADS_AT_ONCE=at_once,
-            IS_INTERLEAVED=turn is not None and turn.is_interleaved,
+            IS_INTERLEAVED=rotation is not None and rotation.is_interleaved,
             HAS_CLIP=rule.clip is not None,
             HAS_SCALES=rule.is_scaled,
             MOST=torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0,
@@ -107,13 +107,13 @@ class TritonElementwiseOps:
 
 def _has(x: torch.Tensor, *norms: NormLayer | None) -> bool:
     """Whether `_join` has these norms of hidden states."""
-    return x.shape[-1] <= _MOST_HIDDEN and all(norm is None or norm.dtype is None for norm in norms)
+    return x.shape[-1] <= _MAX_HIDDEN and all(norm is None or norm.dtype is None for norm in norms)
 
 
 def _places(qkv: torch.Tensor, rule: HeadRule) -> bool:
     """Whether `place_heads` has these heads: a norm over all of them is one over other ranks too."""
     is_by_head = rule.norms is None or rule.norms[0].kind is not QkNorm.WHOLE
-    return is_by_head and qkv.shape[-1] <= _MOST_HEAD_DIM
+    return is_by_head and qkv.shape[-1] <= _MAX_HEAD_DIM
 
 
 def _kind_of(norm: NormLayer | HeadNorm | None) -> str:

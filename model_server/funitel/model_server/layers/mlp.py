@@ -10,7 +10,7 @@ from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElement
 from funitel.model_server.layers.linear import ACTIVATIONS, ColumnLinear, Matmul, RowLinear, mlp_parts
 from funitel.model_server.spec.model_spec import ExpertScore, ExpertsSpec, ModelSpec
 
-_LEAST_SUM = 1e-20  # what scores are divided by at least
+_MIN_SUM = 1e-20  # what scores are divided by at least
 
 
 class Mlp:
@@ -35,7 +35,7 @@ class Mlp:
         self.num_units = mine[1] - mine[0]  # hidden units of this rank
         self.is_gated = spec.is_gated
         self.activation = spec.activation
-        self.glue: ElementwiseOps = TorchElementwiseOps()
+        self.elementwise: ElementwiseOps = TorchElementwiseOps()
         self.parallel = parallel
         self.up = ColumnLinear(
             weights,
@@ -69,7 +69,7 @@ class Mlp:
         x = self.up(x)
         if not self.is_gated:
             return self.down.partial(ACTIVATIONS[self.activation](x))
-        return self.down.partial(self.glue.gate(x, self.activation))
+        return self.down.partial(self.elementwise.gate(x, self.activation))
 
 
 class Router:
@@ -99,7 +99,7 @@ class Router:
         chosen = ranked.topk(spec.num_chosen).indices
         shares = scores.gather(1, chosen)
         if spec.is_normalized:
-            shares = shares / (shares.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+            shares = shares / (shares.sum(dim=-1, keepdim=True) + _MIN_SUM)
         return chosen, shares * spec.scale
 
     def _in_best_groups(self, scores: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How positions enter a model: rotary turns with all their scalings, ALiBi slopes, sinusoidal vectors."""
+"""How positions enter a model: rotary embeddings (RoPE) with their scalings, ALiBi slopes, sinusoidal vectors."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from funitel.model_server.spec.model_spec import RotaryScaling, RotarySpec
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Rotation:
     """The rotation of one step's tokens. `cos` and `sin` are [num_tokens, 1, dims / 2]."""
 
     cos: torch.Tensor
@@ -55,13 +55,13 @@ class Rotary:
         """Whether frequencies depend on how long a sequence is."""
         return self.spec.scaling.kind in ("dynamic", "longrope")
 
-    def turn(self, positions: torch.Tensor, reaches: torch.Tensor | None, dtype: torch.dtype) -> Turn:
+    def rotation(self, positions: torch.Tensor, reaches: torch.Tensor | None, dtype: torch.dtype) -> Rotation:
         """The rotation of tokens at `positions` of sequences of at least `reaches` tokens, each [num_tokens]."""
         frequencies = self.frequencies if reaches is None else self._frequencies_within(reaches)
         angles = (positions.float()[:, None] * frequencies)[:, None]
         amplitude = self.spec.scaling.amplitude
         cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
-        return Turn(cos.to(dtype), sin.to(dtype), self.spec.is_interleaved)
+        return Rotation(cos.to(dtype), sin.to(dtype), self.spec.is_interleaved)
 
     def _frequencies_within(self, reaches: torch.Tensor) -> torch.Tensor:
         """Frequencies [num_tokens, dims / 2] of the kinds that depend on length."""

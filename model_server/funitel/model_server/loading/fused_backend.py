@@ -27,7 +27,7 @@ from funitel.proto.errors import SettingsError
 
 logger = logging.getLogger(__name__)
 
-_MOST_LOGITS = 128  # in a step: requests that the router lets in at once where it is not told otherwise
+_MAX_LOGITS = 128  # in a step: requests that the router lets in at once where it is not told otherwise
 _EXACT = "--dtype float32 keeps them exact"
 
 
@@ -91,7 +91,7 @@ def load_fused(
 
 
 def _step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, num_tokens: int) -> int:
-    return step_bytes(spec, parallel, tier, num_tokens=num_tokens, num_logits=min(num_tokens, _MOST_LOGITS))
+    return step_bytes(spec, parallel, tier, num_tokens=num_tokens, num_logits=min(num_tokens, _MAX_LOGITS))
 
 
 def _in_shared_memory(parallel: TensorParallel, library: ctypes.CDLL) -> TensorParallel:

@@ -157,11 +157,11 @@ def _choose_way(
     Raises:
         UnsupportedModel: none does.
     """
-    turns = DynamicRope.of(model)
+    rope = DynamicRope.of(model)
     ways: tuple[Way, ...] = (
-        lambda model: PackedModel(model, block_size, device, turns),
-        lambda model: _stacked(model, device, turns, is_alone=False),
-        lambda model: _stacked(model, device, turns, is_alone=True),
+        lambda model: PackedModel(model, block_size, device, rope),
+        lambda model: _stacked(model, device, rope, is_alone=False),
+        lambda model: _stacked(model, device, rope, is_alone=True),
     )
     former = model.config._attn_implementation
     failures: list[str] = []
@@ -185,11 +185,11 @@ def _choose_way(
     raise UnsupportedModel(f"the model cannot be served through transformers: {'; '.join(failures)}")
 
 
-def _stacked(model: Any, device: torch.device, turns: DynamicRope, *, is_alone: bool) -> StackedModel:
-    keeper = choose_adapter(model, device)
-    if not keeper.takes_padding and not is_alone:
+def _stacked(model: Any, device: torch.device, rope: DynamicRope, *, is_alone: bool) -> StackedModel:
+    adapter = choose_adapter(model, device)
+    if not adapter.takes_padding and not is_alone:
         raise Unsuited("its code does not say how to pad")
-    return StackedModel(model, keeper, device, turns, is_alone=is_alone)
+    return StackedModel(model, adapter, device, rope, is_alone=is_alone)
 
 
 def context_of(config: Any, folder: Path) -> int:

@@ -2,7 +2,7 @@
 
 Launching a layer's kernels costs the host more than they cost the device when rows are few; a replay is one launch.
 A step takes the smallest bucket that holds it. Rows beyond its own are padding: they compute token 0 at position 0 of
-block 0, which is no sequence's, and nobody reads what comes of it.
+block 0, which is no sequence's, and what comes of it is not read.
 """
 
 import logging
@@ -113,7 +113,7 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _FixedBatch(ForwardBatch):
-    """A batch whose tensors are made from a step's inputs on the device, so that a replay makes them again."""
+    """A batch with tensors made from a step's inputs on the device, so that a replay makes them again."""
 
     inputs: _Inputs
 
@@ -245,7 +245,7 @@ def recorded(decoder: Decoder, cuda_graphs: BatchSizes | None) -> Forward:
         logger.info("decoding is not recorded as CUDA graphs: weights come from the host in every step")
         return decoder
     is_fixed = not any(spec.experts_of(i) for i in range(spec.num_layers))  # tokens are sorted by expert on the host
-    if not is_fixed or any(rotary.needs_reaches for rotary in decoder.entrance.rotaries):
+    if not is_fixed or any(rotary.needs_reaches for rotary in decoder.token_embedding.rotaries):
         logger.info("decoding is not recorded as CUDA graphs: what %s computes depends on tokens", spec.architecture)
         return decoder
     buckets = sorted(cuda_graphs or default_buckets())

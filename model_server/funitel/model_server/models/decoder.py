@@ -7,7 +7,7 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.layers.attention import Attention, LatentAttention, Turns
+from funitel.model_server.layers.attention import Attention, LatentAttention, Rotations
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.layers.linear import Matmul, NormLayer, VocabEmbedding, VocabHead
 from funitel.model_server.layers.mlp import Experts, Mlp
@@ -30,8 +30,8 @@ class Decoder:
         names = spec.names
         self.spec = spec
         self.attention = attention
-        self.glue: ElementwiseOps = TorchElementwiseOps()
-        self.entrance = TokenEmbedding(spec, weights, parallel)
+        self.elementwise: ElementwiseOps = TorchElementwiseOps()
+        self.token_embedding = TokenEmbedding(spec, weights, parallel)
         self.offload = offload
         self.layers: list[DecoderLayer | OffloadedLayer[DecoderLayer]] = []
         for i in range(spec.num_layers):
@@ -46,40 +46,40 @@ class Decoder:
         if names.embedding_out:
             name = weights.prefix + names.embedding_out
             self.narrow = Matmul(weights.read_linear(name, spec.table_size, spec.hidden_size))
-        self.head = VocabHead(spec, weights, names.head, self.entrance.embedding, parallel)
+        self.head = VocabHead(spec, weights, names.head, self.token_embedding.embedding, parallel)
         tied = (rf"^{names.head}\.weight$",) if spec.is_tied else ()
         weights.finish(names.ignored + tied)
 
-    def adopt(self, glue: ElementwiseOps) -> None:
-        """Compute from now on with this glue."""
-        self.glue = glue
+    def adopt(self, elementwise: ElementwiseOps) -> None:
+        """Compute from now on with these operations."""
+        self.elementwise = elementwise
         for layer in self.layers:
-            (layer if isinstance(layer, DecoderLayer) else layer.layer).adopt(glue)
+            (layer if isinstance(layer, DecoderLayer) else layer.layer).adopt(elementwise)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
         return self.run(batch, cache, self.attention.plan(batch))
 
     def run(self, batch: ForwardBatch, cache: KVCache, plan: object) -> torch.Tensor | None:
-        """Run one forward whose attention was planned; with tensors alone where the plan is."""
+        """Run one forward with a plan of its attention; with tensors alone where the plan is."""
         if self.offload is not None:
             self.offload.begin()
-        x = self.entrance(batch)  # [num_tokens, hidden_size]
-        turns = self.entrance.turns(batch, x.dtype)
+        x = self.token_embedding(batch)  # [num_tokens, hidden_size]
+        rotations = self.token_embedding.rotations(batch, x.dtype)
         entering: torch.Tensor | None = None
         for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
-            # The norm of a layer whose weights come from the host is not there before its turn.
-            frame = following.attention_frame if isinstance(following, DecoderLayer) else None
-            x, entering = layer(x, entering, frame, batch, cache, plan, turns)
+            # The norm of an offloaded layer is not there before the layer computes.
+            residual = following.attention_residual if isinstance(following, DecoderLayer) else None
+            x, entering = layer(x, entering, residual, batch, cache, plan, rotations)
         if batch.logit_indices.numel() == 0:
             return None
         x = x[batch.logit_indices]
-        x = x if self.final_norm is None else self.glue.norm(self.final_norm, x)
+        x = x if self.final_norm is None else self.elementwise.norm(self.final_norm, x)
         return self.head(x if self.narrow is None else self.narrow(x))
 
 
 class TokenEmbedding:
-    """Tokens and positions -> the hidden states that enter the first layer, and the turns that all layers share."""
+    """Tokens and positions -> the hidden states that enter the first layer, and the rotations that all layers share."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> None:
         names, prefix = spec.names, weights.prefix
@@ -113,10 +113,10 @@ class TokenEmbedding:
             return x + sinusoids(places, spec.hidden_size).to(x.dtype)
         return x
 
-    def turns(self, batch: ForwardBatch, dtype: torch.dtype) -> Turns:
+    def rotations(self, batch: ForwardBatch, dtype: torch.dtype) -> Rotations:
         """How this step's queries and keys are rotated."""
         return {
-            rotary.spec: rotary.turn(batch.positions, batch.reaches() if rotary.needs_reaches else None, dtype)
+            rotary.spec: rotary.rotation(batch.positions, batch.reaches() if rotary.needs_reaches else None, dtype)
             for rotary in self.rotaries
         }
 
@@ -144,16 +144,16 @@ class DecoderLayer:
             self.mlp = Mlp(spec, weights, parallel, index)
         else:
             self.mlp = Experts(spec, experts, weights, parallel, index)
-        self.attention_frame = ResidualBlock(spec, weights, names.attention_norm, names.attention_post_norm, index)
-        self.mlp_frame = ResidualBlock(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
+        self.attention_residual = ResidualBlock(spec, weights, names.attention_norm, names.attention_post_norm, index)
+        self.mlp_residual = ResidualBlock(spec, weights, names.mlp_norm, names.mlp_post_norm, index)
 
-    def adopt(self, glue: ElementwiseOps) -> None:
-        """Compute from now on with this glue."""
-        self.attention_frame.glue = self.mlp_frame.glue = glue
+    def adopt(self, elementwise: ElementwiseOps) -> None:
+        """Compute from now on with these operations."""
+        self.attention_residual.elementwise = self.mlp_residual.elementwise = elementwise
         for mlp in self.mlp.mlps():
-            mlp.glue = glue
+            mlp.elementwise = elementwise
         if isinstance(self.attention, Attention):
-            self.attention.glue = glue
+            self.attention.elementwise = elementwise
 
     def __call__(
         self,
@@ -163,28 +163,28 @@ class DecoderLayer:
         batch: ForwardBatch,
         cache: KVCache,
         plan: object,
-        turns: Turns,
+        rotations: Rotations,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From the residual [num_tokens, hidden_size] and what of it enters this layer to those behind it.
 
         Args:
             x: the residual.
             entering: what the layer before made of it for this one, if it has.
-            following: the frame of the next layer, where that shall not do so itself.
-            batch, cache, plan, turns: of the step.
+            following: the norms around attention in the next layer, where that shall not do so itself.
+            batch, cache, plan, rotations: of the step.
         """
         if entering is None:
-            entering = self.attention_frame.enter(x)
-        attended = self.attention(entering, batch, cache, plan, turns)
+            entering = self.attention_residual.enter(x)
+        attended = self.attention(entering, batch, cache, plan, rotations)
         if self.is_parallel:
-            shared = entering if self.mlp_frame.before is None else self.mlp_frame.enter(x)
+            shared = entering if self.mlp_residual.before is None else self.mlp_residual.enter(x)
             result = attended + self.mlp(shared)
         else:
-            x, shared = self.attention_frame.pass_on(x, attended, self.mlp_frame)
+            x, shared = self.attention_residual.pass_on(x, attended, self.mlp_residual)
             result = self.mlp(shared)
         if following is None:
-            return self.mlp_frame.leave(x, result), None
-        return self.mlp_frame.pass_on(x, result, following)
+            return self.mlp_residual.leave(x, result), None
+        return self.mlp_residual.pass_on(x, result, following)
 
 
 class ResidualBlock:
@@ -206,7 +206,7 @@ class ResidualBlock:
             name = weights.prefix + template.format(i=index)
             return NormLayer(spec, weights, name, spec.hidden_size, dtype=sum_dtype)
 
-        self.glue: ElementwiseOps = TorchElementwiseOps()
+        self.elementwise: ElementwiseOps = TorchElementwiseOps()
         placement = spec.norm_placement
         has_before = placement in (NormPlacement.PRE, NormPlacement.BOTH) and before
         self.before = norm(before) if has_before else None
@@ -216,12 +216,12 @@ class ResidualBlock:
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """What the block reads."""
-        return x if self.before is None else self.glue.norm(self.before, x)
+        return x if self.before is None else self.elementwise.norm(self.before, x)
 
     def leave(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """The residual `x` with the block's `result`."""
         after, last = (None, self.after) if self.is_last else (self.after, None)
-        return self.glue.join(x, result, after, self.scale, last)[1]
+        return self.elementwise.join(x, result, after, self.scale, last)[1]
 
     def pass_on(
         self, x: torch.Tensor, result: torch.Tensor, following: "ResidualBlock"
@@ -230,4 +230,4 @@ class ResidualBlock:
         if self.is_last:
             x = self.leave(x, result)
             return x, following.enter(x)
-        return self.glue.join(x, result, self.after, self.scale, following.before)
+        return self.elementwise.join(x, result, self.after, self.scale, following.before)

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -29,25 +30,26 @@ def fuse_elementwise(
     if device.type != "cuda":
         return
 
-    def probe() -> None:
-        # Triton: seconds to import, and there with torch's builds for GPUs only
-        from funitel.model_server.layers.elementwise_triton import TritonElementwiseOps
-
-        glue = TritonElementwiseOps(kv_dtype)
-        with torch.inference_mode():
-            check_elementwise(glue, decoder, heads, device, dtype, kv_dtype)
-        decoder.adopt(glue)
-        logger.info("norms, positions and gates are computed in Triton kernels")
-
     def fall_back(error: Exception) -> None:
         message = "norms, positions and gates are computed in torch, without the Triton kernels: %s"
         logger.warning(message, reason_of(error))
 
-    probe_or_fall_back(probe, fall_back)
+    probe_or_fall_back(partial(_fuse, decoder, heads, device, dtype, kv_dtype), fall_back)
+
+
+def _fuse(decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    # Triton: seconds to import, and there with torch's builds for GPUs only
+    from funitel.model_server.layers.elementwise_triton import TritonElementwiseOps
+
+    elementwise = TritonElementwiseOps(kv_dtype)
+    with torch.inference_mode():
+        check_elementwise(elementwise, decoder, heads, device, dtype, kv_dtype)
+    decoder.adopt(elementwise)
+    logger.info("norms, positions and gates are computed in Triton kernels")
 
 
 def check_elementwise(
-    glue: ElementwiseOps,
+    elementwise: ElementwiseOps,
     decoder: Decoder,
     heads: HeadSplit,
     device: torch.device,
@@ -66,15 +68,16 @@ def check_elementwise(
     x, result = drawn(len(_POSITIONS), decoder.spec.hidden_size), drawn(len(_POSITIONS), decoder.spec.hidden_size)
     gates = [drawn(len(_POSITIONS), 2 * mlp.num_units) for mlp in layer.mlp.mlps()[-1:] if mlp.is_gated]
     results = []
-    for each in (TorchElementwiseOps(), glue):
+    for each in (TorchElementwiseOps(), elementwise):
         found = [] if decoder.final_norm is None else [each.norm(decoder.final_norm, x)]
-        for frame, following in ((layer.attention_frame, layer.mlp_frame), (layer.mlp_frame, layer.attention_frame)):
-            found += each.join(x, result, frame.after, frame.scale, following.before)
+        residuals = layer.attention_residual, layer.mlp_residual
+        for block, following in (residuals, residuals[::-1]):
+            found += each.join(x, result, block.after, block.scale, following.before)
         found += [each.gate(gate, decoder.spec.activation) for gate in gates]
         results.append(found)
     if isinstance(layer.attention, Attention) and decoder.spec.qk_norm is not QkNorm.WHOLE:  # which asks other ranks
         qkv = drawn(len(_POSITIONS), heads.num_heads + 2 * heads.num_kv_heads, decoder.spec.head_dim)
-        for each, found in zip((TorchElementwiseOps(), glue), results, strict=True):
+        for each, found in zip((TorchElementwiseOps(), elementwise), results, strict=True):
             found += _placed(each, decoder, layer.attention, heads, qkv, kv_dtype)
     bound = _FLOAT8_BOUND if kv_dtype.itemsize == 1 else _BOUND
     for expected, got in zip(*results, strict=True):
@@ -95,7 +98,7 @@ def _first_layer(decoder: Decoder) -> DecoderLayer:
 
 
 def _placed(
-    glue: ElementwiseOps,
+    elementwise: ElementwiseOps,
     decoder: Decoder,
     attention: Attention,
     heads: HeadSplit,
@@ -106,10 +109,10 @@ def _placed(
     device = qkv.device
     cache = KVCache(replace(decoder.spec, num_layers=1), heads, max(_BLOCKS) + 1, _BLOCK_SIZE, kv_dtype, device)
     positions = torch.tensor(_POSITIONS, device=device)
-    turns = {
-        rotary.spec: rotary.turn(positions, positions + 1 if rotary.needs_reaches else None, qkv.dtype)
-        for rotary in decoder.entrance.rotaries
+    rotations = {
+        rotary.spec: rotary.rotation(positions, positions + 1 if rotary.needs_reaches else None, qkv.dtype)
+        for rotary in decoder.token_embedding.rotaries
     }
-    turn = None if attention.rotary is None else turns[attention.rotary]
+    rotation = None if attention.rotary is None else rotations[attention.rotary]
     slots = torch.tensor(_BLOCKS, device=device), torch.tensor(_OFFSETS, device=device)
-    return [glue.place(qkv, attention.heads, turn, cache, 0, slots), cache.pool]
+    return [elementwise.place(qkv, attention.heads, rotation, cache, 0, slots), cache.pool]

@@ -1,6 +1,6 @@
-"""Layers whose weights lie in the host's memory and come to the device ahead of their turn (`--cpu-offload-gb`).
+"""Weight offload: layers with weights in the host's memory, prefetched before they compute (`--cpu-offload-gb`).
 
-The weights of such a layer are one piece of page-locked memory. Two slots on the device take turns: while a layer
+The weights of such a layer are one piece of page-locked memory. There are two slots on the device: while a layer
 computes out of one, the next is copied into the other. Every tensor of a layer is a view into its slot, made once, so
 nothing but the copies happens in a step. Knows nothing of what layers compute.
 """
@@ -71,7 +71,7 @@ class _Kept:
 
 
 class OffloadedLayer(Generic[L]):
-    """A layer whose weights are there when it computes, and not before."""
+    """A layer with weights that are there when it computes, and not before."""
 
     def __init__(self, layer: L, place: int, offload: "Offload") -> None:
         self.layer = layer
@@ -93,14 +93,14 @@ class Offload:
         num_bytes: that the device shall be spared.
         num_layers: of the model.
         device: where layers compute.
-        courier: copies.
+        prefetcher: copies.
     """
 
-    def __init__(self, num_bytes: int, num_layers: int, device: torch.device, courier: Prefetcher) -> None:
+    def __init__(self, num_bytes: int, num_layers: int, device: torch.device, prefetcher: Prefetcher) -> None:
         self._num_bytes = num_bytes
         self._num_layers = num_layers
         self._device = device
-        self._courier = courier
+        self._prefetcher = prefetcher
         self._count = 0  # layers to be kept on the host
         self._tensors: list[list[_Kept]] = []
         self._pieces: list[torch.Tensor] = []
@@ -128,7 +128,7 @@ class Offload:
             self._count = min(self._num_layers, math.ceil(self._num_bytes / max(1, num_bytes)))
         if (index + 1) * self._count // self._num_layers == index * self._count // self._num_layers:
             return layer
-        piece = self._courier.hold(num_bytes)
+        piece = self._prefetcher.hold(num_bytes)
         for kept in found:
             kept.write(piece)
             kept.tensor = torch.empty_like(kept.tensor, device="meta")
@@ -163,7 +163,7 @@ class Offload:
         """Send for the weights of the layer at a place among those kept on the host, if there is one."""
         if place < len(self._pieces):
             piece = self._pieces[place]
-            self._arrivals[place] = self._courier.send(piece, self._slots[place % _NUM_SLOTS][: len(piece)])
+            self._arrivals[place] = self._prefetcher.send(piece, self._slots[place % _NUM_SLOTS][: len(piece)])
 
     def arrive(self, place: int) -> None:
         """Have what is enqueued from now on wait for the weights of a layer."""
@@ -182,7 +182,7 @@ class Offload:
 
 
 def _walk(owner: Any, seen: set[int]) -> Iterator[tuple[Any, str | int, torch.Tensor]]:
-    """Every tensor below an object of ours, with who holds it and under what name; not those that a tuple holds."""
+    """Every tensor below an object of ours, with its owner and its name there; not those that a tuple holds."""
     seen.add(id(owner))
     if isinstance(owner, list | tuple):
         items: list[tuple[str | int, Any]] = list(enumerate(owner))
@@ -218,11 +218,11 @@ class CudaPrefetcher:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def hold(self, num_bytes: int) -> torch.Tensor:
-        """See Courier."""
+        """See Prefetcher."""
         return page_locked(num_bytes, self._device, "--cpu-offload-gb")
 
     def send(self, source: torch.Tensor, into: torch.Tensor) -> Arrival:
-        """See Courier."""
+        """See Prefetcher."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             into.copy_(source, non_blocking=True)

@@ -12,7 +12,7 @@ class CachedBatches:
 
     Args:
         block_size: tokens of a KV block.
-        max_prefill_tokens: budget of a step, which rows share whose tokens the router leaves open.
+        max_prefill_tokens: budget of a step, shared by rows for which the router leaves the number of tokens open.
     """
 
     def __init__(self, block_size: int, max_prefill_tokens: int) -> None:
@@ -47,7 +47,7 @@ class CachedBatches:
         self._ended = {}
 
     def pop(self, batch_id: int) -> None:
-        """Forget a batch whose rows are in another one now."""
+        """Forget a batch with rows that are in another one now."""
         self._rows.pop(batch_id, None)
 
     def drop(self, rows: Sequence[SequenceState]) -> None:

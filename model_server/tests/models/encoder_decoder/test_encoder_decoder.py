@@ -25,8 +25,8 @@ from funitel.model_server.tools.spec import check, show
 from funitel.proto.errors import InvalidRequest, SettingsError, UnsupportedModel, WeightsError
 from funitel.proto.step import FinishReason, Generation, GrammarType, WarmupLimits
 from funitel_testing import seq2seq_worker
-from funitel_testing.cards import FakeCard
 from funitel_testing.executors import BLOCK_SIZE, chunk, collect, ids_of, load_executor, run_alone, run_out, start
+from funitel_testing.fake_gpus import FakeGpu
 from funitel_testing.servers import free_port
 from funitel_testing.tiny_seq2seq import (
     EOS_ID,
@@ -132,8 +132,8 @@ def test_where_the_peak_of_memory_counts_the_encoder_rehearses_all_that_it_reads
     read = recorded_reading(executor, monkeypatch)
     monkeypatch.setattr(executor.runner, "cache", None)
     executor.profiler.profile([start(0, LONG)], 3, 64)
-    card = GpuPoolMemory(FakeCard(10**9), 1.0)
-    monkeypatch.setattr(executor.profiler, "memory", card)
+    gpu = GpuPoolMemory(FakeGpu(10**9), 1.0)
+    monkeypatch.setattr(executor.profiler, "memory", gpu)
     executor.profiler.profile([start(0, LONG)], 3, 64)
     assert read == [35, 64]
 

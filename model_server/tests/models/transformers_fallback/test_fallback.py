@@ -70,9 +70,9 @@ def test_a_sequence_turns_by_its_own_length(
         raise Unsuited("not asked for")
 
     def choose_unpadded(*args: Any) -> CacheAdapter:
-        keeper = choose_adapter(*args)
-        keeper.takes_padding = False
-        return keeper
+        adapter = choose_adapter(*args)
+        adapter.takes_padding = False
+        return adapter
 
     if way != "packed":
         monkeypatch.setattr(loading, "PackedModel", refuse)

@@ -44,7 +44,7 @@ class View:
 class StepLayout:
     """The sources are the prompts that the encoder reads; all else is about the decoder's tokens.
 
-    `kept` are those whose logits are wanted, in the order of the caller's rows.
+    `kept` are those that need logits, in the order of the caller's rows.
     """
 
     sources: tuple[EncoderInputs, ...]
@@ -56,8 +56,8 @@ class StepLayout:
     others: tuple[View, ...]  # what they see of the prompt
 
     @classmethod
-    def of(cls, batch: ForwardBatch, block_size: int, most_read: int) -> "StepLayout":
-        """Lay a batch out, the encoder reading `most_read` tokens at once; its tensors say where it is computed."""
+    def of(cls, batch: ForwardBatch, block_size: int, max_read: int) -> "StepLayout":
+        """Lay a batch out, the encoder reading `max_read` tokens at once; its tensors say where it is computed."""
         device = batch.input_ids.device
         positions = np.concatenate([np.arange(row.start, row.end) - row.source_len for row in batch.rows])
         is_decoded = positions >= 0
@@ -73,7 +73,7 @@ class StepLayout:
                 first += count
         blocks, offsets = batch.slots
         return cls(
-            sources=tuple(_source(rows, block_size, device) for rows in _read_together(batch.rows, most_read)),
+            sources=tuple(_source(rows, block_size, device) for rows in _read_together(batch.rows, max_read)),
             input_ids=batch.input_ids[decoded],
             positions=upload(positions[is_decoded], device),
             slots=(blocks[decoded], offsets[decoded]),
@@ -83,8 +83,8 @@ class StepLayout:
         )
 
 
-def _read_together(rows: Iterable[RowSpan], most: int) -> list[list[RowSpan]]:
-    """Rows whose prompts are to be read, longest first as `pack` wants them: at most `most` tokens, or one, at once.
+def _read_together(rows: Iterable[RowSpan], max_read: int) -> list[list[RowSpan]]:
+    """Rows with prompts to be read, longest first as `pack` wants them: at most `max_read` tokens, or one, at once.
 
     Each is read whole, whatever part of it the plan counts in this step: only this bounds what the encoder takes.
     """
@@ -92,7 +92,7 @@ def _read_together(rows: Iterable[RowSpan], most: int) -> list[list[RowSpan]]:
     num_tokens = 0
     for row in sorted((row for row in rows if row.source), key=lambda row: -len(row.source)):
         num_tokens += len(row.source)
-        if not parts or num_tokens > most:
+        if not parts or num_tokens > max_read:
             parts.append([])
             num_tokens = len(row.source)
         parts[-1].append(row)
@@ -134,7 +134,7 @@ def _others(row: RowSpan, count: int, first: int, block_size: int) -> _Sight:
 
 
 def _views(sights: Sequence[_Sight], block_size: int, device: torch.device) -> tuple[View, ...]:
-    """Put rows of one query together whose blocks differ by less than a factor of two; others stay alone."""
+    """Put rows of one query together if their blocks differ by less than a factor of two; others stay alone."""
 
     def kind(sight: _Sight) -> tuple[int, int]:
         is_alone = len(sight.ends) > 1

@@ -43,11 +43,11 @@ class Seq2Seq:
     def __init__(self, spec: Seq2SeqSpec, weights: Weights, parallel: TensorParallel) -> None:
         decoder, sums = spec.decoder, _sum_dtype(spec, weights)
         self.dtype = weights.dtype
-        self.most_read = spec.encoder.max_position_embeddings
+        self.max_read = spec.encoder.max_position_embeddings
         table = _table(decoder, weights)
         embedding = VocabEmbedding(decoder, weights, table, parallel)
         self.encoder = EncoderStack(spec, weights, parallel, embedding)
-        self.entrance = StackEmbedding(decoder, weights, embedding, sums)
+        self.token_embedding = StackEmbedding(decoder, weights, embedding, sums)
         self.bias = _bias(spec, weights, parallel, is_causal=True)
         self.layers = [Seq2SeqDecoderLayer(spec, weights, parallel, i) for i in range(decoder.num_layers)]
         self.final_norm = _final_norm(decoder, weights, sums)
@@ -61,14 +61,14 @@ class Seq2Seq:
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
-        step = StepLayout.of(batch, cache.block_size, self.most_read)
+        step = StepLayout.of(batch, cache.block_size, self.max_read)
         for source in step.sources:
             encoded = self.encoder(source.packed)
             for layer in self.layers:
                 layer.look_at(encoded, cache, source.slots)
         if not step.input_ids.numel():
             return None
-        x = self.entrance(step.input_ids, step.positions)
+        x = self.token_embedding(step.input_ids, step.positions)
         masks = masks_of(step.own, self.bias, self.dtype), masks_of(step.others, None, self.dtype)
         for layer in self.layers:
             x = layer(x, step, cache, *masks)
@@ -86,13 +86,13 @@ class EncoderStack:
         self, spec: Seq2SeqSpec, weights: Weights, parallel: TensorParallel, embedding: VocabEmbedding
     ) -> None:
         stack, sums = spec.encoder, _sum_dtype(spec, weights)
-        self.entrance = StackEmbedding(stack, weights, embedding, sums)
+        self.token_embedding = StackEmbedding(stack, weights, embedding, sums)
         self.bias = _bias(spec, weights, parallel, is_causal=False)
         self.layers = [Seq2SeqEncoderLayer(stack, weights, parallel, i, sums) for i in range(stack.num_layers)]
         self.final_norm = _final_norm(stack, weights, sums)
 
     def __call__(self, packed: Packed) -> torch.Tensor:
-        x = self.entrance(packed.input_ids, packed.positions)
+        x = self.token_embedding(packed.input_ids, packed.positions)
         for layer in self.layers:
             x = layer(x, packed, self.bias)
         return x if self.final_norm is None else self.final_norm(x)
@@ -184,13 +184,13 @@ class Seq2SeqEncoderLayer:
     ) -> None:
         self.attention = SelfAttention(spec, weights, parallel, index)
         self.mlp = Mlp(spec, weights, parallel, index, sums)
-        self.attention_frame, self.mlp_frame = _frames(spec, weights, index, sums)
+        self.attention_residual, self.mlp_residual = _frames(spec, weights, index, sums)
 
     def __call__(self, x: torch.Tensor, packed: Packed, bias: ShardedDistanceBias | None) -> torch.Tensor:
         attention = self.attention
-        qkv = attention.project(self.attention_frame.enter(x))
-        x = self.attention_frame.leave(x, attention.out(attend_whole(qkv, packed, attention.scale, bias)))
-        return self.mlp_frame.leave(x, self.mlp(self.mlp_frame.enter(x)))
+        qkv = attention.project(self.attention_residual.enter(x))
+        x = self.attention_residual.leave(x, attention.out(attend_whole(qkv, packed, attention.scale, bias)))
+        return self.mlp_residual.leave(x, self.mlp(self.mlp_residual.enter(x)))
 
 
 class Seq2SeqDecoderLayer:
@@ -203,20 +203,20 @@ class Seq2SeqDecoderLayer:
         self.cross = CrossAttention(stack, spec.cross, weights, parallel, index)
         self.look_at = self.cross.look_at
         self.mlp = Mlp(stack, weights, parallel, index, sums)
-        self.attention_frame, self.mlp_frame = _frames(stack, weights, index, sums)
-        self.cross_frame = ResidualBlock(stack, weights, spec.cross.norm, spec.cross.norm, index, sums)
+        self.attention_residual, self.mlp_residual = _frames(stack, weights, index, sums)
+        self.cross_residual = ResidualBlock(stack, weights, spec.cross.norm, spec.cross.norm, index, sums)
 
     def __call__(
         self, x: torch.Tensor, step: StepLayout, cache: KVCache, own_masks: Masks, other_masks: Masks
     ) -> torch.Tensor:
         attention = self.attention
-        q, k, v = attention.project(self.attention_frame.enter(x)).unbind(1)
+        q, k, v = attention.project(self.attention_residual.enter(x)).unbind(1)
         cache.write(self.index, step.slots, k, v)
         keys, values = cache.keys[self.index], cache.values[self.index]
         attended = attend_views(q, keys, values, step.own, own_masks, attention.scale)
-        x = self.attention_frame.leave(x, attention.out(attended))
-        x = self.cross_frame.leave(x, self.cross(self.cross_frame.enter(x), step, cache, other_masks))
-        return self.mlp_frame.leave(x, self.mlp(self.mlp_frame.enter(x)))
+        x = self.attention_residual.leave(x, attention.out(attended))
+        x = self.cross_residual.leave(x, self.cross(self.cross_residual.enter(x), step, cache, other_masks))
+        return self.mlp_residual.leave(x, self.mlp(self.mlp_residual.enter(x)))
 
 
 def _table(spec: ModelSpec, weights: Weights) -> str:

@@ -46,13 +46,14 @@ def choose_adapter(model: Any, device: torch.device) -> CacheAdapter:
     parameters = inspect.signature(model.forward).parameters
     name = next((name for name in ("past_key_values", "cache_params") if name in parameters), None)
     if name is not None:
-        return CacheKeeper(model, name, "position_ids" in parameters, "attention_mask" in parameters, device)
+        has_positions, has_mask = "position_ids" in parameters, "attention_mask" in parameters
+        return TransformersCacheAdapter(model, name, has_positions, has_mask, device)
     if "state" in parameters:
-        return StateListKeeper(model, device)
+        return StateListAdapter(model, device)
     raise Unsuited("its code takes no cache that is known here")
 
 
-class CacheKeeper:
+class TransformersCacheAdapter:
     """For models that take transformers' `Cache` by the keyword `name`."""
 
     def __init__(self, model: Any, name: str, has_positions: bool, has_mask: bool, device: torch.device) -> None:
@@ -77,7 +78,7 @@ class CacheKeeper:
         self.takes_padding = not sizes or (has_positions and has_mask)
 
     def give(self, rows: StackedRows, pool: FallbackPool) -> dict[str, Any]:
-        """See Keeper."""
+        """See CacheAdapter."""
         cache = DynamicCache(config=self._config)
         while len(cache.layers) < len(self._kinds):  # without a known configuration layers come as they are used
             cache.layers.append(self._kinds[len(cache.layers)]())
@@ -95,7 +96,7 @@ class CacheKeeper:
         return given
 
     def take(self, rows: StackedRows, pool: FallbackPool, given: Mapping[str, Any], output: Any) -> None:
-        """See Keeper."""
+        """See CacheAdapter."""
         layers = given[self._name].layers
         for (i, kind, index), states in zip(self._states, pool.states, strict=True):
             states[rows.first_blocks] = getattr(layers[i], kind)[index]
@@ -173,7 +174,7 @@ class PagedStateLayer(LinearAttentionLayer, PagedLayer):  # type: ignore[misc]
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
-class StateListKeeper:
+class StateListAdapter:
     """For RWKV: a list of tensors [rows, ...], which a forward changes and returns."""
 
     takes_padding = True
@@ -186,10 +187,10 @@ class StateListKeeper:
         self.kept = CacheLayout((), tuple(StateSize(tuple(part.shape[1:]), part.dtype) for part in state))
 
     def give(self, rows: StackedRows, pool: FallbackPool) -> dict[str, Any]:
-        """See Keeper."""
+        """See CacheAdapter."""
         return {"state": [states[rows.first_blocks] for states in pool.states]} if rows.has_past else {}
 
     def take(self, rows: StackedRows, pool: FallbackPool, given: Mapping[str, Any], output: Any) -> None:
-        """See Keeper."""
+        """See CacheAdapter."""
         for states, new in zip(pool.states, output.state, strict=True):
             states[rows.first_blocks] = new

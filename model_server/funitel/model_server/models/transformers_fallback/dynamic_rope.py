@@ -12,10 +12,10 @@ from funitel.proto.errors import UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class DynamicRope:
-    """Which rows turn alike, so that they may share a forward.
+    """Which rows have the same rotary angles, so that they may share a forward.
 
     Up to `trained` tokens all do; None: at any length. Beyond, rows of equal length do where there are `modules`, those
-    that remember what they turned before, and all others together.
+    that remember the angles of before, and all others together.
     """
 
     trained: int | None = None
@@ -23,7 +23,7 @@ class DynamicRope:
 
     @classmethod
     def of(cls, model: Any) -> "DynamicRope":
-        """How `model` turns.
+        """How `model` rotates.
 
         Raises:
             UnsupportedModel: by sequences before, and it is not known how to make it forget them.
@@ -51,13 +51,13 @@ class DynamicRope:
         return self.trained is not None
 
     def kind(self, length: int) -> int:
-        """A number that rows which turn alike have in common; `length` is a row's context after the step, in tokens."""
+        """A number that rows of the same angles have in common; `length` is a row's context after the step."""
         if self.trained is None or length <= self.trained:
             return 0
         return length if self.modules else 1
 
     def forget(self) -> None:
-        """Make the next forward turn by its own rows alone."""
+        """Make the next forward rotate by its own rows alone."""
         for module in self.modules:
             module.max_seq_len_cached = module.original_max_seq_len
             module.inv_freq = module.original_inv_freq

@@ -24,7 +24,7 @@ _KINDS = {"full_attention", _WINDOWED}
 class PackedModel:
     """A transformers model as a `Forward` with its attention over our blocks.
 
-    Rows that `turns` says do not turn alike have forwards of their own.
+    Rows that `rope` says do not turn alike have forwards of their own.
 
     Raises:
         Unsuited: the model cannot be computed like this.
@@ -32,11 +32,11 @@ class PackedModel:
 
     name = "packed"
 
-    def __init__(self, model: Any, block_size: int, device: torch.device, turns: DynamicRope) -> None:
+    def __init__(self, model: Any, block_size: int, device: torch.device, rope: DynamicRope) -> None:
         self._model = model
         self._block_size = block_size
         self._device = device
-        self._turns = turns
+        self._rope = rope
         self._interface = PagedInterface(block_size, device)
         if not model.is_backend_compatible():
             raise Unsuited("its code does not use AttentionInterface")
@@ -46,7 +46,7 @@ class PackedModel:
             model.set_attn_implementation(self._interface.name)
             self.kept = self._probe()
             undo.pop_all()
-        self.takes_chunks = self.shares_prefixes = not turns.is_by_length
+        self.takes_chunks = self.shares_prefixes = not rope.is_by_length
 
     def _probe(self) -> CacheLayout:
         positions = torch.arange(_PROBE_TOKENS, device=self._device)[None]
@@ -87,11 +87,11 @@ class PackedModel:
     def _pieces(self, batch: ForwardBatch) -> Sequence[Sequence[int]]:
         pieces: dict[int, list[int]] = {}
         for i, row in enumerate(batch.rows):
-            pieces.setdefault(self._turns.kind(row.end), []).append(i)
+            pieces.setdefault(self._rope.kind(row.end), []).append(i)
         return list(pieces.values())
 
     def _forward(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
-        self._turns.forget()
+        self._rope.forget()
         with self._interface.over(batch, cache):
             output = self._model(
                 input_ids=batch.input_ids[None],

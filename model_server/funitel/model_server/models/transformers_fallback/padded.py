@@ -22,21 +22,21 @@ from funitel.proto.errors import InvalidRequest
 class StackedModel:
     """A transformers model as a `Forward` that is given rows of equal token count, and what it keeps of them.
 
-    `is_alone`: every row is a forward by itself, for code that is wrong about batches. See PackedModel for `turns`.
+    `is_alone`: every row is a forward by itself, for code that is wrong about batches. See PackedModel for `rope`.
     """
 
     def __init__(
-        self, model: Any, keeper: CacheAdapter, device: torch.device, turns: DynamicRope, *, is_alone: bool
+        self, model: Any, adapter: CacheAdapter, device: torch.device, rope: DynamicRope, *, is_alone: bool
     ) -> None:
         self.name = "alone" if is_alone else "stacked"
         self._is_alone = is_alone
         self._model = model
-        self._keeper = keeper
+        self._adapter = adapter
         self._device = device
-        self._turns = turns
+        self._rope = rope
         self._ends: dict[int, int] = {}  # first block of a sequence -> tokens that its state has seen
-        self.kept = keeper.kept
-        self.takes_chunks = self.shares_prefixes = not (keeper.kept.states or turns.is_by_length)
+        self.kept = adapter.kept
+        self.takes_chunks = self.shares_prefixes = not (adapter.kept.states or rope.is_by_length)
 
     def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
         """See Forward."""
@@ -60,7 +60,7 @@ class StackedModel:
         for i, row in enumerate(rows):
             alone = (i,) if len(row.tokens) > 1 or self._is_alone else ()
             length = row.end.bit_length() if self.kept.layers else 0
-            pieces.setdefault((row.start > 0, length, self._turns.kind(row.end), *alone), []).append(i)
+            pieces.setdefault((row.start > 0, length, self._rope.kind(row.end), *alone), []).append(i)
         return list(pieces.values())
 
     def _run(self, rows: Sequence[RowSpan], pool: FallbackPool) -> torch.Tensor:
@@ -85,10 +85,10 @@ class StackedModel:
 
     def _forward(self, rows: Sequence[RowSpan], pool: FallbackPool) -> torch.Tensor:
         stacked = StackedRows.of(rows, pool.block_size, self._device)
-        given = self._keeper.give(stacked, pool)
-        self._turns.forget()
+        given = self._adapter.give(stacked, pool)
+        self._rope.forget()
         output = self._model(input_ids=stacked.input_ids, use_cache=True, **given)
-        self._keeper.take(stacked, pool, given, output)
+        self._adapter.take(stacked, pool, given, output)
         logits: torch.Tensor = output.logits.float()
         return logits
 

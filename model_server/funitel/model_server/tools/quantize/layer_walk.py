@@ -143,5 +143,5 @@ class Walk:
         self._hidden = [self._run(layer, hidden, batch) for hidden, batch in states]
 
     def _run(self, layer: DecoderLayer, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        turns = self._entrance.turns(batch, hidden.dtype)
-        return layer(hidden, None, None, batch, self._cache, self._attention.plan(batch), turns)[0]
+        rotations = self._entrance.rotations(batch, hidden.dtype)
+        return layer(hidden, None, None, batch, self._cache, self._attention.plan(batch), rotations)[0]

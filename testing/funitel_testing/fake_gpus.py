@@ -3,7 +3,7 @@
 from funitel.model_server.device.gpu import GpuState
 
 
-class FakeCard:
+class FakeGpu:
     """A card of `total` bytes, of which others have taken some.
 
     `take` is what this process's allocator holds from then on, `drive` what its driver keeps beside that.

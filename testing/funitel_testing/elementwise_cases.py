@@ -11,7 +11,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import ElementwiseOps, HeadRule
 from funitel.model_server.layers.linear import HeadNorm, NormLayer
-from funitel.model_server.layers.rotary import Rotary, Turn
+from funitel.model_server.layers.rotary import Rotary, Rotation
 from funitel.model_server.spec.model_spec import ModelSpec, Norm, QkNorm, RotarySpec
 from funitel_testing.random_weights import RandomWeights
 
@@ -42,10 +42,10 @@ class Join:
     scale: float
     before: NormLayer | None
 
-    def through(self, glue: ElementwiseOps) -> list[torch.Tensor]:
-        """What the glue makes of them."""
-        normed = [] if self.before is None else [glue.norm(self.before, self.x)]
-        return [*normed, *glue.join(self.x, self.result, self.after, self.scale, self.before)]
+    def through(self, elementwise: ElementwiseOps) -> list[torch.Tensor]:
+        """What the operations make of them."""
+        normed = [] if self.before is None else [elementwise.norm(self.before, self.x)]
+        return [*normed, *elementwise.join(self.x, self.result, self.after, self.scale, self.before)]
 
     def exact(self) -> "Join":
         """The same numbers as float32."""
@@ -58,11 +58,11 @@ class Placing:
 
     qkv: torch.Tensor
     rule: HeadRule
-    turn: Turn | None
+    rotation: Rotation | None
     spec: ModelSpec
     kv_dtype: torch.dtype
 
-    def through(self, glue: ElementwiseOps) -> list[torch.Tensor]:
+    def through(self, elementwise: ElementwiseOps) -> list[torch.Tensor]:
         """Queries, and the pool."""
         num_tokens, device = len(self.qkv), self.qkv.device
         num_blocks = 1 + -(-num_tokens // BLOCK_SIZE)
@@ -71,14 +71,16 @@ class Placing:
         places = torch.from_numpy(np.random.default_rng(num_tokens).permutation(num_tokens)).to(device)
         blocks, offsets = 1 + places // BLOCK_SIZE, places % BLOCK_SIZE
         blocks[-1] = offsets[-1] = 0
-        return [glue.place(self.qkv, self.rule, self.turn, cache, 1, (blocks, offsets)), cache.pool]
+        return [elementwise.place(self.qkv, self.rule, self.rotation, cache, 1, (blocks, offsets)), cache.pool]
 
     def exact(self) -> "Placing":
         """The same numbers as float32."""
         norms = self.rule.norms
         rule = replace(self.rule, norms=norms and (_exact(norms[0]), _exact(norms[1])))
-        turn = self.turn and replace(self.turn, cos=self.turn.cos.float(), sin=self.turn.sin.float())
-        return Placing(self.qkv.float(), rule, turn, self.spec, torch.float32)
+        rotation = self.rotation and replace(
+            self.rotation, cos=self.rotation.cos.float(), sin=self.rotation.sin.float()
+        )
+        return Placing(self.qkv.float(), rule, rotation, self.spec, torch.float32)
 
 
 def draw_join(seed: int, device: torch.device) -> Join:
@@ -119,11 +121,11 @@ def draw_placing(seed: int, device: torch.device) -> Placing:
         has_qk_norm_bias=bool(random.random() < 0.3),
     )
     num_tokens = int(random.integers(1, 7))
-    turn = None
+    rotation = None
     if random.random() < 0.85:
         dims = int(random.choice([head_dim, head_dim // 4 * 2, head_dim // 8 * 2]))
         rotary = Rotary(RotarySpec(dims=dims, is_interleaved=bool(random.random() < 0.4)), head_dim, device)
-        turn = rotary.turn(torch.from_numpy(random.integers(0, 5000, num_tokens)).to(device), None, dtype)
+        rotation = rotary.rotation(torch.from_numpy(random.integers(0, 5000, num_tokens)).to(device), None, dtype)
     weights, norms = RandomWeights(dtype, device), None
     if spec.qk_norm is not QkNorm.NONE:
         norms = tuple(
@@ -134,7 +136,7 @@ def draw_placing(seed: int, device: torch.device) -> Placing:
     qkv = _drawn((num_tokens, spec.num_heads + 2 * num_kv_heads, head_dim), seed, dtype, device)
     scales = (3e-3, 0.7) if random.random() < 0.3 else (1.0, 1.0)
     rule = HeadRule(spec.num_heads, num_kv_heads, clip, norms, *scales)  # type: ignore[arg-type]
-    return Placing(qkv, rule, turn, spec, dtype)
+    return Placing(qkv, rule, rotation, spec, dtype)
 
 
 def error_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
