@@ -44,7 +44,7 @@ class LevelResult:
     level: Level
     rounds: list[Figures] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
-    num_uncounted: int = 0  # successful requests whose tokens the server did not count
+    num_uncounted: int = 0  # successful requests without the server's own token count
 
     def add(self, figures: Figures, timelines: Sequence[Timeline]) -> None:
         """Add the figures and failures of a round."""

@@ -1,4 +1,4 @@
-"""Restart policy of a replica: maximum of restarts in a row, with exponential backoff. Pure."""
+"""Restart policy of a replica: maximum of restarts in a row, with exponential back-off. Pure."""
 
 STEADY_SECONDS = 180.0  # of service, after which the count starts again
 FIRST_DELAY_SECONDS, MAX_DELAY_SECONDS = 1.0, 60.0
