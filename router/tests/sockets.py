@@ -12,7 +12,7 @@ import uvicorn
 from fakes import eventually
 from starlette.types import ASGIApp
 
-from funitel.router.settings import MOST_TIMEOUT_SECONDS, RouterSettings
+from funitel.router.settings import MAX_TIMEOUT_SECONDS, RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.transport.connection import HttpConnection
 from funitel.router.transport.connection_limits import Connections
@@ -91,7 +91,7 @@ async def served(app: ASGIApp, *, most: int = 100, **settings: Any) -> AsyncIter
         log_config=None,
         ws="none",
         lifespan="off",
-        timeout_keep_alive=MOST_TIMEOUT_SECONDS,  # as the program has it
+        timeout_keep_alive=MAX_TIMEOUT_SECONDS,  # as the program has it
     )
     server = uvicorn.Server(config)
 

@@ -18,7 +18,7 @@ from funitel.router.api.routes import document
 from funitel.router.app import build_app
 from funitel.router.connect import connect
 from funitel.router.settings import RouterSettings, is_guarded
-from funitel.router.transport.fd_limit import allow_open_files, most_connections
+from funitel.router.transport.fd_limit import allow_open_files, max_connections
 from funitel.router.transport.server import SEND_BUFFER_BYTES, Server, bind
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def serve(settings: RouterSettings) -> None:
             address = _address(settings)
             listeners = [stack.enter_context(bind(address, port)) for port in ports]
         build = partial(build_app, settings, connect)
-        server = Server(settings, build, most_connections(settings.max_connections, allow_open_files()))
+        server = Server(settings, build, max_connections(settings.max_connections, allow_open_files()))
         for listener in listeners:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             logger.info("listening on %s port %d", *listener.getsockname()[:2])

@@ -71,7 +71,7 @@ async def all_ready(pool: SandboxPool) -> None:
 
 
 def asking(pool: SandboxPool, *questions: tuple[str, Any]) -> list[asyncio.Task[Any]]:
-    return [asyncio.create_task(pool.ask(question)) for question in questions]
+    return [asyncio.create_task(pool.run(question)) for question in questions]
 
 
 async def blamed(task: asyncio.Task[Any]) -> str:
@@ -124,12 +124,12 @@ async def test_what_somebody_else_kills_is_asked_again_a_few_times(pools: Pools)
 async def test_what_somebody_else_kills_as_it_starts_is_started_again(
     num_deaths: int, is_ready: bool, tmp_path: Path, pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("funitel.router.sandbox.pool.MOST_START_DEATHS", 3)
+    monkeypatch.setattr("funitel.router.sandbox.pool.MAX_START_DEATHS", 3)
     deaths = tmp_path / "deaths"
     deaths.mkdir()
     for number in range(num_deaths):
         (deaths / str(number)).touch()
-    asked = pools(setup=str(deaths)).ask(("say", "well"))
+    asked = pools(setup=str(deaths)).run(("say", "well"))
     if is_ready:
         assert await asked == "well"
     else:
@@ -143,7 +143,7 @@ async def test_those_behind_a_bomb_are_asked_elsewhere_long_before_its_end(pools
     await all_ready(pool)
     bomb, slow, *quick = asking(pool, ("sleep", 60), ("sleep", 0.2), *(("say", i) for i in range(40)))
     await asyncio.sleep(0)
-    assert all(len(process.asked) > 1 for process in pool._processes), "some are behind each"
+    assert all(len(process.tasks) > 1 for process in pool._processes), "some are behind each"
     assert await asyncio.gather(slow, *quick) == [0.2, *range(40)]
     assert await asyncio.gather(*asking(pool, *[("say", 1)] * 40)) == [1] * 40
     assert not bomb.done()
@@ -163,7 +163,7 @@ async def test_small_questions_do_not_wait_behind_a_large_one(pools: Pools) -> N
     await all_ready(pool)
     large, *small = asking(pool, ("say", "a" * AHEAD_BYTES), *(("say", i) for i in range(20)))
     await asyncio.sleep(0)
-    assert sorted(len(process.asked) for process in pool._processes) == [1, 20]
+    assert sorted(len(process.tasks) for process in pool._processes) == [1, 20]
     await asyncio.gather(large, *small)
 
 
@@ -191,16 +191,16 @@ async def test_a_bomb_whose_sender_has_left_is_killed_all_the_same(pools: Pools)
 
 
 async def test_a_process_that_answers_too_much_is_killed(pools: Pools) -> None:
-    pool = pools(time_limit=5, most_answer_bytes=100)
-    assert await pool.ask(("repeat", 98)) == "a" * 98
+    pool = pools(time_limit=5, max_answer_bytes=100)
+    assert await pool.run(("repeat", 98)) == "a" * 98
     with pytest.raises(Killed, match="more than 256 MiB"):
-        await pool.ask(("repeat", 99))
-    assert json.dumps(await pool.ask(("repeat", 1))) == '"a"'
+        await pool.run(("repeat", 99))
+    assert json.dumps(await pool.run(("repeat", 1))) == '"a"'
     num_files = len(os.listdir("/proc/self/fd"))
     for _ in range(3):  # a pipe is full, and nobody reads it
         with pytest.raises(Killed, match="more than 256 MiB"):
-            await pool.ask(("repeat", 24 << 20))
-        await pool.ask(("say", 1))
+            await pool.run(("repeat", 24 << 20))
+        await pool.run(("say", 1))
     await pool.close()
     assert len(os.listdir("/proc/self/fd")) <= num_files, "its pipes are closed"
 
@@ -222,4 +222,4 @@ async def test_a_process_that_is_gone_is_replaced(pools: Pools) -> None:
     (process,) = pool._processes
     await process.kill()
     await eventually(lambda: asyncio.sleep(0, not pool._processes), "it is forgotten")
-    assert await pool.ask(("say", 1)) == 1
+    assert await pool.run(("say", 1)) == 1

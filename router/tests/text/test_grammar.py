@@ -132,13 +132,13 @@ async def test_many_who_ask_the_same_wait_for_one_answer(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    ask = SandboxPool.ask
+    ask = SandboxPool.run
 
     async def counting(pool: SandboxPool, question: Any) -> Any:
         asked.append(question["text"])
         return await ask(pool, question)
 
-    monkeypatch.setattr(SandboxPool, "ask", counting)
+    monkeypatch.setattr(SandboxPool, "run", counting)
     waiting = [asyncio.create_task(checker.check(Grammar.regex("same"))) for _ in range(20)]
     await asyncio.sleep(0.01)
     waiting[0].cancel()
@@ -169,7 +169,7 @@ async def test_a_grammar_whose_workers_are_all_killed_is_refused(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = []
-    give = SandboxProcess.give
+    give = SandboxProcess.assign
 
     def die(process: SandboxProcess, question: SandboxTask) -> None:
         if b"text" in question.frame:
@@ -177,9 +177,9 @@ async def test_a_grammar_whose_workers_are_all_killed_is_refused(
             os.kill(process.pid, signal.SIGKILL)
         give(process, question)
 
-    monkeypatch.setattr(SandboxProcess, "give", die)
+    monkeypatch.setattr(SandboxProcess, "assign", die)
     assert "MiB to compile" in await refusal(checker, Grammar.regex("a"))
-    assert len(killed) == killable.MOST_DEATHS
+    assert len(killed) == killable.MAX_DEATHS
 
 
 async def test_a_grammar_has_a_largest_size(checker: GrammarChecker) -> None:

@@ -174,8 +174,8 @@ async def test_a_client_that_leaves_costs_no_process(renderer: Renderer) -> None
     leaving = asyncio.create_task(patient.render([USER], variables={"n": 5}))
     await asyncio.sleep(0.02)
     leaving.cancel()
-    assert process.asked
-    await eventually(lambda: asyncio.sleep(0, not process.asked), "the process is idle again")
+    assert process.tasks
+    await eventually(lambda: asyncio.sleep(0, not process.tasks), "the process is idle again")
     assert patient._pool._processes == {process}
     assert process.is_ready
 

@@ -6,7 +6,7 @@ import pytest
 
 from funitel.proto.errors import SettingsError
 from funitel.router.transport import fd_limit
-from funitel.router.transport.fd_limit import OTHER_FILES, USUAL_CONNECTIONS, allow_open_files, most_connections
+from funitel.router.transport.fd_limit import OTHER_FILES, USUAL_CONNECTIONS, allow_open_files, max_connections
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_a_system_without_a_limit_and_one_that_refuses(
     limits: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits.append((256, resource.RLIM_INFINITY))
-    assert allow_open_files() == fd_limit.MOST_FILES
+    assert allow_open_files() == fd_limit.MAX_FILES
 
     def refuse(*_: object) -> None:
         raise ValueError("not allowed")
@@ -40,11 +40,11 @@ def test_a_system_without_a_limit_and_one_that_refuses(
 
 
 def test_as_many_connections_as_the_files_leave_room_for(caplog: pytest.LogCaptureFixture) -> None:
-    assert most_connections(None, 1 << 20) == USUAL_CONNECTIONS
+    assert max_connections(None, 1 << 20) == USUAL_CONNECTIONS
     assert not caplog.records
-    assert most_connections(None, 1024) == 1024 - OTHER_FILES
+    assert max_connections(None, 1024) == 1024 - OTHER_FILES
     assert caplog.messages == ["1024 files may be open (ulimit -Hn): at most 768 connections"]
-    assert most_connections(None, 100) == 1
-    assert most_connections(768, 1024) == 768
+    assert max_connections(None, 100) == 1
+    assert max_connections(768, 1024) == 768
     with pytest.raises(SettingsError, match=r"--max-connections 769 needs 1025 open files, at most 1024 are allowed"):
-        most_connections(769, 1024)
+        max_connections(769, 1024)

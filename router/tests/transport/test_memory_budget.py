@@ -12,7 +12,7 @@ class FakeClient:
     def __init__(self) -> None:
         self.reasons: list[str] = []
 
-    def cut(self, reason: str) -> None:
+    def disconnect(self, reason: str) -> None:
         self.reasons.append(reason)
 
     def keep_unread(self, num_bytes: int) -> None:
@@ -45,5 +45,5 @@ def test_the_sum_is_that_of_the_shares_and_never_too_large(changes: list[tuple[i
     ledger, clients = MemoryBudget(100, "much"), [FakeClient() for _ in range(4)]
     for place, num_bytes in changes:
         ledger.add(clients[place], num_bytes)
-        assert ledger.num_bytes == sum(ledger._kept.values()) <= 100
-        assert all(share > 0 for share in ledger._kept.values())
+        assert ledger.num_bytes == sum(ledger._bytes_of.values()) <= 100
+        assert all(share > 0 for share in ledger._bytes_of.values())

@@ -1,7 +1,7 @@
 """The encoder queue: texts that wait to be encoded, and the next batch of them. Pure.
 
-Requests share by tokens: the one that was given least is next, so that a request of thousands of texts does not keep a
-single one waiting. An incoming one begins where the others are, a step of priority before or behind them.
+The request with the fewest tokens served is next, so that a request of thousands of texts does not delay one of a
+single text. An incoming request begins level with the others, a step of priority before or behind them.
 """
 
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 from funitel.proto.step import EncoderInput, EncoderTask
 
-PRIORITY_TOKENS = 1024  # what a step of priority is worth
+PRIORITY_TOKENS = 1024  # of a step of priority
 
 
 @dataclass(eq=False, slots=True)
 class Submission:
-    """The texts of one request. `waiting` are the places of those not handed out yet, the longest last."""
+    """The texts of one request. `waiting` are the places of those not in a batch yet, the longest last."""
 
     id: int
     task: EncoderTask
@@ -44,7 +44,7 @@ class QueuedText(NamedTuple):
 
     @property
     def input(self) -> EncoderInput:
-        """What the shard is given."""
+        """The input of the shard."""
         return self.submission.inputs[self.place]
 
 
@@ -52,8 +52,8 @@ class EncoderQueue:
     """Submissions with waiting texts.
 
     Args:
-        max_tokens: most tokens of a batch; a longer text goes alone.
-        max_texts: most texts of a batch; None for no bound.
+        max_tokens: maximum of tokens in a batch; a longer text is alone in one.
+        max_texts: maximum of texts in a batch; None for no limit.
     """
 
     def __init__(self, max_tokens: int, max_texts: int | None = None) -> None:
@@ -65,7 +65,7 @@ class EncoderQueue:
         self._now = 0  # where incoming ones begin: tokens each has got; grows while only those are served
 
     def add(self, submission: Submission) -> None:
-        """Let a submission wait; it must have a text."""
+        """Queue a submission, which must have a text."""
         self._count(submission, submission.waiting, 1)
         heappush(self._turns, (self._now + submission.priority * PRIORITY_TOKENS, submission.id, submission))
 
@@ -76,7 +76,7 @@ class EncoderQueue:
         submission.waiting.clear()
 
     def give_back(self, texts: Sequence[QueuedText]) -> None:
-        """Let texts that were handed out wait again, at the head of their submissions."""
+        """Queue texts of a lost batch again, at the head of their submissions."""
         for submission, place in texts:
             if submission.is_gone:
                 continue
@@ -86,7 +86,7 @@ class EncoderQueue:
             self._count(submission, [place], 1)
 
     def plan(self) -> list[QueuedText]:
-        """Hand out the texts of the next batch, all of one task; none when nothing waits."""
+        """Return the texts of the next batch, all of one task; none when nothing waits."""
         batch: list[QueuedText] = []
         passed = []  # those that are next and have another task
         left = self._max_tokens

@@ -14,8 +14,8 @@ _WORDS = {EncoderTask.EMBED: "embeddings", EncoderTask.FILL: "masks"}
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """How texts become tokens: `truncate` cuts them, at their "left" or "right" end; `field` is what errors name."""
+class TokenizeOptions:
+    """How to tokenize texts: `truncate` at their "left" or "right" end; errors name `field`."""
 
     field: str
     truncate: str | None = None
@@ -42,23 +42,23 @@ class EncoderService:
 
     @property
     def facts(self) -> EncoderFacts:
-        """What the shards say of it."""
+        """Facts of the model, from its shards."""
         return self.engine.facts
 
     @property
     def is_ranker(self) -> bool:
-        """Whether its one score says how well two texts fit together."""
+        """Whether its one score ranks pairs of texts."""
         return EncoderTask.CLASSIFY in self.facts.tasks and len(self.facts.labels) == 1
 
     @property
     def words(self) -> str:
-        """What it is for, in plain words."""
+        """Describe its task in a word."""
         if EncoderTask.CLASSIFY in self.facts.tasks:
             return "ranks" if self.is_ranker else "classes"
         return " and ".join(_WORDS[task] for task in sorted(self.facts.tasks))
 
     def check_task(self, *tasks: EncoderTask) -> EncoderTask:
-        """The one of some tasks that it does.
+        """Return the first of some tasks that the model does.
 
         Raises:
             WrongTask: it does none.
@@ -82,7 +82,7 @@ class EncoderService:
         if count > self._max_texts:
             raise BatchSizeExceeded(f"`{field}` may hold at most {self._max_texts} texts. Given: {count}", field)
 
-    async def tokens_of(self, texts: Sequence[TextOrPair], wish: Wish) -> list[EncodedText]:
+    async def tokens_of(self, texts: Sequence[TextOrPair], options: TokenizeOptions) -> list[EncodedText]:
         """Tokenize texts and pairs, none of them empty.
 
         Raises:
@@ -90,10 +90,10 @@ class EncoderService:
         """
         for place, text in enumerate(texts):
             if not text or text == ("", ""):
-                at = f"item {place} of `{wish.field}`" if len(texts) > 1 else f"`{wish.field}`"
-                raise InvalidRequest(f"{at} cannot be empty", wish.field)
-        encodings = await self.texts.encode(texts, wish.truncate)
-        self.check_lengths(encodings, wish.field)
+                at = f"item {place} of `{options.field}`" if len(texts) > 1 else f"`{options.field}`"
+                raise InvalidRequest(f"{at} cannot be empty", options.field)
+        encodings = await self.texts.encode(texts, options.truncate)
+        self.check_lengths(encodings, options.field)
         return encodings
 
     def check_lengths(self, encodings: Sequence[EncodedText], field: str) -> None:
@@ -111,6 +111,6 @@ class EncoderService:
         await self.engine.health()
 
     async def close(self) -> None:
-        """Let running requests finish and give everything back."""
+        """Let running requests finish, then close the engine and the threads."""
         await self.engine.close()
         self.texts.close()

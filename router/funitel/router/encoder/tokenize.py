@@ -27,7 +27,7 @@ class EncodedText:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What texts are put behind, by name, as a folder of sentence-transformers says."""
+    """Prompts that texts are prefixed with, by name, from a folder of sentence-transformers."""
 
     named: Mapping[str, str]
     default: str = ""
@@ -45,7 +45,7 @@ class Prompts:
         return cls(named, named.get(str(config.get("default_prompt_name")), ""))
 
     def pick(self, name: str | None) -> str:
-        """The prompt of a name; the default one of none.
+        """Return the prompt of a name; the default one for None.
 
         Raises:
             InvalidRequest: the model has no such prompt.
@@ -59,12 +59,12 @@ class Prompts:
 
 
 class TextEncoder:
-    """A model's tokenizer for texts to be read whole. Safe to use from any task; `close` ends its threads.
+    """The tokenizer of an encoder. Safe to use from any task; `close` ends its threads.
 
     Args:
         tokenizer: the model's.
-        max_tokens: where truncated texts are cut, special tokens included.
-        mask: text of the token that stands for another; None where there is none.
+        max_tokens: length of truncated texts, special tokens included.
+        mask: text of the mask token; None where there is none.
         workers: threads that encode.
     """
 
@@ -75,7 +75,7 @@ class TextEncoder:
             (found for name in (mask, *_MASKS) if name and (found := tokenizer.token_to_id(name)) is not None), None
         )
         self._tokenizer = tokenizer
-        self._cutting = lru_cache(maxsize=2)(self._make_cutting)
+        self._truncating = lru_cache(maxsize=2)(self._make_truncating)
         self._max_tokens = max_tokens
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="texts")
 
@@ -89,11 +89,11 @@ class TextEncoder:
         files = ModelFiles(folder)
         tokenizer = files.tokenizer()
         if tokenizer.num_special_tokens_to_add(True) >= max_tokens:
-            raise StartupError(f"a text of {max_tokens} tokens has no place beside the model's special ones")
+            raise StartupError(f"a text of {max_tokens} tokens has no room beside the model's special ones")
         return cls(tokenizer, max_tokens, files.special_tokens(tokenizer).get("mask_token"), workers)
 
     async def encode(self, texts: Sequence[TextOrPair], truncate: str | None = None) -> list[EncodedText]:
-        """Tokenize texts and pairs; `truncate` cuts them, at their "left" or "right" end.
+        """Tokenize texts and pairs; `truncate` them at their "left" or "right" end.
 
         Raises:
             InvalidRequest: the tokenizer cannot represent one.
@@ -101,20 +101,20 @@ class TextEncoder:
         return await asyncio.get_running_loop().run_in_executor(self._workers, self._encode, texts, truncate)
 
     def _encode(self, texts: Sequence[TextOrPair], truncate: str | None) -> list[EncodedText]:
-        tokenizer = self._tokenizer if truncate is None else self._cutting(truncate)
+        tokenizer = self._tokenizer if truncate is None else self._truncating(truncate)
         with translating(partial(cannot_tokenize, "inputs")):
             found = tokenizer.encode_batch_fast(list(texts))
         has_pairs = any(not isinstance(text, str) for text in texts)
         return [EncodedText(tuple(each.ids), tuple(each.type_ids) if has_pairs else ()) for each in found]
 
-    def _make_cutting(self, direction: str) -> tokenizers.Tokenizer:
-        """A tokenizer of its own: cutting is a state, and others encode at the same time."""
+    def _make_truncating(self, direction: str) -> tokenizers.Tokenizer:
+        """Copy the tokenizer: truncation is part of its state, which other threads use at the same time."""
         tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
         tokenizer.enable_truncation(self._max_tokens, direction=direction)
         return tokenizer
 
     async def words(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token by itself."""
+        """Return the text of each token by itself."""
         decode = self._tokenizer.decode_batch
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._workers, lambda: decode([[i] for i in ids], skip_special_tokens=False))

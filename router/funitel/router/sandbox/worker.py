@@ -1,8 +1,8 @@
-"""The inside of a process that `killable` starts, and may kill at any moment.
+"""The main loop of a sandbox process, which `sandbox.pool` may kill at any moment.
 
-Reads frames from stdin, each a length in four bytes and as many bytes of JSON, and answers each with a frame. The first
-one sets it up; the answer says what is wrong with that, or is null. Ends with its stdin, with the process that started
-it, and when it is out of memory. Can write no file.
+It reads frames from stdin, each a length of four bytes and as many bytes of JSON, and answers each with a frame. The
+first one sets it up; the answer says what is wrong with that, or is null. It ends with its stdin, with its parent, and
+when it is out of memory. It cannot write files.
 """
 
 import json
@@ -19,35 +19,35 @@ Answer = Callable[[Any], Any]
 
 
 def serve(prepare: Callable[[Any], Answer]) -> None:
-    """Answer until the questions end; `prepare` makes of the setup what answers, or raises FunitelError."""
+    """Answer tasks until stdin ends; `prepare` makes the answering function of the setup, or raises FunitelError."""
     memory_limit, parent = map(int, sys.argv[1:3])
     stop_with_parent(parent)
     _confine(memory_limit)
-    questions, answers = sys.stdin.buffer, sys.stdout.buffer
+    tasks, answers = sys.stdin.buffer, sys.stdout.buffer
     try:
         try:
-            answer = prepare(_read(questions))
+            answer = prepare(_read(tasks))
         except FunitelError as error:
             _write(answers, error.message)
             return
         _write(answers, None)
-        while (question := _read(questions)) is not None:
-            _write(answers, answer(question))
+        while (task := _read(tasks)) is not None:
+            _write(answers, answer(task))
     except MemoryError:
-        os._exit(1)  # nothing that is left can be relied on
+        os._exit(1)  # the state of the process is unknown
 
 
 def _confine(memory_limit: int) -> None:
-    """Bound what this process may take, whatever it is made to do."""
+    """Limit the memory, files and core dumps of this process."""
     limits = {resource.RLIMIT_AS: memory_limit, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
-    for limit, most in limits.items():
-        resource.setrlimit(limit, (most, most))
+    for limit, maximum in limits.items():
+        resource.setrlimit(limit, (maximum, maximum))
 
 
-def _read(questions: BinaryIO) -> Any:
-    """The next frame's value; None at the end."""
-    head = questions.read(4)
-    return json.loads(questions.read(int.from_bytes(head, "big"))) if head else None
+def _read(tasks: BinaryIO) -> Any:
+    """Return the value of the next frame; None at the end."""
+    head = tasks.read(4)
+    return json.loads(tasks.read(int.from_bytes(head, "big"))) if head else None
 
 
 def _write(answers: BinaryIO, answer: Any) -> None:

@@ -11,11 +11,11 @@ from funitel.proto.settings.listen_address import is_loopback
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
-MOST_GB_S = 1_000_000  # a petabyte a second: no memory gives it
-MOST_TIMEOUT_SECONDS = 86_400  # a day
-MOST_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
-MOST_TARGET_TTFT_MS = 86_400_000  # a day, as for deadlines
-TIMEOUT = Bounds(above=0, maximum=MOST_TIMEOUT_SECONDS)
+MAX_GB_S = 1_000_000  # a petabyte a second: no memory gives it
+MAX_TIMEOUT_SECONDS = 86_400  # a day
+MAX_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
+MAX_TARGET_TTFT_MS = 86_400_000  # a day, as for deadlines
+TIMEOUT = Bounds(above=0, maximum=MAX_TIMEOUT_SECONDS)
 TOKEN_COUNT = Bounds(above=0, maximum=2**32 - 1)  # the wire counts tokens in 32 bits
 _REPLICA_ADDRESS = re.compile(r"unix:///.+|tcp://.+:\d+")
 
@@ -112,13 +112,13 @@ class RouterSettings:
         None,
         "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "
         "2.5 times a step without them when not given.",
-        bounds=Bounds(above=0, maximum=MOST_TARGET_ITL_MS),
+        bounds=Bounds(above=0, maximum=MAX_TARGET_ITL_MS),
     )
     target_ttft_ms: float | None = setting(
         None,
         "Most milliseconds until the first token of a request: one for which more is foreseen is refused with 429. "
         "No bound when not given.",
-        bounds=Bounds(above=0, maximum=MOST_TARGET_TTFT_MS),
+        bounds=Bounds(above=0, maximum=MAX_TARGET_TTFT_MS),
     )
     pipeline_steps: int = setting(
         2,
@@ -238,7 +238,7 @@ class RouterSettings:
         None,
         "GB/s that a shard's memory gives at best, as `funitel bench kernels` finds; the metrics then tell what share "
         "of it decoding steps reach.",
-        bounds=Bounds(above=0, maximum=MOST_GB_S),
+        bounds=Bounds(above=0, maximum=MAX_GB_S),
     )
     debug_routes: bool = setting(
         False, "Answer /debug/scheduler, which `funitel top` shows; with a key, or on loopback, only."

@@ -84,7 +84,7 @@ class GrammarChecker:
     async def _ask(self, grammar: Grammar) -> _Verdict:
         try:
             question = {"kind": grammar.kind, "text": grammar.text, "is_native": grammar.is_native}
-            return _Verdict(await self._pool.ask(question))
+            return _Verdict(await self._pool.run(question))
         except Killed as limit:
             error = f"grammar is not valid: {limit} to compile"
             return _Verdict(error, time.monotonic() + LIMIT_VERDICT_SECONDS)

@@ -53,7 +53,7 @@ class TemplateRenderer:
             most=most,
             time_limit=time_limit,
             memory_limit=memory_limit,
-            most_answer_bytes=JSON_BYTES * MAX_PROMPT_CHARACTERS,
+            max_answer_bytes=JSON_BYTES * MAX_PROMPT_CHARACTERS,
         )
 
     async def warm_up(self) -> None:
@@ -73,7 +73,7 @@ class TemplateRenderer:
         if time.monotonic() < self._refused_until:
             raise TemplateError(self._refusal)
         try:
-            answer: dict[str, str] = await self._pool.ask({"messages": list(messages), **options})
+            answer: dict[str, str] = await self._pool.run({"messages": list(messages), **options})
         except Killed as limit:
             raise TemplateError(f"{limit} to render this chat") from None
         except WorkerUnavailable as problem:

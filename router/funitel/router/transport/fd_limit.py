@@ -1,4 +1,4 @@
-"""How many files this process may have open, and with that how many connections."""
+"""The limit on open files of this process, and with it the limit on connections."""
 
 import logging
 import resource
@@ -8,27 +8,27 @@ from funitel.proto.errors import SettingsError
 logger = logging.getLogger(__name__)
 
 USUAL_CONNECTIONS = 16_384
-OTHER_FILES = 256  # listeners, shards, workers, logs, and whatever is opened for a moment
-MOST_FILES = 1 << 20  # where the system names no limit
+OTHER_FILES = 256  # listeners, shards, workers, logs and temporary files
+MAX_FILES = 1 << 20  # where the system has no limit
 
 
 def allow_open_files() -> int:
     """Raise the limit on open files to the highest this process may have; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else hard
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (OSError, ValueError):  # the kernel has a bound of its own
+        except (OSError, ValueError):  # the kernel has a lower limit
             return soft
     return wanted
 
 
-def most_connections(wanted: int | None, num_files: int) -> int:
-    """How many connections there may be at once, where so many files may be open.
+def max_connections(wanted: int | None, num_files: int) -> int:
+    """Return the limit on connections, where so many files may be open.
 
     Raises:
-        SettingsError: that many were asked for, and there cannot be.
+        SettingsError: `wanted` exceeds the limit.
     """
     possible = num_files - OTHER_FILES
     if wanted is None:

@@ -1,7 +1,6 @@
-"""Bytes that are kept for clients, over all connections: bounded, and where there are too many the largest share goes.
+"""A memory budget for bytes buffered for clients, over all connections; past it the largest user is disconnected.
 
-It is the largest and not the newest that has to go: a few clients that make the most of their connections keep nobody
-else from using one. Event loop only.
+The largest and not the newest, so that a few clients with large buffers do not keep others out. Event loop only.
 """
 
 from typing import Protocol
@@ -10,42 +9,42 @@ CLIENT = "funitel.client"  # in a request's scope: the Client at the other end, 
 
 
 class Client(Protocol):
-    """Whoever is at the other end of a connection."""
+    """The client at the other end of a connection."""
 
-    def cut(self, reason: str) -> None:
+    def disconnect(self, reason: str) -> None:
         """End the connection at once."""
         ...
 
     def keep_unread(self, num_bytes: int) -> None:
-        """Note that so many bytes more wait until it reads, or fewer; where they are too many, it is cut."""
+        """Add bytes that wait for a slow reader, or subtract; past its limit it is disconnected."""
         ...
 
     def keep_body(self, num_bytes: int) -> None:
-        """Note that so many bytes more are kept of a body that is not whole, or fewer."""
+        """Add bytes of a body that is not complete, or subtract."""
         ...
 
 
 class MemoryBudget:
-    """How many bytes are kept for each client, `most` in all; `reason` is what the one with most of them is cut for."""
+    """Bytes buffered for each client, at most `limit` in all; the largest user is disconnected for `reason`."""
 
-    def __init__(self, most: int, reason: str) -> None:
-        self.num_bytes = 0  # for all
-        self._most = most
+    def __init__(self, limit: int, reason: str) -> None:
+        self.num_bytes = 0  # of all clients
+        self._limit = limit
         self._reason = reason
-        self._kept: dict[Client, int] = {}
+        self._bytes_of: dict[Client, int] = {}
 
     def add(self, client: Client, num_bytes: int) -> None:
-        """Note that so many bytes more are kept for a client, or fewer; what was forgotten is not taken off again."""
-        before = self._kept.pop(client, 0)
+        """Add bytes of a client, or subtract; a forgotten client stays at 0."""
+        before = self._bytes_of.pop(client, 0)
         after = max(0, before + num_bytes)
         self.num_bytes += after - before
         if after:
-            self._kept[client] = after
-        while self.num_bytes > self._most:
-            largest = max(self._kept, key=self._kept.__getitem__)
+            self._bytes_of[client] = after
+        while self.num_bytes > self._limit:
+            largest = max(self._bytes_of, key=self._bytes_of.__getitem__)
             self.forget(largest)
-            largest.cut(self._reason)
+            largest.disconnect(self._reason)
 
     def forget(self, client: Client) -> None:
-        """Note that nothing is kept for a client any more."""
-        self.num_bytes -= self._kept.pop(client, 0)
+        """Release all bytes of a client."""
+        self.num_bytes -= self._bytes_of.pop(client, 0)

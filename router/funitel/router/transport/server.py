@@ -23,7 +23,7 @@ from funitel.proto.errors import FunitelError, ShuttingDown, StartupError
 from funitel.proto.process.parent import is_parent_ending, stop_with_parent
 from funitel.router.core.drain import Drain
 from funitel.router.core.file_watch import Reloadable
-from funitel.router.settings import MOST_TIMEOUT_SECONDS, RouterSettings
+from funitel.router.settings import MAX_TIMEOUT_SECONDS, RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 from funitel.router.transport.connection import HttpConnection
 from funitel.router.transport.connection_limits import Connections
@@ -183,7 +183,7 @@ def uvicorn_config(app: Starlette, protocol: Callable[..., HttpConnection], http
         server_header=False,
         proxy_headers=False,  # a client's address is not used
         ssl_context_factory=None if https is None else lambda *_: https.context,
-        timeout_keep_alive=MOST_TIMEOUT_SECONDS,  # the connection has its own
+        timeout_keep_alive=MAX_TIMEOUT_SECONDS,  # the connection has its own
         timeout_graceful_shutdown=None,  # the sender of the signal decides how long running requests may take
     )
 

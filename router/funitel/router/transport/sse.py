@@ -1,6 +1,6 @@
-"""Server-Sent Events, and answers that end the work behind them when the client leaves.
+"""Server-Sent Events: stream a producer's events, and cancel the work when the client disconnects.
 
-Knows no route: a producer puts in records or finished frames, and how an error looks is the route's business.
+Knows no route: a producer writes records or complete frames, and the route shapes errors.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Run `work`; end it at once when the client leaves.
+    """Run `work`; cancel it at once when the client disconnects.
 
     Args:
-        receive: the request's, once its body was read.
-        work: cancelled, and waited for, when the client leaves.
+        receive: that of the request, once its body was read.
+        work: cancelled, and awaited, when the client disconnects.
 
     Raises:
         Cancelled: the client left.
@@ -62,11 +62,11 @@ async def _end(*tasks: "asyncio.Future[Any]") -> None:
 
 
 class EventStream(Response):
-    """Send what a producer puts in as events.
+    """Send the events of a producer.
 
-    An error before the first event is raised, to become an ordinary answer with its own status; only when
-    nothing comes for the keep-alive time are the headers sent early. A later error becomes the last event.
-    When the client leaves, the producer is cancelled at once.
+    An error before the first event is raised, and becomes an ordinary answer with its own status; headers are sent
+    early only when there is no event for the keep-alive time. A later error becomes the last event. When the client
+    disconnects, the producer is cancelled at once.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class EventStream(Response):
         """Prepare a stream; nothing runs yet.
 
         Args:
-            producer: puts in the events until it returns; its first event decides between an answer of its own and an
-                ordinary error. What a client does not read waits for it, until it is cut off.
-            error_event: shapes an error as the route's clients expect it.
-            done: whether `[DONE]` ends the stream, after an error too.
+            producer: is given a function that sends an event, and returns at the end. Events that a slow reader does
+                not read are buffered, until it is disconnected.
+            error_event: makes the record of an error.
+            done: whether `[DONE]` ends the stream, also after an error.
             headers: further response headers.
-            frame: writes a record for the wire.
-            keep_alive: what is sent while there are no events; a comment, unless the route's clients expect else.
+            frame: makes the frame of a record.
+            keep_alive: sent while there are no events; a comment by default.
             keep_alive_seconds: idle time after which it is sent.
         """
         self.status_code = 200

@@ -1,4 +1,4 @@
-"""Events as they stand on the wire, and templates for those of which a stream has one for every token."""
+"""Frames of Server-Sent Events, and templates for those that a stream has for every token."""
 
 import secrets
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import to_json
 
-# Stands in a template's record for what is filled in, whatever the type of the field; no client can guess it.
+# Marks a value to fill in, in the record of a template; random, so that no client can send it.
 HOLE: Any = f"hole-{secrets.token_hex(16)}"
 
 Event = BaseModel | bytes  # a record, or its frame
 
 
 def frame(event: BaseModel) -> bytes:
-    """One event on the wire."""
+    """Make the frame of one event."""
     return _frame(event.model_dump_json())
 
 
 def named_frame(event: BaseModel) -> bytes:
-    """One event on the wire whose name is its field `type`."""
+    """Make the frame of one event, named by its field `type`."""
     return _name(event) + frame(event)
 
 
@@ -32,10 +32,9 @@ def _name(event: BaseModel) -> bytes:
 
 
 class Template:
-    """Frames of records that differ in a few places only: what they have in common is rendered once.
+    """Frames of records that differ in a few values only: the common part is rendered once.
 
-    The record is the only source of how they look. Where it holds HOLE, values are filled in, which have to be valid
-    for their fields, floats finite.
+    Values are filled in where the record holds HOLE; they must be valid for their fields, floats finite.
     """
 
     def __init__(self, record: BaseModel, *, is_named: bool = False) -> None:
@@ -48,15 +47,15 @@ class Template:
         self._format = rendered.replace(b"%", b"%%").replace(to_json(HOLE), b"%b")
 
     def fill(self, *values: Any) -> bytes:
-        """The frame with these values in its holes, in the order in which they stand there."""
+        """Make a frame with these values in its holes, in their order."""
         return self._format % tuple(map(to_json, values))
 
     def insert(self, *rendered: bytes) -> bytes:
-        """The same with values that are JSON already."""
+        """Make a frame with values that are JSON already."""
         return self._format % rendered
 
     def fill_all(self, value: Any) -> bytes:
-        """The frame with the same value in every hole."""
+        """Make a frame with the same value in every hole."""
         if self._num_holes == 1:  # a third faster
             return self._before + to_json(value) + self._after
         return self._format % ((to_json(value),) * self._num_holes)

@@ -1,12 +1,12 @@
-"""The sending half of one streamed answer: what is written is sent soon, or waits until the client reads again.
+"""The writer of one streamed answer, with backpressure: writes are sent soon, or buffered for a slow reader.
 
-A server's `send` is a coroutine, but one that waits for nothing while the connection takes what it is given. So it is
-run by a callback, as far as it goes, and no task has to wake up for each token of a stream. A task takes over where it
-does have to wait: once the client reads again it sends what has come meanwhile, in one piece.
+A server's `send` is a coroutine that does not wait while the connection accepts data. So a callback runs it as far as
+it goes, and no task wakes up for each token of a stream. A task takes over where `send` has to wait: once the client
+reads again, it sends all that was buffered, in one piece.
 
-Nothing is sent before whoever writes has returned to the event loop: the engine hands a step's tokens to all of their
-streams first, and then all of them are sent. To go back and forth between the two for every token, with the kernel's
-network in between, costs a fifth more with a thousand streams, for neither stays in the processor's caches.
+Nothing is sent before the caller of `write` has returned to the event loop: the engine delivers a step's tokens to all
+streams, and then all of them are sent. Alternating the two for every token costs a fifth more CPU time with a thousand
+streams, since neither stays in the processor's caches.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from funitel.router.transport.memory_budget import Client
 from funitel.router.transport.sse_frames import Event, frame
 
 DIRECT = "funitel.send"  # in a request's scope: the server's own `send`, past all layers
-WriteChunk = Callable[[bytes], bool]  # False: nothing was written, as something has to be waited for
+WriteChunk = Callable[[bytes], bool]  # False: not written, it would have to wait
 
 
 class DirectSend:
-    """Around an application: note in a request's scope how to send past all of its layers.
+    """Around an application: put into a request's scope a `send` that bypasses all layers.
 
-    They look at nothing but the start of an answer, and each would cost every token a call.
+    They handle only the start of an answer; a chunk sent through them costs six times as much CPU time.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -42,10 +42,10 @@ class DirectSend:
 
 
 def chunk_writer(send: Send) -> WriteChunk | None:
-    """A way to write chunks of the answer whose `send` this is, without a coroutine and a message for each.
+    """Return a function that writes chunks of the answer of a `send`, without a coroutine and a message for each.
 
-    None where `send` is not uvicorn's own. A chunk is written while the answer's body has no given length, the client
-    is there, and reads what it is sent.
+    None where `send` is not uvicorn's own. A chunk is written while the body has no given length and the client is
+    connected and not a slow reader.
     """
     cycle = getattr(send, "__self__", None)
     if not isinstance(cycle, RequestResponseCycle):
@@ -62,7 +62,7 @@ def chunk_writer(send: Send) -> WriteChunk | None:
 
 
 def without_chunks(send: Send) -> Send:
-    """How an answer is sent to a client of HTTP/1.0: a body of no given length ends where its connection does.
+    """Return a `send` for a client of HTTP/1.0: a body without a length ends with the connection.
 
     uvicorn would send it in chunks, which came with HTTP/1.1.
     """
@@ -84,7 +84,7 @@ def without_chunks(send: Send) -> Send:
 
 
 class StreamWriter:
-    """Sends one answer whose length is not known before. Event loop only."""
+    """Sends one answer of unknown length. Event loop only."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class StreamWriter:
         client: Client | None = None,
         frame: Callable[[BaseModel], bytes] = frame,
     ) -> None:
-        """Send nothing yet; the start of the answer, and its body, may take different ways.
+        """Send nothing yet; start and body of the answer may be sent by different functions.
 
-        What waits for a client to read is told it, and cuts it off where it is too much.
+        The client counts bytes that wait for a slow reader, and disconnects past its limit.
         """
         self.is_started = self.is_ended = False
         self._send_start = send_start
@@ -105,10 +105,10 @@ class StreamWriter:
         self._write_chunk = chunk_writer(send_body)
         self._client = client
         self._frame = frame
-        self._num_kept = 0  # bytes of what waits while the client does not read
+        self._num_kept = 0  # bytes counted by the client
         self._loop = asyncio.get_running_loop()
         self._waiting: list[bytes] = []
-        self._clearing: asyncio.Future[None] | None = None  # sends what waits, while the client does not read
+        self._draining: asyncio.Future[None] | None = None  # sends what waits, for a slow reader
         self._last_sent = time.monotonic()
 
     def write(self, event: Event) -> None:
@@ -120,40 +120,40 @@ class StreamWriter:
         data = event if isinstance(event, bytes) else self._frame(event)
         if not self.is_started:
             self._start()
-        if self._clearing is None:
+        if self._draining is None:
             if not self._waiting:
-                _FlushBatch.of_next_turn(self._loop).outlets.append(self)
-        elif self._clearing.done() and not self._clearing.cancelled():
-            self._clearing.result()
+                _FlushBatch.of_next_loop_iteration(self._loop).writers.append(self)
+        elif self._draining.done() and not self._draining.cancelled():
+            self._draining.result()
         self._waiting.append(data)
         self._last_sent = time.monotonic()
-        if self._clearing is not None:
+        if self._draining is not None:
             self._keep(len(data))
 
     async def end(self, data: bytes) -> None:
-        """Send the last of the body, once everything before it was sent."""
+        """Send the end of the body, after all that waits."""
         if not self.is_started:
             self._start()
-        self._send_waiting()
-        if self._clearing is not None:
-            await self._clearing
+        self._flush()
+        if self._draining is not None:
+            await self._draining
         await self._send_body({"type": "http.response.body", "body": data, "more_body": False})
         self.is_ended = True
 
     def abandon(self) -> None:
-        """Send nothing more."""
+        """Discard what waits, and send nothing more."""
         self._waiting.clear()
         self._keep(-self._num_kept)
-        if self._clearing is not None:
-            self._clearing.cancel()
+        if self._draining is not None:
+            self._draining.cancel()
 
     async def repeat(self, data: bytes, seconds: float) -> None:
-        """Send `data` whenever `seconds` pass without anything else, unless the client does not read."""
+        """Send `data` whenever `seconds` pass without an event, unless the client is a slow reader."""
         while True:
             idle = time.monotonic() - self._last_sent
             if idle < seconds:
                 await asyncio.sleep(seconds - idle)
-            elif self._clearing is not None:
+            elif self._draining is not None:
                 await asyncio.sleep(seconds)
             else:
                 self.write(data)
@@ -162,37 +162,37 @@ class StreamWriter:
         self.is_started = True
         self._begin(self._send_start({"type": "http.response.start", "status": 200, "headers": self._raw_headers}))
 
-    def _send_waiting(self) -> None:
+    def _flush(self) -> None:
         write_chunk = self._write_chunk
-        while self._waiting and self._clearing is None:
+        while self._waiting and self._draining is None:
             data = self._waiting.pop(0)
             if data and write_chunk is not None and write_chunk(data):
                 continue
             self._begin(self._send_body({"type": "http.response.body", "body": data, "more_body": True}))
 
     def _begin(self, sending: Awaitable[None]) -> None:
-        """Send as far as nothing has to be waited for; leave the rest to a task, if there is one."""
+        """Send without waiting; where that is not possible, a task sends the remainder."""
         steps = sending.__await__()
         try:
             awaited = next(steps)
         except StopIteration:
             return
-        except Exception as error:  # is for whoever writes next, or ends
-            self._clearing = self._loop.create_future()
-            self._clearing.set_exception(error)
+        except Exception as error:  # raised by the next `write` or `end`
+            self._draining = self._loop.create_future()
+            self._draining.set_exception(error)
             return
-        self._clearing = asyncio.ensure_future(self._clear(_RestOfSend(steps, awaited)))
+        self._draining = asyncio.ensure_future(self._drain(_RestOfSend(steps, awaited)))
         self._keep(sum(map(len, self._waiting)))
 
-    async def _clear(self, rest: "_RestOfSend") -> None:
-        await rest
+    async def _drain(self, remainder: "_RestOfSend") -> None:
+        await remainder
         while self._waiting:
             data = b"".join(self._waiting)
             self._waiting.clear()
             await self._send_body({"type": "http.response.body", "body": data, "more_body": True})
             self._last_sent = time.monotonic()
             self._keep(-len(data))
-        self._clearing = None
+        self._draining = None
 
     def _keep(self, num_bytes: int) -> None:
         self._num_kept += num_bytes
@@ -201,18 +201,18 @@ class StreamWriter:
 
 
 class _FlushBatch:
-    """The outlets that were written to since the loop's last turn: all are sent in the next one."""
+    """The writers with unsent data since the loop's last iteration: all are flushed in the next one."""
 
     _newest: ClassVar["_FlushBatch | None"] = None
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.outlets: list[StreamWriter] = []
+        self.writers: list[StreamWriter] = []
         self._loop = loop
         loop.call_soon(self._send)
 
     @classmethod
-    def of_next_turn(cls, loop: asyncio.AbstractEventLoop) -> "_FlushBatch":
-        """The round of a loop that has not been sent yet."""
+    def of_next_loop_iteration(cls, loop: asyncio.AbstractEventLoop) -> "_FlushBatch":
+        """Return the batch of the next iteration of a loop."""
         if cls._newest is None or cls._newest._loop is not loop:
             cls._newest = cls(loop)
         return cls._newest
@@ -220,12 +220,12 @@ class _FlushBatch:
     def _send(self) -> None:
         if _FlushBatch._newest is self:
             _FlushBatch._newest = None
-        for outlet in self.outlets:
-            outlet._send_waiting()
+        for writer in self.writers:
+            writer._flush()
 
 
 class _RestOfSend:
-    """What is left of an awaitable that was begun by hand, and what it waits for."""
+    """The remainder of an awaitable that was begun by hand, and the future that it waits for."""
 
     def __init__(self, steps: Generator[Any, None, None], awaited: Any) -> None:
         self._steps = steps

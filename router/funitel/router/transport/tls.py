@@ -1,4 +1,4 @@
-"""The certificate of the HTTP port, which is read again when its files change: connections that are open stay so."""
+"""TLS of the HTTP port: the certificate is reloaded when its files change; open connections stay."""
 
 import logging
 import ssl
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class Https:
-    """A server's context. Raises SettingsError for files that are not what they must be."""
+    """The TLS context of a server. Raises SettingsError for files that are not valid."""
 
     def __init__(self, pair: Pair, client_ca: str | None) -> None:
         self._pair = pair
@@ -21,15 +21,15 @@ class Https:
 
     @classmethod
     def of(cls, cert: str | None, key: str | None, client_ca: str | None) -> "Https | None":
-        """Of the settings; None where HTTP is plain."""
+        """Make it from the settings; None for plain HTTP."""
         return None if cert is None or key is None else cls(Pair(cert, key), client_ca)
 
     def refresh(self) -> None:
-        """Show the new certificate from now on, if there is one; a pair that does not fit changes only the log."""
+        """Reload the certificate if its files have changed; a pair that does not match is only logged."""
         if not self._watch.has_changed():
             return
         try:
-            server_context(self._pair, self._client_ca)  # else the live context would be left with half of a pair
+            server_context(self._pair, self._client_ca)  # else a failure leaves half of a pair
             self._pair.load_into(self.context)
         except SettingsError as error:
             logger.error("the certificate stays as it was: %s", error.message)

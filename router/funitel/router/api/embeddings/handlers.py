@@ -33,7 +33,7 @@ from funitel.router.api.openai.schema_completions import GivenPrompt
 from funitel.router.auth.accounts import TokenCounts, charged
 from funitel.router.core import request_context
 from funitel.router.encoder.engine import BYTES, Encoded
-from funitel.router.encoder.service import EncoderService, Wish
+from funitel.router.encoder.service import EncoderService, TokenizeOptions
 from funitel.router.encoder.tokenize import EncodedText
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.service import Service
@@ -47,8 +47,8 @@ async def embed(incoming: IncomingRequest) -> Response:
     call.encoder.check_task(EncoderTask.EMBED)
     body = await incoming.read(EmbedRequest)
     prompt = call.encoder.prompts.pick(body.prompt_name)
-    wish = Wish("inputs", body.cut)
-    encodings = await _encodings(call, body.texts, prompt, wish)
+    options = TokenizeOptions("inputs", body.cut)
+    encodings = await _encodings(call, body.texts, prompt, options)
     width = _width(call.encoder, body.dimensions)
     encoded = await _embed(incoming.http, call, encodings, width, is_normalized=body.normalize)
     answer = EmbedResponse.model_construct([list(_numbers(row, width)) for row in encoded.rows])
@@ -63,7 +63,7 @@ async def embeddings(incoming: IncomingRequest) -> Response:
     body = await incoming.read(EmbeddingsRequest)
     if body.priority is not None:
         call.priority = body.priority
-    encodings = await _encodings(call, body.texts, call.encoder.prompts.default, Wish("input"))
+    encodings = await _encodings(call, body.texts, call.encoder.prompts.default, TokenizeOptions("input"))
     width = _width(call.encoder, body.dimensions)
     encoded = await _embed(incoming.http, call, encodings, width, is_normalized=True)
     answer = EmbeddingsResponse.model_construct(
@@ -87,7 +87,7 @@ async def rerank(incoming: IncomingRequest) -> Response:
     if not body.query:
         raise InvalidRequest("`query` cannot be empty", "query")
     pairs = [(body.query, text) for text in body.texts]
-    encodings = await call.encoder.tokens_of(pairs, Wish("texts", body.cut))
+    encodings = await call.encoder.tokens_of(pairs, TokenizeOptions("texts", body.cut))
     inputs = [EncoderInput(input_ids=each.ids, type_ids=each.type_ids) for each in encodings]
     encoded = await call.encode(incoming.http, EncoderTask.CLASSIFY, inputs)
     scores = [_numbers(row, 1)[0] for row in encoded.rows]
@@ -107,7 +107,7 @@ async def predict(incoming: IncomingRequest) -> Response:
     task = call.encoder.check_task(EncoderTask.CLASSIFY, EncoderTask.FILL)
     body = await incoming.read(PredictRequest)
     call.encoder.check_count("inputs", len(body.texts))
-    encodings = await call.encoder.tokens_of(body.texts, Wish("inputs", body.cut))
+    encodings = await call.encoder.tokens_of(body.texts, TokenizeOptions("inputs", body.cut))
     if task is EncoderTask.FILL:
         encoded, predictions = await _fill(incoming.http, call, body, encodings)
     else:
@@ -182,24 +182,28 @@ class EncoderCall:
         }
 
 
-async def _encodings(call: EncoderCall, given: Sequence[GivenPrompt], prompt: str, wish: Wish) -> list[EncodedText]:
+async def _encodings(
+    call: EncoderCall, given: Sequence[GivenPrompt], prompt: str, options: TokenizeOptions
+) -> list[EncodedText]:
     """The tokens of texts behind a prompt; tokens that are given are taken as they are."""
-    call.encoder.check_count(wish.field, len(given))
+    call.encoder.check_count(options.field, len(given))
     if given[0].ids is None:
         if not all(text.text for text in given):  # a prompt would hide it
-            return await call.encoder.tokens_of([text.text for text in given], wish)
-        return await call.encoder.tokens_of([prompt + text.text for text in given], wish)
+            return await call.encoder.tokens_of([text.text for text in given], options)
+        return await call.encoder.tokens_of([prompt + text.text for text in given], options)
     max_tokens, num_known = call.encoder.engine.limits.max_input_tokens, call.service.tokenizer.num_tokens
     encodings = []
     for text in given:
         ids = text.ids or ()
         unknown = next((token_id for token_id in ids if token_id >= num_known), None)
         if unknown is not None:
-            raise InvalidRequest(f"`{wish.field}` names tokens by id, < {num_known}. Given: {unknown}", wish.field)
-        if wish.truncate is not None:
-            ids = ids[-max_tokens:] if wish.truncate == "left" else ids[:max_tokens]
+            raise InvalidRequest(
+                f"`{options.field}` names tokens by id, < {num_known}. Given: {unknown}", options.field
+            )
+        if options.truncate is not None:
+            ids = ids[-max_tokens:] if options.truncate == "left" else ids[:max_tokens]
         encodings.append(EncodedText(ids))
-    call.encoder.check_lengths(encodings, wish.field)
+    call.encoder.check_lengths(encodings, options.field)
     return encodings
 
 
