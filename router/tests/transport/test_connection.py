@@ -137,7 +137,7 @@ async def test_what_is_no_http_is_refused_and_one_line_of_the_log_tells_of_all(
             assert (await refused(server, client))[0] == 400
         assert server.num_cut("malformed") == 20
     lines = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert lines == ["cut connections: malformed=1; 1 open, at most 100"], "the rest is for the next minute"
+    assert lines == ["disconnected clients: malformed=1; 1 open, at most 100"], "the rest is for the next minute"
 
 
 async def test_an_offer_to_speak_another_protocol_is_not_taken_nor_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -79,6 +79,6 @@ class Connections:
         if not self._disconnected:
             return
         counts = " ".join(f"{reason}={count}" for reason, count in sorted(self._disconnected.items()))
-        logger.warning("cut connections: %s; %d open, at most %d", counts, len(self._open), self.limit)
+        logger.warning("disconnected clients: %s; %d open, at most %d", counts, len(self._open), self.limit)
         self._disconnected.clear()
         self._next_log = asyncio.get_running_loop().call_later(LOG_SECONDS, self._log)
