@@ -253,7 +253,7 @@ def walks_are_true(house: House) -> Finding:
     for walk, content in house.walks["walks"].items():
         steps = [step for part in content["parts"] for step in house.walks["parts"][part]]
         wrong += [f"{walk}: {step} is not there" for step in steps if not _is_there(house, step)]
-        rooms = {step.partition(":")[0] for step in steps}
+        rooms = {room for step in steps if (room := step.partition(":")[0]).startswith("router.")}
         most = max(most, len(rooms))
         if len(rooms) > content["max_rooms"]:
             wrong.append(f"{walk}: {len(rooms)} modules, at most {content['max_rooms']}")

@@ -75,7 +75,7 @@ def build_app(
         middleware=[
             Middleware(AccessLog, metrics=service.metrics, drain=service.drain),
             *([] if settings.otlp_endpoint is None else [Middleware(TracingMiddleware, model=service.model_id)]),
-            Middleware(MetricsPort, port=settings.prometheus_port),
+            *([] if settings.prometheus_port is None else [Middleware(MetricsPort, port=settings.prometheus_port)]),
             _cors(settings.cors_allow_origin),
             Middleware(ErrorBoundary),
         ],

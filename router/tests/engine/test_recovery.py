@@ -83,7 +83,7 @@ async def test_who_comes_or_leaves_meanwhile_is_served_or_forgotten(tmp_path: Pa
         leaving = [asyncio.create_task(run(engine, request(5, LONG, first=20 + i))) for i in range(4)]
 
         async def is_trying() -> bool:
-            return engine._scheduler.bisector.is_trying
+            return bool(engine._scheduler.bisector.on_trial)
 
         await eventually(is_trying, "bisector are tried")
         late = asyncio.create_task(answers(engine, [40, POISON + 1]))

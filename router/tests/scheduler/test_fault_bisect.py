@@ -13,6 +13,11 @@ from funitel.router.scheduler.fault_bisect import RECOVERY_STEPS, FaultBisector
 PROMPT = 8  # tokens
 
 
+def may_enter(bisector: FaultBisector, sequence_id: int) -> bool:
+    """Whether a sequence may be in the next step, as the prefill planner decides it."""
+    return not bisector.on_trial or sequence_id in bisector.on_trial
+
+
 class Trial:
     """Sequences that compute one token a step, all that may in each, and a model that fails some of the steps."""
 
@@ -35,13 +40,13 @@ class Trial:
         raise AssertionError(f"{self.known} do not end")
 
     def step(self) -> None:
-        while self.bisector.is_trying and self.bisector.has_passed(self.known_computed()):
+        while self.bisector.on_trial and self.bisector.has_passed(self.known_computed()):
             if self.bisector.has_other_half:
                 self.computed.clear()
             self.bisector.try_other_half()
         most = self.bisector.max_sequences or len(self.known)
         for i in self.known:
-            if len(self.computed) < most and self.bisector.may_enter(i):
+            if len(self.computed) < most and may_enter(self.bisector, i):
                 self.computed.setdefault(i, 0)
         assert self.computed, "nobody may enter"
         counts = {i: self.known[i] - done for i, done in self.computed.items()}
@@ -175,10 +180,10 @@ def test_where_nothing_succeeds_there_is_no_witness_against_anyone(num_sequences
 def test_who_leaves_while_on_trial_holds_nobody_up() -> None:
     bisector = FaultBisector(may_shrink=False)
     assert bisector.fail({1: 5, 2: 5, 3: 5, 4: 5}, 4) is None
-    assert [bisector.may_enter(i) for i in (1, 2, 3, 4, 9)] == [True, True, False, False, False]
+    assert [may_enter(bisector, i) for i in (1, 2, 3, 4, 9)] == [True, True, False, False, False]
     assert bisector.has_passed({3: 0, 4: 0})
     bisector.try_other_half()
-    assert [bisector.may_enter(i) for i in (1, 2, 3, 4, 9)] == [False, False, True, True, False]
+    assert [may_enter(bisector, i) for i in (1, 2, 3, 4, 9)] == [False, False, True, True, False]
     assert bisector.has_passed({})
     bisector.try_other_half()
-    assert not bisector.is_trying
+    assert not bisector.on_trial

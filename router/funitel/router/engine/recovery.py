@@ -143,7 +143,7 @@ class Recovery:
     def may_send(self) -> bool:
         """Whether a step may be sent now; not before those in flight are answered when the other half is tried next."""
         bisector = self._scheduler.bisector
-        while bisector.is_trying and bisector.has_passed(self._scheduler.computed()):
+        while bisector.on_trial and bisector.has_passed(self._scheduler.computed()):
             if bisector.has_other_half:  # they are tried apart from those that have passed
                 if self._pipeline.oldest is not None:
                     return False

@@ -217,7 +217,7 @@ class StepLoop:
         Planning and sending happen without a pause between, so a client seen to leave is in no later step.
         """
         scheduler, pipeline = self._scheduler, self._pipeline
-        while pipeline.has_room and self._recovery.may_send():
+        while pipeline.has_room and (not scheduler.bisector.on_trial or self._recovery.may_send()):
             delay = pipeline.seconds_to_plan(self._newest, has_several_keys=scheduler.shares.num_known_keys > 1)
             if delay > 0.0:
                 self._wake_in(delay)
@@ -251,7 +251,7 @@ class StepLoop:
         if plan.starts:
             self._metrics.observe_new_batch(len(plan.starts), joined)
         self._metrics.count_step(plan.method)
-        spans = self._traces.send(plan, self._scheduler.running)
+        spans = self._traces.send(plan, self._scheduler.running) if tracing.is_recording() else []
         if not spans:
             self._pipeline.send(plan)
             return

@@ -108,6 +108,8 @@ class BlockPool:
 
     def load(self, keys: Sequence[bytes]) -> tuple[int, ...]:
         """Take blocks of the content that the host tier holds under `keys`; the caller has checked `num_free`."""
+        if not keys:
+            return ()
         self.host.pin(keys)
         blocks = self.allocate(len(keys))
         self.host.pin(())

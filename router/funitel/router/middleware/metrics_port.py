@@ -7,13 +7,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 class MetricsPort:
     """Answer nothing but `/metrics` on the port that is for metrics."""
 
-    def __init__(self, app: ASGIApp, port: int | None) -> None:
+    def __init__(self, app: ASGIApp, port: int) -> None:
         self._app = app
         self._port = port
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_other = self._port is not None and scope["type"] == "http" and scope["server"][1] == self._port
-        if is_other and scope["path"] != "/metrics":
+        is_other = scope["type"] == "http" and scope["server"][1] == self._port and scope["path"] != "/metrics"
+        if is_other:
             await PlainTextResponse("only /metrics is answered here\n", 404)(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -27,7 +27,8 @@ class FaultBisector:
         self.max_tokens: int | None = None
         self.has_succeeded_since = True  # the failure that is bisected: not every step fails
         self._may_shrink = may_shrink
-        self._on_trial: dict[int, int] = {}  # by id the tokens that each is to have computed
+        self.on_trial: dict[int, int] = {}  # by id the tokens each is to have computed; no others may be in a step
+        self.is_recovering = False  # from a failure: the step loop says which steps succeed
         self._others: dict[int, int] = {}  # the other half, tried next
         self._largest = 0  # half that has passed, in sequences
         self._tokens_before: int | None = None  # bound on tokens before the failure that is bisected
@@ -37,18 +38,9 @@ class FaultBisector:
         self._num_good_steps = 0
 
     @property
-    def is_trying(self) -> bool:
-        """Whether only the half on trial may be in a step."""
-        return bool(self._on_trial)
-
-    @property
     def has_other_half(self) -> bool:
         """Whether another half is to be tried after the one on trial."""
         return bool(self._others)
-
-    def may_enter(self, sequence_id: int) -> bool:
-        """Whether a sequence may be in the next step."""
-        return not self._on_trial or sequence_id in self._on_trial
 
     def fail(self, goals: Mapping[int, int], num_tokens: int, *, lacks_memory: bool = False) -> int | None:
         """Take a failed step into account; return the id of the culprit, once that is known.
@@ -58,18 +50,18 @@ class FaultBisector:
             num_tokens: that the step was to compute.
             lacks_memory: whether there was no memory for it, so that a smaller one may succeed.
         """
-        if not self.is_trying:
+        if not self.on_trial:
             self.has_succeeded_since, self._largest, self._lacks_memory = False, 0, False
             self._tokens_before = self.max_tokens
-        self._num_good_steps = 0
+        self._num_good_steps, self.is_recovering = 0, True
         self._lacks_memory |= lacks_memory
         ids = sorted(goals)
         self._is_shrinking = len(ids) == 1 and self._shrink(num_tokens, lacks_memory=lacks_memory)
         if len(ids) == 1 and not self._is_shrinking:
-            self._on_trial, self._others, self.max_tokens = {}, {}, self._tokens_before
+            self.on_trial, self._others, self.max_tokens = {}, {}, self._tokens_before
             return ids[0]
         middle = -(-len(ids) // 2)
-        self._on_trial = {i: goals[i] for i in ids[:middle]}
+        self.on_trial = {i: goals[i] for i in ids[:middle]}
         self._others = {i: goals[i] for i in ids[middle:]}
         return None
 
@@ -86,13 +78,13 @@ class FaultBisector:
         Args:
             computed: by id, the tokens computed of each sequence that has not ended.
         """
-        return all(computed.get(i, goal) >= goal for i, goal in self._on_trial.items())
+        return all(computed.get(i, goal) >= goal for i, goal in self.on_trial.items())
 
     def try_other_half(self) -> None:
         """Try the other half, or let all sequences enter, now that the half on trial has passed."""
-        self._largest = max(self._largest, len(self._on_trial))
-        self._on_trial, self._others = self._others, {}
-        if self._on_trial:
+        self._largest = max(self._largest, len(self.on_trial))
+        self.on_trial, self._others = self._others, {}
+        if self.on_trial:
             return
         if not self._is_shrinking and (self._was_none or self._lacks_memory):  # else it may have been a single accident
             self.max_sequences = self._largest
@@ -104,4 +96,4 @@ class FaultBisector:
         self._num_good_steps += 1
         if self._num_good_steps == RECOVERY_STEPS:
             self.max_sequences = self.max_tokens = None
-            self._was_none = False
+            self._was_none = self.is_recovering = False

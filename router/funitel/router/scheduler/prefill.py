@@ -66,7 +66,7 @@ class PrefillPlanner:
         a fault is bisected without it.
         """
         while (sequence := self._waiting.first(passed_over)) is not None:
-            if self._bisector.may_enter(sequence.id):
+            if not self._bisector.on_trial or sequence.id in self._bisector.on_trial:
                 prefix = self.prefix(sequence)
                 if not self._is_being_computed(sequence, len(prefix)):
                     return sequence, prefix

@@ -173,7 +173,7 @@ class Scheduler:
         if not computed:
             return None
         predicted = self.step_time.seconds(load)
-        copies = self.blocks.host.take_copies()
+        copies = self.blocks.host.take_copies() if self.blocks.host.num_slots else ()
         plan = StepPlan(tuple(starts), tuple(rows), computed, load, is_alone, copies, predicted)
         self._in_flight.append(plan)
         running = self.running
@@ -204,7 +204,8 @@ class Scheduler:
         self._in_flight.popleft()
         # What the ranks measured, for steps wait for one another; `seconds` when they measured nothing.
         self.step_time.observe(plan.load, result.total_ns / 1e9 or seconds)
-        self.bisector.succeed()
+        if self.bisector.is_recovering:
+            self.bisector.succeed()
         delivered = []
         running, publishes, size = self.running, self.policy.has_prefix_cache, self.blocks.block_size
         for sequence_id, count in plan.computed.items():
