@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from funitel.model_server.device.memory import give_back
+from funitel.model_server.device.memory import release_memory
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
@@ -29,7 +29,7 @@ SETTLING_STEPS = 3  # that do not count: graphs are recorded, kernels compiled
 def load_executor(plan: Plan, folder: Path, **settings: Any) -> Executor:
     """The model in `folder`, without a pool yet. Raises: `FunitelError` where the settings cannot be had."""
     chosen: dict[str, Any] = {"device": plan.device.type, "dtype": plan.dtype_name, "block_size": BLOCK_SIZE}
-    give_back(plan.device)  # of one loaded before
+    release_memory(plan.device)  # of one loaded before
     executor, _ = load(ModelServerSettings(model_id=str(folder), **(chosen | settings)), folder)
     return executor
 

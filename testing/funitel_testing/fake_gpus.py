@@ -35,11 +35,11 @@ class FakeGpu:
         held = self._used + self._cached
         return GpuState(total=self._total, free=self._total - self.others - self._driver - held, held=held)
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         """See Card."""
         self._cached = 0
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         """See Card."""
         self._peak = self._used + self._cached
 

@@ -26,12 +26,12 @@ class Gpu:
         free, total = torch.cuda.mem_get_info(self._device)
         return GpuState(total=total, free=free, held=torch.cuda.memory_reserved(self._device))
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         """Give what the allocator holds and does not use back to the GPU."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         """Count the peak from here on."""
         torch.cuda.reset_peak_memory_stats(self._device)
 

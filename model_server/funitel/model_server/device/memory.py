@@ -55,7 +55,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in _WORDS_OF_NO_MEMORY)
 
 
-def give_back(device: torch.device) -> None:
+def release_memory(device: torch.device) -> None:
     """Give freed memory back, to the device and to the host."""
     gc.collect()
     if device.type == "cuda":

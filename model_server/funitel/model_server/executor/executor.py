@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from funitel.model_server.device.memory import give_back, is_out_of_memory
+from funitel.model_server.device.memory import is_out_of_memory, release_memory
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor.admit import RowAdmission
 from funitel.model_server.executor.interface import ActiveRow, ExecutorOptions, PendingStep, StepSampling
@@ -250,7 +250,7 @@ class Executor:
     def _without_memory(self, error: Exception, active: Sequence[ActiveRow]) -> FunitelError:
         """Give back what a step took that found no more memory; returns the error to raise."""
         traceback.clear_frames(error.__traceback__)  # they hold its tensors
-        give_back(self.options.device)
+        release_memory(self.options.device)
         num_tokens = sum(count for _, count in active)
         said = f"there is no memory for a step of {num_tokens} tokens in {len(active)} sequences"
         if self.parallel.size > 1:  # the other ranks wait inside a collective, until this one ends

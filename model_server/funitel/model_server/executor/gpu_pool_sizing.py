@@ -23,10 +23,10 @@ class GpuCounts(Protocol):
     def state(self) -> GpuState:
         """What is held and what is free."""
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         """Give what is not used back to the GPU."""
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         """Count the peak from here on."""
 
     def peak(self) -> int:
@@ -73,9 +73,9 @@ class GpuPoolMemory:
         Raises:
             NotEnoughMemory: there is none for it, even without a pool. `what` says how to make it smaller.
         """
-        self._gpu.give_back()
+        self._gpu.release_cached()
         held = self._gpu.state().held
-        self._gpu.forget_peak()
+        self._gpu.reset_peak()
         try:
             step()
         except MEMORY_ERRORS as error:
@@ -90,7 +90,7 @@ class GpuPoolMemory:
         The first time brings kernels with it that are loaded once, so the second is what counts.
         """
         for _ in range(2):
-            self._gpu.give_back()
+            self._gpu.release_cached()
             before = self._gpu.state()
             decoder.record_largest(cache)
             after = self._gpu.state()
@@ -99,5 +99,5 @@ class GpuPoolMemory:
 
     def pool_bytes(self) -> int:
         """Bytes the pool may take."""
-        self._gpu.give_back()
+        self._gpu.release_cached()
         return pool_budget(self._gpu.state(), self._fraction, self.step_bytes + self.graph_bytes)

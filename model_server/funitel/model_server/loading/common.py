@@ -5,7 +5,6 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -14,15 +13,10 @@ import torch
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.executor.async_sampling import AsyncSampling
-from funitel.model_server.executor.executor import Executor, MakeSampling
 from funitel.model_server.executor.interface import ExecutorOptions
-from funitel.model_server.executor.row_rules import RowRules
-from funitel.model_server.executor.sync_sampling import SyncSampling
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.interface import Forward
-from funitel.model_server.gpu_sampling.select import choose_maths
-from funitel.model_server.kv_cache.pool import KVCache, Pools
+from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.watermark import Watermark
 from funitel.model_server.sequence.detokenizer import TextCodec
@@ -143,21 +137,6 @@ def options_of(
         forces_spans=not settings.disable_forced_spans,
         wipes_blocks=loaded.name != "fused",
     )
-
-
-def make_executor(
-    spec: ModelFacts,
-    loaded: Loaded,
-    pools: Pools,
-    codec: TextCodec,
-    options: ExecutorOptions,
-    rules: RowRules | None = None,
-) -> Executor:
-    """The executor of a loaded model, which samples on the device where that is a GPU."""
-    sampling: MakeSampling = partial(SyncSampling, scores=loaded.scores)
-    if options.device.type == "cuda" and loaded.takes_device_tokens:
-        sampling = partial(AsyncSampling, maths=choose_maths(options.device))
-    return Executor(spec, loaded.decoder, pools, codec, loaded.parallel, options, sampling, rules)
 
 
 def host_bytes(settings: ModelServerSettings, device: torch.device) -> int:

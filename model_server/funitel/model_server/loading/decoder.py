@@ -9,22 +9,16 @@ import torch
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.precision import MADE, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit
-from funitel.model_server.executor.executor import Executor
-from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.hub.resolve import is_outdated
-from funitel.model_server.kv_cache.pool import Pools, SpecPools
+from funitel.model_server.kv_cache.pool import SpecPools
 from funitel.model_server.loading.common import (
-    Loaded,
     choose_device,
     choose_dtype,
     find_eos,
-    info_of,
     join_ranks,
-    log_loaded,
-    make_executor,
-    options_of,
     set_threads,
 )
+from funitel.model_server.loading.executor import LoadedShard, make_executor
 from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.torch_backend import load_torch
 from funitel.model_server.quantized.config import check_flag
@@ -32,14 +26,13 @@ from funitel.model_server.quantized.select import MADE as MADE_ON_GPU
 from funitel.model_server.registry.choose import choose_spec
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
-from funitel.model_server.spec.model_spec import ModelFacts, ModelSpec, Position
+from funitel.model_server.spec.model_spec import ModelSpec, Position
 from funitel.proto.errors import NoRow, SettingsError
-from funitel.proto.step import ShardInfo
 
 logger = logging.getLogger(__name__)
 
 
-def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardInfo]:
+def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     """Load this rank's share of the model in `folder`; blocks until every rank has joined.
 
     Raises:
@@ -75,8 +68,7 @@ def load(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardIn
     loaded = loaded or load_torch(settings, spec, weights, parallel)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
     pools = SpecPools(spec, heads, settings.block_size, loaded.kv_dtype, device)
-    options = options_of(settings, device, loaded, eos_token_ids)
-    return _finish(settings, folder, spec, loaded, pools, codec, options)
+    return make_executor(settings, folder, spec, loaded, pools, codec, device, eos_token_ids)
 
 
 def _tell_of_gpu_settings(settings: ModelServerSettings) -> None:
@@ -92,9 +84,7 @@ def _tell_of_gpu_settings(settings: ModelServerSettings) -> None:
             logger.info("%s %s changes nothing: the model runs on a CPU", flag, value)
 
 
-def _load_fallback(
-    settings: ModelServerSettings, folder: Path, no_row: NoRow, device: torch.device
-) -> tuple[Executor, ShardInfo]:
+def _load_fallback(settings: ModelServerSettings, folder: Path, no_row: NoRow, device: torch.device) -> LoadedShard:
     """Load a model that no row of the table describes."""
     # transformers' models: seconds to import, not wanted for those of the table
     from funitel.model_server.loading.transformers import load_fallback
@@ -109,22 +99,7 @@ def _load_fallback(
         prefill_chunking=settings.prefill_chunking and model.takes_chunks,
         prefix_caching=settings.prefix_caching and model.shares_prefixes,
     )
-    options = options_of(settings, device, model.loaded, eos_token_ids)
-    return _finish(settings, folder, model, model.loaded, model.pools, codec, options)
-
-
-def _finish(
-    settings: ModelServerSettings,
-    folder: Path,
-    spec: ModelFacts,
-    loaded: Loaded,
-    pools: Pools,
-    codec: TextCodec,
-    options: ExecutorOptions,
-) -> tuple[Executor, ShardInfo]:
-    log_loaded(settings, folder, spec, options.device, loaded)
-    executor = make_executor(spec, loaded, pools, codec, options)
-    return executor, info_of(settings, options, loaded, spec.vocab_size)
+    return make_executor(settings, folder, model, model.loaded, model.pools, codec, device, eos_token_ids)
 
 
 def _stretched(spec: ModelSpec, settings: ModelServerSettings) -> ModelSpec:

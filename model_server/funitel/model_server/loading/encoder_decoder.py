@@ -7,7 +7,6 @@ from pathlib import Path
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.precision import MADE
 from funitel.model_server.device.tensor_parallel import HeadSplit
-from funitel.model_server.executor.executor import Executor
 from funitel.model_server.executor.row_rules import NUM_OPENING_TOKENS, Seq2SeqRules
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import SpecPools
@@ -16,13 +15,10 @@ from funitel.model_server.loading.common import (
     choose_dtype,
     find_eos,
     in_torch,
-    info_of,
     join_ranks,
-    log_loaded,
-    make_executor,
-    options_of,
     set_threads,
 )
+from funitel.model_server.loading.executor import LoadedShard, make_executor
 from funitel.model_server.models.encoder_decoder.forced_tokens import read_rules
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
 from funitel.model_server.models.weight_offload import refuse_host_memory
@@ -31,12 +27,12 @@ from funitel.model_server.registry.encoder_decoders import seq2seq_spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError
-from funitel.proto.step import Capability, ShardInfo
+from funitel.proto.step import Capability
 
 logger = logging.getLogger(__name__)
 
 
-def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardInfo]:
+def load_seq2seq(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     """Load this rank's share of the encoder-decoder in `folder`; blocks until every rank has joined.
 
     Raises:
@@ -65,9 +61,8 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor,
     parallel = join_ranks(settings, device)
     loaded = replace(in_torch(Seq2Seq(spec, weights, parallel), weights, parallel), takes_device_tokens=True)
     pools = SpecPools(spec.whole, heads, settings.block_size, loaded.kv_dtype, device)
-    options = options_of(settings, device, loaded, eos_token_ids)
-    log_loaded(settings, folder, spec.decoder, device, loaded)
-    info = info_of(settings, options, loaded, spec.decoder.vocab_size)
+    rules = Seq2SeqRules(spec, decoding)
+    executor, info = make_executor(settings, folder, spec.whole, loaded, pools, codec, device, eos_token_ids, rules)
     info = replace(
         info,
         use_prefix_caching=False,  # what the pool holds of a token depends on the whole prompt
@@ -75,7 +70,6 @@ def load_seq2seq(settings: ModelServerSettings, folder: Path) -> tuple[Executor,
         capabilities=frozenset(Capability) if spec.is_multilingual else info.capabilities,
         speculate=NUM_OPENING_TOKENS,  # a router of TGI asks for no other place beyond prompt and completion
     )
-    executor = make_executor(spec.whole, loaded, pools, codec, options, Seq2SeqRules(spec, decoding))
     return executor, info
 
 

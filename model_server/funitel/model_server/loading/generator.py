@@ -2,16 +2,15 @@
 
 from pathlib import Path
 
-from funitel.model_server.executor.executor import Executor
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.loading.decoder import load
 from funitel.model_server.loading.encoder_decoder import load_seq2seq
+from funitel.model_server.loading.executor import LoadedShard
 from funitel.model_server.registry.encoder_decoders import is_seq2seq
 from funitel.model_server.settings import ModelServerSettings
-from funitel.proto.step import ShardInfo
 
 
-def load_generator(settings: ModelServerSettings, folder: Path) -> tuple[Executor, ShardInfo]:
+def load_generator(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     """Load this rank's share of the model in `folder`; blocks until every rank has joined.
 
     Raises:

@@ -38,7 +38,7 @@ class Decoder:
             layer = DecoderLayer(spec, weights, parallel, attention, i)
             self.layers.append(layer if offload is None else offload.keep(layer, i, (spec, parallel, attention)))
         if offload is not None:
-            offload.settle()
+            offload.finish()
         self.final_norm: NormLayer | None = None
         if names.final_norm:
             self.final_norm = NormLayer(spec, weights, weights.prefix + names.final_norm, spec.hidden_size)

@@ -137,7 +137,7 @@ class Offload:
         self._pieces.append(piece)
         return OffloadedLayer(layer, len(self._pieces) - 1, self)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """All layers are there: make the slots, and have every tensor that is kept on the host be a view into one."""
         size = max(map(len, self._pieces), default=0)
         count = min(_NUM_SLOTS, len(self._pieces))

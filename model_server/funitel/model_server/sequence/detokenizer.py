@@ -66,7 +66,7 @@ class Detokenizer:
     def __init__(self, codec: TextCodec, prompt_ids: Sequence[int]) -> None:
         self._codec = codec
         self._ids = list(prompt_ids[-PREFIX_TOKENS:])
-        self._prefix = 0  # tokens before it are settled and out of reach
+        self._prefix = 0  # tokens before it are done and out of reach
         self._read = len(self._ids)  # tokens before it have been turned into text
         self.text = ""
 
@@ -79,12 +79,12 @@ class Detokenizer:
             self._prefix = self._read = len(self._ids)
             return piece
         self._ids.append(token_id)
-        settled = self._codec.decode(self._ids[self._prefix : self._read])
+        known = self._codec.decode(self._ids[self._prefix : self._read])
         whole = self._codec.decode(self._ids[self._prefix :])
-        if len(whole) <= len(settled) or whole.endswith(REPLACEMENT):
+        if len(whole) <= len(known) or whole.endswith(REPLACEMENT):
             return ""
         self._prefix, self._read = self._read, len(self._ids)
-        piece = whole[len(settled) :]
+        piece = whole[len(known) :]
         self.text += piece
         return piece
 
@@ -92,8 +92,8 @@ class Detokenizer:
         """Stop waiting for the rest of a character; return what there is of it, with U+FFFD."""
         if self._read == len(self._ids):
             return ""
-        settled = self._codec.decode(self._ids[self._prefix : self._read])
-        piece = self._codec.decode(self._ids[self._prefix :])[len(settled) :]
+        known = self._codec.decode(self._ids[self._prefix : self._read])
+        piece = self._codec.decode(self._ids[self._prefix :])[len(known) :]
         self._prefix, self._read = self._read, len(self._ids)
         self.text += piece
         return piece

@@ -77,7 +77,7 @@ def test_a_sequence_turns_by_its_own_length(
     if way != "packed":
         monkeypatch.setattr(loading, "PackedModel", refuse)
     if way == "alone":
-        monkeypatch.setattr(loading, "choose_keeper", choose_unpadded)
+        monkeypatch.setattr(loading, "choose_adapter", choose_unpadded)
     for lengths in ((40, 60), (50, 60)):  # on both sides of that, and both beyond
         error, found = worst_error(BY_LENGTH[name], tmp_path, 3, lengths)
         assert (found, error < TOLERANCE) == (f"transformers-{way}", True)
@@ -285,9 +285,7 @@ def test_two_ranks_say_what_transformers_says(tmp_path: Path) -> None:
             assert held < 0.75 * whole, name
         assert sum(split for _, split, _ in run.weights) == run.weights[0][2], name
         shared = split_form(name).config["num_key_value_heads"] == 1
-        assert run.bytes_per_block == alone.runner.pools.bytes_per_block // (
-            1 if shared or alone.runner.pools.kept.states else 2
-        )
+        assert run.bytes_per_block == alone.pools.bytes_per_block // (1 if shared or alone.pools.kept.states else 2)
 
 
 def changed(folder: Path, **fields: Any) -> Path:
