@@ -153,6 +153,70 @@ def test_count_penalties_are_over_the_completion_only() -> None:
     assert logits[0, 5].item() == 0.0
 
 
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"repetition_penalty": 2.0}, [0.25, -1.0, 2.0, 0.5]),
+        ({"repetition_penalty": 1.25}, [0.4, -0.625, 3.2, 0.5]),
+        ({"frequency_penalty": 1.0}, [0.5 - 2 / 5, -0.5 - 2 / 5, 4.0 - 1 / 5, 0.5]),
+        ({"repetition_penalty": 2.0, "frequency_penalty": 1.0}, [0.25 - 2 / 5, -1.0 - 2 / 5, 2.0 - 1 / 5, 0.5]),
+        ({"presence_penalty": 1.0}, [-0.5, -0.5, 3.0, 0.5]),
+        ({"presence_penalty": 0.5}, [0.0, -0.5, 3.5, 0.5]),
+        ({"count_penalty": 1.0}, [-1.5, -0.5, 3.0, 0.5]),
+        ({"count_penalty": 0.25}, [0.0, -0.5, 3.75, 0.5]),
+        ({"presence_penalty": 0.5, "count_penalty": 0.25}, [-0.5, -0.5, 3.25, 0.5]),
+    ],
+    ids=str,
+)
+def test_penalties_are_what_their_formulas_say(params: dict[str, float], expected: list[float]) -> None:
+    """Token 1 is twice in the prompt, 0 twice and 2 once in the completion."""
+    row = state((1, 1), (0,), **params)
+    for token in (2, 0):
+        row.push(token)
+    resumed = state((1, 1), (0, 2, 0), **params)
+    for one in (row, resumed):
+        scores = torch.tensor([0.5, -0.5, 4.0, 0.5])
+        one.process(scores)
+        assert scores.tolist() == pytest.approx(expected)
+        assert one.held() == (([1, 0, 2], [2, 2, 1]), ([0, 2], [2, 1]))
+
+
+def test_penalties_of_no_tokens_change_nothing() -> None:
+    scores = torch.tensor([0.5, -0.5])
+    state(repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=1.0, count_penalty=1.0).process(scores)
+    assert scores.tolist() == [0.5, -0.5]
+
+
+def test_what_edits_scores_works_on_their_device() -> None:
+    scores = torch.zeros(VOCAB, device="meta")
+    edits = {"logit_bias": ((4, 1.0),), "repetition_penalty": 2.0, "frequency_penalty": 1.0, "presence_penalty": 1.0}
+    state((5, 6), (7,), **edits).process(scores)
+    Watermark().apply(scores, 5)
+    assert scores.device.type == "meta"
+
+
+@pytest.mark.parametrize(("params", "kept"), [({"top_p": 0.5}, 2), ({"typical_p": 0.5}, 2), ({"min_p": 0.5}, 8)])
+def test_mass_that_reaches_its_bound_exactly_is_enough(params: dict[str, float], kept: int) -> None:
+    scores = torch.full((1, VOCAB), -torch.inf)
+    scores[0, :4] = 0.0
+    scores[0, 4:8] = -math.log(2) if "min_p" in params else -torch.inf
+    token = sample(scores, [state(do_sample=True, top_n=VOCAB, **params)], [0])[0]
+    assert len(token.top_ids) == kept
+
+
+def test_the_favoured_tokens_are_picked_by_the_last() -> None:
+    row = SamplingState.over(SamplingParams(watermark=True), 0, (3, 9), (), Watermark(gamma=0.25))
+    assert row.favoured(VOCAB).tolist() == Watermark(gamma=0.25).green_ids(9, VOCAB).tolist()
+    assert len(row.favoured(VOCAB)) == VOCAB // 4
+    row.push(3)
+    assert row.favoured(VOCAB).tolist() == Watermark(gamma=0.25).green_ids(3, VOCAB).tolist()
+
+
+def test_a_forced_token_is_certain() -> None:
+    assert SampledToken.forced(7, with_top=False) == SampledToken(7, 0.0, (), (), False)
+    assert SampledToken.forced(7, with_top=True) == SampledToken(7, 0.0, (7,), (0.0,), False)
+
+
 def test_greedy_is_argmax_with_raw_logprob() -> None:
     logits = make_logits()
     expected = logits.log_softmax(-1).max(-1)
