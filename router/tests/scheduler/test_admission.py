@@ -14,8 +14,8 @@ from sequences import make_sequence
 
 from funitel.proto.errors import DeadlineExceeded, Overloaded
 from funitel.router.core.request import Sequence
-from funitel.router.scheduler.admission import Admission, InFlight
-from funitel.router.scheduler.cost.throughput import DEFAULT_TOKENS_PER_SECOND, Throughput
+from funitel.router.scheduler.admission import Admission, Exceeded, InFlight, Reservations
+from funitel.router.scheduler.cost.throughput import DEFAULT_TOKENS_PER_SECOND
 from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
 A, B = b"a", b"b"
@@ -36,25 +36,53 @@ def check(
     return admission.check(newcomer, in_flight, cast(Any, holder))
 
 
-def test_throughput_is_what_was_measured_lately() -> None:
-    throughput = Throughput()
-    assert throughput.tokens_per_second == DEFAULT_TOKENS_PER_SECOND
-    for step in range(1000):
-        throughput.observe_step(50, 0.2, now=step * 0.1)  # sent while the one before was computed
-    assert throughput.tokens_per_second == pytest.approx(500, rel=0.01)
-    for step in range(2000):
-        throughput.observe_step(1, 0.1, now=200 + step * 10.0)  # idle between steps
-    assert throughput.tokens_per_second == pytest.approx(10, rel=0.01)
+def test_requests_that_hold_a_place_are_in_flight() -> None:
+    places = Reservations()
+    assert places.in_flight(A) == InFlight(0, 0)
+    held = [places.hold(key) for key in (A, A, B)]
+    assert (places.in_flight(A), places.in_flight(B)) == (InFlight(3, 2), InFlight(3, 1))
+    assert InFlight(3, 2) + InFlight(10, 1) == InFlight(13, 3)
+    for _ in range(2):
+        held[0].release()
+        assert places.in_flight(A) == InFlight(2, 1)
+    held[1].release()
+    assert not {A} & places._held.keys(), "keys are not remembered for ever"
+    held[2].release()
+    assert places.in_flight(B) == InFlight(0, 0)
 
 
-def test_expected_work_follows_how_long_completions_become() -> None:
-    throughput, sequence = Throughput(), make_sequence(0, 30, 100)
-    assert throughput.work_of(sequence) == 130
-    for i in range(200):
-        ended = make_sequence(i, 5, 100)
-        ended.output_ids = [7] * 10
-        throughput.observe_end(ended)
-    assert throughput.work_of(sequence) == pytest.approx(40, abs=1)
+@pytest.mark.parametrize(
+    ("in_flight", "reason"),
+    [((13, 13), None), ((14, 14), "key"), ((15, 13), None), ((15, 14), "key"), ((16, 0), "requests")],
+)
+def test_the_bounds_on_requests(in_flight: tuple[int, int], reason: str | None) -> None:
+    exceeded = Admission(16, has_several_keys=True).exceeded_count(InFlight(*in_flight))
+    assert (exceeded and exceeded.reason) == reason
+    alone = Admission(16).exceeded_count(InFlight(*in_flight))
+    assert (alone and alone.reason) == ("requests" if in_flight[0] >= 16 else None)
+    few = Admission(2, has_several_keys=True)
+    assert (few.exceeded_count(InFlight(1, 0)), few.exceeded_count(InFlight(0, 0))) == (None, None)
+    assert few.exceeded_count(InFlight(1, 1)) == Exceeded("key", "1 requests of this API key in flight, at most 1")
+
+
+def test_the_bounds_on_tokens_and_time() -> None:
+    bounded = Admission(9, 20)
+    assert bounded.exceeded_tokens(0, 0, 100) is None
+    assert bounded.exceeded_tokens(1, 15, 5) is None
+    assert bounded.exceeded_tokens(1, 15, 6) == Exceeded("queued_tokens", "21 prompt tokens would wait, at most 20")
+    assert Admission(9).exceeded_tokens(5, 10**9, 1) is None
+    assert Admission.exceeded_deadline(2.0, 2.0) is None
+    late = Admission.exceeded_deadline(2.25, 2.0)
+    assert late == Exceeded("deadline", "it would wait 2.2 s, more than the 2.0 s it has")
+
+
+def test_what_waits_enters_one_after_another() -> None:
+    admission = Admission(9)
+    running = [make_sequence(i, length, 50) for i, length in enumerate((30, 50))]
+    queue = [make_sequence(i, length, 100) for i, length in ((5, 20), (6, 80), (7, 1))]
+    first = 80 * 2 / DEFAULT_TOKENS_PER_SECOND  # the soonest to end, which has half of the throughput
+    assert admission.waits(queue, running) == pytest.approx([first, first + 1.2, first + 3.0])
+    assert admission.waits(queue, []) == pytest.approx([0.0, 1.2, 3.0])
 
 
 def test_a_full_house_says_where_one_would_stand_and_how_long() -> None:
@@ -134,6 +162,37 @@ def test_prompt_tokens_that_wait_are_bounded_but_one_prompt_may_always_wait() ->
     with pytest.raises(Overloaded, match=": 21 prompt tokens would wait, at most 20") as refused:
         check(admission, make_sequence(1, 6, 5), 1, queue, shares, [])
     assert refused.value.reason == "queued_tokens"
+
+
+@pytest.mark.parametrize(("last_len", "num_tokens", "is_let_in"), [(6, 6, True), (5, 6, False), (1, 5, False)])
+def test_prompt_tokens_that_leave_make_room_for_a_key_with_fewer(
+    last_len: int, num_tokens: int, is_let_in: bool
+) -> None:
+    admission = Admission(100, max_queued_tokens=20)
+    flood = [make_sequence(i, length, 5, key=A) for i, length in enumerate((20 - last_len, last_len))]
+    queue, shares = waiting(*flood)
+    incoming = make_sequence(9, num_tokens, 5, key=B)
+    if is_let_in:
+        assert check(admission, incoming, 4, queue, shares, []) is flood[-1]
+    else:
+        with pytest.raises(Overloaded) as refused:
+            check(admission, incoming, 4, queue, shares, [])
+        assert refused.value.reason == "queued_tokens"
+
+
+def test_the_key_with_most_sequences_is_the_one_that_gives_a_place() -> None:
+    keys = [A] * 3 + [B] * 5 + [b"c"] * 4
+    queue, shares = waiting(*(make_sequence(i, 5, 5, key=key) for i, key in enumerate(keys)))
+    displaced = check(Admission(12), make_sequence(20, 5, 5, key=b"d"), 12, queue, shares, [])
+    assert displaced is not None
+    assert displaced.id == 7
+    for _ in range(3):
+        shares.join(b"d")
+    displaced = check(Admission(12), make_sequence(23, 5, 5, key=b"d"), 12, queue, shares, [])
+    assert displaced is not None
+    shares.join(b"d")
+    with pytest.raises(Overloaded):
+        check(Admission(12), make_sequence(23, 5, 5, key=b"d"), 12, queue, shares, [])
 
 
 def test_who_would_wait_longer_than_its_deadline_is_refused_at_once() -> None:

@@ -5,7 +5,7 @@ from sequences import BLOCK, FakeShard, make_sequence
 
 from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
-from funitel.router.scheduler.chunk_budget import StepLoad
+from funitel.router.scheduler.cost.chunk_budget import StepLoad
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
 
