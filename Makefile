@@ -8,7 +8,7 @@ TIMED_TESTS := $(addprefix integration-tests/test_,fairness.py grammar.py prefix
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test mutants faults check triton fmt proto docs itest bench families fuzz wheel clean
+.PHONY: help setup serve test unit system timed mutants faults check triton fmt proto docs itest bench families fuzz wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -19,17 +19,25 @@ setup: ## install everything into .venv (repeats cost nothing)
 serve: setup ## serve the demo model on port 3000; make serve ARGS="--port 3001 --model-id ..."
 	@$(BIN)/funitel $(ARGS)
 
-# A test that fails is run once more, and named: some wait for clocks, and machines of CI have neighbours.
-AGAIN := --reruns 1 -r R
-TWO_AT_ONCE := -n 2 --dist loadfile
+NONE_IS_FINE := || [ $$? = 5 ]  # what ARGS chooses may be in other suites
+PYTEST := $(BIN)/pytest -m "not slow"
+# Files in the order of collection, which is longest first.
+TWO_AT_ONCE := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: check triton ## all tests but those of faults; ARGS="-m slow" runs the slow tests instead
-	@failed=0; for tests in "$(TWO_AT_ONCE) $(UNIT_TESTS)" "$(TWO_AT_ONCE) $(WHOLE_SYSTEM_TESTS) $(TIMED_TESTS:%=--ignore=%)" "$(TIMED_TESTS)"; do \
-		$(BIN)/pytest -m "not slow" $(AGAIN) $$tests $(ARGS); case $$? in 0|5) ;; *) failed=1 ;; esac; \
-	done; exit $$failed
+	@$(MAKE) --no-print-directory -k unit system timed
 
-faults: setup ## kills, full disks, cut networks under load, then a soak; ARGS="--full --write" is the long form
-	@$(BIN)/pytest $(AGAIN) integration-tests/faults $(ARGS)
+unit: setup ## tests of the packages
+	@$(PYTEST) $(TWO_AT_ONCE) $(UNIT_TESTS) $(ARGS) $(NONE_IS_FINE)
+
+system: setup ## tests of the whole system, but for those that measure time
+	@$(PYTEST) $(TWO_AT_ONCE) $(WHOLE_SYSTEM_TESTS) $(TIMED_TESTS:%=--ignore=%) $(ARGS) $(NONE_IS_FINE)
+
+timed: setup ## tests of the whole system that measure time, one after the other
+	@$(PYTEST) $(TIMED_TESTS) $(ARGS) $(NONE_IS_FINE)
+
+faults: setup ## kills, full disks, cut networks under load, beside a soak; ARGS="--full --write" is the long form
+	@$(BIN)/pytest $(TWO_AT_ONCE) integration-tests/faults $(ARGS)
 
 mutants: setup ## change the pure core line by line: which changes does no test notice? ARGS="stops kv_cache"
 	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[mutants]"

@@ -16,6 +16,9 @@ hypothesis.settings.load_profile("funitel")
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(Path(__file__).parent / "testing"), os.environ.get("PYTHONPATH")])
 )
+# Beside other tests the threads of a computation would wait for each other, spinning, on cores that others use.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Without a GPU Triton's kernels run in its interpreter. It is asked for before anything can have imported triton.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"

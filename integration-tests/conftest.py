@@ -9,10 +9,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from funitel.model_server.hub import resolve
 from funitel_testing.servers import Server, serving
 from funitel_testing.tiny import save_tiny
+
+# Files that take minutes, longest first: begun last they would run while other processes have nothing left to do.
+LONGEST = ("test_equality.py", "test_bad_input.py", "test_lifecycle.py", "test_logprobs.py", "test_contract_shards.py")
 
 _FIGURES: dict[str, object] = {}
 
@@ -21,6 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """--full runs every prompt, seed and repetition; without it a short form of each."""
     parser.addoption("--full", action="store_true", help="run the long form of the whole-system tests")
     parser.addoption("--figures", help="write the measured figures to this JSON file")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the files that take longest first; the others as they come."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 
 
 @pytest.fixture(scope="session")
@@ -68,7 +78,8 @@ def demo_model() -> Path:
 
 @pytest.fixture(scope="session")
 def oracle() -> ModuleType:
-    """`benchmarks/oracle.py`: what transformers makes of prompts."""
+    """`benchmarks/oracle.py`: what transformers makes of prompts, on one thread, beside servers that compute too."""
+    torch.set_num_threads(1)
     path = Path(__file__).parent.parent / "benchmarks" / "oracle.py"
     spec = importlib.util.spec_from_file_location("oracle", path)
     assert spec is not None
