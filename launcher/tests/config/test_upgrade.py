@@ -141,7 +141,7 @@ def test_a_replica_dies_and_is_restarted_after_an_upgrade(launch: Launch) -> Non
 
 
 def test_before_it_is_ready_a_hangup_ends_it(launch: Launch) -> None:
-    launched = launch(*ONE, fake={"shard-0": {"delay": 60}})
+    launched = launch(*ONE, "-g", "1", fake={"shard-0": {"delay": 60}})
     launched.until("shard-0 start")
     launched.send(signal.SIGHUP)
     assert launched.wait() == 0
