@@ -88,3 +88,16 @@ def test_what_is_withdrawn_is_found_no_more_and_the_rest_is_as_it_was() -> None:
     assert [pool.match([bytes([block])]) for block in blocks] == [(blocks[0],), (), ()]
     pool.free(blocks)
     assert (pool.num_cached, pool.num_free) == (1, 3)
+
+
+def test_of_blocks_that_leave_only_those_in_other_use_stay() -> None:
+    pool = BlockPool(4, 16)
+    blocks = pool.allocate(4)
+    for block in blocks:
+        pool.publish(block, bytes([block]))
+    pool.share(blocks[1:3])
+    pool.free(blocks)
+    assert (pool.num_used, pool.num_cached) == (2, 2)
+    assert [pool.num_idle([block]) for block in blocks] == [1, 0, 0, 1]
+    pool.free(blocks[1:3])
+    assert (pool.num_used, pool.num_cached) == (0, 4)

@@ -130,29 +130,54 @@ def test_one_that_fails_alone_is_tried_in_smaller_steps_only_where_that_may_help
 
 
 def test_steps_are_halved_down_to_the_smallest_chunk() -> None:
-    suspects = FaultBisector(may_shrink=True)
+    bisector = FaultBisector(may_shrink=True)
     sizes, num_tokens = [], 65
-    while suspects.fail({7: 65}, num_tokens, lacks_memory=True) is None:
-        assert suspects.is_trying
-        assert suspects.most_tokens is not None
-        sizes.append(num_tokens := suspects.most_tokens)
+    while bisector.fail({7: 65}, num_tokens, lacks_memory=True) is None:
+        assert bisector.on_trial
+        assert bisector.max_tokens is not None
+        sizes.append(num_tokens := bisector.max_tokens)
     assert sizes == [32, 16, 8, 4]
-    assert (MIN_CHUNK_TOKENS, suspects.most_tokens, suspects.is_trying) == (4, None, False)
+    assert (MIN_CHUNK_TOKENS, bisector.max_tokens, bisector.on_trial) == (4, None, {})
     assert FaultBisector(may_shrink=True).fail({7: 65}, 4, lacks_memory=True) == 7
     assert all(map(isinstance, sizes, [int] * 4))
 
 
 def test_the_bound_on_tokens_is_as_before_once_one_is_to_blame() -> None:
-    suspects = FaultBisector(may_shrink=True)
-    assert suspects.fail({7: 65}, 64, lacks_memory=True) is None
-    assert suspects.has_passed({7: 65})
-    suspects.go_on()
-    assert not suspects.is_trying
-    assert suspects.fail({1: 20, 2: 12}, 32, lacks_memory=True) is None
-    assert (suspects.is_trying, suspects.has_others) == (True, True)
-    assert [suspects.may_enter(i) for i in (1, 2)] == [True, False]
-    assert suspects.fail({1: 4}, 4, lacks_memory=True) == 1
-    assert suspects.most_tokens == 32
+    bisector = FaultBisector(may_shrink=True)
+    assert bisector.fail({7: 65}, 64, lacks_memory=True) is None
+    assert bisector.has_passed({7: 65})
+    bisector.try_other_half()
+    assert not bisector.on_trial
+    assert bisector.fail({1: 20, 2: 12}, 32, lacks_memory=True) is None
+    assert (bisector.on_trial, bisector.has_other_half) == ({1: 20}, True)
+    assert bisector.fail({1: 4}, 4, lacks_memory=True) == 1
+    assert bisector.max_tokens == 32
+
+
+def trial_that_passes(bisector: FaultBisector, *, lacks_memory: tuple[bool, bool] = (False, False)) -> list[int]:
+    """Nine sequences fail together, then the first five; all pass in smaller parts, whose sizes are returned."""
+    assert bisector.fail(dict.fromkeys(range(9), 5), 9, lacks_memory=lacks_memory[0]) is None
+    assert bisector.fail(dict.fromkeys(range(5), 5), 5, lacks_memory=lacks_memory[1]) is None
+    sizes = []
+    while bisector.on_trial:
+        sizes.append(len(bisector.on_trial))
+        bisector.try_other_half()
+    return sizes
+
+
+@pytest.mark.parametrize("lacks_memory", [(True, False), (False, True)])
+def test_steps_have_no_more_sequences_than_have_passed_where_memory_lacks(lacks_memory: tuple[bool, bool]) -> None:
+    bisector = FaultBisector(may_shrink=True)
+    assert trial_that_passes(bisector, lacks_memory=lacks_memory) == [3, 2]
+    assert bisector.max_sequences == 3
+
+
+def test_a_second_failure_of_no_sequence_alone_bounds_steps_too() -> None:
+    bisector = FaultBisector(may_shrink=True)
+    assert trial_that_passes(bisector) == [3, 2]
+    assert bisector.max_sequences is None
+    assert trial_that_passes(bisector) == [3, 2]
+    assert bisector.max_sequences == 3
 
 
 def test_steps_are_large_again_after_many_that_succeed() -> None:

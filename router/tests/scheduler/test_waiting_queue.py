@@ -194,15 +194,19 @@ def test_idle_keys_are_not_remembered_without_end() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 30), st.sampled_from([b"a", b"b", b"c"]), st.integers(-2, 2)), max_size=25),
     st.tuples(st.integers(1, 30), st.sampled_from([b"a", b"b", b"c", b"d"]), st.integers(-2, 2)),
+    st.dictionaries(st.sampled_from([b"a", b"b", b"c"]), st.integers(0, 60)),
 )
 def test_who_is_ahead_is_who_enters_before(
-    specs: list[tuple[int, bytes, int]], newcomer: tuple[int, bytes, int]
+    specs: list[tuple[int, bytes, int]], newcomer: tuple[int, bytes, int], charged: dict[bytes, int]
 ) -> None:
     sequences = [
         make_sequence(i, prompt_len, 5, key=key, priority=priority)
         for i, (prompt_len, key, priority) in enumerate([*specs, newcomer])
     ]
     queue, shares = waiting(*sequences[:-1])
+    for key, count in charged.items():
+        if shares.sequences_of(key):
+            shares.charge_key(key, count)
     last = sequences[-1]
     ahead = {sequence.id for sequence in queue.ahead_of(last)}
     shares.join(last.request.key)

@@ -1,0 +1,101 @@
+"""How waiting sequences enter: what the shard is told of them, and whether there is room."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from sequences import BLOCK, make_sequence
+
+from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams
+from funitel.router.core.request import Sequence
+from funitel.router.kv_cache.block_pool import BlockPool
+from funitel.router.scheduler.plan import SchedulerPolicy
+from funitel.router.scheduler.scheduler import Scheduler
+
+SAMPLING = SamplingParams(temperature=0.5, seed=3)
+
+
+def make_scheduler(num_blocks: int = 50, **policy: Any) -> Scheduler:
+    return Scheduler(SchedulerPolicy(**{"max_batch_prefill_tokens": 8, **policy}), BlockPool(num_blocks, BLOCK))
+
+
+def resumed(**fields: Any) -> Sequence:
+    """A sequence of 6 prompt tokens that has two more."""
+    sequence = make_sequence(3, 6, 7, **fields)
+    sequence.request = replace(sequence.request, sampling=SAMPLING)
+    sequence.output_ids = [8, 9]
+    return sequence
+
+
+def start_of(scheduler: Scheduler, sequence: Sequence) -> SequenceStart:
+    scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None
+    (start,) = plan.starts
+    return start
+
+
+ASKED = {"prefill_logprobs": True, "top_n_tokens": 2, "inputs": "text", "add_special_tokens": False, "request_id": "r"}
+
+
+def test_a_shard_is_told_all_of_a_sequence() -> None:
+    assert start_of(make_scheduler(max_batch_prefill_tokens=5), resumed(**ASKED)) == SequenceStart(
+        request_id=3,
+        sampling=SAMPLING,
+        stopping=StoppingParams(max_new_tokens=7),
+        input_ids=(0, 1, 2, 3, 4, 5),
+        output_ids=(8, 9),
+        blocks=(1, 2),
+        cache_len=0,
+        chunk_len=5,
+        prefill_logprobs=True,
+        top_n_tokens=2,
+        add_special_tokens=False,
+        name="r",
+    )
+
+
+def test_a_plain_shard_is_told_the_text_and_the_slots() -> None:
+    scheduler = make_scheduler(is_chunked=False, is_plain=True)
+    slots = tuple(BLOCK + i for i in range(6 + 7 - 1))  # of blocks 1, 2 and 3
+    assert start_of(scheduler, resumed(**ASKED)) == SequenceStart(
+        request_id=3,
+        sampling=SAMPLING,
+        stopping=StoppingParams(max_new_tokens=7),
+        output_ids=(8, 9),
+        blocks=(1, 2, 3),
+        slots=slots,
+        prefill_logprobs=True,
+        top_n_tokens=2,
+        inputs="text",
+        truncate=6,
+        add_special_tokens=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_ahead", "policy", "num_blocks", "fit"),
+    [
+        (2, {"max_batch_size": 3}, 50, True),
+        (3, {"max_batch_size": 3}, 50, False),
+        (4, {}, 9, True),  # a block at least for one more
+        (5, {}, 10, False),
+        (5, {}, 11, True),
+    ],
+)
+def test_room_for_all_that_wait_and_one_more(
+    num_ahead: int, policy: dict[str, int], num_blocks: int, fit: bool
+) -> None:
+    ahead = [make_sequence(i, 2 * BLOCK, 5) for i in range(num_ahead)]
+    assert make_scheduler(num_blocks, **policy).ttft_estimator.behind(ahead).has_room == fit
+
+
+@pytest.mark.parametrize(("num_free", "enters"), [(2, False), (3, True)])
+def test_a_sequence_enters_where_a_block_is_left_for_each_that_runs(num_free: int, enters: bool) -> None:
+    scheduler = make_scheduler(20, max_batch_prefill_tokens=100, target_gap_seconds=9.0)
+    start_of(scheduler, make_sequence(0, 6, 9))
+    scheduler.blocks.allocate(scheduler.blocks.num_free - num_free)
+    scheduler.add(make_sequence(1, 2 * BLOCK, 9))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [start.request_id for start in plan.starts] == [1] * enters
