@@ -1,4 +1,4 @@
-"""Tasks that nobody awaits: kept while they run, ended together. Event loop only."""
+"""Background tasks: kept while they run, cancelled together. Event loop only."""
 
 import asyncio
 import logging
@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """A set of running tasks. What one raises is logged, unless it is a FunitelError: that is for who awaits it."""
+    """A set of running tasks. Their exceptions are logged, except a FunitelError, which their caller handles."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Do `work`, and keep it from being collected meanwhile."""
+        """Run `work`, and keep a reference to it meanwhile."""
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._forget)
@@ -38,7 +38,7 @@ class Tasks:
             await asyncio.wait(tuple(self._running))
 
     async def cancel(self) -> None:
-        """End all that run, and wait for them."""
+        """Cancel all that run, and wait for them."""
         for task in tuple(self._running):
             task.cancel()
         await self.ended()

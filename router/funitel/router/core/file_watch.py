@@ -1,4 +1,4 @@
-"""What is read from files and read again when they change, without a restart."""
+"""A file watch: reload on change what was read from files, without a restart."""
 
 import asyncio
 import os
@@ -12,28 +12,28 @@ class Reloadable(Protocol):
     """Something that was read from files."""
 
     def refresh(self) -> None:
-        """Read them again if they have changed; raises nothing for what they hold. Called from a thread."""
+        """Reload them if they have changed; raise nothing for their content. Called from a thread."""
         ...
 
 
 class FileWatch:
-    """Tells whether files were written or replaced since it last looked."""
+    """Detects whether files were written or replaced since the last check."""
 
     def __init__(self, *paths: str) -> None:
         self._paths = paths
-        self._seen = self._look()
+        self._last = self._state()
 
     def has_changed(self) -> bool:
-        """Look; what is written while the files are read is seen by the next look."""
-        before, self._seen = self._seen, self._look()
-        return self._seen != before
+        """Check; a change while the files are read is found by the next check."""
+        before, self._last = self._last, self._state()
+        return self._last != before
 
-    def _look(self) -> list[tuple[int, int, int] | None]:
+    def _state(self) -> list[tuple[int, int, int] | None]:
         return [_marks(path) for path in self._paths]
 
 
 def _marks(path: str) -> tuple[int, int, int] | None:
-    """What changes with a file's content; None where there is no file. Links are followed, as Kubernetes swaps them."""
+    """Time, size and inode of a file; None where there is none. Links are followed, as Kubernetes swaps them."""
     try:
         stat = os.stat(path)
     except OSError:
@@ -42,8 +42,8 @@ def _marks(path: str) -> tuple[int, int, int] | None:
 
 
 async def reload_on_change(sources: Sequence[Reloadable]) -> None:
-    """Have every source refreshed each second, for ever."""
+    """Refresh every source each second, until cancelled."""
     while sources:
         await asyncio.sleep(POLL_SECONDS)
         for source in sources:
-            await asyncio.to_thread(source.refresh)  # a disk may be slow
+            await asyncio.to_thread(source.refresh)  # may block on a slow disk

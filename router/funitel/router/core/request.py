@@ -1,4 +1,4 @@
-"""The router's nouns: what a client asked for, and the growing list of tokens that answers it. Pure."""
+"""Request and Sequence: a validated request of a client, and the growing list of tokens that answers it. Pure."""
 
 import hashlib
 from array import array
@@ -12,7 +12,7 @@ MAX_PRIORITY = 100  # and -100 is the least
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Most prompt tokens, and most prompt plus completion tokens, of one request; the pool, in tokens."""
+    """Maximum of prompt tokens, and of prompt and completion tokens, of one request; the KV pool, in tokens."""
 
     max_input_tokens: int
     max_total_tokens: int
@@ -35,14 +35,14 @@ class Request:
     priority: int = 0  # lower is sooner
     deadline: float | None = None  # instant of the monotonic clock after which the answer is of no use
     request_id: str = ""  # of its HTTP request, for logs
-    key_name: str | None = None  # of the API key, for them too
+    key_name: str | None = None  # of its API key
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One growing list of tokens: waiting, running or finished. KV is computed for its first `num_computed` tokens.
 
-    What is known is one thing, what steps in flight will have done is another: `ahead` looks past those steps.
+    Its fields hold what answered steps have computed; `ahead` includes the steps in flight.
     """
 
     id: int
@@ -50,18 +50,18 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
-    num_cached: int = 0  # tokens found computed when it last entered a step, or when it came
+    num_cached: int = 0  # tokens of the cached prefix when it last entered a step, or arrived
     in_flight: list[int] = field(default_factory=list)  # tokens it computes in each step sent and not yet answered
     arrived: float = 0.0  # in seconds, on a clock that all sequences share
     estimated_seconds: float = 0.0  # until its first token, by the estimate; 0 once it is there
-    was_started: bool = False  # it has entered a step, and may wait to be resumed
-    num_repeated: int = 0  # tokens that were computed once and lost; to be computed again at no charge
+    was_started: bool = False  # it has entered a step; if it waits, it was preempted
+    num_repeated: int = 0  # computed tokens that were lost, recomputed at no charge
     num_losses: int = 0  # replicas that were lost, in a row, while it ran there and before it got a token
     num_known_at_loss: int = 0  # when the last of them was
-    is_broken: bool = False  # the model gave it scores that are not numbers: it has ended
-    num_plain_steps: int = 0  # for so many it certainly computes a token, needs no block, and is not at its end
-    num_opening: int = 0  # tokens that the shards put behind the prompt
-    num_prompt: int = field(init=False)  # tokens that the completion comes behind
+    is_broken: bool = False  # its scores were not finite: it has ended
+    num_plain_steps: int = 0  # in which it certainly computes a token, needs no block and does not end
+    num_opening: int = 0  # tokens that the shards add after the prompt
+    num_prompt: int = field(init=False)  # tokens before the completion
     _block_keys: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,11 +78,11 @@ class Sequence:
         return self.num_prompt + len(self.output_ids) - self.num_computed
 
     def ahead(self) -> tuple[int, int]:
-        """Once every step in flight is done: tokens computed, and tokens that the next step sent may compute.
+        """Return the tokens computed after all steps in flight, and those that the next step may compute.
 
-        A step that computes all that is known brings one more token. It may bring several, when tokens are forced, or
-        the last one before its time; both show in its result, and no sooner. There is nothing left to compute when
-        those in flight bring the last token.
+        A step that computes all known tokens brings one more. It may bring several when tokens are forced, or end the
+        sequence early; only its result shows either. Nothing is left to compute when the steps in flight bring the
+        last token.
         """
         computed, known = self.num_computed, self.num_known
         for count in self.in_flight:
@@ -92,21 +92,18 @@ class Sequence:
         return computed, 0 if is_ending else known - computed
 
     def brings_token(self, computed: int, pending: int) -> bool:
-        """Whether the next step sent brings a token, by what `ahead` says: the prompt is computed, or one is missing.
-
-        Such a sequence decodes.
-        """
+        """Whether the next step brings a token, so that the sequence decodes; takes the values of `ahead`."""
         return pending == 1 or (pending > 0 and computed >= self.num_prompt)
 
     def note_loss(self) -> None:
-        """Note that the replica is lost that it runs on."""
+        """Count the loss of the replica that it runs on."""
         if self.num_known > self.num_known_at_loss:
             self.num_losses = 0
         self.num_losses += 1
         self.num_known_at_loss = self.num_known
 
     def afresh(self) -> "Sequence":
-        """The same sequence with nothing computed, as another replica begins with it."""
+        """Copy the sequence with nothing computed, for another replica."""
         repeated = self.num_repeated + self.num_computed
         return replace(
             self, blocks=[], in_flight=[], num_computed=0, num_cached=0, num_repeated=repeated, num_plain_steps=0
@@ -115,7 +112,7 @@ class Sequence:
     def block_key(self, index: int, block_size: int) -> bytes:
         """Key of the content of block `index`, all of known tokens: SHA-256 over the block before it and its tokens.
 
-        The first block's predecessor is the hash of the salt, so that tenants with different salts share nothing.
+        The key before the first is the hash of the salt, so that tenants with different salts share nothing.
         """
         while len(self._block_keys) <= index:
             count = len(self._block_keys)

@@ -1,8 +1,8 @@
-"""The spans of one sequence, below its request's: `queue`, `prefill`, then a `decode` for each so many tokens.
+"""The trace of one sequence: the spans `queue`, `prefill`, then `decode` for each so many tokens, below its request.
 
-`prefill` and `decode` begin when their first step is sent and end when their last token is delivered. With two steps
-under way the next one therefore begins a little before the last one ends. The shards' part of a step hangs below the
-span it is the first step of; of a prompt, below `prefill`, each chunk's. Event loop only.
+`prefill` and `decode` begin when their first step is sent and end when their last token is delivered. With two steps in
+flight the next one therefore begins a little before the last one ends. Spans of the shards are below the span whose
+first step they compute; those of each chunk of a prompt below `prefill`. Event loop only.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ class _Decode:
 
 
 class RequestTrace:
-    """Where a sequence is between its submission and its end; told by whoever moves it on."""
+    """The open spans of a sequence, between its submission and its end."""
 
     def __init__(self, request: spans.OpenSpan) -> None:
         """Begin in the queue, below the span of the request."""
@@ -63,7 +63,7 @@ class RequestTrace:
         self._prefill = spans.begin("prefill", self._request.context, attributes=facts)
 
     def send(self, num_tokens: int, decode_tokens: int) -> spans.OpenSpan | None:
-        """Note a step that computes so many tokens; returns the span it begins, for the shards to go on below.
+        """Note a step that computes so many tokens; return the span it begins, as the parent of the shards' spans.
 
         Args:
             num_tokens: of this sequence.

@@ -1,4 +1,4 @@
-"""The stream the answer of one request arrives on, and the instants of its life. Event loop only."""
+"""The token stream of one request, and its timings. Event loop only."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from funitel.router.core.request_trace import RequestTrace
 
 @dataclass(slots=True)
 class Timings:
-    """Instants of a request's life on the monotonic clock, in seconds."""
+    """Instants of a request on the monotonic clock, in seconds."""
 
     submitted: float = field(default_factory=time.monotonic)
     started: float | None = None  # first step that computes its tokens was planned
@@ -36,38 +36,38 @@ class Timings:
 
 
 Event = Generation | FunitelError
-Listener = Callable[[Event, float], None]  # is told of an event, and the instant it was delivered
+Listener = Callable[[Event, float], None]  # takes an event, and the instant of its delivery
 
 
 class TokenStream:
     """The answer of one request: listen to it, or iterate over its generations; leaving `async with` early cancels it.
 
     The last generation carries `finished`. A request that ends otherwise ends with a FunitelError, which iteration
-    raises. Whoever listens is told of each event as it is delivered: no task has to wake up for it.
+    raises. A listener is called with each event as it is delivered, without a task that wakes up.
     """
 
     def __init__(self, request: Request, cancel: Callable[[], None]) -> None:
         self.request = request
         self.timings = Timings()
-        self.num_cached_tokens = 0  # of the prompt, found computed by an earlier request
+        self.num_cached_tokens = 0  # of the prompt, in the cached prefix
         self._cancel = cancel
         self.trace = RequestTrace.of_caller()
         self.num_tokens = 0  # delivered
         self._listener: Listener | None = None
-        # One task iterates, so a deque and what it waits for do; asyncio.Queue costs several times as much a token.
+        # One task iterates, so a deque and a future suffice; asyncio.Queue costs several times as much per token.
         self._events: deque[Event] = deque()
         self._arrival: asyncio.Future[None] | None = None
         self._done = False
         self._is_exhausted = False
 
     def move(self, cancel: Callable[[], None]) -> None:
-        """Let the answer go on elsewhere, where `cancel` ends it."""
+        """Continue the answer on another replica, where `cancel` ends it."""
         self._cancel = cancel
         if self.trace is not None:
             self.trace.wait_again("moved")
 
     def listen(self, listener: Listener) -> None:
-        """Tell `listener` of every event, of those that came before at once; instead of iteration, and for good.
+        """Call `listener` with every event, at once with earlier ones; instead of iteration.
 
         It is called by the engine, between two steps: it must neither raise nor take long.
         """

@@ -11,9 +11,9 @@ from funitel.proto.settings.listen_address import is_loopback
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
-MAX_GB_S = 1_000_000  # a petabyte a second: no memory gives it
+MAX_GB_S = 1_000_000  # a petabyte a second: more than any memory
 MAX_TIMEOUT_SECONDS = 86_400  # a day
-MAX_TARGET_ITL_MS = 600_000  # ten minutes: no stream is read so slowly
+MAX_TARGET_ITL_MS = 600_000  # ten minutes
 MAX_TARGET_TTFT_MS = 86_400_000  # a day, as for deadlines
 TIMEOUT = Bounds(above=0, maximum=MAX_TIMEOUT_SECONDS)
 TOKEN_COUNT = Bounds(above=0, maximum=2**32 - 1)  # the wire counts tokens in 32 bits
@@ -28,7 +28,7 @@ class RouterSettings:
         "smollm2-135m-instruct", "Folder with tokenizer.json and config.json, or a hub repository."
     )
     revision: str | None = setting(None, "Revision of the hub repository.")
-    served_model_name: str | None = setting(None, "Name clients see for the model; the tokenizer name when not given.")
+    served_model_name: str | None = setting(None, "Name of the model in answers; the tokenizer name when not given.")
     tokenizer_config_path: str | None = setting(
         None, "A tokenizer_config.json to use instead of the model's own (chat template)."
     )
@@ -38,24 +38,24 @@ class RouterSettings:
     )
     replica_address: tuple[str, ...] = setting(
         (),
-        "unix:///path or tcp://host:port of rank 0 of a further replica of the same model, repeatable; the first one "
-        "is where --master-shard-uds-path or --master-shard-address says.",
+        "unix:///path or tcp://host:port of rank 0 of a further replica of the same model, repeatable; "
+        "--master-shard-uds-path or --master-shard-address names the first one.",
     )
     shard_connect_timeout: int = setting(
         600,
-        "Seconds that shards may take to answer; 503 is answered meanwhile.",
+        "Timeout in seconds for shards to start; requests are answered with 503 meanwhile.",
         bounds=NOT_NEGATIVE,
     )
     shard_return_timeout: int = setting(
         600,
-        "Seconds that requests wait for lost shards to come back when no replica is left; with 0 they fail at once and "
-        "lost shards are not looked for.",
+        "Seconds that requests wait for lost shards to return when no replica is left; with 0 they fail at once and "
+        "lost replicas are not reconnected.",
         bounds=NOT_NEGATIVE,
     )
     step_timeout_s: float = setting(
         60.0,
-        "Seconds a step may take before its shards are taken to hang, and are started again: five times as many for "
-        "first steps, ten times what was learnt of steps like it for long ones.",
+        "Step timeout in seconds, after which shards count as hanging and are restarted: five times as many for first "
+        "steps, ten times the measured cost of similar steps for long ones.",
         bounds=TIMEOUT,
     )
     hostname: str | None = setting(
@@ -66,38 +66,38 @@ class RouterSettings:
     )
     port: int = setting(3000, "Port to listen on.", short="-p", bounds=Bounds(minimum=0, maximum=65535))
     prometheus_port: int | None = setting(
-        None, "A second port that answers /metrics and nothing else; without it /metrics is on --port only."
+        None, "A second port, for /metrics only; without it /metrics is on --port only."
     )
     max_concurrent_requests: int = setting(
         128,
-        "Requests in flight at once; more are answered with 429.",
+        "Maximum of requests in flight; more are answered with 429.",
         bounds=POSITIVE,
     )
     max_queued_tokens: int | None = setting(
         None,
-        "Most prompt tokens that wait for their first step; more are answered with 429. Unbounded when not given.",
+        "Maximum of waiting prompt tokens; more are answered with 429. Unlimited when not given.",
         bounds=POSITIVE,
     )
-    max_best_of: int = setting(2, "Largest `best_of`.", bounds=POSITIVE)
-    max_stop_sequences: int = setting(4, "Most stop sequences of a request.", bounds=NOT_NEGATIVE)
-    max_top_n_tokens: int = setting(5, "Largest `top_n_tokens` and `top_logprobs`.", bounds=NOT_NEGATIVE)
+    max_best_of: int = setting(2, "Maximum of `best_of`.", bounds=POSITIVE)
+    max_stop_sequences: int = setting(4, "Maximum of stop sequences of a request.", bounds=NOT_NEGATIVE)
+    max_top_n_tokens: int = setting(5, "Maximum of `top_n_tokens` and `top_logprobs`.", bounds=NOT_NEGATIVE)
     max_input_tokens: int | None = setting(
         None,
-        "Most prompt tokens of a request; measured when not given.",
+        "Maximum of prompt tokens of a request; measured when not given.",
         bounds=TOKEN_COUNT,
     )
     max_total_tokens: int | None = setting(
         None,
-        "Most prompt and completion tokens of a request; measured when not given.",
+        "Maximum of prompt and completion tokens of a request; measured when not given.",
         bounds=TOKEN_COUNT,
     )
-    max_batch_prefill_tokens: int = setting(4096, "Most prompt tokens computed in one step.", bounds=TOKEN_COUNT)
+    max_batch_prefill_tokens: int = setting(4096, "Maximum of prompt tokens computed in one step.", bounds=TOKEN_COUNT)
     max_batch_total_tokens: int | None = setting(
         None,
         "Size of the KV pool in tokens; as much as memory allows when not given.",
         bounds=TOKEN_COUNT,
     )
-    max_batch_size: int | None = setting(None, "Most sequences running at once.", bounds=POSITIVE)
+    max_batch_size: int | None = setting(None, "Maximum of running sequences.", bounds=POSITIVE)
     waiting_served_ratio: float = setting(
         1.2,
         "Without chunked prefill: waiting per running sequences at which the running ones pause for a prefill.",
@@ -105,109 +105,109 @@ class RouterSettings:
     )
     max_waiting_tokens: int = setting(
         20,
-        "Without chunked prefill: steps after which waiting requests are let in whatever the ratio.",
+        "Without chunked prefill: steps after which waiting requests are admitted whatever the ratio.",
         bounds=NOT_NEGATIVE,
     )
     target_itl_ms: float | None = setting(
         None,
-        "Most milliseconds between the tokens of a running stream while prompts are computed beside it; "
-        "2.5 times a step without them when not given.",
+        "Maximum inter-token latency in milliseconds of running streams while prompts are computed; 2.5 times a step "
+        "without prompts when not given.",
         bounds=Bounds(above=0, maximum=MAX_TARGET_ITL_MS),
     )
     target_ttft_ms: float | None = setting(
         None,
-        "Most milliseconds until the first token of a request: one for which more is foreseen is refused with 429. "
-        "No bound when not given.",
+        "Maximum time to first token in milliseconds: a request with a higher estimate is refused with 429. No limit "
+        "when not given.",
         bounds=Bounds(above=0, maximum=MAX_TARGET_TTFT_MS),
     )
     pipeline_steps: int = setting(
         2,
-        "Steps the shards are sent before the first is answered: 2 hides the router's latency, 1 does not.",
+        "Maximum of steps in flight: 2 hides the router's latency, 1 does not.",
         bounds=Bounds(minimum=1, maximum=2),
     )
-    max_client_batch_size: int = setting(4, "Most prompts of one completions request.", bounds=POSITIVE)
+    max_client_batch_size: int = setting(4, "Maximum of prompts of one completions request.", bounds=POSITIVE)
     max_client_texts: int = setting(
         2048,
-        "Most texts of one request for embeddings, ranks or predictions.",
+        "Maximum of texts of one request for embeddings, ranks or predictions.",
         bounds=POSITIVE,
     )
-    disable_grammar_support: bool = setting(False, "Refuse requests that ask for a grammar.")
+    disable_grammar_support: bool = setting(False, "Refuse requests with a grammar.")
     tool_call_parser: str = setting(
         "auto",
-        "How the model writes tool calls; told from its chat template when auto.",
+        "Format of the model's tool calls; detected from its chat template when auto.",
         choices=TOOL_CALL_PARSERS,
     )
     reasoning_parser: str = setting(
         "auto",
-        "How the model marks what it thinks before it answers; told from its chat template when auto.",
+        "Format of the model's reasoning; detected from its chat template when auto.",
         choices=REASONING_PARSERS,
     )
     validation_workers: int = setting(2, "Threads that tokenize prompts.", bounds=POSITIVE)
-    payload_limit: int = setting(2_000_000, "Largest request body in bytes.", bounds=POSITIVE)
+    payload_limit: int = setting(2_000_000, "Maximum size of a request body in bytes.", bounds=POSITIVE)
     max_connections: int | None = setting(
         None,
-        "Most connections at once; past it the one that has rested for longest gives its place. When not given, 16384, "
-        "or as many as the limit on open files leaves room for.",
+        "Maximum of connections; past it the one that is idle for longest is closed. When not given, 16384, or as many "
+        "as the limit on open files allows.",
         bounds=POSITIVE,
     )
     max_header_bytes: int = setting(
         32_768,
-        "Largest header of a request in bytes; a larger one is answered with 431.",
+        "Maximum size of a request header in bytes; a larger one is answered with 431.",
         bounds=POSITIVE,
     )
     header_timeout_seconds: float = setting(
         20.0,
-        "Seconds from the first byte of a request to the end of its header.",
+        "Timeout in seconds from the first byte of a request to the end of its header.",
         bounds=TIMEOUT,
     )
     body_timeout_seconds: float = setting(
         60.0,
-        "Seconds from the end of a header to the end of its body.",
+        "Timeout in seconds from the end of a header to the end of its body.",
         bounds=TIMEOUT,
     )
     # Longer than the pools of common clients and proxies keep an idle connection.
     idle_timeout_seconds: float = setting(
         75.0,
-        "Seconds that a connection is kept open for another request.",
+        "Seconds after which an idle connection is closed.",
         bounds=TIMEOUT,
     )
     max_total_body_bytes: int = setting(
         256_000_000,
-        "Most bytes of bodies that are not whole yet, over all connections; past it the largest is cut.",
+        "Maximum of bytes of incomplete bodies, over all connections; past it the connection of the largest is closed.",
         bounds=POSITIVE,
     )
     max_unread_bytes: int = setting(
         4_000_000,
-        "Most bytes of a streamed answer that wait for a client to read; past it its connection is cut.",
+        "Maximum of unread bytes of a streamed answer; past it the connection of the slow reader is closed.",
         bounds=POSITIVE,
     )
     max_total_unread_bytes: int = setting(
         256_000_000,
-        "Most bytes that wait to be read, over all connections; past it the one with most of them is cut.",
+        "Maximum of unread bytes over all connections; past it the connection with the most is closed.",
         bounds=POSITIVE,
     )
     unread_timeout_seconds: float = setting(
         60.0,
-        "Seconds that a client may leave what it was sent unread; then its connection is cut.",
+        "Timeout in seconds of a slow reader, after which its connection is closed.",
         bounds=TIMEOUT,
     )
     max_stored_responses: int = setting(
         1000,
-        "Most answers of /v1/responses kept in memory; 0 keeps none.",
+        "Maximum of stored answers of /v1/responses, in memory; 0 stores none.",
         bounds=NOT_NEGATIVE,
     )
     max_stored_response_bytes: int = setting(
         64_000_000,
-        "Most bytes of JSON that those answers may take.",
+        "Maximum of bytes of JSON of stored answers.",
         bounds=POSITIVE,
     )
     api_key: str | None = setting(None, "Bearer token that requests must carry.")
     api_key_file: str | None = setting(
         None,
-        "File of keys, one a line, of which a request must carry one; read again when it changes. See docs/access.md.",
+        "File of keys, one a line, of which a request must carry one; reloaded when it changes. See docs/access.md.",
     )
     protect_all_routes: bool = setting(
-        False, "Ask for a key on every route but those of health: for /metrics, /info, /docs and /v1/models too."
+        False, "Require a key on every route except health checks: also on /metrics, /info, /docs and /v1/models."
     )
     tls_cert: str | None = setting(None, "PEM file of a certificate and its chain: answer HTTPS, with --tls-key.")
     tls_key: str | None = setting(None, "PEM file of the key of --tls-cert, without a passphrase.")
@@ -222,22 +222,22 @@ class RouterSettings:
     cors_allow_origin: tuple[str, ...] = setting((), "Allowed CORS origin, repeatable; any when not given.")
     aip_predict_route: str | None = setting(None, "A further path of /vertex; Vertex AI names it in this variable.")
     aip_health_route: str | None = setting(None, "A further path of /health; Vertex AI names it in this variable.")
-    compute_type: str | None = setting(None, "What `x-compute-type` says; shards and device when not given.")
+    compute_type: str | None = setting(None, "Value of `x-compute-type`; shards and device when not given.")
     git_sha: str | None = setting(None, "Commit the server was built from, for /info.")
     docker_label: str | None = setting(None, "Label of the container image, for /info.")
     otlp_endpoint: str | None = setting(
         None, "Where spans are sent by OTLP over gRPC, such as http://localhost:4317; nowhere when not given."
     )
-    otlp_service_name: str = setting("text-generation-inference.router", "What the spans say they are from.")
+    otlp_service_name: str = setting("text-generation-inference.router", "Service name of the spans.")
     otlp_decode_tokens: int = setting(
         32,
-        "Tokens of an answer for which a trace has one span; 1 shows every step, and costs as much.",
+        "Tokens of an answer per span of a trace; with 1 every step has a span, at its cost.",
         bounds=POSITIVE,
     )
     memory_bandwidth: float | None = setting(
         None,
-        "GB/s that a shard's memory gives at best, as `funitel bench kernels` finds; the metrics then tell what share "
-        "of it decoding steps reach.",
+        "Peak memory bandwidth of a shard in GB/s, as `funitel bench kernels` measures it; the metrics then show the "
+        "share that decoding steps reach.",
         bounds=Bounds(above=0, maximum=MAX_GB_S),
     )
     debug_routes: bool = setting(
@@ -247,17 +247,15 @@ class RouterSettings:
     log_level: str = setting("info", "Least severe log level: debug, info, warning, error.")
     listen_fd: tuple[int, ...] = setting(
         (),
-        "Descriptor of a socket that listens already, instead of opening --port; a second one for --prometheus-port.",
+        "Descriptor of a listening socket, instead of opening --port; a second one for --prometheus-port.",
         env=None,
     )
     ready_fd: int | None = setting(
         None,
-        "Descriptor to write to once the shards are ready; connections are taken from then on, not from the start.",
+        "Descriptor to write to once the shards are ready; connections are accepted from then on only.",
         env=None,
     )
-    exit_with_parent: int | None = setting(
-        None, "Process id of the one that starts this one; it stops when that one ends.", env=None
-    )
+    exit_with_parent: int | None = setting(None, "Process id of the parent; this process stops when it ends.", env=None)
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -297,35 +295,35 @@ class RouterSettings:
 
     @property
     def _is_local(self) -> bool:
-        """Whether only this machine reaches the HTTP port, whatever names mean elsewhere."""
+        """Whether the HTTP port is on loopback."""
         hostname = self.hostname or self.default_hostname
         return not is_guarded(self) if hostname is None else is_loopback(hostname)
 
     @property
     def shard_tls(self) -> MutualTls | None:
-        """How shards on TCP are reached; None for plain connections."""
+        """TLS for shards on TCP; None for plain connections."""
         return MutualTls.of(self.shard_tls_cert, self.shard_tls_key, self.shard_tls_ca)
 
     @property
     def master_url(self) -> str:
-        """Where rank 0 of the first replica listens."""
+        """Address of rank 0 of the first replica."""
         if self.master_shard_address is not None:
             return f"tcp://{self.master_shard_address}"
         return f"unix://{self.master_shard_uds_path}"
 
 
 def check_api_key(api_key: str | None) -> None:
-    """Raise SettingsError for a key that a request without one would match."""
+    """Raise SettingsError for an empty key, which a request without one would match."""
     require(api_key != "", "--api-key must not be empty: leave it out to let every request in")
 
 
 def is_guarded(settings: Any) -> bool:
-    """Whether clients must show who they are, by the settings of a router or a launcher."""
+    """Whether clients are authenticated, by the settings of a router or a launcher."""
     return any(value is not None for value in (settings.api_key, settings.api_key_file, settings.tls_client_ca))
 
 
 def check_access(settings: Any) -> None:
-    """Raise SettingsError when settings of keys and certificates, a router's or a launcher's, lack one another."""
+    """Raise SettingsError when settings of keys and certificates, a router's or a launcher's, are incomplete."""
     has_key = settings.api_key is not None or settings.api_key_file is not None
     require(has_key or not settings.protect_all_routes, "--protect-all-routes needs --api-key or --api-key-file")
     require(
@@ -339,7 +337,7 @@ def check_access(settings: Any) -> None:
 
 
 def check_prometheus_port(prometheus_port: int | None, port: int) -> None:
-    """Raise SettingsError when the second port is none, or the first one."""
+    """Raise SettingsError when the second port is not valid, or is the first one."""
     require(
         prometheus_port is None or 1 <= prometheus_port <= 65535,
         f"--prometheus-port must be within 1..65535, given {prometheus_port}",

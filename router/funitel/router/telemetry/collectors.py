@@ -1,7 +1,7 @@
-"""Counters, histograms and a summary cheap enough for every token and step: plain sums, no locks. Event loop only.
+"""Prometheus collectors cheap enough for every token and step: plain sums, no locks. Event loop only.
 
-prometheus_client's own take some microseconds for each observation; its registry collects these as well. One with a
-label keeps a series for each of its values.
+Those of prometheus_client take some microseconds for each observation; its registry collects these as well. A collector
+with a label keeps a series for each of its values.
 """
 
 from bisect import bisect_left
@@ -28,7 +28,7 @@ class FastCounter(Collector):
         self._sums[series] = self._sums.get(series, 0.0) + amount
 
     def collect(self) -> Iterable[Metric]:
-        """What the registry shows."""
+        """Yield the samples."""
         family = CounterMetricFamily(self._name, self._help, labels=self._labels)
         for series, value in self._sums.items():
             family.add_metric([series] if self._labels else [], value)
@@ -36,7 +36,7 @@ class FastCounter(Collector):
 
 
 class FastHistogram(Collector):
-    """How many observations fell up to each bound; exposed as prometheus_client's Histogram is."""
+    """Counts of observations up to each bound; exposed as prometheus_client's Histogram is."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class FastHistogram(Collector):
         counts[-1] += value
 
     def collect(self) -> Iterable[Metric]:
-        """What the registry shows."""
+        """Yield the samples."""
         family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
         for series, (*counts, total) in self._series.items():
             buckets, reached = [], 0.0
@@ -78,7 +78,7 @@ class FastHistogram(Collector):
 
 
 class FastSummary(Collector):
-    """How many observations there were, and their sum; exposed as prometheus_client's Summary is."""
+    """The count and the sum of observations; exposed as prometheus_client's Summary is."""
 
     def __init__(self, name: str, help: str, registry: CollectorRegistry) -> None:
         """Register."""
@@ -93,5 +93,5 @@ class FastSummary(Collector):
         self._sum += value
 
     def collect(self) -> Iterable[Metric]:
-        """What the registry shows."""
+        """Yield the samples."""
         yield SummaryMetricFamily(self._name, self._help, self._count, self._sum)

@@ -1,7 +1,7 @@
-"""Every metric of the router, by TGI's names where TGI has one; dashboards made for TGI keep working.
+"""Every metric of the router, by TGI's names where TGI has one, so that its dashboards keep working.
 
-Knows neither the engine nor HTTP: each calls the small methods below. One registry per `Metrics`, so that
-several routers in one process do not share numbers.
+Knows neither the engine nor HTTP, which call the small methods below. Each `Metrics` has a registry, so that routers in
+one process do not share numbers.
 """
 
 import asyncio
@@ -94,7 +94,7 @@ class Metrics:
         self._connections.set(count)
 
     def count_cut(self, reason: str) -> None:
-        """Note that a connection was refused or cut, because of a bound it passed or the place it took."""
+        """Count a connection that was refused or closed by a limit."""
         self._cut.labels(reason).inc()
 
     def count_request(self) -> None:
@@ -102,7 +102,7 @@ class Metrics:
         self._request_count.inc()
 
     def count_response(self, route: str, status: int) -> None:
-        """Note that an answer began, of whatever route."""
+        """Count an answer that began."""
         self._responses.labels(route, status).inc()
 
     @contextmanager
@@ -200,18 +200,18 @@ class Metrics:
         self._forward_duration.observe(forward_seconds, "encode")
 
     def observe_new_batch(self, size: int, reason: str | None = None) -> None:
-        """Note that so many waiting sequences were let in.
+        """Count waiting sequences that were admitted together.
 
         Args:
             size: sequences that start together.
-            reason: why they joined running ones: `backpressure`, `wait_exceeded`, `chunking`; or None.
+            reason: for which they joined running ones: `backpressure`, `wait_exceeded`, `chunking`; or None.
         """
         self._next_size.observe(size)
         if reason is not None:
             self._concat.labels(reason).inc()
 
     def observe_decode(self, context_tokens: int, results: Sequence[StepResult]) -> None:
-        """Note a step that did nothing but decode: what it had to read, and the time it took."""
+        """Observe the bytes and the time of a step that only decoded."""
         self.roofline.observe(self._first_rank, context_tokens, results)
 
     # State
@@ -265,11 +265,11 @@ class Metrics:
             self._set(self._memory.labels(self._first_rank + rank, "peak"), memory.peak_bytes)
 
     def count_cancelled(self) -> None:
-        """Note that a sequence was cancelled."""
+        """Count a cancelled sequence."""
         self._cancelled.inc()
 
     def count_prefix(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Note how many tokens of a prompt were found computed by earlier requests."""
+        """Count the tokens of a prompt, and of its cached prefix."""
         self._prefix_queried.inc(prompt_tokens)
         self._prefix_hits.inc(cached_tokens)
 
@@ -279,11 +279,11 @@ class Metrics:
         self._replicas.labels("lost").set(lost)
 
     def count_return(self) -> None:
-        """Note that a replica serves again that was lost."""
+        """Count a lost replica that serves again."""
         self._returns.inc()
 
     def count_moved(self) -> None:
-        """Note that a sequence goes on with another replica than the one that was lost."""
+        """Count a sequence that was moved from a lost replica to another one."""
         self._moved.inc()
 
     def set_queue(self, num_preempted: int, num_tokens: int) -> None:
@@ -292,15 +292,15 @@ class Metrics:
         self._set(self._queued_tokens, num_tokens)
 
     def count_refused(self, reason: str) -> None:
-        """Note that a request found no place, and by which bound: see docs/scheduling.md."""
+        """Count a request refused by admission, and its limit: see docs/scheduling.md."""
         self._refused.labels(reason).inc()
 
     def count_key_request(self, key: str) -> None:
-        """Note that a request with an API key, by the key's name, was let in."""
+        """Count an admitted request with an API key, by the key's name."""
         self._key_requests.labels(key).inc()
 
     def count_key_refused(self, key: str, reason: str) -> None:
-        """Note that an API key did not suffice: `route`, `model`, `requests`, `tokens` or `concurrency`."""
+        """Count a refused API key, by `route`, `model`, `requests`, `tokens` or `concurrency`."""
         self._key_refused.labels(key, reason).inc()
 
     def count_key_tokens(self, key: str, prompt: int, completion: int) -> None:
@@ -309,11 +309,11 @@ class Metrics:
         self._key_tokens.labels(key, "completion").inc(completion)
 
     def count_expired(self, state: str) -> None:
-        """Note that the deadline of a sequence passed while it was `arriving`, `waiting` or `running`."""
+        """Count a sequence whose deadline passed while it was `arriving`, `waiting` or `running`."""
         self._expired.labels(state).inc()
 
     def count_preempted(self, num_sequences: int, num_tokens: int) -> None:
-        """Note sequences that gave their blocks back to wait again, and tokens computed again by resumed ones."""
+        """Count preempted sequences, and tokens recomputed by resumed ones."""
         self._preempted.inc(num_sequences)
         self._recomputed.inc(num_tokens)
 

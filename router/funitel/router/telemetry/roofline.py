@@ -1,7 +1,7 @@
-"""What decoding steps have to read of memory, against the time they take: how near they are to what memory can give.
+"""The roofline of decoding: the memory bandwidth that steps reach, as a share of the peak.
 
-A step that decodes reads every weight once, and the keys and values of all its sequences. So the bytes are known
-without asking anybody; of a mixture of experts they are those of all experts, more than a small batch reads.
+A step that decodes reads every weight once, and the keys and values of all its sequences, so the bytes are known. Of a
+mixture of experts they are those of all experts, more than a small batch reads.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ KEPT = 0.98  # of what was read, at each further step: the last fifty steps coun
 
 @dataclass(slots=True)
 class _Rank:
-    """What one rank has to read, and has read; seconds are those of the steps that read it."""
+    """Bytes that one rank reads in a step and has read, and the seconds of those steps."""
 
     weight_bytes: int = 0
     token_bytes: float = 0.0  # of keys and values, for each token of a context
@@ -29,11 +29,11 @@ class _Rank:
 
 
 class Roofline(Collector):
-    """The ranks of all replicas, numbered through. Cheap enough for every step. Event loop only."""
+    """The ranks of all replicas, numbered across them. Cheap enough for every step. Event loop only."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Register; nothing is shown of ranks that nothing is known of."""
-        self.roof: float | None = None  # bytes a second that a rank's memory gives at best, if known
+        """Register; ranks are exposed once they have reported."""
+        self.roof: float | None = None  # peak bytes a second of a rank's memory, if known
         self._ranks: dict[int, _Rank] = {}
         registry.register(self)
 
@@ -43,7 +43,7 @@ class Roofline(Collector):
         known.weight_bytes, known.token_bytes = weight_bytes, token_bytes
 
     def observe(self, first_rank: int, context_tokens: int, results: Sequence[StepResult]) -> None:
-        """Note a step that decoded and did nothing else, by sequences of so many tokens together."""
+        """Observe a step that only decoded, for sequences of so many tokens in all."""
         for number, result in enumerate(results, first_rank):
             rank = self._ranks.get(number)
             if rank is None or not result.forward_ns:
@@ -55,7 +55,7 @@ class Roofline(Collector):
             rank.recent_seconds = KEPT * rank.recent_seconds + seconds
 
     def collect(self) -> Iterable[Metric]:
-        """What the registry shows."""
+        """Yield the samples."""
         read = CounterMetricFamily(
             "funitel_decode_read_bytes", "Bytes that decoding steps had to read: weights and KV.", labels=["rank"]
         )
