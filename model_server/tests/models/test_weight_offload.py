@@ -34,7 +34,7 @@ BLOCK = 4
 PROMPTS = [list(range(3, 20)), list(range(50, 59))]
 
 
-class LateCourier:
+class LatePrefetcher:
     """Copies when the copy is waited for; until then NaNs lie there."""
 
     def __init__(self) -> None:
@@ -72,10 +72,10 @@ def logits_of(decoder: Decoder) -> list[torch.Tensor]:
     return step_through(decoder, cache, PROMPTS, 3)
 
 
-def offload_layers(folder: Path, count: int) -> tuple[Offload, LateCourier]:
+def offload_layers(folder: Path, count: int) -> tuple[Offload, LatePrefetcher]:
     """An offload for as many bytes as so many layers have."""
-    prefetcher = LateCourier()
-    probe = Offload(1, 1, CPU, LateCourier())
+    prefetcher = LatePrefetcher()
+    probe = Offload(1, 1, CPU, LatePrefetcher())
     layer = decoder_of(folder).layers[0]
     assert not isinstance(layer, OffloadedLayer)
     _, num_bytes = probe._tensors_of(layer, ())

@@ -2,8 +2,8 @@
 
 Vocabularies are large, so nothing is sorted. A filter keeps the scores above a threshold, and the threshold is searched
 for bit by bit: scores at a temperature are at most 0, so the bits of their absolute values order them. Each pass over a
-row decides three bits. Sums of probabilities are taken in another order than torch takes them: a token whose place at
-the edge of a nucleus depends on the last bits of a sum may fall on the other side.
+row decides three bits. Sums of probabilities are taken in another order than torch takes them: a token at
+the edge of a nucleus may fall on the other side, as the last bits of a sum decide.
 
 Scores are [rows, vocab_size] float32, contiguous. Loaded, what is not a number is -inf, and +inf the largest number.
 """
