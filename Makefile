@@ -43,10 +43,11 @@ mutants: setup ## change the pure core line by line: which changes does no test 
 	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[mutants]"
 	@$(BIN)/python scripts/mutants.py $(ARGS)
 
-check: setup ## format, lint, types, generated code and pages, version
+check: setup ## format, lint, types, imports, rules of the house, generated code and pages, version
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES)
-	PYTHON=$(BIN)/python scripts/proto.sh --check && $(BIN)/python scripts/check_version.py && $(BIN)/python scripts/settings_page.py --check && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page --check
+	$(BIN)/lint-imports && $(BIN)/python scripts/house.py
+	PYTHON=$(BIN)/python scripts/proto.sh --check && $(BIN)/python scripts/check_version.py && $(BIN)/python scripts/settings_page.py --check && $(BIN)/python scripts/modules_page.py --check && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page --check
 
 triton: setup # what tests of GPU kernels interpret; 0.3 GB that serving on a CPU does without
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps "triton>=3.3" || echo "no triton for this machine: its tests are skipped"
@@ -57,8 +58,8 @@ fmt: setup ## format and sort imports
 proto: setup ## regenerate code from the .proto files
 	PYTHON=$(BIN)/python scripts/proto.sh
 
-docs: setup ## regenerate docs/settings.md and docs/differences.md
-	$(BIN)/python scripts/settings_page.py && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page
+docs: setup ## regenerate docs/settings.md, docs/modules.md and docs/differences.md
+	$(BIN)/python scripts/settings_page.py && $(BIN)/python scripts/modules_page.py && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page
 
 itest: setup ## tests of the whole system only
 	$(BIN)/pytest $(WHOLE_SYSTEM_TESTS) $(ARGS)

@@ -179,11 +179,9 @@ def hidden_imports_have_a_reason(house: House) -> Finding:
     """imports inside functions"""
     found = defaultdict(list)
     for module in house.modules.values():
-        for name, node in module.definitions():
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                for inner in ast.walk(node):
-                    if isinstance(inner, ast.Import | ast.ImportFrom):
-                        found[f"{module.name}:{name}"].append(f"{module.path}:{inner.lineno}")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Import | ast.ImportFrom) and (owner := module.owner_of(node.lineno)):
+                found[f"{module.name}:{owner}"].append(f"{module.path}:{node.lineno}")
     return _listed(house, "hidden_imports", found, MAX_HIDDEN_IMPORTS)
 
 

@@ -1,7 +1,7 @@
-"""The KV block pool: which blocks are free, in use, or kept for their content. Pure; block 0 is never handed out.
+"""The KV pool and its prefix cache: which blocks are free, in use, or cached for their content. Pure.
 
-A full, computed block is *published* under a key that stands for every token up to its end.
-Sequences that begin with the same tokens share it. When it is unused it stays until its memory is needed, least
+Block 0 is never handed out. A full, computed block is *published* under a key that stands for every token up to its
+end. Sequences with the same cached prefix share it. When it is unused it stays until its memory is needed, least
 recently used first. With a host tier its content goes there then, and comes back into another block.
 """
 
