@@ -122,7 +122,7 @@ def run(name: str, module: str, max_children: int, reasons: dict[str, str]) -> b
     survivors = {key_of(folder, mutant) for mutant, outcome in outcomes.items() if outcome in SURVIVED}
     num_killed = sum(outcome not in SURVIVED for outcome in outcomes.values())
     num_timeouts = list(outcomes.values()).count("timeout")
-    unnamed = survivors - reasons.keys()
+    unnamed = {survivor for survivor in survivors if not any(key in survivor for key in reasons)}
     share = num_killed / max(1, len(outcomes))
     num_named = len(survivors) - len(unnamed)
     print(
@@ -132,8 +132,8 @@ def run(name: str, module: str, max_children: int, reasons: dict[str, str]) -> b
     print(f"{num_named} survivors named, {len(unnamed)} not; {time.monotonic() - began:.0f} s")
     for key in sorted(unnamed):
         print(f"  survived: {key}")
-    for key in sorted(reasons.keys() - survivors):
-        if fnmatch(key.partition(".")[0], module):
+    for key in reasons:
+        if module == "*" and not any(key in survivor for survivor in survivors):
             print(f"  named in mutants.toml, but killed or gone: {key}")
     return share >= MIN_KILLED and not unnamed
 

@@ -16,6 +16,7 @@ from transformers import (
     WatermarkLogitsProcessor,
 )
 
+from funitel.model_server.sampling.logits_processors import keep_min_p
 from funitel.model_server.sampling.sampler import SampledToken, SamplingState, sample, token_logprobs
 from funitel.model_server.sampling.watermark import Watermark
 from funitel.proto.step import SamplingParams
@@ -204,6 +205,14 @@ def test_mass_that_reaches_its_bound_exactly_is_enough(params: dict[str, float],
     assert len(token.top_ids) == kept
 
 
+def test_min_p_is_relative_to_the_best_score() -> None:
+    floors = torch.tensor([[math.log(0.5)], [math.log(0.1)]])
+    for offset in (-7.0, 0.0, 7.0):
+        scores = torch.tensor([[2.0, 1.5, 1.0, -1.0]] * 2) + offset
+        kept = keep_min_p(scores, floors, 0.5) > -torch.inf
+        assert kept.tolist() == [[True, True, False, False], [True, True, True, False]]
+
+
 def test_the_favoured_tokens_are_picked_by_the_last() -> None:
     row = SamplingState.over(SamplingParams(watermark=True), 0, (3, 9), (), Watermark(gamma=0.25))
     assert row.favoured(VOCAB).tolist() == Watermark(gamma=0.25).green_ids(9, VOCAB).tolist()
@@ -230,6 +239,12 @@ def test_top_tokens_return_all_ties_and_no_masked_token() -> None:
     logits[0, [3, 8, 11]] = 2.0
     found = sample(logits.clone(), [state(top_n=2)], [0])[0]
     assert found.top_ids == (3, 8, 11)
+    logits[0, 8] = 4.0
+    best_first = sample(logits.clone(), [state(top_n=2)], [0])[0]
+    assert best_first.top_ids == (8, 3, 11)
+    assert best_first.top_logprobs[0] - best_first.top_logprobs[1] == pytest.approx(2.0)
+    assert sample(logits.clone(), [state(top_n=1)], [0])[0].top_ids == (8,)
+    logits[0, 8] = 2.0
     narrow = sample(logits.clone(), [state(top_n=5, top_k=1, do_sample=True)], [0])[0]
     assert set(narrow.top_ids) == {3, 8, 11}
 
