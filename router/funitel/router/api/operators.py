@@ -112,25 +112,25 @@ async def scheduler(http: HttpRequest) -> Response:
     return json_answer(body)
 
 
-HEALTH = native_probe(path="/", failures=(503,), handler=health, summary="Whether every shard answers")
+HEALTH = native_probe("/", health, "Whether every shard answers", failures=(503,))
 ROUTES = (
     HEALTH,
     replace(HEALTH, path="/health"),
     replace(HEALTH, path="/ping"),
     replace(HEALTH, path="/health/ready"),
-    native_probe(path="/health/live", handler=live, summary="Whether the router answers"),
-    native_state(path="/info", handler=info, summary="What is served", answer=Info),
-    native_fact(path="/metrics", handler=prometheus, summary="Metrics for Prometheus", text="text/plain"),
-    native_fact(path="/docs", handler=docs, summary="This page", text="text/html"),
-    native_fact(path="/openapi.json", handler=openapi_json, summary="The OpenAPI document", answer=AnyObject),
-    native_fact(path="/api-doc/openapi.json", handler=openapi_json, summary="The same", answer=AnyObject),
+    native_probe("/health/live", live, "Whether the router answers"),
+    native_state("/info", info, "What is served", answer=Info),
+    native_fact("/metrics", prometheus, "Metrics for Prometheus", text="text/plain"),
+    native_fact("/docs", docs, "This page", text="text/html"),
+    native_fact("/openapi.json", openapi_json, "The OpenAPI document", answer=AnyObject),
+    native_fact("/api-doc/openapi.json", openapi_json, "The same", answer=AnyObject),
 )
 # With --debug-routes only.
 DEBUG_ROUTES = (
     native_state(
-        path="/debug/scheduler",
-        handler=scheduler,
-        summary="With --debug-routes: queue, batch, pool and last steps of every replica",
+        "/debug/scheduler",
+        scheduler,
+        "With --debug-routes: queue, batch, pool and last steps of every replica",
         answer=SchedulerState,
         access=Access.CLOSED_FACT,
     ),

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 
 from pydantic import BaseModel
@@ -24,7 +24,7 @@ class Access(Enum):
     PROBE = "no key: health checks have none"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """One route: its handler, and what goes in and out.
 
@@ -42,15 +42,16 @@ class Operation:
             ignored, and an error has TGI's shape.
     """
 
-    method: str
     path: str
     handler: Callable[[Request], Awaitable[Response]]
     summary: str
+    body: type[BaseModel] | None = None
+    answer: type[BaseModel] | None = None
+    _: KW_ONLY
+    method: str
     error: type[BaseModel]
     failures: tuple[int, ...] = ()
-    body: type[BaseModel] | None = None
     query: type[BaseModel] | None = None
-    answer: type[BaseModel] | None = None
     event: type[BaseModel] | None = None
     text: str | None = None
     is_array: bool = False

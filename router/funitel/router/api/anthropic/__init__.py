@@ -7,18 +7,18 @@ from funitel.router.api.common.route_kinds import anthropic_work
 
 ROUTES = (
     anthropic_work(
-        path="/v1/messages",
-        handler=handlers.messages,
-        summary="Answer a conversation, in Anthropic's words; streamed if `stream` is true",
-        body=MessagesRequest,
-        answer=MessageAnswer,
+        "/v1/messages",
+        handlers.messages,
+        "Answer a conversation, in Anthropic's words; streamed if `stream` is true",
+        MessagesRequest,
+        MessageAnswer,
         event=MessageEvent,
     ),
     anthropic_work(
-        path="/v1/messages/count_tokens",
-        handler=handlers.count_tokens,
-        summary="Count the tokens of a conversation, in Anthropic's words",
-        body=CountTokensRequest,
-        answer=TokenCount,
+        "/v1/messages/count_tokens",
+        handlers.count_tokens,
+        "Count the tokens of a conversation, in Anthropic's words",
+        CountTokensRequest,
+        TokenCount,
     ),
 )

@@ -14,32 +14,18 @@ from funitel.router.api.embeddings.schema import (
 )
 
 ROUTES = (
+    native_work("/embed", handlers.embed, "Encoders: a vector for each text", EmbedRequest, EmbedResponse),
     native_work(
-        path="/embed",
-        handler=handlers.embed,
-        summary="Encoders: a vector for each text",
-        body=EmbedRequest,
-        answer=EmbedResponse,
+        "/rerank", handlers.rerank, "Encoders: texts by how well they answer a query", RerankRequest, RerankResponse
     ),
     native_work(
-        path="/rerank",
-        handler=handlers.rerank,
-        summary="Encoders: texts by how well they answer a query",
-        body=RerankRequest,
-        answer=RerankResponse,
-    ),
-    native_work(
-        path="/predict",
-        handler=handlers.predict,
-        summary="Encoders: the classes of texts and pairs, or what may stand behind a mask",
-        body=PredictRequest,
-        answer=PredictResponse,
+        "/predict",
+        handlers.predict,
+        "Encoders: the classes of texts and pairs, or what may stand behind a mask",
+        PredictRequest,
+        PredictResponse,
     ),
     openai_work(
-        path="/v1/embeddings",
-        handler=handlers.embeddings,
-        summary="Encoders: a vector for each text",
-        body=EmbeddingsRequest,
-        answer=EmbeddingsResponse,
+        "/v1/embeddings", handlers.embeddings, "Encoders: a vector for each text", EmbeddingsRequest, EmbeddingsResponse
     ),
 )

@@ -16,46 +16,28 @@ from funitel.router.api.platforms.schema import (
 
 KSERVE_MODEL = "/v2/models/{name}/versions/{version}"
 VERTEX = native_work(
-    path="/vertex",
-    handler=sagemaker_vertex.vertex,
-    summary="Vertex AI: the texts of all instances",
-    body=VertexRequest,
-    answer=VertexResponse,
+    "/vertex", sagemaker_vertex.vertex, "Vertex AI: the texts of all instances", VertexRequest, VertexResponse
 )
 ROUTES = (
     native_work(
-        path="/invocations",
-        handler=sagemaker_vertex.invocations,
-        summary="SageMaker: a body of `/` or of a route of OpenAI's, told apart by its fields",
-        body=SagemakerRequest,
-        answer=SagemakerResponse,
+        "/invocations",
+        sagemaker_vertex.invocations,
+        "SageMaker: a body of `/` or of a route of OpenAI's, told apart by its fields",
+        SagemakerRequest,
+        SagemakerResponse,
         event=SagemakerStreamResponse,
     ),
     VERTEX,
-    native_fact(path="/v2", handler=kserve.server_metadata, summary="KServe: the server", answer=KserveMetadata),
+    native_fact("/v2", kserve.server_metadata, "KServe: the server", answer=KserveMetadata),
+    native_probe("/v2/health/live", kserve.live, "KServe: whether the router answers", answer=KserveLive),
     native_probe(
-        path="/v2/health/live", handler=kserve.live, summary="KServe: whether the router answers", answer=KserveLive
+        "/v2/health/ready", kserve.ready, "KServe: whether every shard answers", answer=KserveLive, failures=(503,)
     ),
+    native_fact(KSERVE_MODEL, kserve.model_metadata, "KServe: the model", answer=KserveMetadata),
     native_probe(
-        path="/v2/health/ready",
-        failures=(503,),
-        handler=kserve.ready,
-        summary="KServe: whether every shard answers",
-        answer=KserveLive,
-    ),
-    native_fact(path=KSERVE_MODEL, handler=kserve.model_metadata, summary="KServe: the model", answer=KserveMetadata),
-    native_probe(
-        path=f"{KSERVE_MODEL}/ready",
-        failures=(503,),
-        handler=kserve.ready,
-        summary="KServe: whether every shard answers",
-        answer=KserveLive,
+        f"{KSERVE_MODEL}/ready", kserve.ready, "KServe: whether every shard answers", answer=KserveLive, failures=(503,)
     ),
     native_work(
-        path=f"{KSERVE_MODEL}/infer",
-        handler=kserve.infer,
-        summary="KServe: the completions of all inputs",
-        body=KserveRequest,
-        answer=KserveResponse,
+        f"{KSERVE_MODEL}/infer", kserve.infer, "KServe: the completions of all inputs", KserveRequest, KserveResponse
     ),
 )
