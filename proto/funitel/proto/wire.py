@@ -169,10 +169,7 @@ def encode_prefill(
 
 
 def encode_decode(
-    batches: Iterable[CachedBatch],
-    rows: Iterable[RowUpdate],
-    step_seq: int | None,
-    copies: Iterable[BlockCopy] = (),
+    batches: Iterable[CachedBatch], rows: Iterable[RowUpdate], step_seq: int | None, copies: Iterable[BlockCopy] = ()
 ) -> pb.DecodeRequest:
     """Build a Decode call of one or more cached batches, concatenated in this order."""
     request = pb.DecodeRequest(

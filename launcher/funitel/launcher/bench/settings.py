@@ -33,8 +33,7 @@ class BenchSettings:
     )
     name: tuple[str, ...] = _flag((), "Name of a server in tables, one for each --url; its address when not given.")
     api: tuple[str, ...] = _flag(
-        ("openai-chat",),
-        f"API that a server speaks, one of {', '.join(DIALECTS)}: one for all, or one for each --url.",
+        ("openai-chat",), f"API that a server speaks, one of {', '.join(DIALECTS)}: one for all, or one for each --url."
     )
     model_id: tuple[str, ...] = _flag(
         (), "Model name in requests: one for all, or one for each --url; the first that a server lists when not given."

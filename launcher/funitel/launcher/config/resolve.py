@@ -196,10 +196,7 @@ def decide_num_shard(settings: LauncherSettings, num_devices: int | None) -> int
         return 1 if settings.sharded is False else num_devices or 1
     if num_devices is None:
         raise SettingsError("--sharded true: the number of devices is unknown here, give --num-shard")
-    require(
-        num_devices > 1,
-        f"--sharded true needs more than one device, found {num_devices}: give --num-shard",
-    )
+    require(num_devices > 1, f"--sharded true needs more than one device, found {num_devices}: give --num-shard")
     return num_devices
 
 

@@ -48,9 +48,7 @@ class LauncherSettings:
     )
     revision: str | None = _shard("revision", "Hub revision.")
     cache_dir: str | None = _shard(
-        "cache_dir",
-        "Folder for fetched and converted models; ~/.cache/funitel when not given.",
-        env="FUNITEL_CACHE",
+        "cache_dir", "Folder for fetched and converted models; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
     )
     huggingface_hub_cache: str | None = setting(None, "Folder of the Hugging Face hub cache.")
     validation_workers: int = _router("validation_workers", "Threads that tokenize prompts.")
@@ -88,8 +86,7 @@ class LauncherSettings:
         choices=KV_CACHE_DTYPES,
     )
     model_spec: str | None = _shard(
-        "model_spec",
-        "JSON file that describes the model instead of the entry of its architecture; see docs/models.md.",
+        "model_spec", "JSON file that describes the model instead of the entry of its architecture; see docs/models.md."
     )
     trust_remote_code: bool = _shard(
         "trust_remote_code", "Run Python code of a model's repository, for models that nothing else supports."
@@ -140,14 +137,10 @@ class LauncherSettings:
         "a single node, pin each shard to its share of the cores.",
     )
     prefill_chunking: bool = _shard(
-        "prefill_chunking",
-        "Compute long prompts in chunks, in the same steps as running sequences.",
-        takes_value=True,
+        "prefill_chunking", "Compute long prompts in chunks, in the same steps as running sequences.", takes_value=True
     )
     prefix_caching: bool = _shard(
-        "prefix_caching",
-        "Share cached KV blocks among sequences with a common prefix.",
-        takes_value=True,
+        "prefix_caching", "Share cached KV blocks among sequences with a common prefix.", takes_value=True
     )
     enable_prefill_logprobs: bool = _shard("enable_prefill_logprobs", "Allow log-probabilities of prompt tokens.")
     disable_forced_spans: bool = _shard(
@@ -177,8 +170,7 @@ class LauncherSettings:
         "max_total_tokens", "Maximum of prompt and completion tokens in a request; measured when not given."
     )
     waiting_served_ratio: float = setting(
-        0.3,
-        "Without chunked prefill: pause running sequences for waiting ones at this ratio of waiting to running.",
+        0.3, "Without chunked prefill: pause running sequences for waiting ones at this ratio of waiting to running."
     )
     max_batch_prefill_tokens: int | None = setting(
         None, "Maximum of prompt tokens in one step; 4096 or the model's context when not given."
@@ -187,13 +179,11 @@ class LauncherSettings:
         "max_batch_total_tokens", "Size of the KV pool in tokens; as much as memory allows when not given."
     )
     max_waiting_tokens: int = _router(
-        "max_waiting_tokens",
-        "Without chunked prefill: steps after which waiting requests are admitted at any ratio.",
+        "max_waiting_tokens", "Without chunked prefill: steps after which waiting requests are admitted at any ratio."
     )
     max_batch_size: int | None = _router("max_batch_size", "Maximum of running sequences.")
     pipeline_steps: int = _router(
-        "pipeline_steps",
-        "Steps in flight at the shards: 2 hides the router's latency, 1 does not.",
+        "pipeline_steps", "Steps in flight at the shards: 2 hides the router's latency, 1 does not."
     )
     step_timeout_s: float = _router(
         "step_timeout_s",
@@ -229,8 +219,7 @@ class LauncherSettings:
     )
     master_addr: str = _shard("master_addr", "Host of rank 0 for torch.distributed.")
     master_port: int | None = setting(
-        None,
-        "Port of rank 0 for torch.distributed; further replicas use the next ports; free ports when not given.",
+        None, "Port of rank 0 for torch.distributed; further replicas use the next ports; free ports when not given."
     )
     tokenizer_config_path: str | None = _router(
         "tokenizer_config_path", "A tokenizer_config.json to use instead of the model's own (chat template)."
@@ -280,8 +269,7 @@ class LauncherSettings:
         "Maximum bytes of unread answers over all connections; above it, the connection with the most is closed.",
     )
     unread_timeout_seconds: float = _router(
-        "unread_timeout_seconds",
-        "Seconds without reading after which the connection of a client is closed.",
+        "unread_timeout_seconds", "Seconds without reading after which the connection of a client is closed."
     )
     max_stored_responses: int = _router(
         "max_stored_responses", "Maximum of answers of /v1/responses kept in memory; 0 keeps none."
@@ -318,8 +306,7 @@ class LauncherSettings:
         "otlp_service_name", "Service name of the spans; when not given, that of the shards ends in .server."
     )
     otlp_decode_tokens: int = _router(
-        "otlp_decode_tokens",
-        "Tokens of an answer per span of a trace; 1 records every step, at its cost.",
+        "otlp_decode_tokens", "Tokens of an answer per span of a trace; 1 records every step, at its cost."
     )
     memory_bandwidth: float | None = _router(
         "memory_bandwidth",
@@ -345,10 +332,7 @@ class LauncherSettings:
         bounds=NOT_NEGATIVE,
     )
     graceful_termination_timeout: int = setting(
-        90,
-        "Seconds that each process has to stop before it is killed.",
-        short="-g",
-        bounds=NOT_NEGATIVE,
+        90, "Seconds that each process has to stop before it is killed.", short="-g", bounds=NOT_NEGATIVE
     )
 
     def __post_init__(self) -> None:

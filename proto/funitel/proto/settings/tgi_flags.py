@@ -177,19 +177,10 @@ REFUSED: tuple[Refused, ...] = (
 # Refused values of honoured flags, with the reason; accepted by the parser beside a field's choices.
 REFUSED_VALUES: dict[str, dict[str, str]] = {
     "quantize": dict.fromkeys(
-        (
-            "eetq",
-            "exl2",
-            "marlin",
-            "bitsandbytes",
-            "bitsandbytes-nf4",
-            "bitsandbytes-fp4",
-        ),
+        ("eetq", "exl2", "marlin", "bitsandbytes", "bitsandbytes-nf4", "bitsandbytes-fp4"),
         "this format is not supported; serve a checkpoint that is not quantised, or one in GPTQ, AWQ or fp8",
     ),
-    "rope_scaling": {
-        "dynamic": "rotations would depend on the other sequences of the batch; give linear",
-    },
+    "rope_scaling": {"dynamic": "rotations would depend on the other sequences of the batch; give linear"},
 }
 
 

@@ -92,10 +92,7 @@ NO_SPAN = OpenSpan(trace.INVALID_SPAN)
 
 
 def begin(
-    name: str,
-    parent: Context,
-    kind: SpanKind = SpanKind.INTERNAL,
-    attributes: Mapping[str, Attribute] | None = None,
+    name: str, parent: Context, kind: SpanKind = SpanKind.INTERNAL, attributes: Mapping[str, Attribute] | None = None
 ) -> OpenSpan:
     """Start a child span of `parent`."""
     return NO_SPAN if _tracer is None else OpenSpan(_tracer.start_span(name, parent, kind, attributes))

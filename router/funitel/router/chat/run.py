@@ -57,12 +57,7 @@ class PreparedChat:
     def _choices(self) -> list[Choice]:
         call = self.call
         return [
-            Choice(
-                job,
-                self.prompt,
-                top_logprobs=call.sampling.top_n_tokens,
-                parallel_calls=call.allows_several_calls,
-            )
+            Choice(job, self.prompt, top_logprobs=call.sampling.top_n_tokens, parallel_calls=call.allows_several_calls)
             for job in self.jobs
         ]
 

@@ -36,17 +36,9 @@ TOOL_FORMATS = (
         lambda names: MarkedParser(_anything, "<tool_call>", "</tool_call>"),
     ),
     ToolFormat(
-        "mistral",
-        "[TOOL_CALLS]",
-        ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-        lambda names: MistralParser(_anything),
+        "mistral", "[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), lambda names: MistralParser(_anything)
     ),
-    ToolFormat(
-        "llama3_json",
-        PYTHON_TAG,
-        (PYTHON_TAG,),
-        lambda names: BareJsonParser(names.__contains__, PYTHON_TAG),
-    ),
+    ToolFormat("llama3_json", PYTHON_TAG, (PYTHON_TAG,), lambda names: BareJsonParser(names.__contains__, PYTHON_TAG)),
     ToolFormat("json", None, (), lambda names: BareJsonParser(names.__contains__)),
 )
 BY_NAME = {format.name: format for format in TOOL_FORMATS}

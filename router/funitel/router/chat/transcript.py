@@ -32,12 +32,7 @@ class Transcript:
     """The text of one answer before it is parsed. Whole and streamed answers are both made of what it returns."""
 
     def __init__(
-        self,
-        stop_sequences: Sequence[str],
-        num_top: int = 0,
-        markers: Sequence[str] = (),
-        *,
-        keeps_tokens: bool = True,
+        self, stop_sequences: Sequence[str], num_top: int = 0, markers: Sequence[str] = (), *, keeps_tokens: bool = True
     ) -> None:
         """`keeps_tokens`: whether anyone will take the tokens; without, there are none to take."""
         self._keeps_tokens = keeps_tokens

@@ -5,14 +5,7 @@ import logging
 from funitel.proto.errors import SettingsError
 from funitel.proto.security.keys import keys_of
 from funitel.proto.settings.fields import require
-from funitel.proto.step import (
-    Capability,
-    SamplingParams,
-    SequenceStart,
-    StoppingParams,
-    WarmupLimits,
-    WarmupResult,
-)
+from funitel.proto.step import Capability, SamplingParams, SequenceStart, StoppingParams, WarmupLimits, WarmupResult
 from funitel.router.core.request import Limits
 from funitel.router.engine.engine import Engine
 from funitel.router.kv_cache.block_pool import BlockPool
@@ -145,8 +138,4 @@ def _limits(settings: RouterSettings, smallest: WarmupResult, is_chunked: bool, 
                 f"--max-batch-prefill-tokens {settings.max_batch_prefill_tokens}"
             )
         max_input = settings.max_batch_prefill_tokens
-    return Limits(
-        max_input_tokens=max_input,
-        max_total_tokens=max_total,
-        pool_tokens=smallest.pool_tokens,
-    )
+    return Limits(max_input_tokens=max_input, max_total_tokens=max_total, pool_tokens=smallest.pool_tokens)

@@ -116,10 +116,5 @@ async def _checked(
         input_ids = encoding.ids
         check_prompt_ids(input_ids, tokenizer.num_tokens)
     return build_request(
-        sampling,
-        prompt.text,
-        input_ids,
-        limits,
-        add_special_tokens=prompt.add_special_tokens,
-        first_token=first_token,
+        sampling, prompt.text, input_ids, limits, add_special_tokens=prompt.add_special_tokens, first_token=first_token
     )

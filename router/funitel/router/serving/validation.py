@@ -101,22 +101,13 @@ def _check_best_of(sampling: SamplingRequest, settings: RouterSettings, *, strea
             "`$decoder_input_details` == true is not supported when streaming tokens",
         )
     _require(
-        settings.max_best_of > 1 or best_of == 1,
-        "best_of",
-        "`$best_of` != 1 is not allowed for this endpoint",
-        best_of,
+        settings.max_best_of > 1 or best_of == 1, "best_of", "`$best_of` != 1 is not allowed for this endpoint", best_of
     )
     _require(
-        0 < best_of <= settings.max_best_of,
-        "best_of",
-        f"`$best_of` must be > 0 and <= {settings.max_best_of}",
-        best_of,
+        0 < best_of <= settings.max_best_of, "best_of", f"`$best_of` must be > 0 and <= {settings.max_best_of}", best_of
     )
     _require(
-        best_of == 1 or _wants_sampling(sampling),
-        "best_of",
-        "you must use sampling when `$best_of` is > 1",
-        best_of,
+        best_of == 1 or _wants_sampling(sampling), "best_of", "you must use sampling when `$best_of` is > 1", best_of
     )
 
 
@@ -219,9 +210,7 @@ def build_request(
             first_token=first_token,
         ),
         stopping=StoppingParams(
-            max_new_tokens=max_new_tokens,
-            stop_sequences=sampling.stop,
-            ignore_eos=sampling.ignore_eos,
+            max_new_tokens=max_new_tokens, stop_sequences=sampling.stop, ignore_eos=sampling.ignore_eos
         ),
         prefill_logprobs=sampling.decoder_input_details,
         top_n_tokens=sampling.top_n_tokens or 0,

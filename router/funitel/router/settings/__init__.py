@@ -42,9 +42,7 @@ class RouterSettings:
         "--master-shard-uds-path or --master-shard-address names the first one.",
     )
     shard_connect_timeout: int = setting(
-        600,
-        "Timeout in seconds for shards to start; requests are answered with 503 meanwhile.",
-        bounds=NOT_NEGATIVE,
+        600, "Timeout in seconds for shards to start; requests are answered with 503 meanwhile.", bounds=NOT_NEGATIVE
     )
     shard_return_timeout: int = setting(
         600,
@@ -69,33 +67,23 @@ class RouterSettings:
         None, "A second port, for /metrics only; without it /metrics is on --port only."
     )
     max_concurrent_requests: int = setting(
-        128,
-        "Maximum of requests in flight; more are answered with 429.",
-        bounds=POSITIVE,
+        128, "Maximum of requests in flight; more are answered with 429.", bounds=POSITIVE
     )
     max_queued_tokens: int | None = setting(
-        None,
-        "Maximum of waiting prompt tokens; more are answered with 429. Unlimited when not given.",
-        bounds=POSITIVE,
+        None, "Maximum of waiting prompt tokens; more are answered with 429. Unlimited when not given.", bounds=POSITIVE
     )
     max_best_of: int = setting(2, "Maximum of `best_of`.", bounds=POSITIVE)
     max_stop_sequences: int = setting(4, "Maximum of stop sequences of a request.", bounds=NOT_NEGATIVE)
     max_top_n_tokens: int = setting(5, "Maximum of `top_n_tokens` and `top_logprobs`.", bounds=NOT_NEGATIVE)
     max_input_tokens: int | None = setting(
-        None,
-        "Maximum of prompt tokens of a request; measured when not given.",
-        bounds=TOKEN_COUNT,
+        None, "Maximum of prompt tokens of a request; measured when not given.", bounds=TOKEN_COUNT
     )
     max_total_tokens: int | None = setting(
-        None,
-        "Maximum of prompt and completion tokens of a request; measured when not given.",
-        bounds=TOKEN_COUNT,
+        None, "Maximum of prompt and completion tokens of a request; measured when not given.", bounds=TOKEN_COUNT
     )
     max_batch_prefill_tokens: int = setting(4096, "Maximum of prompt tokens computed in one step.", bounds=TOKEN_COUNT)
     max_batch_total_tokens: int | None = setting(
-        None,
-        "Size of the KV pool in tokens; as much as memory allows when not given.",
-        bounds=TOKEN_COUNT,
+        None, "Size of the KV pool in tokens; as much as memory allows when not given.", bounds=TOKEN_COUNT
     )
     max_batch_size: int | None = setting(None, "Maximum of running sequences.", bounds=POSITIVE)
     waiting_served_ratio: float = setting(
@@ -121,15 +109,11 @@ class RouterSettings:
         bounds=Bounds(above=0, maximum=MAX_TARGET_TTFT_MS),
     )
     pipeline_steps: int = setting(
-        2,
-        "Maximum of steps in flight: 2 hides the router's latency, 1 does not.",
-        bounds=Bounds(minimum=1, maximum=2),
+        2, "Maximum of steps in flight: 2 hides the router's latency, 1 does not.", bounds=Bounds(minimum=1, maximum=2)
     )
     max_client_batch_size: int = setting(4, "Maximum of prompts of one completions request.", bounds=POSITIVE)
     max_client_texts: int = setting(
-        2048,
-        "Maximum of texts of one request for embeddings, ranks or predictions.",
-        bounds=POSITIVE,
+        2048, "Maximum of texts of one request for embeddings, ranks or predictions.", bounds=POSITIVE
     )
     disable_grammar_support: bool = setting(False, "Refuse requests with a grammar.")
     tool_call_parser: str = setting(
@@ -138,9 +122,7 @@ class RouterSettings:
         choices=TOOL_CALL_PARSERS,
     )
     reasoning_parser: str = setting(
-        "auto",
-        "Format of the model's reasoning; detected from its chat template when auto.",
-        choices=REASONING_PARSERS,
+        "auto", "Format of the model's reasoning; detected from its chat template when auto.", choices=REASONING_PARSERS
     )
     validation_workers: int = setting(2, "Threads that tokenize prompts.", bounds=POSITIVE)
     payload_limit: int = setting(2_000_000, "Maximum size of a request body in bytes.", bounds=POSITIVE)
@@ -151,26 +133,16 @@ class RouterSettings:
         bounds=POSITIVE,
     )
     max_header_bytes: int = setting(
-        32_768,
-        "Maximum size of a request header in bytes; a larger one is answered with 431.",
-        bounds=POSITIVE,
+        32_768, "Maximum size of a request header in bytes; a larger one is answered with 431.", bounds=POSITIVE
     )
     header_timeout_seconds: float = setting(
-        20.0,
-        "Timeout in seconds from the first byte of a request to the end of its header.",
-        bounds=TIMEOUT,
+        20.0, "Timeout in seconds from the first byte of a request to the end of its header.", bounds=TIMEOUT
     )
     body_timeout_seconds: float = setting(
-        60.0,
-        "Timeout in seconds from the end of a header to the end of its body.",
-        bounds=TIMEOUT,
+        60.0, "Timeout in seconds from the end of a header to the end of its body.", bounds=TIMEOUT
     )
     # Longer than the pools of common clients and proxies keep an idle connection.
-    idle_timeout_seconds: float = setting(
-        75.0,
-        "Seconds after which an idle connection is closed.",
-        bounds=TIMEOUT,
-    )
+    idle_timeout_seconds: float = setting(75.0, "Seconds after which an idle connection is closed.", bounds=TIMEOUT)
     max_total_body_bytes: int = setting(
         256_000_000,
         "Maximum of bytes of incomplete bodies, over all connections; past it the connection of the largest is closed.",
@@ -187,20 +159,12 @@ class RouterSettings:
         bounds=POSITIVE,
     )
     unread_timeout_seconds: float = setting(
-        60.0,
-        "Timeout in seconds of a slow reader, after which its connection is closed.",
-        bounds=TIMEOUT,
+        60.0, "Timeout in seconds of a slow reader, after which its connection is closed.", bounds=TIMEOUT
     )
     max_stored_responses: int = setting(
-        1000,
-        "Maximum of stored answers of /v1/responses, in memory; 0 stores none.",
-        bounds=NOT_NEGATIVE,
+        1000, "Maximum of stored answers of /v1/responses, in memory; 0 stores none.", bounds=NOT_NEGATIVE
     )
-    max_stored_response_bytes: int = setting(
-        64_000_000,
-        "Maximum of bytes of JSON of stored answers.",
-        bounds=POSITIVE,
-    )
+    max_stored_response_bytes: int = setting(64_000_000, "Maximum of bytes of JSON of stored answers.", bounds=POSITIVE)
     api_key: str | None = setting(None, "Bearer token that requests must carry.")
     api_key_file: str | None = setting(
         None,
@@ -230,9 +194,7 @@ class RouterSettings:
     )
     otlp_service_name: str = setting("text-generation-inference.router", "Service name of the spans.")
     otlp_decode_tokens: int = setting(
-        32,
-        "Tokens of an answer per span of a trace; with 1 every step has a span, at its cost.",
-        bounds=POSITIVE,
+        32, "Tokens of an answer per span of a trace; with 1 every step has a span, at its cost.", bounds=POSITIVE
     )
     memory_bandwidth: float | None = setting(
         None,
@@ -246,14 +208,10 @@ class RouterSettings:
     json_output: bool = setting(False, "Log JSON lines.")
     log_level: str = setting("info", "Least severe log level: debug, info, warning, error.")
     listen_fd: tuple[int, ...] = setting(
-        (),
-        "Descriptor of a listening socket, instead of opening --port; a second one for --prometheus-port.",
-        env=None,
+        (), "Descriptor of a listening socket, instead of opening --port; a second one for --prometheus-port.", env=None
     )
     ready_fd: int | None = setting(
-        None,
-        "Descriptor to write to once the shards are ready; connections are accepted from then on only.",
-        env=None,
+        None, "Descriptor to write to once the shards are ready; connections are accepted from then on only.", env=None
     )
     exit_with_parent: int | None = setting(None, "Process id of the parent; this process stops when it ends.", env=None)
 

@@ -34,10 +34,7 @@ OPTIONS = [
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
-    (
-        "grpc.use_local_subchannel_pool",
-        1,
-    ),  # a new channel must not inherit an old one's backoff
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel must not inherit an old one's backoff
 ]
 
 _STATUSES: dict[int, grpc.StatusCode] = {status.value[0]: status for status in grpc.StatusCode}

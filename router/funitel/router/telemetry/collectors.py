@@ -39,12 +39,7 @@ class FastHistogram(Collector):
     """Counts of observations up to each bound; exposed as prometheus_client's Histogram is."""
 
     def __init__(
-        self,
-        name: str,
-        help: str,
-        bounds: Sequence[float],
-        registry: CollectorRegistry,
-        label: str | None = None,
+        self, name: str, help: str, bounds: Sequence[float], registry: CollectorRegistry, label: str | None = None
     ) -> None:
         """Register; `bounds` ascend, the bucket without one is added."""
         self._name, self._help = name, help

@@ -33,11 +33,7 @@ class GrammarChecker:
     """Compiles grammars in worker processes, to see whether they can be kept, and remembers what it found."""
 
     def __init__(
-        self,
-        tokenizer_path: Path,
-        *,
-        time_limit: float = TIME_LIMIT_SECONDS,
-        memory_limit: int = MEMORY_LIMIT_BYTES,
+        self, tokenizer_path: Path, *, time_limit: float = TIME_LIMIT_SECONDS, memory_limit: int = MEMORY_LIMIT_BYTES
     ) -> None:
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
         self._pending: dict[bytes, asyncio.Task[_Verdict]] = {}

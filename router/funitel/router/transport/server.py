@@ -77,10 +77,7 @@ class Server(uvicorn.Server):
         super().__init__(uvicorn_config(app, partial(HttpConnection, connections, settings), https))
         self.failure: FunitelError | None = None
         self._parent = settings.exit_with_parent
-        for number in (
-            signal.SIGTERM,
-            signal.SIGINT,
-        ):  # uvicorn raises them again after it has run
+        for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after it has run
             signal.signal(number, self.handle_exit)
         signal.signal(signal.SIGUSR1, self.hand_over)
         stop_with_parent(self._parent)

@@ -204,8 +204,4 @@ def _logprobs(body: ChatRequest, tokens: Sequence[ScoredToken]) -> Logprobs | No
 
 def _fields(token: ScoredToken) -> dict[str, Any]:
     """A token's record; what cannot be drawn has OpenAI's least log-probability, for JSON has no infinity."""
-    return {
-        "token": token.text,
-        "logprob": max(token.logprob, MIN_LOGPROB),
-        "bytes": list(token.text.encode()),
-    }
+    return {"token": token.text, "logprob": max(token.logprob, MIN_LOGPROB), "bytes": list(token.text.encode())}

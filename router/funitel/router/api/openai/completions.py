@@ -131,12 +131,7 @@ async def _job(
         _check_ids(prompt.ids, service.tokenizer.num_tokens)
         text = await service.tokenizer.decode(prompt.ids)
     job = await prepare(
-        service,
-        sampling,
-        Prompt(text, ids=prompt.ids),
-        stream=bool(body.stream),
-        arrived=arrived,
-        names=FIELDS,
+        service, sampling, Prompt(text, ids=prompt.ids), stream=bool(body.stream), arrived=arrived, names=FIELDS
     )
     if body.echo and body.logprobs is not None:
         job.request = replace(job.request, prefill_logprobs=True)

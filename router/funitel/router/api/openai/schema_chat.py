@@ -12,12 +12,7 @@ from pydantic import BeforeValidator, Field
 from funitel.proto.errors import InvalidRequest
 from funitel.router.api.common.schema_base import F32, TARGET_LANGUAGE, U32, Priority, StopList, TargetLanguage
 from funitel.router.api.openai.schema_messages import Message, OpenAIBody
-from funitel.router.api.openai.schema_tools import (
-    ResponseFormat,
-    ToolChoiceObject,
-    ToolDefinition,
-    tools_and_choice,
-)
+from funitel.router.api.openai.schema_tools import ResponseFormat, ToolChoiceObject, ToolDefinition, tools_and_choice
 from funitel.router.chat.call import ChatCall
 from funitel.router.serving.sampling_request import U64_RANGE, SamplingRequest
 
