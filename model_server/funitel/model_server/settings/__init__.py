@@ -185,10 +185,7 @@ class ModelsSettings:
     trust_remote_code: bool = setting(False, "Run the code that comes with a model no other way serves.", env=None)
     block_size: int = setting(16, "Tokens per KV block.", env=None, bounds=POSITIVE)
     cuda_memory_fraction: float = setting(
-        1.0,
-        "Share of a whole GPU's memory, or of the KV pool's on a CPU, as for serving.",
-        env=None,
-        bounds=SHARE,
+        1.0, "Share of a whole GPU's memory, or of the KV pool's on a CPU, as for serving.", env=None, bounds=SHARE
     )
     json: bool = setting(False, "Print one JSON object.", env=None)
 
@@ -203,12 +200,14 @@ class ModelServerSettings:
     model_id: str
     revision: str | None = setting(None, "Hub revision.")
     cache_dir: str | None = setting(
-        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
+        None, "Folder for fetched and converted models; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
     )
     model_spec: str | None = setting(
-        None, "JSON file that describes the model, instead of what its architecture says; see docs/models.md."
+        None, "JSON file that describes the model instead of the entry of its architecture; see docs/models.md."
     )
-    trust_remote_code: bool = setting(False, "Run the code that comes with a model no other way serves.")
+    trust_remote_code: bool = setting(
+        False, "Run Python code of a model's repository, for models that nothing else supports."
+    )
     sharded: bool = setting(False, "Join the other ranks through torch.distributed.", env=None)
     rank: int = setting(0, "Tensor-parallel rank of this shard.")
     world_size: int = setting(1, "Number of shards of the model.")
@@ -226,67 +225,68 @@ class ModelServerSettings:
     device: str = setting("auto", "Where the model runs.", choices=DEVICES)
     dtype: str | None = setting(
         None,
-        "Precision of weights and KV. When not given, bfloat16 on a GPU; on a CPU the blocks of a GGUF stay as they "
-        "are, floating-point weights become int8 and KV float16, or all float32 where the fused step cannot be built.",
+        "Precision of weights and KV. When not given, bfloat16 on a GPU; on a CPU a GGUF keeps its quantised blocks, "
+        "floating-point weights become int8 and KV float16, or all is float32 where the fused step cannot be built.",
         choices=DTYPES,
     )
     quantize: str | None = setting(
         None,
-        "How the checkpoint's weights must be quantised; as its config.json says when not given. int8 also makes "
-        "int8 of floating-point weights as they are loaded, and fp8 float8 on a GPU; on a CPU gguf keeps the blocks of "
-        "a GGUF.",
+        "Quantisation of the checkpoint's weights; as in its config.json when not given. int8 also converts "
+        "floating-point weights to int8 as they are loaded, and fp8 to float8 on a GPU; on a CPU gguf keeps the blocks "
+        "of a GGUF.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
     )
     kv_cache_dtype: str | None = setting(
         None,
-        "Precision of the KV pool on a GPU, where it is not that of --dtype; with the checkpoint's scales of keys and "
-        "values, if it has some.",
+        "Precision of the KV pool on a GPU if it differs from --dtype; the checkpoint's scales of keys and values are "
+        "used if it has any.",
         choices=KV_CACHE_DTYPES,
     )
     rope_scaling: str | None = setting(
         None,
-        "How rotary positions are stretched, instead of as the checkpoint says; linear when only a factor is given.",
+        "Scaling of rotary positions instead of the checkpoint's; linear when only a factor is given.",
         choices=("linear",),
         refused=REFUSED_VALUES["rope_scaling"],
     )
     rope_factor: float | None = setting(
         None,
-        "How far rotary positions, and with them the model's context, are stretched; 1 when not given.",
+        "Factor by which rotary positions and the model's context are extended; 1 when not given.",
         bounds=Bounds(above=0, maximum=MAX_STRETCH),
     )
     block_size: int = setting(16, "Tokens per KV block.", bounds=POSITIVE)
     cuda_memory_fraction: float = setting(
         1.0,
-        "Share of a whole GPU's memory that a shard may fill, weights and steps included; on a CPU, of the KV pool's.",
+        "Fraction of the GPU's memory that a shard may use, with weights and activations; on a CPU, of the KV pool's.",
         bounds=SHARE,
     )
     cpu_offload_gb: float = setting(
         0.0,
-        "GiB of a shard's weights that stay in the host's memory and come to the GPU in every step, a layer at a time, "
-        "while the one before it computes.",
+        "GiB of a shard's weights that stay in host memory; they are copied to the GPU in every step, a layer at a "
+        "time, while the previous layer computes.",
         bounds=Bounds(minimum=0, maximum=MAX_HOST_GB),
     )
     kv_host_gb: float = setting(
         0.0,
-        "GiB of the host's memory of each shard for prefix blocks that the KV pool has no room for; they are copied "
-        "back when a prompt begins with them, instead of being computed again.",
+        "GiB of host memory of each shard for cached prefix blocks evicted from the KV pool; they are copied back when "
+        "a prompt begins with them, instead of being computed again.",
         bounds=Bounds(minimum=0, maximum=MAX_HOST_GB),
     )
     attention: str | None = setting(
         None,
-        "Kernels of attention on a GPU: triton, flash (flash-attn, if installed) or torch; when not given, or given as "
-        "TGI's name of a kernel that is not here, the fastest of those that compute correctly.",
+        "Attention kernels on a GPU: triton, flash (flash-attn, if installed) or torch; when not given, or for TGI's "
+        "name of another backend, the fastest that passes its check.",
         choices=ATTENTIONS,
     )
     cuda_graphs: BatchSizes | None = setting(
         None,
-        "Numbers of decoding rows for which a step is recorded as a CUDA graph, such as 1,2,4; 0 for none; 1, 2, 4, 8 "
-        "and every eighth up to 256 when not given. A step takes the smallest that holds it.",
+        "Numbers of decoding rows for which a step is captured as a CUDA graph, such as 1,2,4; 0 for none; 1, 2, 4, 8 "
+        "and multiples of 8 up to 256 when not given. A step uses the smallest graph that fits.",
     )
     num_threads: int | None = setting(
         None,
-        "Compute threads; when not given, on a CPU as many of its cores as tuning at start finds best.",
+        "Compute threads of each shard; when not given, the best number by a measurement at start, at most an equal "
+        "share of the cores.",
         bounds=POSITIVE,
     )
     most_threads: int | None = setting(
@@ -298,8 +298,7 @@ class ModelServerSettings:
     )
     thread_spin_us: int | None = setting(
         None,
-        "Microseconds that threads of the fused CPU step spin before they sleep; found by tuning at start "
-        "when not given.",
+        "Microseconds that threads of the fused CPU step spin before they sleep; measured at start when not given.",
         bounds=Bounds(minimum=0, maximum=MAX_SPIN_US),
     )
     cores: Cores | None = setting(None, "Cores that this shard runs on, such as 0-3,8; any when not given.", env=None)
@@ -310,21 +309,17 @@ class ModelServerSettings:
         bounds=Bounds(minimum=0, maximum=MAX_NODES - 1),
     )
     prefill_chunking: bool = setting(
-        True,
-        "Compute long prompts in chunks that share steps with running sequences.",
-        takes_value=True,
+        True, "Compute long prompts in chunks, in the same steps as running sequences.", takes_value=True
     )
     prefix_caching: bool = setting(
-        True,
-        "Let sequences that begin with the same tokens share what was computed for them.",
-        takes_value=True,
+        True, "Share cached KV blocks among sequences with a common prefix.", takes_value=True
     )
     enable_prefill_logprobs: bool = setting(False, "Allow log-probabilities of prompt tokens.", env="REQUEST_LOGPROBS")
     disable_forced_spans: bool = setting(
-        False, "Compute every token by itself, those that alone can follow in a grammar too."
+        False, "Compute each token in its own step, also tokens that a grammar forces."
     )
-    watermark_gamma: float = setting(0.5, "Share of the vocabulary that a watermark favours.")
-    watermark_delta: float = setting(2.0, "What a watermark adds to the scores of the tokens it favours.")
+    watermark_gamma: float = setting(0.5, "Fraction of the vocabulary that a watermark favours.")
+    watermark_delta: float = setting(2.0, "Value that a watermark adds to the logits of favoured tokens.")
     otlp_endpoint: str | None = setting(
         None, "Where spans are sent by OTLP over gRPC, such as http://localhost:4317; nowhere when not given."
     )
@@ -351,8 +346,7 @@ class ModelServerSettings:
             f"WORLD_SIZE is {self.world_size}: add --sharded to join the other ranks",
         )
         require(
-            0.0 < self.watermark_gamma < 1.0,
-            f"--watermark-gamma must be within (0, 1), given {self.watermark_gamma}",
+            0.0 < self.watermark_gamma < 1.0, f"--watermark-gamma must be within (0, 1), given {self.watermark_gamma}"
         )
         require(math.isfinite(self.watermark_delta), f"--watermark-delta must be finite, given {self.watermark_delta}")
         require(

@@ -55,6 +55,12 @@ def setting(
     return field(default=default, metadata={"setting": meta})
 
 
+def inherited(source: dataclasses.Field[Any], **changes: Any) -> Any:
+    """Declare a field like that of another settings dataclass, which checks its bounds; `changes` are to its `Meta`."""
+    meta = dataclasses.replace(source.metadata["setting"], bounds=ANY, **changes)
+    return field(default=source.default, metadata={"setting": meta})
+
+
 def as_command(
     cls: type[T],
     run: Callable[[T], None],

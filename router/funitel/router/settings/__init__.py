@@ -57,29 +57,29 @@ class RouterSettings:
         bounds=TIMEOUT,
     )
     hostname: str | None = setting(
-        None, "Address to listen on; when not given, 0.0.0.0 where clients need a key or certificate, else 127.0.0.1."
+        None, "Address to listen on; when not given, 0.0.0.0 if clients need a key or certificate, else 127.0.0.1."
     )
     default_hostname: str | None = setting(
         None, "Address to listen on when --hostname is not given, or is this machine's name; the image sets 0.0.0.0."
     )
     port: int = setting(3000, "Port to listen on.", short="-p", bounds=Bounds(minimum=0, maximum=65535))
-    prometheus_port: int | None = setting(
-        None, "A second port, for /metrics only; without it /metrics is on --port only."
-    )
+    prometheus_port: int | None = setting(None, "A second port that serves only /metrics; --port serves /metrics too.")
     max_concurrent_requests: int = setting(
         128, "Maximum of requests in flight; more are answered with 429.", bounds=POSITIVE
     )
     max_queued_tokens: int | None = setting(
-        None, "Maximum of waiting prompt tokens; more are answered with 429. Unlimited when not given.", bounds=POSITIVE
+        None,
+        "Maximum of prompt tokens in the waiting queue; more are answered with 429. Unbounded when not given.",
+        bounds=POSITIVE,
     )
     max_best_of: int = setting(2, "Maximum of `best_of`.", bounds=POSITIVE)
-    max_stop_sequences: int = setting(4, "Maximum of stop sequences of a request.", bounds=NOT_NEGATIVE)
+    max_stop_sequences: int = setting(4, "Maximum of stop sequences in a request.", bounds=NOT_NEGATIVE)
     max_top_n_tokens: int = setting(5, "Maximum of `top_n_tokens` and `top_logprobs`.", bounds=NOT_NEGATIVE)
     max_input_tokens: int | None = setting(
-        None, "Maximum of prompt tokens of a request; measured when not given.", bounds=TOKEN_COUNT
+        None, "Maximum of prompt tokens in a request; measured when not given.", bounds=TOKEN_COUNT
     )
     max_total_tokens: int | None = setting(
-        None, "Maximum of prompt and completion tokens of a request; measured when not given.", bounds=TOKEN_COUNT
+        None, "Maximum of prompt and completion tokens in a request; measured when not given.", bounds=TOKEN_COUNT
     )
     max_batch_prefill_tokens: int = setting(4096, "Maximum of prompt tokens computed in one step.", bounds=TOKEN_COUNT)
     max_batch_total_tokens: int | None = setting(
@@ -93,47 +93,47 @@ class RouterSettings:
     )
     max_waiting_tokens: int = setting(
         20,
-        "Without chunked prefill: steps after which waiting requests are admitted whatever the ratio.",
+        "Without chunked prefill: steps after which waiting requests are admitted at any ratio.",
         bounds=NOT_NEGATIVE,
     )
     target_itl_ms: float | None = setting(
         None,
-        "Maximum inter-token latency in milliseconds of running streams while prompts are computed; 2.5 times a step "
+        "Target for the milliseconds between tokens of a running stream while prompts are computed; 2.5 times a step "
         "without prompts when not given.",
         bounds=Bounds(above=0, maximum=MAX_TARGET_ITL_MS),
     )
     target_ttft_ms: float | None = setting(
         None,
-        "Maximum time to first token in milliseconds: a request with a higher estimate is refused with 429. No limit "
-        "when not given.",
+        "Target for the time to first token in milliseconds: a request with a longer estimate is refused with 429. No "
+        "bound when not given.",
         bounds=Bounds(above=0, maximum=MAX_TARGET_TTFT_MS),
     )
     pipeline_steps: int = setting(
-        2, "Maximum of steps in flight: 2 hides the router's latency, 1 does not.", bounds=Bounds(minimum=1, maximum=2)
+        2,
+        "Steps in flight at the shards: 2 hides the router's latency, 1 does not.",
+        bounds=Bounds(minimum=1, maximum=2),
     )
-    max_client_batch_size: int = setting(4, "Maximum of prompts of one completions request.", bounds=POSITIVE)
+    max_client_batch_size: int = setting(4, "Maximum of prompts in one completions request.", bounds=POSITIVE)
     max_client_texts: int = setting(
-        2048, "Maximum of texts of one request for embeddings, ranks or predictions.", bounds=POSITIVE
+        2048, "Maximum of texts in one request for embeddings, ranks or predictions.", bounds=POSITIVE
     )
     disable_grammar_support: bool = setting(False, "Refuse requests with a grammar.")
     tool_call_parser: str = setting(
-        "auto",
-        "Format of the model's tool calls; detected from its chat template when auto.",
-        choices=TOOL_CALL_PARSERS,
+        "auto", "Format of the model's tool calls; auto detects it from the chat template.", choices=TOOL_CALL_PARSERS
     )
     reasoning_parser: str = setting(
-        "auto", "Format of the model's reasoning; detected from its chat template when auto.", choices=REASONING_PARSERS
+        "auto", "Format of the model's reasoning; auto detects it from the chat template.", choices=REASONING_PARSERS
     )
     validation_workers: int = setting(2, "Threads that tokenize prompts.", bounds=POSITIVE)
     payload_limit: int = setting(2_000_000, "Maximum size of a request body in bytes.", bounds=POSITIVE)
     max_connections: int | None = setting(
         None,
-        "Maximum of connections; past it the one that is idle for longest is closed. When not given, 16384, or as many "
-        "as the limit on open files allows.",
+        "Maximum of open connections; at the maximum, the connection that is idle for longest is closed. When not "
+        "given, 16384, or as many as the limit on open files allows.",
         bounds=POSITIVE,
     )
     max_header_bytes: int = setting(
-        32_768, "Maximum size of a request header in bytes; a larger one is answered with 431.", bounds=POSITIVE
+        32_768, "Maximum size of a request's header in bytes; a larger header is answered with 431.", bounds=POSITIVE
     )
     header_timeout_seconds: float = setting(
         20.0, "Timeout in seconds from the first byte of a request to the end of its header.", bounds=TIMEOUT
@@ -145,37 +145,39 @@ class RouterSettings:
     idle_timeout_seconds: float = setting(75.0, "Seconds after which an idle connection is closed.", bounds=TIMEOUT)
     max_total_body_bytes: int = setting(
         256_000_000,
-        "Maximum of bytes of incomplete bodies, over all connections; past it the connection of the largest is closed.",
+        "Maximum bytes of incomplete bodies over all connections; above it, the connection of the largest is closed.",
         bounds=POSITIVE,
     )
     max_unread_bytes: int = setting(
         4_000_000,
-        "Maximum of unread bytes of a streamed answer; past it the connection of the slow reader is closed.",
+        "Maximum bytes of a streamed answer that a client has not read; above it, its connection is closed.",
         bounds=POSITIVE,
     )
     max_total_unread_bytes: int = setting(
         256_000_000,
-        "Maximum of unread bytes over all connections; past it the connection with the most is closed.",
+        "Maximum bytes of unread answers over all connections; above it, the connection with the most is closed.",
         bounds=POSITIVE,
     )
     unread_timeout_seconds: float = setting(
-        60.0, "Timeout in seconds of a slow reader, after which its connection is closed.", bounds=TIMEOUT
+        60.0, "Seconds without reading after which the connection of a client is closed.", bounds=TIMEOUT
     )
     max_stored_responses: int = setting(
-        1000, "Maximum of stored answers of /v1/responses, in memory; 0 stores none.", bounds=NOT_NEGATIVE
+        1000, "Maximum of answers of /v1/responses kept in memory; 0 keeps none.", bounds=NOT_NEGATIVE
     )
-    max_stored_response_bytes: int = setting(64_000_000, "Maximum of bytes of JSON of stored answers.", bounds=POSITIVE)
+    max_stored_response_bytes: int = setting(64_000_000, "Maximum bytes of JSON of those answers.", bounds=POSITIVE)
     api_key: str | None = setting(None, "Bearer token that requests must carry.")
     api_key_file: str | None = setting(
         None,
-        "File of keys, one a line, of which a request must carry one; reloaded when it changes. See docs/access.md.",
+        "File of API keys, one a line; requests must carry one of them. Reloaded when it changes; see docs/access.md.",
     )
     protect_all_routes: bool = setting(
-        False, "Require a key on every route except health checks: also on /metrics, /info, /docs and /v1/models."
+        False, "Require a key on every route except health checks: also /metrics, /info, /docs and /v1/models."
     )
-    tls_cert: str | None = setting(None, "PEM file of a certificate and its chain: answer HTTPS, with --tls-key.")
+    tls_cert: str | None = setting(None, "PEM file of a certificate and its chain; with --tls-key, serve HTTPS.")
     tls_key: str | None = setting(None, "PEM file of the key of --tls-cert, without a passphrase.")
-    tls_client_ca: str | None = setting(None, "PEM file of authorities: a client must show a certificate of theirs.")
+    tls_client_ca: str | None = setting(
+        None, "PEM file of certificate authorities; clients must present a certificate of one of them."
+    )
     shard_tls_cert: str | None = setting(
         None, "PEM file of a certificate that is shown to shards on TCP; with --shard-tls-key and -ca.", env=None
     )
@@ -190,23 +192,23 @@ class RouterSettings:
     git_sha: str | None = setting(None, "Commit the server was built from, for /info.")
     docker_label: str | None = setting(None, "Label of the container image, for /info.")
     otlp_endpoint: str | None = setting(
-        None, "Where spans are sent by OTLP over gRPC, such as http://localhost:4317; nowhere when not given."
+        None, "Endpoint for spans by OTLP over gRPC, such as http://localhost:4317; no spans are sent when not given."
     )
     otlp_service_name: str = setting("text-generation-inference.router", "Service name of the spans.")
     otlp_decode_tokens: int = setting(
-        32, "Tokens of an answer per span of a trace; with 1 every step has a span, at its cost.", bounds=POSITIVE
+        32, "Tokens of an answer per span of a trace; 1 records every step, at its cost.", bounds=POSITIVE
     )
     memory_bandwidth: float | None = setting(
         None,
-        "Peak memory bandwidth of a shard in GB/s, as `funitel bench kernels` measures it; the metrics then show the "
-        "share that decoding steps reach.",
+        "Peak memory bandwidth of a shard in GB/s, as `funitel bench kernels` measures it; metrics then report the "
+        "fraction that decoding steps reach.",
         bounds=Bounds(above=0, maximum=MAX_GB_S),
     )
     debug_routes: bool = setting(
-        False, "Answer /debug/scheduler, which `funitel top` shows; with a key, or on loopback, only."
+        False, "Serve /debug/scheduler, which `funitel top` shows; only with a key or on loopback."
     )
     json_output: bool = setting(False, "Log JSON lines.")
-    log_level: str = setting("info", "Least severe log level: debug, info, warning, error.")
+    log_level: str = setting("info", "Minimum log level: debug, info, warning, error.")
     listen_fd: tuple[int, ...] = setting(
         (), "Descriptor of a listening socket, instead of opening --port; a second one for --prometheus-port.", env=None
     )
