@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -16,6 +17,7 @@ from transformers import (
     WatermarkLogitsProcessor,
 )
 
+from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.logits_processors import keep_min_p
 from funitel.model_server.sampling.sampler import SampledToken, SamplingState, sample, token_logprobs
 from funitel.model_server.sampling.watermark import Watermark
@@ -219,6 +221,28 @@ def test_the_favoured_tokens_are_picked_by_the_last() -> None:
     assert len(row.favoured(VOCAB)) == VOCAB // 4
     row.push(3)
     assert row.favoured(VOCAB).tolist() == Watermark(gamma=0.25).green_ids(3, VOCAB).tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "last"), [((), (), 0), ((7,), (), 7), ((3,), (9,), 9), ((3, 4), (5, 6), 6)]
+)
+def test_the_last_token_is_of_the_completion_or_else_of_the_prompt(
+    prompt: tuple[int, ...], output: tuple[int, ...], last: int
+) -> None:
+    row = state(prompt, output, watermark=True)
+    assert row.favoured(VOCAB).tolist() == Watermark().green_ids(last, VOCAB).tolist()
+
+
+def test_only_tokens_that_a_mask_names_are_chosen() -> None:
+    masks = TokenMasks.naming({1: np.array([5, 40, 199])}, VOCAB)
+    logits = make_logits(3)
+    expected = logits[1, [5, 40, 199]].log_softmax(-1)
+    free, masked, other = sample(logits.clone(), [state(top_n=VOCAB)] * 3, [0] * 3, masks)
+    assert dict(zip(masked.top_ids, masked.top_logprobs, strict=True)) == pytest.approx(
+        dict(zip((5, 40, 199), expected.tolist(), strict=True)), abs=1e-5
+    )
+    assert masked.id == masked.top_ids[0]
+    assert (len(free.top_ids), len(other.top_ids)) == (VOCAB, VOCAB)
 
 
 def test_a_forced_token_is_certain() -> None:

@@ -14,7 +14,7 @@ from sequences import make_sequence
 
 from funitel.proto.errors import DeadlineExceeded, Overloaded
 from funitel.router.core.request import Sequence
-from funitel.router.scheduler.admission import Admission, Exceeded, InFlight, Reservations
+from funitel.router.scheduler.admission import Admission, Exceeded, InFlight, QueuePosition, Reservations
 from funitel.router.scheduler.cost.throughput import DEFAULT_TOKENS_PER_SECOND
 from funitel.router.scheduler.waiting_queue import FairShares, WaitingQueue
 
@@ -74,6 +74,15 @@ def test_the_bounds_on_tokens_and_time() -> None:
     assert Admission.exceeded_deadline(2.0, 2.0) is None
     late = Admission.exceeded_deadline(2.25, 2.0)
     assert late == Exceeded("deadline", "it would wait 2.2 s, more than the 2.0 s it has")
+
+
+def test_where_none_waits_none_is_waited_for() -> None:
+    admission, incoming = Admission(9), make_sequence(9, 5, 5)
+    queue, shares = waiting()
+    holder = cast(Any, SimpleNamespace(waiting=queue, shares=shares, running={0: make_sequence(0, 30, 50)}))
+    assert admission.position_of(incoming, holder) == QueuePosition(1, 0.0)
+    queue.add(make_sequence(1, 10, 10))
+    assert admission.position_of(incoming, holder) == QueuePosition(2, pytest.approx(1.0))
 
 
 def test_what_waits_enters_one_after_another() -> None:

@@ -172,6 +172,19 @@ def test_steps_have_no_more_sequences_than_have_passed_where_memory_lacks(lacks_
     assert bisector.max_sequences == 3
 
 
+def test_it_recovers_until_many_steps_have_succeeded() -> None:
+    bisector = FaultBisector(may_shrink=True)
+    assert not bisector.is_recovering
+    trial_that_passes(bisector, lacks_memory=(True, True))
+    for _ in range(RECOVERY_STEPS):
+        assert bisector.is_recovering
+        assert bisector.max_sequences == 3
+        bisector.succeed()
+    assert (bisector.is_recovering, bisector.max_sequences) == (False, None)
+    assert trial_that_passes(bisector) == [3, 2]
+    assert bisector.max_sequences is None, "the failure before was forgotten"
+
+
 def test_a_second_failure_of_no_sequence_alone_bounds_steps_too() -> None:
     bisector = FaultBisector(may_shrink=True)
     assert trial_that_passes(bisector) == [3, 2]

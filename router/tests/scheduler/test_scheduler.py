@@ -1,6 +1,7 @@
 """The scheduler replayed without a model: budgets hold, blocks are never shared, every request ends as it must."""
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -431,3 +432,45 @@ def test_several_tokens_of_a_plain_peer_were_speculated_and_are_computed() -> No
         scheduler.commit(plan, StepResult((Generation(0, Tokens((5, 6, 7), (0.0,) * 3, ("",) * 3)),), None), 0.01)
         assert sequence.num_pending == 1
     assert sequence.output_ids == [5, 6, 7, 5, 6, 7]
+
+
+def broken(request_id: int) -> StepResult:
+    return StepResult((Generation(request_id, Tokens((5,), (math.nan,), ("x",), (False,))),), None)
+
+
+@pytest.mark.parametrize(("num_good_steps", "found_later"), [(0, 0), (4, 8)])
+def test_what_was_computed_since_the_last_sound_token_is_not_found_again(num_good_steps: int, found_later: int) -> None:
+    scheduler, shard = cached_scheduler(), FakeShard()
+    scheduler.add(make_sequence(0, 9, 1))
+    run_to_end(scheduler, shard)
+    sequence = make_sequence(1, 18, 30)
+    scheduler.add(sequence)
+    assert scheduler.cached_prefix_len(sequence) == 8
+    for _ in range(num_good_steps):
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, shard.step(plan), 0.01)
+    plan = scheduler.schedule()
+    assert plan is not None
+    [(ended, _)] = scheduler.commit(plan, broken(1), 0.01)
+    assert (ended, sequence.is_broken) == (sequence, True)
+    assert not scheduler.running
+    assert scheduler.blocks.num_used == 0
+    assert scheduler.cached_prefix_len(make_sequence(2, 18, 1)) == found_later
+
+
+def test_the_goals_of_a_step_are_of_those_that_still_run() -> None:
+    scheduler, shard = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=16), BlockPool(50, BLOCK)), FakeShard()
+    first, second = make_sequence(0, 6, 9), make_sequence(1, 14, 9)
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert scheduler.goals(plan) == {0: 6, 1: 10}
+    scheduler.commit(plan, shard.step(plan), 0.01)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert scheduler.goals(plan) == {i: scheduler.running[i].num_computed + count for i, count in plan.computed.items()}
+    assert scheduler.goals(plan)[0] == 7
+    scheduler.remove(first)
+    assert 0 not in scheduler.goals(plan)

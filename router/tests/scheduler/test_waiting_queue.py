@@ -358,6 +358,17 @@ def test_the_order_is_told_as_far_as_it_is_asked_for() -> None:
         assert [sequence.id for sequence in queue.in_order(most)] == [4, 2, 3, 0, 1][:most]
 
 
+def test_keys_that_were_given_the_same_take_turns_by_rank() -> None:
+    sequences = []
+    for i, (key, arrived) in enumerate(
+        [(FLOODER, 0), (FLOODER, 15), (FLOODER, 99), (OTHER, 10), (OTHER, 20), (OTHER, 30)]
+    ):
+        sequences.append(make_sequence(i, 8, 5, key=key))
+        sequences[-1].arrived = float(arrived)
+    queue, _ = waiting(*sequences)
+    assert [sequence.arrived for sequence in queue.in_order(9)] == [0, 10, 15, 20, 30, 99]
+
+
 def test_the_newest_of_a_key_is_the_last_that_never_ran() -> None:
     first, second, third = (make_sequence(i, 8, 5, key=FLOODER) for i in range(3))
     queue, _ = waiting(first, second, third)
