@@ -48,11 +48,11 @@ class TorchLogitsProcessors:
 
     def best(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LogitsProcessors`."""
-        return scores.argmax(dim=-1), scores.logsumexp(dim=-1)
+        return scores.argmax(dim=1), scores.logsumexp(dim=1)
 
     def draw(self, scores: torch.Tensor, rows: Sequence[int], keys: Sequence[int]) -> torch.Tensor:
         """See `LogitsProcessors`."""
-        return (scores[list(rows)] + gumbel(keys, scores.shape[1], scores.device)).argmax(dim=-1)
+        return (scores[list(rows)] + gumbel(keys, scores.shape[1], scores.device)).argmax(dim=1)
 
 
 def _warp(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -81,7 +81,7 @@ def log_of(probability: float) -> float:
 
 def apply_temperature(scores: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Scores [rows, vocab_size] at temperatures [rows, 1]: at most 0, so that the tiniest cannot overflow."""
-    return (scores - scores.max(dim=-1, keepdim=True).values) / temperatures
+    return (scores - scores.max(dim=1, keepdim=True).values) / temperatures
 
 
 # Each of these takes scores [rows, vocab_size], the parameters of the rows [rows, 1] and their maximum, and returns
@@ -91,15 +91,15 @@ def apply_temperature(scores: torch.Tensor, temperatures: torch.Tensor) -> torch
 def keep_top_k(scores: torch.Tensor, ks: torch.Tensor, largest: float) -> torch.Tensor:
     """Keep the k best; ties with the k-th stay."""
     size = scores.shape[1]
-    best = scores.topk(min(int(largest), size), dim=-1).values
+    best = scores.topk(min(int(largest), size), dim=1).values
     return scores.masked_fill(scores < best.gather(1, ks.clamp(max=size) - 1), -torch.inf)
 
 
 def keep_top_p(scores: torch.Tensor, ps: torch.Tensor, _: float) -> torch.Tensor:
     """Keep the smallest set of tokens with a mass of p or more, at least one."""
-    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    mass = ordered.softmax(dim=-1)
-    before = mass.cumsum(dim=-1) - mass  # mass of the tokens ranked above
+    ordered, ids = scores.sort(dim=1, descending=True, stable=True)
+    mass = ordered.softmax(dim=1)
+    before = mass.cumsum(dim=1) - mass  # mass of the tokens ranked above
     is_out = before >= ps
     is_out[:, 0] = False
     return scores.masked_fill(torch.zeros_like(is_out).scatter(1, ids, is_out), -torch.inf)
@@ -107,18 +107,18 @@ def keep_top_p(scores: torch.Tensor, ps: torch.Tensor, _: float) -> torch.Tensor
 
 def keep_min_p(scores: torch.Tensor, floors: torch.Tensor, _: float) -> torch.Tensor:
     """Drop tokens less likely than p times the likeliest, p as its logarithm. Source: arXiv 2407.01082."""
-    best = scores.max(dim=-1, keepdim=True).values
+    best = scores.max(dim=1, keepdim=True).values
     return scores.masked_fill(scores - best < floors, -torch.inf)
 
 
 def keep_typical_p(scores: torch.Tensor, ps: torch.Tensor, _: float) -> torch.Tensor:
     """Keep the tokens of a surprise nearest the entropy until their mass reaches p. Source: arXiv 2202.00666."""
-    logprobs = scores.log_softmax(dim=-1)
+    logprobs = scores.log_softmax(dim=1)
     probs = logprobs.exp()
-    entropy = -(probs * logprobs).nan_to_num().sum(dim=-1, keepdim=True)
+    entropy = -(probs * logprobs).nan_to_num().sum(dim=1, keepdim=True)
     distance = (-logprobs - entropy).abs()
-    ids = distance.argsort(dim=-1, stable=True)
+    ids = distance.argsort(dim=1, stable=True)
     mass = probs.gather(1, ids)
-    is_out = mass.cumsum(dim=-1) - mass >= ps
+    is_out = mass.cumsum(dim=1) - mass >= ps
     is_out[:, 0] = False
     return scores.masked_fill(torch.zeros_like(is_out).scatter(1, ids, is_out), -torch.inf)

@@ -45,8 +45,8 @@ class SamplingState:
         watermark: Watermark = DEFAULT_WATERMARK,
     ) -> "SamplingState":
         """State of a sequence that holds these tokens already."""
-        tail = [*prompt_ids[-1:], *output_ids[-1:]]
-        state = cls(params, top_n, watermark, tail[-1] if tail else 0)
+        last = output_ids or prompt_ids or (0,)
+        state = cls(params, top_n, watermark, last[-1])
         if params.has_penalties:
             state._seen.update(prompt_ids)
             state._seen.update(output_ids)
@@ -190,4 +190,4 @@ def top_of(scores: torch.Tensor, normaliser: float, count: int) -> tuple[tuple[i
 
 def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Log-probability of `ids` [rows] under raw `logits` [rows, vocab_size]."""
-    return logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(dim=-1)
+    return logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(dim=1)
