@@ -196,7 +196,12 @@ def test_one_router_takes_over_from_another_and_no_request_fails(start: Start, p
         read_end, write_end = os.pipe()
         fresh = start(*flags, "--ready-fd", str(write_end), pass_fds=(listener.fileno(), write_end))
         os.close(write_end)
-        with httpx.Client(base_url=url) as kept, httpx.stream("POST", f"{url}/generate_stream", json=HI) as response:
+        # By default the client itself closes a connection after five idle seconds, in which the other may still start.
+        limits = httpx.Limits(keepalive_expiry=None)
+        with (
+            httpx.Client(base_url=url, limits=limits) as kept,
+            httpx.stream("POST", f"{url}/generate_stream", json=HI) as response,
+        ):
             assert kept.get("/health").status_code == 200
             lines = response.iter_lines()
             assert next(lines).startswith("data:")

@@ -74,7 +74,7 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Known tokens whose KV is still to be computed; one while decoding, more after a forced span."""
+        """Known tokens without computed KV; one while decoding, more after a forced span."""
         return self.num_prompt + len(self.output_ids) - self.num_computed
 
     def ahead(self) -> tuple[int, int]:

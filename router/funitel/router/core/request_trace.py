@@ -18,7 +18,7 @@ class _Decode:
     """Decode steps under one span."""
 
     span: spans.OpenSpan
-    most_tokens: int
+    max_tokens: int
     num_tokens: int = 0
     num_steps: int = 0  # sent
     num_in_flight: int = 0  # of them, and not yet answered
@@ -26,7 +26,7 @@ class _Decode:
     @property
     def is_full(self) -> bool:
         """Whether those sent bring all the tokens it is for."""
-        return self.num_tokens + self.num_in_flight >= self.most_tokens
+        return self.num_tokens + self.num_in_flight >= self.max_tokens
 
     @property
     def facts(self) -> Mapping[str, int]:

@@ -29,8 +29,8 @@ STEP_TIMEOUT_SECONDS = 300.0
 OPTIONS = [
     ("grpc.max_receive_message_length", MAX_BYTES),
     ("grpc.max_send_message_length", MAX_BYTES),
-    # A host that vanishes closes no connection: pings find it lost within some 30 s. A stopped process, whose kernel
-    # answers pings, is found by the step timeout only.
+    # A host that vanishes closes no connection: pings find it lost within some 30 s. The kernel of a
+    # stopped process answers pings: only the step timeout finds it.
     ("grpc.keepalive_time_ms", KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),

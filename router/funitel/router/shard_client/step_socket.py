@@ -64,7 +64,7 @@ class StepClient(FrameProtocol):
         return answer
 
     def take(self, frame: Frame) -> None:
-        """Resolve the call whose number a frame has, if it still waits."""
+        """Resolve the call of a frame, by its number, if it still waits."""
         call = self._calls.pop(frame.call_id, None)
         if call is None:
             if not 0 < frame.call_id <= self._num_calls:

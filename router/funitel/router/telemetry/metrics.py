@@ -309,7 +309,7 @@ class Metrics:
         self._key_tokens.labels(key, "completion").inc(completion)
 
     def count_expired(self, state: str) -> None:
-        """Count a sequence whose deadline passed while it was `arriving`, `waiting` or `running`."""
+        """Count a sequence that exceeded its deadline while it was `arriving`, `waiting` or `running`."""
         self._expired.labels(state).inc()
 
     def count_preempted(self, num_sequences: int, num_tokens: int) -> None:
@@ -391,7 +391,7 @@ class Metrics:
         self._waiting_preempted = self._gauge("funitel_queue_preempted", "Waiting sequences that are to be resumed.")
         self._queued_tokens = self._gauge("funitel_queue_tokens", "Prompt tokens of waiting sequences.")
         self._refused = self._counter("funitel_refused", "Sequences that found no place.", "reason")
-        self._expired = self._counter("funitel_expired", "Sequences whose deadline passed.", "state")
+        self._expired = self._counter("funitel_expired", "Sequences that exceeded their deadline.", "state")
         self._preempted = self._counter("funitel_preempted", "Sequences preempted.")
         self._recomputed = self._counter("funitel_recomputed_tokens", "Tokens computed again after a preemption.")
         self._prefix_queried = self._counter("funitel_prefix_cache_queried_tokens", "Prompt tokens of new sequences.")

@@ -57,7 +57,7 @@ class Served(Protocol):
         ...
 
 
-# Makes the application, whose state holds the service: calls the first where it cannot start, reloads the second.
+# Makes the application, with the service in its state: calls the first on a failed start, reloads the second.
 Build = Callable[[Callable[[FunitelError], None], Sequence[Reloadable]], Starlette]
 
 
