@@ -1,8 +1,8 @@
 """The trace of one sequence: the spans `queue`, `prefill`, then `decode` for each so many tokens, below its request.
 
 `prefill` and `decode` begin when their first step is sent and end when their last token is delivered. With two steps in
-flight the next one therefore begins a little before the last one ends. Spans of the shards are below the span whose
-first step they compute; those of each chunk of a prompt below `prefill`. Event loop only.
+flight the next one therefore begins a little before the last one ends. The shards' spans of a step are below the span
+that begins with the step; those of each chunk of a prompt are below `prefill`. Event loop only.
 """
 
 from collections import deque
