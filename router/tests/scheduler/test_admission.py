@@ -60,6 +60,10 @@ def test_the_bounds_on_requests(in_flight: tuple[int, int], reason: str | None) 
     assert (exceeded and exceeded.reason) == reason
     alone = Admission(16).exceeded_count(InFlight(*in_flight))
     assert (alone and alone.reason) == ("requests" if in_flight[0] >= 16 else None)
+    for most, own in ((7, 6), (15, 14), (24, 21)):
+        words = f"{own} requests of this API key in flight, at most {own}"
+        assert Admission(most, has_several_keys=True).exceeded_count(InFlight(own, own)) == Exceeded("key", words)
+        assert Admission(most, has_several_keys=True).exceeded_count(InFlight(own, own - 1)) is None
     few = Admission(2, has_several_keys=True)
     assert (few.exceeded_count(InFlight(1, 0)), few.exceeded_count(InFlight(0, 0))) == (None, None)
     assert few.exceeded_count(InFlight(1, 1)) == Exceeded("key", "1 requests of this API key in flight, at most 1")
@@ -74,6 +78,45 @@ def test_the_bounds_on_tokens_and_time() -> None:
     assert Admission.exceeded_deadline(2.0, 2.0) is None
     late = Admission.exceeded_deadline(2.25, 2.0)
     assert late == Exceeded("deadline", "it would wait 2.2 s, more than the 2.0 s it has")
+
+
+def test_a_key_at_its_own_bound_displaces_no_other() -> None:
+    queue, shares = waiting(*(make_sequence(i, 5, 5, key=A if i < 9 else B) for i in range(16)))
+    with pytest.raises(Overloaded) as refused:
+        check(Admission(8, has_several_keys=True), make_sequence(20, 5, 5, key=B), 7, queue, shares, [])
+    assert refused.value.reason == "key"
+
+
+@pytest.mark.parametrize(
+    ("num_running", "seconds", "has_room", "expected"),
+    [
+        (0, 4.0, True, 4.0),
+        (0, 4.5, True, None),
+        (1, 2.0, True, 4.0),  # of estimates some are exceeded, but where nothing can come between
+        (1, 2.25, True, None),
+        (1, 1.2, False, 4.0),  # and for the running one to end, of 80 tokens
+        (1, 1.3, False, None),
+    ],
+)
+def test_the_target_of_the_time_to_first_token(
+    num_running: int, seconds: float, has_room: bool, expected: float | None
+) -> None:
+    queue, shares = waiting()
+    estimator = SimpleNamespace(
+        behind=lambda ahead: SimpleNamespace(has_room=has_room), seconds=lambda incoming, estimate: seconds
+    )
+    running = {i: make_sequence(i, 30, 50) for i in range(num_running)}
+    holder = cast(Any, SimpleNamespace(waiting=queue, shares=shares, running=running, ttft_estimator=estimator))
+    admission, incoming = Admission(9, target_seconds=4.0), make_sequence(9, 5, 5)
+    if expected is None:
+        with pytest.raises(Overloaded, match="the target is 4 s") as refused:
+            admission.check(incoming, InFlight(num_running, 0), holder)
+        assert (refused.value.reason, refused.value.position) == ("first_token", 1)
+        late = (seconds + (0.0 if has_room else 0.8)) * (2 if num_running else 1) - 4.0
+        assert refused.value.wait_seconds == pytest.approx(late)
+    else:
+        assert admission.check(incoming, InFlight(num_running, 0), holder) is None
+    assert incoming.estimated_seconds == (pytest.approx(seconds + (0.0 if has_room else 0.8)) if num_running else 0.0)
 
 
 def test_where_none_waits_none_is_waited_for() -> None:
