@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from funitel.proto import encoder_wire
 from funitel.proto import generate_pb2 as pb
+from funitel.proto.same_names import from_message, to_message
 from funitel.proto.step import (
     BlockCopy,
     CachedBatch,
@@ -35,48 +36,23 @@ StepResponse = pb.PrefillResponse | pb.DecodeResponse
 def encode_sequence(sequence: SequenceStart) -> pb.Request:
     """Build the Request of one sequence that enters a shard."""
     sampling, stopping = sequence.sampling, sequence.stopping
-    message = pb.Request(
+    message = to_message(
+        pb.Request,
+        sequence,
+        without=("request_id", "sampling", "stopping"),
         id=sequence.request_id,
-        inputs=sequence.inputs,
-        truncate=sequence.truncate,
-        parameters=pb.NextTokenChooserParameters(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            typical_p=sampling.typical_p,
-            do_sample=sampling.do_sample,
-            seed=sampling.seed,
-            repetition_penalty=sampling.repetition_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            watermark=sampling.watermark,
-            grammar=sampling.grammar,
+        parameters=to_message(
+            pb.NextTokenChooserParameters,
+            sampling,
             grammar_type=f"GRAMMAR_TYPE_{sampling.grammar_type.name}",
-            presence_penalty=sampling.presence_penalty,
-            count_penalty=sampling.count_penalty,
-            min_p=sampling.min_p,
             logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
-            raw_logprobs=sampling.raw_logprobs,
-            first_token=sampling.first_token,
         ),
         stopping_parameters=pb.StoppingCriteriaParameters(
             max_new_tokens=stopping.max_new_tokens,
             stop_sequences=stopping.stop_sequences,
             ignore_eos_token=stopping.ignore_eos,
         ),
-        prefill_logprobs=sequence.prefill_logprobs,
-        top_n_tokens=sequence.top_n_tokens,
-        blocks=sequence.blocks,
-        slots=sequence.slots,
-        cache_len=sequence.cache_len,
-        add_special_tokens=sequence.add_special_tokens,
-        input_ids=sequence.input_ids,
-        output_ids=sequence.output_ids,
-        name=sequence.name,
     )
-    if sequence.adapter_id is not None:
-        message.adapter_id = sequence.adapter_id
-    if sequence.chunk_len is not None:
-        message.chunk_len = sequence.chunk_len
     if sequence.inputs:
         message.input_chunks.chunks.add(text=sequence.inputs)
     return message
@@ -86,45 +62,22 @@ def decode_sequence(message: pb.Request) -> SequenceStart:
     """Read one Request. Image chunks are kept out of `inputs`; callers that serve no images see text only."""
     sampling, stopping = message.parameters, message.stopping_parameters
     chunks = [chunk.text for chunk in message.input_chunks.chunks if chunk.WhichOneof("chunk") == "text"]
-    return SequenceStart(
+    return from_message(
+        SequenceStart,
+        message,
         request_id=message.id,
         inputs="".join(chunks) if message.HasField("input_chunks") else message.inputs,
-        truncate=message.truncate,
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            typical_p=sampling.typical_p,
-            do_sample=sampling.do_sample,
-            seed=sampling.seed,
-            repetition_penalty=sampling.repetition_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            watermark=sampling.watermark,
-            grammar=sampling.grammar,
+        sampling=from_message(
+            SamplingParams,
+            sampling,
             grammar_type=decode_grammar_type(sampling.grammar_type),
-            presence_penalty=sampling.presence_penalty,
-            count_penalty=sampling.count_penalty,
-            min_p=sampling.min_p,
             logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
-            raw_logprobs=sampling.raw_logprobs,
-            first_token=sampling.first_token if sampling.HasField("first_token") else None,
         ),
         stopping=StoppingParams(
             max_new_tokens=stopping.max_new_tokens,
             stop_sequences=tuple(stopping.stop_sequences),
             ignore_eos=stopping.ignore_eos_token,
         ),
-        prefill_logprobs=message.prefill_logprobs,
-        top_n_tokens=message.top_n_tokens,
-        blocks=tuple(message.blocks),
-        slots=tuple(message.slots),
-        cache_len=message.cache_len,
-        add_special_tokens=message.add_special_tokens,
-        input_ids=tuple(message.input_ids),
-        output_ids=tuple(message.output_ids),
-        adapter_id=message.adapter_id if message.HasField("adapter_id") else None,
-        chunk_len=message.chunk_len if message.HasField("chunk_len") else None,
-        name=message.name,
     )
 
 
@@ -158,29 +111,27 @@ def encode_prefill(
     copies: Iterable[BlockCopy] = (),
 ) -> pb.PrefillRequest:
     """Build a Prefill call; `cached` rows are stepped in the same forward."""
-    request = pb.PrefillRequest(
-        batch=batch, rows=map(_encode_row, rows), copies=map(_encode_copy, copies), takes_columns=True
+    return pb.PrefillRequest(
+        batch=batch,
+        cached_batch=None if cached is None else encode_cached(cached),
+        rows=map(_encode_row, rows),
+        copies=map(_encode_copy, copies),
+        takes_columns=True,
+        step_seq=step_seq,
     )
-    if cached is not None:
-        request.cached_batch.CopyFrom(encode_cached(cached))
-    if step_seq is not None:
-        request.step_seq = step_seq
-    return request
 
 
 def encode_decode(
     batches: Iterable[CachedBatch], rows: Iterable[RowUpdate], step_seq: int | None, copies: Iterable[BlockCopy] = ()
 ) -> pb.DecodeRequest:
     """Build a Decode call of one or more cached batches, concatenated in this order."""
-    request = pb.DecodeRequest(
+    return pb.DecodeRequest(
         batches=map(encode_cached, batches),
         rows=map(_encode_row, rows),
         copies=map(_encode_copy, copies),
         takes_columns=True,
+        step_seq=step_seq,
     )
-    if step_seq is not None:
-        request.step_seq = step_seq
-    return request
 
 
 def _encode_copy(copy: BlockCopy) -> pb.BlockCopy:
@@ -209,10 +160,7 @@ def decode_cached(message: pb.CachedBatch) -> CachedBatch:
 
 
 def _encode_row(row: RowUpdate) -> pb.RowUpdate:
-    message = pb.RowUpdate(request_id=row.request_id, blocks=row.blocks)
-    if row.chunk_len is not None:
-        message.chunk_len = row.chunk_len
-    return message
+    return pb.RowUpdate(request_id=row.request_id, blocks=row.blocks, chunk_len=row.chunk_len)
 
 
 def decode_rows(messages: Iterable[pb.RowUpdate]) -> tuple[RowUpdate, ...]:
@@ -306,27 +254,25 @@ def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _encode_generation(generation: Generation) -> pb.Generation:
-    message = pb.Generation(
+    prefill_tokens, finished = generation.prefill_tokens, generation.finished
+    return pb.Generation(
         request_id=generation.request_id,
+        prefill_tokens=None if prefill_tokens is None else _encode_tokens(prefill_tokens),
         tokens=_encode_tokens(generation.tokens),
+        generated_text=None if finished is None else _encode_finished(finished),
         top_tokens=map(_encode_tokens, generation.top_tokens),
     )
-    if generation.prefill_tokens is not None:
-        message.prefill_tokens.CopyFrom(_encode_tokens(generation.prefill_tokens))
-    if generation.finished is not None:
-        finished = generation.finished
-        ended = pb.GeneratedText(
-            text=finished.text,
-            generated_tokens=finished.num_tokens,
-            finish_reason=f"FINISH_REASON_{finished.finish_reason.name}",
-        )
-        message.generated_text.CopyFrom(ended)
-        if finished.seed is not None:
-            message.generated_text.seed = finished.seed
-        if finished.stop_index is not None and finished.stop_start is not None:
-            message.generated_text.stop_index = finished.stop_index
-            message.generated_text.stop_start = finished.stop_start
-    return message
+
+
+def _encode_finished(finished: GeneratedText) -> pb.GeneratedText:
+    return pb.GeneratedText(
+        text=finished.text,
+        generated_tokens=finished.num_tokens,
+        finish_reason=f"FINISH_REASON_{finished.finish_reason.name}",
+        seed=finished.seed,
+        stop_index=finished.stop_index,
+        stop_start=finished.stop_start,
+    )
 
 
 def _decode_generation(message: pb.Generation, vocab_size: int) -> Generation:
@@ -337,14 +283,8 @@ def _decode_generation(message: pb.Generation, vocab_size: int) -> Generation:
     finished = None
     if message.HasField("generated_text"):
         text = message.generated_text
-        finished = GeneratedText(
-            text=text.text,
-            num_tokens=text.generated_tokens,
-            finish_reason=FinishReason(text.finish_reason),
-            seed=text.seed if text.HasField("seed") else None,
-            stop_index=text.stop_index if text.HasField("stop_index") else None,
-            stop_start=text.stop_start if text.HasField("stop_start") else None,
-        )
+        reason = FinishReason(text.finish_reason)
+        finished = from_message(GeneratedText, text, num_tokens=text.generated_tokens, finish_reason=reason)
     return Generation(
         request_id=message.request_id,
         tokens=tokens,
@@ -359,85 +299,29 @@ def _decode_generation(message: pb.Generation, vocab_size: int) -> Generation:
 
 def encode_info(info: ShardInfo) -> pb.InfoResponse:
     """Build the InfoResponse."""
-    message = pb.InfoResponse(
-        requires_padding=info.requires_padding,
-        dtype=info.dtype,
-        device_type=info.device_type,
-        speculate=info.speculate,
-        support_chunking=info.support_chunking,
-        use_prefix_caching=info.use_prefix_caching,
-        attention_impl=info.attention_impl,
-        block_size=info.block_size,
-        capabilities=sorted(info.capabilities),
-        rank=info.rank,
-        world_size=info.world_size,
-        weight_bytes=info.weight_bytes,
-        sharded_weight_bytes=info.sharded_weight_bytes,
-        total_sharded_weight_bytes=info.total_sharded_weight_bytes,
-        step_socket=info.step_socket,
-        num_opening_tokens=info.num_opening_tokens,
-        vocab_size=info.vocab_size,
-    )
-    if info.window_size is not None:
-        message.window_size = info.window_size
-    if info.encoder is not None:
-        message.encoder.CopyFrom(encoder_wire.encode_facts(info.encoder))
-    return message
+    encoder = None if info.encoder is None else encoder_wire.encode_facts(info.encoder)
+    return to_message(pb.InfoResponse, info, capabilities=sorted(info.capabilities), encoder=encoder)
 
 
 def decode_info(message: pb.InfoResponse) -> ShardInfo:
     """Read an InfoResponse."""
-    return ShardInfo(
-        requires_padding=message.requires_padding,
-        dtype=message.dtype,
-        device_type=message.device_type,
-        window_size=message.window_size if message.HasField("window_size") else None,
-        speculate=message.speculate,
-        support_chunking=message.support_chunking,
-        use_prefix_caching=message.use_prefix_caching,
-        attention_impl=message.attention_impl,
-        block_size=message.block_size,
-        capabilities=frozenset(message.capabilities),
-        rank=message.rank,
-        world_size=message.world_size,
-        weight_bytes=message.weight_bytes,
-        sharded_weight_bytes=message.sharded_weight_bytes,
-        total_sharded_weight_bytes=message.total_sharded_weight_bytes,
-        encoder=encoder_wire.decode_facts(message.encoder) if message.HasField("encoder") else None,
-        step_socket=message.step_socket,
-        num_opening_tokens=message.num_opening_tokens,
-        vocab_size=message.vocab_size,
-    )
+    encoder = encoder_wire.decode_facts(message.encoder) if message.HasField("encoder") else None
+    return from_message(ShardInfo, message, capabilities=frozenset(message.capabilities), encoder=encoder)
 
 
 def encode_warmup(batch: pb.Batch, limits: WarmupLimits) -> pb.WarmupRequest:
     """Build the Warmup call."""
-    message = pb.WarmupRequest(
-        batch=batch, max_prefill_tokens=limits.max_prefill_tokens, max_batch_size=limits.max_batch_size or 0
-    )
-    if limits.max_input_tokens is not None:
-        message.max_input_tokens = limits.max_input_tokens
-    if limits.max_total_tokens is not None:
-        message.max_total_tokens = limits.max_total_tokens
-    if limits.max_batch_total_tokens is not None:
-        message.max_batch_total_tokens = limits.max_batch_total_tokens
-    return message
+    return to_message(pb.WarmupRequest, limits, batch=batch)
 
 
 def decode_warmup_limits(message: pb.WarmupRequest) -> WarmupLimits:
     """Read the limits of a Warmup call."""
-    return WarmupLimits(
-        max_input_tokens=message.max_input_tokens if message.HasField("max_input_tokens") else None,
-        max_prefill_tokens=message.max_prefill_tokens,
-        max_total_tokens=message.max_total_tokens if message.HasField("max_total_tokens") else None,
-        max_batch_total_tokens=(message.max_batch_total_tokens if message.HasField("max_batch_total_tokens") else None),
-        max_batch_size=message.max_batch_size or None,
-    )
+    return from_message(WarmupLimits, message, max_batch_size=message.max_batch_size or None)
 
 
 def encode_memory(memory: ShardMemory) -> pb.HealthResponse:
     """Build the HealthResponse."""
-    return pb.HealthResponse(resident_bytes=memory.resident_bytes, peak_bytes=memory.peak_bytes)
+    return to_message(pb.HealthResponse, memory)
 
 
 def decode_memory(message: pb.HealthResponse) -> ShardMemory:
@@ -447,25 +331,12 @@ def decode_memory(message: pb.HealthResponse) -> ShardMemory:
 
 def encode_warmup_result(result: WarmupResult) -> pb.WarmupResponse:
     """Build the WarmupResponse."""
-    message = pb.WarmupResponse(
-        max_input_tokens=result.max_input_tokens,
-        max_total_tokens=result.max_total_tokens,
-        kv_bytes=result.kv_bytes,
-        total_kv_bytes=result.total_kv_bytes,
-        host_blocks=result.host_blocks,
+    return to_message(
+        pb.WarmupResponse, result, without=("pool_tokens",), max_supported_total_tokens=result.pool_tokens
     )
-    if result.pool_tokens is not None:
-        message.max_supported_total_tokens = result.pool_tokens
-    return message
 
 
 def decode_warmup_result(message: pb.WarmupResponse) -> WarmupResult:
     """Read a WarmupResponse."""
-    return WarmupResult(
-        pool_tokens=(message.max_supported_total_tokens if message.HasField("max_supported_total_tokens") else None),
-        max_input_tokens=message.max_input_tokens,
-        max_total_tokens=message.max_total_tokens,
-        kv_bytes=message.kv_bytes,
-        total_kv_bytes=message.total_kv_bytes,
-        host_blocks=message.host_blocks,
-    )
+    is_known = message.HasField("max_supported_total_tokens")
+    return from_message(WarmupResult, message, pool_tokens=message.max_supported_total_tokens if is_known else None)
