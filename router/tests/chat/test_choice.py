@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funitel.proto.step import FinishReason, GeneratedText, Generation, SamplingParams, StoppingParams, Tokens
-from funitel.router.chat import ChatAnswer, EndReason, Tool
+from funitel.router.chat.answer import ChatAnswer
+from funitel.router.chat.call import Tool
 from funitel.router.chat.choice import Choice
+from funitel.router.chat.parts import EndReason
 from funitel.router.chat.prompt import ChatPrompt
 from funitel.router.chat.reasoning_parser import REASONING_FORMATS
 from funitel.router.chat.tool_formats import BY_NAME

@@ -20,7 +20,7 @@ from funitel.router.api.openai.schema_answers import ChatCompletionChunk, ChunkC
 from funitel.router.api.openai.schema_completions import CompletionChoice, CompletionChunk
 from funitel.router.api.responses.builder import ResponseBuilder
 from funitel.router.api.responses.schema_response import ModelResponse, TextDeltaEvent
-from funitel.router.chat import TextDelta
+from funitel.router.chat.parts import TextDelta
 from funitel.router.transport.sse_frames import HOLE, Template, frame, named_frame
 
 HOSTILE = (

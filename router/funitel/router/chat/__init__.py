@@ -3,7 +3,7 @@
 OpenAI's chat and responses and Anthropic's messages are thin adapters over it:
 
 1. The adapter turns its body into a `ChatCall` of `ChatMessage`s, `Tool`s, a `ToolChoice` and a `SamplingRequest`.
-2. `prepare_chat(service, call, stream=..., arrived=...)` renders the template, checks and tokenizes the prompt, and
+2. `run.prepare_chat(service, call, stream=..., arrived=...)` renders the template, checks and tokenizes the prompt, and
    gives a `PreparedChat`. Errors are raised here as a FunitelError, before anything is sent.
 3. Either `await prepared.stream(take)`, which calls `take(index, part)` as parts come, where `index` is the choice (0
    unless `call.n` > 1) and a part is one of `Started`, `TextDelta`, `ReasoningDelta`, `ToolCallStart`,
@@ -13,43 +13,3 @@ OpenAI's chat and responses and Anthropic's messages are thin adapters over it:
 Each choice begins with `Started`, at its first token, and ends with `Finished`. Streamed and whole answers are made
 of the same parts. `count_prompt_tokens(service, call)` renders and counts without generating.
 """
-
-from funitel.router.chat.answer import ChatAnswer, ToolCall
-from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolChoice, ToolMode
-from funitel.router.chat.parts import (
-    ChatUsage,
-    EndReason,
-    Finished,
-    Part,
-    ReasoningDelta,
-    ScoredToken,
-    Started,
-    TextDelta,
-    ToolCallArguments,
-    ToolCallStart,
-)
-from funitel.router.chat.run import PreparedChat, count_prompt_tokens, prepare_chat
-
-__all__ = [
-    "ChatAnswer",
-    "ChatCall",
-    "ChatMessage",
-    "ChatUsage",
-    "EndReason",
-    "Finished",
-    "Part",
-    "PastToolCall",
-    "PreparedChat",
-    "ReasoningDelta",
-    "ScoredToken",
-    "Started",
-    "TextDelta",
-    "Tool",
-    "ToolCall",
-    "ToolCallArguments",
-    "ToolCallStart",
-    "ToolChoice",
-    "ToolMode",
-    "count_prompt_tokens",
-    "prepare_chat",
-]

@@ -27,7 +27,7 @@ from funitel.router.api.anthropic.schema_response import (
     ThinkingContent,
     ToolUseContent,
 )
-from funitel.router.chat import (
+from funitel.router.chat.parts import (
     EndReason,
     Finished,
     Part,

@@ -19,7 +19,8 @@ from funitel.router.api.anthropic.to_chat import chat_call, sampling_of
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.errors import anthropic_error, new_request_id
 from funitel.router.api.common.handler import IncomingRequest, generation_route, reading_route
-from funitel.router.chat import Part, PreparedChat, count_prompt_tokens, prepare_chat
+from funitel.router.chat.parts import Part
+from funitel.router.chat.run import PreparedChat, count_prompt_tokens, prepare_chat
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.service import Service

@@ -21,7 +21,7 @@ from funitel.router.api.anthropic.schema_request import (
     joined,
 )
 from funitel.router.api.anthropic.schema_request import Tool as BodyTool
-from funitel.router.chat import ChatCall, ChatMessage, PastToolCall, Tool, ToolChoice, ToolMode
+from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolChoice, ToolMode
 from funitel.router.core.grammar import Grammar
 from funitel.router.serving.sampling_request import SamplingRequest
 

@@ -30,21 +30,19 @@ from funitel.router.api.openai.schema_answers import (
     Usage,
 )
 from funitel.router.api.openai.schema_chat import ChatRequest
-from funitel.router.chat import (
-    ChatAnswer,
+from funitel.router.chat.answer import ChatAnswer, ToolCall
+from funitel.router.chat.parts import (
     EndReason,
     Finished,
     Part,
-    PreparedChat,
     ReasoningDelta,
     ScoredToken,
     Started,
     TextDelta,
-    ToolCall,
     ToolCallArguments,
     ToolCallStart,
-    prepare_chat,
 )
+from funitel.router.chat.run import PreparedChat, prepare_chat
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.service import Service

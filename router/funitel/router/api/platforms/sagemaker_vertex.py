@@ -13,7 +13,7 @@ from funitel.router.api.openai import chat as openai
 from funitel.router.api.openai import completions
 from funitel.router.api.openai.schema_chat import ChatRequest
 from funitel.router.api.platforms.schema import VertexRequest, VertexResponse
-from funitel.router.chat import prepare_chat
+from funitel.router.chat.run import prepare_chat
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
 from funitel.router.serving.run import check_count, collect_best, summed_headers

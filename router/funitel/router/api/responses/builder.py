@@ -32,7 +32,7 @@ from funitel.router.api.responses.schema_response import (
     TextDoneEvent,
     TokenLogprob,
 )
-from funitel.router.chat import (
+from funitel.router.chat.parts import (
     EndReason,
     Finished,
     Part,

@@ -31,7 +31,8 @@ from funitel.router.api.responses.schema_response import (
 )
 from funitel.router.api.responses.store import ResponseStore, StoredResponse
 from funitel.router.api.responses.to_chat import chat_call, conversation
-from funitel.router.chat import Part, PreparedChat, count_prompt_tokens, prepare_chat
+from funitel.router.chat.parts import Part
+from funitel.router.chat.run import PreparedChat, count_prompt_tokens, prepare_chat
 from funitel.router.core import request_context
 from funitel.router.middleware.auth import tenant_of
 from funitel.router.serving.arrival import Arrival

@@ -25,7 +25,7 @@ from funitel.router.api.responses.schema_request import (
     SchemaFormat,
 )
 from funitel.router.api.responses.store import ResponseStore
-from funitel.router.chat import ChatCall, ChatMessage, PastToolCall, Tool, ToolChoice, ToolMode
+from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolChoice, ToolMode
 from funitel.router.core.grammar import Grammar
 from funitel.router.serving.sampling_request import SamplingRequest
 
