@@ -232,6 +232,27 @@ def test_without_chunks_waiting_requests_join_by_ratio_or_by_patience(
     assert joined == joins_at
 
 
+@pytest.mark.parametrize(
+    ("num_running", "num_waiting", "joins"), [(1, 1, True), (4, 1, False), (4, 2, True), (10, 3, True)]
+)
+def test_without_chunks_waiting_requests_join_from_a_share_of_the_running_ones(
+    num_running: int, num_waiting: int, joins: bool
+) -> None:
+    policy = SchedulerPolicy(max_batch_prefill_tokens=200, is_chunked=False, waiting_served_ratio=0.3)
+    scheduler = Scheduler(policy, BlockPool(200, BLOCK))
+    for i in range(num_running):
+        scheduler.add(make_sequence(i, 4, 9))
+    assert scheduler.schedule()
+    with pytest.raises(AssertionError, match="^steps in flight come first"):
+        scheduler.preempt_all()
+    for i in range(num_waiting):
+        scheduler.add(make_sequence(100 + i, 4, 9))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert (plan.is_alone, len(plan.starts)) == (joins, num_waiting if joins else 0)
+    assert plan.load.num_prompt_tokens == (4 * num_waiting if joins else 0)
+
+
 def test_a_plain_peer_gets_whole_requests_with_slots_and_text() -> None:
     policy = SchedulerPolicy(max_batch_prefill_tokens=64, is_chunked=False, is_plain=True)
     scheduler = Scheduler(policy, BlockPool(100, BLOCK))

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from queues import waiting
@@ -356,6 +357,19 @@ def test_the_order_is_told_as_far_as_it_is_asked_for() -> None:
     queue, _ = waiting(*(make_sequence(i, 8, 5, key=key, priority=priority) for i, (key, priority) in enumerate(specs)))
     for most in range(7):
         assert [sequence.id for sequence in queue.in_order(most)] == [4, 2, 3, 0, 1][:most]
+
+
+@pytest.mark.parametrize(("num_running", "ahead"), [(0, []), (1, [0]), (2, [0])])
+def test_of_keys_that_were_given_the_same_the_one_with_fewer_sequences_is_first(
+    num_running: int, ahead: list[int]
+) -> None:
+    queue, shares = waiting(*(make_sequence(i, 8, 5, key=FLOODER) for i in range(2)))
+    for _ in range(num_running):
+        shares.join(OTHER)
+    incoming = make_sequence(9, 8, 5, key=OTHER)
+    incoming.arrived = 1.0
+    # It counts too: beside one that runs both keys have two, and the earlier is first.
+    assert [sequence.id for sequence in queue.ahead_of(incoming)] == ahead
 
 
 def test_keys_that_were_given_the_same_take_turns_by_rank() -> None:
