@@ -8,11 +8,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from importlib import metadata
 from urllib.parse import urlsplit
 
 from funitel.proto.errors import SettingsError, translating
 from funitel.proto.tracing import spans
+from funitel.proto.version import version
 
 EXPORT_SECONDS = 5.0  # timeout of one batch
 END_SECONDS = 1.5  # timeout of the remaining spans at the end of the process
@@ -42,11 +42,11 @@ def export(endpoint: str, service_name: str, **attributes: str | int) -> Callabl
             "--otlp-endpoint needs the package opentelemetry-exporter-otlp-proto-grpc, which is not installed"
         ) from error
     _limit_logs()
-    facts = {"service.name": service_name, "service.version": _version(), "process.pid": os.getpid(), **attributes}
+    facts = {"service.name": service_name, "service.version": version(), "process.pid": os.getpid(), **attributes}
     is_plain = urlsplit(endpoint).scheme != "https"
     with translating(lambda error: SettingsError(f"--otlp-endpoint {endpoint}: a variable OTEL_* is wrong: {error}")):
         provider, abort = build_provider(endpoint, facts, is_plain=is_plain, timeout=EXPORT_SECONDS)
-    spans.set_tracer(provider.get_tracer("funitel", _version()))
+    spans.set_tracer(provider.get_tracer("funitel", version()))
 
     def finish() -> None:
         spans.set_tracer(None)
@@ -68,13 +68,6 @@ def _check(endpoint: str) -> None:
         is_right = False
     if not is_right:
         raise SettingsError(f"--otlp-endpoint must be like http://host:4317, given {endpoint!r}")
-
-
-def _version() -> str:
-    try:
-        return metadata.version("funitel")
-    except metadata.PackageNotFoundError:
-        return "0.0.0"
 
 
 def _limit_logs() -> None:

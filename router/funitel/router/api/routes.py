@@ -5,10 +5,10 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from funitel.proto.version import version
 from funitel.router.api import anthropic, embeddings, native, openai, openapi, operators, platforms, responses
 from funitel.router.api.operators import DEBUG_ROUTES, HEALTH
 from funitel.router.api.platforms import VERTEX
-from funitel.router.core.version import version
 from funitel.router.middleware.operation import Access, Operation
 from funitel.router.settings import RouterSettings
 

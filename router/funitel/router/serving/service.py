@@ -8,9 +8,9 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
+from funitel.proto.version import version
 from funitel.router.core.drain import SHUTTING_DOWN, Drain
 from funitel.router.core.request import DEFAULT_MODEL
-from funitel.router.core.version import version
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.service import EncoderService
 from funitel.router.engine.interface import Inference

@@ -8,6 +8,7 @@ from typing import Any
 from funitel.proto.errors import FunitelError
 from funitel.router.api.responses.schema_request import Status
 from funitel.router.api.responses.schema_response import (
+    AnyEvent,
     ArgumentsDeltaEvent,
     ArgumentsDoneEvent,
     IncompleteDetails,
@@ -47,18 +48,7 @@ from funitel.router.transport.sse_frames import HOLE, Template
 
 MIN_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
 
-Event = (
-    bytes  # a frame
-    | ResponseEvent
-    | ItemEvent
-    | PartEvent
-    | TextDeltaEvent
-    | TextDoneEvent
-    | ReasoningDeltaEvent
-    | ReasoningDoneEvent
-    | ArgumentsDeltaEvent
-    | ArgumentsDoneEvent
-)
+Event = AnyEvent | bytes  # or a frame
 
 
 def new_id(kind: str) -> str:

@@ -266,17 +266,18 @@ class ArgumentsDoneEvent(_InItem):
     arguments: str
 
 
-class ResponseStreamEvent(
-    RootModel[
-        ResponseEvent
-        | ItemEvent
-        | PartEvent
-        | TextDeltaEvent
-        | TextDoneEvent
-        | ReasoningDeltaEvent
-        | ReasoningDoneEvent
-        | ArgumentsDeltaEvent
-        | ArgumentsDoneEvent
-    ]
-):
+AnyEvent = (
+    ResponseEvent
+    | ItemEvent
+    | PartEvent
+    | TextDeltaEvent
+    | TextDoneEvent
+    | ReasoningDeltaEvent
+    | ReasoningDoneEvent
+    | ArgumentsDeltaEvent
+    | ArgumentsDoneEvent
+)
+
+
+class ResponseStreamEvent(RootModel[AnyEvent]):
     """An event of a streamed response; its name is its type."""
