@@ -1,14 +1,12 @@
 """The three streaming APIs that the benchmark speaks: request bodies and parsing of events."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from funitel.launcher.bench.figures import Failure, Timeline
 from funitel.launcher.bench.http import HttpReply
-
-JSON = Any
+from funitel.launcher.terminal_ui.http_client import JSON, parsed
 
 IGNORE_EOS, USAGE = "ignore_eos", "usage"
 """Options that not every server supports: go on after the end token; report the number of tokens."""
@@ -49,12 +47,12 @@ def read_reply(dialect: Dialect, started: float, reply: HttpReply) -> Timeline:
     """Convert an answer to the timeline of its request."""
     timeline = Timeline(started=started, ended=reply.ended)
     if reply.status != 200:
-        message = error_message(_parsed(reply.body)) or "without a reason"
+        message = error_message(parsed(reply.body)) or "without a reason"
         return replace(timeline, failure=Failure(f"HTTP {reply.status}", message))
     arrivals: list[float] = []
     is_ended, num_tokens, num_prompt_tokens = False, None, None
     for instant, data in _events(reply.pieces):
-        content = _parsed(data)
+        content = parsed(data)
         if not isinstance(content, dict):
             return replace(timeline, failure=Failure("malformed", f"an event is no JSON object: {data[:80]!r}"))
         if content.get("error"):
@@ -100,14 +98,6 @@ def _events(pieces: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, byte
             name, _, value = line.partition(b":")
             if name == b"data" and (data := value.strip()) and data != b"[DONE]":
                 yield instant, data
-
-
-def _parsed(content: bytes) -> JSON:
-    """Content parsed as JSON, or None."""
-    try:
-        return json.loads(content)
-    except ValueError:
-        return None
 
 
 def _openai_body(query: GenerationQuery, prompt: Mapping[str, Any]) -> JSON:

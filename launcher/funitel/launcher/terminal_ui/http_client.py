@@ -63,7 +63,7 @@ class Api:
             FunitelError: the server refused.
         """
         with self._request("GET", path, None) as response:
-            return _parsed(response.read())
+            return parsed(response.read())
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[JSON, None, None]:
         """POST and yield the events of the answer; closing the generator closes the connection.
@@ -78,7 +78,7 @@ class Api:
                     continue
                 if value.strip() == "[DONE]":
                     return
-                event = _parsed(value.encode())
+                event = parsed(value.encode())
                 if isinstance(event, dict) and event.get("error"):
                     raise FunitelError(_message(event))
                 yield event
@@ -114,7 +114,7 @@ class Api:
 
     def _refusal(self, status: int, content: bytes) -> FunitelError:
         """The server's error message, as the error class of its status."""
-        message = _message(_parsed(content)) or f"{self.url} answers with status {status}"
+        message = _message(parsed(content)) or f"{self.url} answers with status {status}"
         match status:
             case 401 | 403:
                 return Unauthorized(f"{message}: give --api-key or set API_KEY")
@@ -137,7 +137,7 @@ def _split(url: str) -> SplitResult:
     return parts
 
 
-def _parsed(content: bytes) -> JSON:
+def parsed(content: bytes) -> JSON:
     """Content parsed as JSON, or None."""
     try:
         return json.loads(content)

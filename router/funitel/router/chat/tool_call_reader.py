@@ -29,11 +29,9 @@ class Reader(Protocol):
 
     def feed(self, character: str) -> None:
         """Take the next character; not called any more once done or broken."""
-        ...
 
     def take(self) -> list[Piece]:
         """Return what is known since the last time."""
-        ...
 
 
 class _Value:

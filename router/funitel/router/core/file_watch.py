@@ -13,7 +13,6 @@ class Reloadable(Protocol):
 
     def refresh(self) -> None:
         """Reload them if they have changed; raise nothing for their content. Called from a thread."""
-        ...
 
 
 class FileWatch:

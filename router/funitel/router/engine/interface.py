@@ -28,38 +28,29 @@ class Inference(Protocol):
     @property
     def limits(self) -> Limits:
         """The limits of one request."""
-        ...
 
     @property
     def compute_type(self) -> str:
         """Shards and device, such as `2-cpu`; sent as `x-compute-type`."""
-        ...
 
     @property
     def views(self) -> dict[int, EngineView]:
         """What the state of each replica that serves is read from, by its index."""
-        ...
 
     def check_room(self, incoming: Request) -> None:
         """Raise Overloaded or NotReady if a request would be refused, whatever its prompt."""
-        ...
 
     def reserve(self, incoming: Request) -> Reservation:
         """Hold a place for a request until it is submitted; raises as `check_room`, for want of places only."""
-        ...
 
     def submit(self, request: Request) -> TokenStream:
         """Queue a request, or raise Overloaded or NotReady."""
-        ...
 
     async def health(self) -> None:
         """Raise FunitelError when a shard does not answer."""
-        ...
 
     def fail_all(self, error: FunitelError) -> None:
         """End every request; clients get the error."""
-        ...
 
     async def close(self) -> None:
         """Refuse new requests and let running ones finish."""
-        ...

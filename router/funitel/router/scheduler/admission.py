@@ -78,16 +78,13 @@ class SequenceHolder(Protocol):
     @property
     def ttft_estimator(self) -> TtftEstimator | None:
         """Estimates the time to first token, where that is possible."""
-        ...
 
     @property
     def running(self) -> Mapping[int, Sequence]:
         """Running sequences by id."""
-        ...
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

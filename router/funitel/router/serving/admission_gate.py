@@ -17,11 +17,9 @@ class Admits(Protocol):
 
     def check_room(self, incoming: Request) -> None:
         """Raise Overloaded, or another FunitelError, if a request would be refused."""
-        ...
 
     def reserve(self, incoming: Request) -> Reservation:
         """Hold a place for a request until it is submitted; raises as `check_room`, for want of places only."""
-        ...
 
 
 class TokenizeLimit:

@@ -39,11 +39,9 @@ class Ranks(Protocol):
 
     async def warmup(self, sequences: Seq[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
         """Size the KV pool."""
-        ...
 
     async def health(self) -> Seq[ShardMemory]:
         """Return the memory that each rank holds, if known; raise ShardFailed unless every rank answers."""
-        ...
 
     def prefill(
         self,
@@ -55,33 +53,26 @@ class Ranks(Protocol):
         step_seq: int | None,
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Add new sequences and run one step, together with `cached` if given."""
-        ...
 
     def decode(
         self, batches: Seq[CachedBatch], rows: Seq[RowUpdate], copies: Seq[BlockCopy], step_seq: int | None
     ) -> Awaitable[tuple[StepResult, ...]]:
         """Run one step of cached batches."""
-        ...
 
     def filter(self, batch_id: int, request_ids: Seq[int], step_seq: int | None) -> Awaitable[CachedBatch]:
         """Keep some rows of a cached batch."""
-        ...
 
     async def compile_grammar(self, kind: GrammarType, text: str) -> None:
         """Compile a grammar beside the steps; a failure leaves steps sound. Raises InvalidRequest for a bad one."""
-        ...
 
     def clear(self, batch_id: int | None = None, step_seq: int | None = None) -> Awaitable[None]:
         """Drop one cached batch; or all, and restart the numbering of calls."""
-        ...
 
     async def dismiss(self, reason: str) -> None:
         """Ask ranks to end that cannot be killed; their answers are ignored from now on."""
-        ...
 
     async def close(self) -> None:
         """Close the connections to the ranks."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,12 @@ class Client(Protocol):
 
     def disconnect(self, reason: str) -> None:
         """End the connection at once."""
-        ...
 
     def keep_unread(self, num_bytes: int) -> None:
         """Add bytes that wait for a slow reader, or subtract; past its limit it is disconnected."""
-        ...
 
     def keep_body(self, num_bytes: int) -> None:
         """Add bytes of a body that is not complete, or subtract."""
-        ...
 
 
 class MemoryBudget:

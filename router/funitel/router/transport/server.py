@@ -50,11 +50,9 @@ class Served(Protocol):
     @property
     def is_started(self) -> bool:
         """Whether the shards are ready."""
-        ...
 
     def fail_all(self, error: FunitelError) -> None:
         """End every request that runs or waits; clients get the error."""
-        ...
 
 
 # Makes the application, with the service in its state: calls the first on a failed start, reloads the second.

@@ -33,15 +33,12 @@ class Prefill(Protocol):
 
     def all_fit(self, sequences: Collection[Sequence]) -> bool:
         """Whether so many waiting sequences, and one more, may all run beside those that do."""
-        ...
 
     def may_share(self, sequence: Sequence) -> bool:
         """Whether a sequence may begin behind a cached prefix."""
-        ...
 
     def cached_prefix_len(self, sequence: Sequence) -> int:
         """Return the tokens of the cached prefix of a sequence."""
-        ...
 
 
 class TtftEstimator:
