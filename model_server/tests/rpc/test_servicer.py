@@ -155,7 +155,7 @@ async def test_an_exception_in_a_step_is_aborted_and_the_shard_lives_on(
         raise RuntimeError("out of\nmemory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard.executor, "decoder", explode)
+        patch.setattr(shard.executor.runner, "decoder", explode)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await shard.stub.Prefill(shard.prefill(1, 1, step_seq=1))
     assert failed.value.code() is grpc.StatusCode.ABORTED
@@ -168,7 +168,7 @@ async def test_a_rank_that_lost_the_others_gives_up(shard: Shard, monkeypatch: p
     def lose(*arguments: object) -> None:
         raise ShardFailed("rank 0 lost the other ranks")
 
-    monkeypatch.setattr(shard.executor, "decoder", lose)
+    monkeypatch.setattr(shard.executor.runner, "decoder", lose)
     with pytest.raises(grpc.aio.AioRpcError):
         await shard.stub.Prefill(shard.prefill(1, 1))
     assert [failure.message for failure in shard.failures] == ["rank 0 lost the other ranks"]
