@@ -102,3 +102,36 @@ def test_the_key_with_most_blocks_gives_some_to_a_newcomer_first() -> None:
     scheduler = run(*[(A, 7, 0, 0.0)] * 2, *[(C, 15, 0, 0.0)] * 2, charged={A: 200, C: 100})
     scheduler.add(make_sequence(9, 7, 10, key=B))
     assert preempted(scheduler, 9) == [3]
+
+
+def test_nothing_is_preempted_for_a_key_that_was_given_as_much() -> None:
+    scheduler = run((A, 7, 0, 0.0), (A, 7, 0, 0.0), charged={}, num_left=9, max_batch_size=2)
+    for i in (8, 9):
+        scheduler.add(make_sequence(i, 7, 10, key=B))
+    scheduler.shares.charge_key(B, scheduler.shares.tokens_of(A) - scheduler.shares.tokens_of(B))
+    assert scheduler.shares.level(A) == scheduler.shares.level(B)
+    assert preempted(scheduler, 8, 9) == []
+    scheduler.shares.charge_key(A, 1)
+    assert preempted(scheduler, 8, 9) == [1]
+
+
+def test_all_that_a_preempted_sequence_had_computed_is_computed_again_at_no_charge() -> None:
+    scheduler, shard = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=4), BlockPool(20, BLOCK)), FakeShard()
+    sequence = make_sequence(0, 11, 9)
+    scheduler.add(sequence)
+
+    def compute(num_steps: int) -> None:
+        for _ in range(num_steps):
+            plan = scheduler.schedule()
+            assert plan is not None
+            scheduler.commit(plan, shard.step(plan), 0.01)
+
+    compute(3)
+    assert (sequence.num_computed, scheduler.shares.tokens_of(b"")) == (11, 11)
+    for num_steps, repeated in ((1, 11), (2, 11)):
+        scheduler.preempt_all()
+        shard.retain(set())
+        assert (sequence.num_computed, sequence.num_repeated, sequence.blocks) == (0, repeated, [])
+        compute(num_steps)
+        assert (sequence.num_computed, sequence.num_repeated) == (4 * num_steps, 11 - 4 * num_steps)
+    assert (scheduler.shares.tokens_of(b""), scheduler.shares.num_repeated) == (11, 12)
