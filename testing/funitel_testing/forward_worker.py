@@ -27,8 +27,7 @@ from funitel.model_server.forward.interface import Forward
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.models.decoder import Decoder
-from funitel.model_server.registry.choose import choose_spec
-from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.registry.lookup import choose_spec, spec_of
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")

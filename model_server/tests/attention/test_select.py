@@ -11,9 +11,7 @@ import torch
 from funitel.model_server.attention import probe as check
 from funitel.model_server.attention.backend import AttentionBackend, AttentionRule, RecordableAttention
 from funitel.model_server.attention.flash import flash_2, flash_3
-from funitel.model_server.attention.probe import KernelCheck
-from funitel.model_server.attention.select import Makers, choose, choose_attention
-from funitel.model_server.attention.split_by_phase import SplitAttention
+from funitel.model_server.attention.select import KernelCheck, Makers, SplitAttention, choose, choose_attention
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from funitel.model_server.device.gpu import GpuState
-from funitel.model_server.executor import profile_run
+from funitel.model_server.executor import warmup
 from funitel.model_server.executor.async_sampling import AsyncSampling
 from funitel.model_server.executor.executor import Executor
-from funitel.model_server.executor.gpu_pool_sizing import (
+from funitel.model_server.executor.pool_sizing import (
     MAX_DRIVER_BYTES,
     USABLE,
     GpuPoolMemory,
@@ -200,8 +200,8 @@ def test_the_share_of_a_card_bounds_the_pool(folder: Path) -> None:
 
 
 def test_rows_of_a_rehearsal() -> None:
-    assert [profile_run.num_rows(asked) for asked in (None, 3, 10**9)] == [128, 3, 1024]
-    assert profile_run.within([[], [1, 2, 3], [4, 5], [6]], 4) == [[1, 2, 3], [4]]
+    assert [warmup.num_rows(asked) for asked in (None, 3, 10**9)] == [128, 3, 1024]
+    assert warmup.prompts_within([[], [1, 2, 3], [4, 5], [6]], 4) == [[1, 2, 3], [4]]
 
 
 def test_sizing_needs_no_triton() -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from funitel.model_server.rpc.call_order import CallOrder
+from funitel.model_server.rpc.dispatcher import CallOrder
 from funitel.proto.errors import FunitelError
 
 
@@ -54,7 +54,7 @@ async def test_starting_again_refuses_those_who_wait() -> None:
 
 
 async def test_a_predecessor_that_never_comes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("funitel.model_server.rpc.call_order.ORDER_TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr("funitel.model_server.rpc.dispatcher.ORDER_TIMEOUT_SECONDS", 0.01)
     calls = Recorded()
     calls.begin(5)
     await asyncio.sleep(0.05)

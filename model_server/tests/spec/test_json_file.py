@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from funitel.model_server.registry import lookup
-from funitel.model_server.registry.choose import choose_spec
-from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.registry.lookup import choose_spec, spec_of
 from funitel.model_server.spec.json_file import from_json
 from funitel.model_server.tools.spec import check, show
 from funitel.proto.errors import SettingsError, UnsupportedModel

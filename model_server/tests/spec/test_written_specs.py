@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from funitel.model_server.registry import lookup
-from funitel.model_server.registry.choose import choose_spec
+from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.tools.spec import check
 from funitel.proto.errors import UnsupportedModel
 from funitel_testing.families import TOLERANCE, worst_error

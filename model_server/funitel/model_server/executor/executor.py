@@ -14,12 +14,11 @@ from typing import Any
 
 from funitel.model_server.device.memory import is_out_of_memory, release_memory
 from funitel.model_server.device.tensor_parallel import TensorParallel
-from funitel.model_server.executor.admit import RowAdmission
+from funitel.model_server.executor.admit import RowAdmission, check_step
 from funitel.model_server.executor.interface import ActiveRow, ExecutorOptions, PendingStep, StepSampling
 from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
 from funitel.model_server.executor.row_rules import RowRules
-from funitel.model_server.executor.step_checks import check_step
 from funitel.model_server.executor.sync_sampling import SyncSampling
 from funitel.model_server.executor.warmup import Warmup
 from funitel.model_server.forward.interface import Forward

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.executor.admit import StepBounds
 from funitel.model_server.executor.interface import ActiveRow, ExecutorOptions
 from funitel.model_server.executor.row_rules import RowRules
-from funitel.model_server.executor.step_checks import StepBounds
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.forward.interface import Forward
 from funitel.model_server.kv_cache.host_tier import HostBlocks

@@ -1,27 +1,88 @@
 """The warm-up: a profile run of the largest step, then a KV pool of what memory is left, and limits in tokens."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from funitel.model_server.device.gpu import Gpu
 from funitel.model_server.device.pinned_memory import page_locked
-from funitel.model_server.executor import profile_run
 from funitel.model_server.executor.admit import RowAdmission
-from funitel.model_server.executor.gpu_pool_sizing import GpuPoolMemory
 from funitel.model_server.executor.interface import StepSampling
 from funitel.model_server.executor.model_runner import ModelRunner
-from funitel.model_server.executor.pool_sizing import HostPoolMemory, PoolMemory, num_pool_blocks
+from funitel.model_server.executor.pool_sizing import GpuPoolMemory, HostPoolMemory, PoolMemory, num_pool_blocks
 from funitel.model_server.forward.batch import RowSpan
 from funitel.model_server.forward.interface import RecordingForward
 from funitel.model_server.kv_cache.host_tier import HostBlocks
-from funitel.model_server.sequence.detokenizer import TextCodec
+from funitel.model_server.sampling.sampler import SamplingState, token_logprobs
+from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher, TextCodec
+from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError
-from funitel.proto.step import SequenceStart, WarmupLimits, WarmupResult
+from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams, WarmupLimits, WarmupResult
 
 logger = logging.getLogger(__name__)
+
+USUAL_BATCH_SIZE = 128  # sequences, where the router does not say how many
+MAX_PROFILED_ROWS = 1024  # sequences: beyond that each takes more than it can pay back
+TOP_N = 5
+# Every filter there is, and the model's own scores kept beside those that it changes.
+HEAVIEST = SamplingParams(
+    do_sample=True,
+    temperature=0.7,
+    top_k=1000,
+    top_p=0.9,
+    min_p=0.01,
+    typical_p=0.9,
+    repetition_penalty=1.1,
+    raw_logprobs=True,
+)
+
+
+def num_rows(max_batch_size: int | None) -> int:
+    """Sequences of the largest step, beside its prompts."""
+    return min(max_batch_size or USUAL_BATCH_SIZE, MAX_PROFILED_ROWS)
+
+
+def profiled_rows(count: int, codec: TextCodec) -> list[SequenceState]:
+    """So many sequences that ask for everything sampling can do, in places of the sequence table from 0 on."""
+    stopping = StoppingParams(max_new_tokens=2, ignore_eos=True)
+    begun = SequenceStart(request_id=0, sampling=HEAVIEST, stopping=stopping, top_n_tokens=TOP_N)
+    return [
+        SequenceState(
+            index=i,
+            start=begun,
+            tokens=[0],
+            prompt_len=1,
+            num_cached=0,
+            sampling=SamplingState.over(HEAVIEST, TOP_N, [0], []),
+            detokenizer=Detokenizer(codec, [0]),
+            stops=StopMatcher(()),
+        )
+        for i in range(count)
+    ]
+
+
+def describe_prompts(logits: torch.Tensor) -> None:
+    """Take log-probabilities of prompts, from the logits of their tokens [num_logits, vocab_size]."""
+    token_logprobs(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+
+
+def prompts_within(prompts: Iterable[list[int]], budget: int) -> list[list[int]]:
+    """The prompts that are not empty, cut off where they would be more tokens than `budget`."""
+    kept = []
+    for prompt in prompts:
+        if tokens := prompt[:budget]:
+            kept.append(tokens)
+            budget -= len(tokens)
+    return kept
+
+
+def _block_tables(counts: Sequence[int]) -> list[np.ndarray]:
+    """Block tables of so many blocks each, one behind the other."""
+    return np.split(np.arange(sum(counts), dtype=np.int32), np.cumsum(counts)[:-1])
+
 
 # On a CPU memory is not sized by a measured peak, so warming up needs no full-size prefill: it would take seconds.
 CPU_WARMUP_TOKENS = 256
@@ -62,7 +123,7 @@ class Warmup:
                 f"--max-total-tokens {limits.max_total_tokens} exceeds the model's context of {context}"
             )
         runner.cache = None
-        self.profile(starts, profile_run.num_rows(limits.max_batch_size), limits.max_prefill_tokens)
+        self.profile(starts, num_rows(limits.max_batch_size), limits.max_prefill_tokens)
         pool_tokens = self._size_pool(limits)
         if isinstance(runner.decoder, RecordingForward):
             runner.decoder.record_largest(runner.pool)
@@ -93,10 +154,10 @@ class Warmup:
         runner, is_measured = self._runner, self.memory.is_measured
         size, rules = runner.options.block_size, runner.rules
         budget = max_prefill_tokens if is_measured else CPU_WARMUP_TOKENS
-        prompts = profile_run.within(map(self._prompt_of, starts), budget)
+        prompts = prompts_within(map(self._prompt_of, starts), budget)
         if not prompts:
             raise InvalidRequest("Warmup needs at least one prompt token")
-        tables = profile_run.tables([-(-len(prompt) // size) for prompt in prompts])
+        tables = _block_tables([-(-len(prompt) // size) for prompt in prompts])
         wanted = "all" if is_measured and runner.options.allow_prefill_logprobs else "last"
         spans = [
             rules.profile_prompt(prompt, table, size, wanted, is_measured=is_measured)
@@ -115,8 +176,8 @@ class Warmup:
     def _compute(self, spans: Sequence[RowSpan], num_rows: int) -> None:
         logits = self._runner.forward(spans)
         if logits is not None and self.memory.is_measured:
-            profile_run.describe_prompts(logits[: len(logits) - num_rows])
-            self._sampling.profile(profile_run.rows_of(num_rows, self._codec), logits[len(logits) - num_rows :])
+            describe_prompts(logits[: len(logits) - num_rows])
+            self._sampling.profile(profiled_rows(num_rows, self._codec), logits[len(logits) - num_rows :])
 
     def _prompt_of(self, start: SequenceStart) -> list[int]:
         return self._admission.prompt_of(start)[: self._runner.spec.max_position_embeddings]

@@ -23,7 +23,7 @@ from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.torch_backend import load_torch
 from funitel.model_server.quantized.config import check_flag
 from funitel.model_server.quantized.select import MADE as MADE_ON_GPU
-from funitel.model_server.registry.choose import choose_spec
+from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelSpec, Position

@@ -1,9 +1,12 @@
 """Look up the ModelSpec of a Hugging Face `config.json` in the table of decoders."""
 
+from pathlib import Path
+
+from funitel.model_server.files.integrity import read_json
 from funitel.model_server.registry.class_defaults import CLASS_DEFAULTS
 from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.row import Config, reading_config
-from funitel.model_server.spec.json_file import check_types
+from funitel.model_server.spec.json_file import check_types, read_spec
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import NoRow, UnsupportedModel
 
@@ -33,3 +36,8 @@ def spec_of(config: Config) -> ModelSpec:
     except UnsupportedModel as error:
         raise UnsupportedModel(f"config.json of {architectures[0]}: {error.message}") from error
     return spec
+
+
+def choose_spec(model_spec: str | None, folder: Path) -> ModelSpec:
+    """The spec that a user wrote, else the one of the checkpoint's architecture. Raises: `StartupError`."""
+    return spec_of(read_json(folder / "config.json")) if model_spec is None else read_spec(Path(model_spec))

@@ -14,9 +14,8 @@ from funitel.model_server.hub.resolve import resolve
 from funitel.model_server.loading.encoder import holds_encoder, load_encoder
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.rpc.call_server import CallServer
-from funitel.model_server.rpc.encoder_servicer import EncoderServicer
 from funitel.model_server.rpc.listen_address import listen_address, remove_files, step_socket_path
-from funitel.model_server.rpc.servicer import Servicer, make_server
+from funitel.model_server.rpc.servicer import EncoderServicer, Servicer, make_server
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import FunitelError
 

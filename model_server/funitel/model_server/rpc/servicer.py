@@ -4,17 +4,20 @@ What changes state is run by the dispatcher, on the compute thread. Health and I
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
+from concurrent.futures import Executor as ThreadExecutor
 
 import grpc
 
+from funitel.model_server.executor.encoder import EncoderExecutor
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.rpc.base_servicer import Context, End, ShardServicer, abort, end_process
 from funitel.model_server.rpc.dispatcher import Dispatcher, Q, R, ReplyCallbacks
 from funitel.model_server.rpc.tracing import TracedCalls
+from funitel.proto import encoder_wire, generate_pb2_grpc, wire
 from funitel.proto import generate_pb2 as pb
-from funitel.proto import generate_pb2_grpc, wire
-from funitel.proto.errors import FunitelError, StartupError
+from funitel.proto.errors import FunitelError, StartupError, StepFailed, translating
 from funitel.proto.process.private_socket import keeping_private
 from funitel.proto.security.tls import MutualTls
 from funitel.proto.step import ShardInfo
@@ -129,3 +132,35 @@ def make_server(
     except RuntimeError as error:
         raise StartupError(f"cannot listen on {address}: {error}") from error
     return server
+
+
+logger = logging.getLogger(__name__)
+
+
+class EncoderServicer(ShardServicer):
+    """What of `generate.v3.TextGenerationService` an encoder answers; the rest is UNIMPLEMENTED."""
+
+    def __init__(self, executor: EncoderExecutor, info: ShardInfo, urls: list[str], compute: ThreadExecutor) -> None:
+        super().__init__(info, urls)
+        self._executor = executor
+        self._compute = compute
+
+    async def ClearCache(self, request: pb.ClearCacheRequest, context: Context) -> pb.ClearCacheResponse:
+        """Nothing is kept between calls."""
+        return pb.ClearCacheResponse()
+
+    async def Encode(self, request: pb.EncodeRequest, context: Context) -> pb.EncodeResponse:
+        """Compute one batch of texts."""
+        loop = asyncio.get_running_loop()
+        try:
+            task, inputs = encoder_wire.decode_inputs(request)
+            with translating(_failure):
+                result = await loop.run_in_executor(self._compute, self._executor.encode, task, inputs)
+        except FunitelError as error:
+            await abort(context, error)
+        return encoder_wire.encode_rows(result)
+
+
+def _failure(error: Exception) -> StepFailed:
+    logger.error("encoding failed", exc_info=error)
+    return StepFailed(f"{type(error).__name__}: {error}")

@@ -12,9 +12,8 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq
-from funitel.model_server.registry.choose import choose_spec
 from funitel.model_server.registry.encoder_decoders import is_seq2seq, seq2seq_spec_of
-from funitel.model_server.registry.lookup import spec_of
+from funitel.model_server.registry.lookup import choose_spec, spec_of
 from funitel.model_server.spec.json_file import to_json
 from funitel.proto.errors import WeightsError
 

@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from funitel.model_server.executor.executor import Executor
-from funitel.model_server.executor.gpu_pool_sizing import GpuPoolMemory
+from funitel.model_server.executor.pool_sizing import GpuPoolMemory
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.models.encoder.packed import Packed
 from funitel.model_server.models.encoder_decoder.forced_tokens import DecodingRules, read_rules

@@ -1,20 +1,18 @@
 """Estimate what serving a model takes on this machine, from headers and configurations: no weight is read."""
 
+from math import prod
 from pathlib import Path
 
-from funitel.model_server.files.integrity import read_json
-from funitel.model_server.registry.choose import choose_spec
+from funitel.model_server.checkpoint.storage import open_file
+from funitel.model_server.files.integrity import read_json, weight_files
+from funitel.model_server.loading.common import choose_device, choose_dtype
 from funitel.model_server.registry.encoder_decoders import is_seq2seq, seq2seq_spec_of
-from funitel.model_server.registry.encoders import is_encoder
+from funitel.model_server.registry.encoders import encoder_spec_of, is_encoder
+from funitel.model_server.registry.lookup import choose_spec
 from funitel.model_server.settings import ModelsSettings
-from funitel.model_server.tools.models import (
-    decoder_estimate,
-    encoder_decoder_estimate,
-    encoder_estimate,
-    transformers_estimate,
-)
-from funitel.model_server.tools.models.needs import Needs
-from funitel.proto.errors import NoRow
+from funitel.model_server.tools.models import decoder_estimate, transformers_estimate
+from funitel.model_server.tools.models.needs import Needs, name_of, with_memory
+from funitel.proto.errors import NoRow, SettingsError
 
 
 def needs_of(settings: ModelsSettings, folder: Path) -> Needs:
@@ -25,11 +23,35 @@ def needs_of(settings: ModelsSettings, folder: Path) -> Needs:
     """
     config = read_json(folder / "config.json")
     if is_encoder(config):
-        return encoder_estimate.estimate(settings, folder)
+        return _encoder_needs(settings, folder)
     if settings.model_spec is None and is_seq2seq(config):
-        return encoder_decoder_estimate.estimate(settings, folder, seq2seq_spec_of(config))
+        return decoder_estimate.estimate_seq2seq(settings, folder, seq2seq_spec_of(config))
     try:
         spec = choose_spec(settings.model_spec, folder)
     except NoRow as no_row:
         return transformers_estimate.estimate(settings, folder, no_row)
     return decoder_estimate.estimate(settings, folder, spec)
+
+
+def _encoder_needs(settings: ModelsSettings, folder: Path) -> Needs:
+    """What the encoder takes. Raises: `StartupError`."""
+    if settings.num_shard > 1:
+        raise SettingsError(
+            f"--num-shard {settings.num_shard}: an encoder is not split over shards, but runs in replicas"
+        )
+    device = choose_device(settings.device, 0)
+    dtype = choose_dtype(settings.dtype, device)
+    spec = encoder_spec_of(read_json(folder / "config.json"))
+    facts = Needs(
+        architecture=spec.architecture,
+        served_by="torch, as an encoder",
+        precision=name_of(dtype),
+        context=spec.max_tokens,
+        weights=(_count_elements(folder) * dtype.itemsize,),
+    )
+    return with_memory(facts, settings)
+
+
+def _count_elements(folder: Path) -> int:
+    files = [open_file(path) for path in weight_files(folder)]
+    return sum(prod(file.get_slice(name).get_shape()) for file, names in files for name in names)
