@@ -28,8 +28,7 @@ from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.forward.batch import ForwardBatch, RowSpan
-from funitel.model_server.forward.interface import Forward
+from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR, resolve
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.models.decoder import Decoder

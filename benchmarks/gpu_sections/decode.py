@@ -7,8 +7,7 @@ import torch
 
 from funitel.model_server.attention.backend import AttentionBackend
 from funitel.model_server.attention.torch_reference import TorchAttention
-from funitel.model_server.forward.batch import ForwardBatch, RowSpan
-from funitel.model_server.forward.interface import Forward
+from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
 from funitel.model_server.models.decoder import Decoder

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from funitel.model_server.attention.triton import TritonAttention
+from funitel.model_server.attention.triton_kernels import TritonAttention
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.forward.batch import ForwardBatch, RowSpan
-from funitel.model_server.forward.interface import Forward
+from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.layers.elementwise_triton import TritonElementwiseOps
+from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
 from funitel.model_server.models.cuda_graphs import GraphedDecoder, recorded
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.models.fuse_elementwise import fuse_elementwise

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from funitel.model_server.executor.executor import Executor
-from funitel.model_server.forward.interface import RecordingForward
+from funitel.model_server.forward.batch import RecordingForward
 from funitel.proto.step import SequenceStart
 from gpu_sections import checkpoint, engine, timing
 from gpu_sections.engine import PREFILL_TOKENS

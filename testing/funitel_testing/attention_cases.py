@@ -7,7 +7,7 @@ import torch
 
 from funitel.model_server.attention.backend import AttentionRule
 from funitel.model_server.attention.torch_reference import TorchAttention
-from funitel.model_server.attention.triton import TritonAttention
+from funitel.model_server.attention.triton_kernels import TritonAttention
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache

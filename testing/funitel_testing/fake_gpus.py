@@ -1,6 +1,6 @@
 """A GPU's memory as tests want it: counted, and nowhere."""
 
-from funitel.model_server.device.gpu import GpuState
+from funitel.model_server.device.memory import GpuState
 
 
 class FakeGpu:

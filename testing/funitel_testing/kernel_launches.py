@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from funitel.model_server.attention.triton import max_queries
-from funitel.model_server.attention.triton_kernels import Tiles, attend
+from funitel.model_server.attention.triton_kernels import Tiles, attend, max_queries
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.gpu_sampling.kernels import choose, penalise, warp
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import HeadRule
-from funitel.model_server.layers.elementwise_triton import TritonElementwiseOps
+from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
 from funitel.model_server.layers.linear import HeadNorm, NormLayer
 from funitel.model_server.layers.rotary import Rotation
 from funitel.model_server.quantized.bit_packing import Codes

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from funitel.model_server.quantized.bit_packing import Codes
-from funitel.model_server.quantized.matmul_triton import TritonProducts
+from funitel.model_server.quantized.matmul_kernels import TritonProducts
 from funitel.model_server.quantized.packed_matrix import CodeKind
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from funitel.model_server.attention import probe as check
+from funitel.model_server.attention import select as check
 from funitel.model_server.attention.backend import AttentionBackend, AttentionRule, RecordableAttention
 from funitel.model_server.attention.flash import flash_2, flash_3
 from funitel.model_server.attention.select import KernelCheck, Makers, SplitAttention, choose, choose_attention

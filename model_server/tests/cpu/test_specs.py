@@ -11,7 +11,7 @@ from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.forward.interface import Forward
+from funitel.model_server.forward.batch import Forward
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.spec.model_spec import (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from funitel.model_server.device.gpu import GpuState
+from funitel.model_server.device.memory import GpuState
 from funitel.model_server.executor import warmup
 from funitel.model_server.executor.async_sampling import AsyncSampling
 from funitel.model_server.executor.executor import Executor

@@ -8,11 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from funitel.model_server.gpu_sampling.ops import ScoreMaths, TorchMaths, TritonMaths
+from funitel.model_server.gpu_sampling.ops import ScoreMaths, TorchMaths, TritonMaths, check
 from funitel.model_server.gpu_sampling.plan import SamplingPlan
 from funitel.model_server.gpu_sampling.row_state import RowStates
 from funitel.model_server.gpu_sampling.sampler import DeviceSampler
-from funitel.model_server.gpu_sampling.select import check
 from funitel_testing.sampled_rows import draw_params, make_masks, make_row
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,7 +20,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import HeadRule, TorchElementwiseOps
-from funitel.model_server.layers.elementwise_triton import TritonElementwiseOps
+from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
 from funitel.model_server.layers.linear import NormLayer
 from funitel.model_server.models.decoder import Decoder, DecoderLayer
 from funitel.model_server.models.fuse_elementwise import check_elementwise, fuse_elementwise

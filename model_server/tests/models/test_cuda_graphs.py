@@ -14,12 +14,11 @@ pytest.importorskip("triton")
 
 from funitel.model_server.attention.backend import AttentionBackend
 from funitel.model_server.attention.torch_reference import TorchAttention
-from funitel.model_server.attention.triton import TritonAttention
+from funitel.model_server.attention.triton_kernels import TritonAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.forward.batch import ForwardBatch, RowSpan
-from funitel.model_server.forward.interface import Forward, RecordingForward
+from funitel.model_server.forward.batch import Forward, ForwardBatch, RecordingForward, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.models.cuda_graphs import Body, GraphedDecoder, default_buckets
 from funitel.model_server.models.decoder import Decoder

@@ -13,8 +13,7 @@ pytest.importorskip("triton")
 
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.matmul import Product
-from funitel.model_server.quantized.matmul_kernels import unpack
-from funitel.model_server.quantized.matmul_triton import TritonProducts
+from funitel.model_server.quantized.matmul_kernels import TritonProducts, unpack
 from funitel.model_server.quantized.packed_matrix import CodeKind, PackedMatrix
 from funitel.model_server.quantized.select import check
 from funitel_testing.product_cases import ProductCase, codes_of, draw, excess

@@ -146,9 +146,9 @@ def test_kernels_that_keep_weights_packed_give_the_same_logits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, is_reordered: bool, size: int
 ) -> None:
     pytest.importorskip("triton")
-    from funitel.model_server.quantized import matmul_triton
+    from funitel.model_server.quantized import matmul_kernels
 
-    monkeypatch.setattr(matmul_triton, "multiply", one_at_a_time(matmul_triton.multiply))
+    monkeypatch.setattr(matmul_kernels, "multiply", one_at_a_time(matmul_kernels.multiply))
     folder = save_tiny("llama", tmp_path / "quantised", intermediate_size=104, num_hidden_layers=1)
     float_folder = quantise_like_others(folder, kind, is_reordered=is_reordered)
     found = on_ranks(size, lambda parallel: packed_logits(folder, parallel))
@@ -170,7 +170,7 @@ def one_at_a_time(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 def packed_logits(folder: Path, parallel: TensorParallel) -> list[torch.Tensor]:
     """Logits with every quantised layer in the Triton kernels; the footprint is as it was predicted."""
-    from funitel.model_server.quantized.matmul_triton import PackedProduct, TritonProducts
+    from funitel.model_server.quantized.matmul_kernels import PackedProduct, TritonProducts
 
     spec = spec_of(read_json(folder / "config.json"))
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)

@@ -19,8 +19,7 @@ from transformers import (
 
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.logits_processors import keep_min_p
-from funitel.model_server.sampling.sampler import SampledToken, SamplingState, sample, token_logprobs
-from funitel.model_server.sampling.watermark import Watermark
+from funitel.model_server.sampling.sampler import SampledToken, SamplingState, Watermark, sample, token_logprobs
 from funitel.proto.step import SamplingParams
 
 VOCAB = 200

@@ -263,7 +263,7 @@ def _triton(
     spec: ModelSpec, heads: HeadSplit, block_size: int, device: torch.device, dtype: torch.dtype
 ) -> RecordableAttention:
     # Triton: seconds to import, and there with torch's builds for GPUs only
-    from funitel.model_server.attention.triton import TritonAttention
+    from funitel.model_server.attention.triton_kernels import TritonAttention
 
     return TritonAttention(
         block_size,

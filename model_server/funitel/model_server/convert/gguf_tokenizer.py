@@ -12,7 +12,7 @@ from enum import IntEnum
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from funitel.model_server.convert.gguf_reader import GgufFile
-from funitel.model_server.convert.sentencepiece import sentencepiece_bpe
+from funitel.model_server.convert.hf_folder import sentencepiece_bpe
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
 logger = logging.getLogger(__name__)

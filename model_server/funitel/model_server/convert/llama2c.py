@@ -16,8 +16,13 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, processors
 
-from funitel.model_server.convert.hf_folder import Planned, write_json, write_safetensors
-from funitel.model_server.convert.sentencepiece import PIECE_SPACE, sentencepiece_bpe
+from funitel.model_server.convert.hf_folder import (
+    PIECE_SPACE,
+    Planned,
+    sentencepiece_bpe,
+    write_json,
+    write_safetensors,
+)
 from funitel.model_server.files.integrity import LLAMA2C_TOKENIZER
 from funitel.model_server.registry.lookup import spec_of
 from funitel.proto.errors import UnsupportedModel, WeightsError

@@ -1,5 +1,6 @@
-"""Pinned memory: memory of the host that a GPU copies from and to in the background."""
+"""Pinned memory: memory of the host that a GPU copies from and to in the background, and uploads through it."""
 
+import numpy as np
 import torch
 
 from funitel.proto.errors import NotEnoughMemory
@@ -21,3 +22,15 @@ def page_locked(num_bytes: int, device: torch.device, flag: str) -> torch.Tensor
     except RuntimeError as error:
         raise NotEnoughMemory(f"{flag}: the host has no {num_bytes} bytes that can be locked: {error}") from error
     return memory
+
+
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """`values` on a device; on a CPU the same memory.
+
+    From pageable memory a copy would wait for every kernel before it. Torch keeps pinned memory until copies out of it
+    are done, whatever has let go of it.
+    """
+    here = torch.from_numpy(values)
+    if device.type == "cuda" and values.size:
+        here = here.pin_memory()
+    return here.to(device, non_blocking=True)

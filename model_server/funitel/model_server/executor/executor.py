@@ -21,7 +21,7 @@ from funitel.model_server.executor.output import OutputProcessor
 from funitel.model_server.executor.row_rules import RowRules
 from funitel.model_server.executor.sync_sampling import SyncSampling
 from funitel.model_server.executor.warmup import Warmup
-from funitel.model_server.forward.interface import Forward
+from funitel.model_server.forward.batch import Forward
 from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.sequence.cached_batches import CachedBatches
 from funitel.model_server.sequence.detokenizer import TextCodec

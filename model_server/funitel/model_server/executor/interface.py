@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from funitel.model_server.executor.output import OutputProcessor, StepOutput
-from funitel.model_server.sampling.watermark import Watermark
+from funitel.model_server.sampling.sampler import Watermark
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import CachedBatch, StepResult
 

@@ -8,10 +8,8 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor.admit import StepBounds
 from funitel.model_server.executor.interface import ActiveRow, ExecutorOptions
 from funitel.model_server.executor.row_rules import RowRules
-from funitel.model_server.forward.batch import ForwardBatch, RowSpan
-from funitel.model_server.forward.interface import Forward
-from funitel.model_server.kv_cache.host_tier import HostBlocks
-from funitel.model_server.kv_cache.pool import KVCache, Pools
+from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
+from funitel.model_server.kv_cache.pool import HostBlocks, KVCache, Pools
 from funitel.model_server.sequence.table import SequenceState, SequenceTable
 from funitel.model_server.spec.model_spec import ModelFacts
 from funitel.proto.errors import InvalidRequest

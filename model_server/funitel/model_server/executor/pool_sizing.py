@@ -9,10 +9,9 @@ from typing import Protocol
 
 import torch
 
-from funitel.model_server.device.gpu import GpuState
-from funitel.model_server.device.memory import MEMORY_ERRORS, free_bytes, is_out_of_memory
+from funitel.model_server.device.memory import MEMORY_ERRORS, GpuState, free_bytes, is_out_of_memory
 from funitel.model_server.device.tensor_parallel import TensorParallel
-from funitel.model_server.forward.interface import RecordingForward
+from funitel.model_server.forward.batch import RecordingForward
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.proto.errors import NotEnoughMemory, SettingsError
 

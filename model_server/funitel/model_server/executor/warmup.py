@@ -7,15 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from funitel.model_server.device.gpu import Gpu
+from funitel.model_server.device.memory import Gpu
 from funitel.model_server.device.pinned_memory import page_locked
 from funitel.model_server.executor.admit import RowAdmission
 from funitel.model_server.executor.interface import StepSampling
 from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.pool_sizing import GpuPoolMemory, HostPoolMemory, PoolMemory, num_pool_blocks
-from funitel.model_server.forward.batch import RowSpan
-from funitel.model_server.forward.interface import RecordingForward
-from funitel.model_server.kv_cache.host_tier import HostBlocks
+from funitel.model_server.forward.batch import RecordingForward, RowSpan
+from funitel.model_server.kv_cache.pool import HostBlocks
 from funitel.model_server.sampling.sampler import SamplingState, token_logprobs
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher, TextCodec
 from funitel.model_server.sequence.table import SequenceState

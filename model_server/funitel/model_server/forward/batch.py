@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
-from funitel.model_server.device.upload import upload
-from funitel.model_server.kv_cache.pool import Slots
+from funitel.model_server.device.pinned_memory import upload
+from funitel.model_server.kv_cache.pool import KVCache, Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +129,25 @@ def _filled_in(ids: torch.Tensor, device_tokens: torch.Tensor | None) -> torch.T
 
 def _tensor(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
     return upload(np.asarray(values, dtype=np.int64), device)
+
+
+class Forward(Protocol):
+    """One forward of this rank's share of a model; all ranks call it with the same batch."""
+
+    def __call__(self, batch: ForwardBatch, cache: KVCache) -> torch.Tensor | None:
+        """Run one forward; logits [len(batch.logit_indices), vocab_size] float32 on rank 0, None elsewhere."""
+
+
+@runtime_checkable
+class RecordingForward(Forward, Protocol):
+    """A forward that keeps a recording of its decoding steps, one for each of some numbers of rows."""
+
+    @property
+    def num_recordings(self) -> int:
+        """How many there will be at most."""
+
+    def record_largest(self, cache: KVCache) -> None:
+        """Record the step of most rows over this cache; recordings over another are dropped."""
+
+    def forget_recordings(self) -> None:
+        """Let go of all recordings, and of the memory they use."""

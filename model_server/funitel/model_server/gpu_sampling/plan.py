@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from funitel.model_server.device.upload import upload
-from funitel.model_server.gpu_sampling.ops import Draws, Penalties, ScoreMaths
+from funitel.model_server.device.pinned_memory import upload
+from funitel.model_server.gpu_sampling.ops import Draws, Penalties, RowSubset, ScoreMaths
 from funitel.model_server.gpu_sampling.row_state import RowStates
-from funitel.model_server.gpu_sampling.row_subset import RowSubset
 from funitel.model_server.sampling.gumbel_noise import mixed_seeds
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import SamplingParams

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from funitel.model_server.device.upload import upload
+from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.sequence.table import SequenceState
 
 _MIN_SLOTS, _MIN_COUNTED = 1024, 8

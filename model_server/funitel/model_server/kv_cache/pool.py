@@ -1,15 +1,17 @@
 """The KV pool, paged: keys and values of every layer in blocks of `block_size` tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.device.tensor_parallel import HeadSplit
-from funitel.model_server.device.upload import upload
 from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.proto.errors import InvalidRequest
+from funitel.proto.step import BlockCopy
 
 Slots = tuple[torch.Tensor, torch.Tensor]  # where tokens lie: block and offset in it, each [num_tokens] int64
 
@@ -144,3 +146,38 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+
+
+class HostBlocks:
+    """Slots for blocks of one pool, all layers of a block together as they lie there.
+
+    Args:
+        memory: [num_bytes] uint8, page-locked beside a GPU.
+        num_slots: that have room in it.
+        cache: the pool.
+    """
+
+    def __init__(self, memory: torch.Tensor, num_slots: int, cache: KVCache) -> None:
+        block = cache.pool[0]
+        num_bytes = num_slots * block.numel() * block.element_size()
+        self._slots = memory[:num_bytes].view(block.dtype).view(num_slots, *block.shape)
+        self._cache = cache
+
+    def check(self, copies: Iterable[BlockCopy]) -> None:
+        """Raise InvalidRequest for a block or slot that is not there."""
+        num_blocks, num_slots = self._cache.num_blocks, len(self._slots)
+        for copy in copies:
+            if not 0 < copy.block < num_blocks or copy.slot >= num_slots:
+                raise InvalidRequest(
+                    f"block {copy.block} or slot {copy.slot} of a copy is outside the {num_blocks} blocks of the pool "
+                    f"and {num_slots} slots of the host"
+                )
+
+    def carry_out(self, copies: Iterable[BlockCopy]) -> None:
+        """Enqueue the copies, in their order, behind what computes and before what is launched next."""
+        for copy in copies:
+            there, here = self._slots[copy.slot], self._cache.pool[copy.block]
+            if copy.is_load:
+                here.copy_(there, non_blocking=True)
+            else:
+                there.copy_(here, non_blocking=True)

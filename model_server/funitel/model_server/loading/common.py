@@ -15,10 +15,10 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.forward.interface import Forward
+from funitel.model_server.forward.batch import Forward
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
-from funitel.model_server.sampling.watermark import Watermark
+from funitel.model_server.sampling.sampler import Watermark
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelFacts, ModelSpec

@@ -12,9 +12,8 @@ from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
 from funitel.model_server.loading.common import choose_device, choose_dtype, set_threads, warn_of_spin
 from funitel.model_server.models.encoder.amx import open_layers
-from funitel.model_server.models.encoder.heads import ClassifierHead, FillHead
+from funitel.model_server.models.encoder.heads import ClassifierHead, FillHead, read_embedding_head, read_usual_tokens
 from funitel.model_server.models.encoder.model import Encoder, Layers, TorchLayers
-from funitel.model_server.models.encoder.sentence_transformers import read_embedding_head, read_usual_tokens
 from funitel.model_server.models.weight_offload import refuse_host_memory
 from funitel.model_server.registry.encoders import encoder_spec_of, is_encoder
 from funitel.model_server.settings import ModelServerSettings

@@ -9,7 +9,7 @@ from funitel.model_server.executor.async_sampling import AsyncSampling
 from funitel.model_server.executor.executor import Executor, MakeSampling
 from funitel.model_server.executor.row_rules import RowRules
 from funitel.model_server.executor.sync_sampling import SyncSampling
-from funitel.model_server.gpu_sampling.select import choose_maths
+from funitel.model_server.gpu_sampling.ops import choose_maths
 from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.loading.common import Loaded, info_of, log_loaded, options_of
 from funitel.model_server.sequence.detokenizer import TextCodec

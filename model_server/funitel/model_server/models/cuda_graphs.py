@@ -17,8 +17,7 @@ import torch
 
 from funitel.model_server.attention.backend import RecordableAttention
 from funitel.model_server.device.memory import MEMORY_ERRORS, is_out_of_memory
-from funitel.model_server.forward.batch import ForwardBatch, RowSpan, block_tables
-from funitel.model_server.forward.interface import Forward
+from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan, block_tables
 from funitel.model_server.kv_cache.pool import KVCache, Slots
 from funitel.model_server.models.decoder import Decoder
 from funitel.proto.settings.batch_sizes import BatchSizes

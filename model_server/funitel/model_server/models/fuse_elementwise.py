@@ -39,7 +39,7 @@ def fuse_elementwise(
 
 def _fuse(decoder: Decoder, heads: HeadSplit, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     # Triton: seconds to import, and there with torch's builds for GPUs only
-    from funitel.model_server.layers.elementwise_triton import TritonElementwiseOps
+    from funitel.model_server.layers.elementwise_kernels import TritonElementwiseOps
 
     elementwise = TritonElementwiseOps(kv_dtype)
     with torch.inference_mode():

@@ -5,9 +5,8 @@ from typing import Protocol
 
 import torch
 
-from funitel.model_server.quantized.bit_packing import Codes
+from funitel.model_server.quantized.bit_packing import Codes, round_int8
 from funitel.model_server.quantized.config import FP8, Quantization
-from funitel.model_server.quantized.rounding import round_int8
 
 
 class Product(Protocol):

@@ -37,7 +37,7 @@ def choose_products(
 
     def probe() -> QuantizedMatmul:
         # Triton: seconds to import, and there with torch's builds for GPUs only
-        from funitel.model_server.quantized.matmul_triton import TritonProducts
+        from funitel.model_server.quantized.matmul_kernels import TritonProducts
 
         products = TritonProducts(torch.cuda.get_device_properties(device).multi_processor_count, made)
         check(products, device, dtype)

@@ -17,8 +17,28 @@ import torch
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_key
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
-from funitel.model_server.sampling.watermark import Watermark
 from funitel.proto.step import SamplingParams
+
+HASH_KEY = 15485863
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """`gamma` is the favoured share of the vocabulary, `delta` what its scores gain."""
+
+    gamma: float = 0.5
+    delta: float = 2.0
+
+    def apply(self, scores: torch.Tensor, last_token: int) -> None:
+        """Favour the tokens that `last_token` picks in one row of scores [vocab_size], in place."""
+        green = self.green_ids(last_token, scores.shape[0]).to(scores.device)
+        scores[green] += self.delta
+
+    def green_ids(self, last_token: int, vocab_size: int) -> torch.Tensor:
+        """The favoured tokens: [gamma * vocab_size] int64."""
+        generator = torch.Generator().manual_seed(HASH_KEY * last_token)
+        return torch.randperm(vocab_size, generator=generator)[: int(vocab_size * self.gamma)]
+
 
 DEFAULT_WATERMARK = Watermark()  # TGI's settings
 IN_TORCH = TorchLogitsProcessors()

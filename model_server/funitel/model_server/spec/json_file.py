@@ -6,16 +6,251 @@ A file holds the fields of a ModelSpec, those left out having their defaults.
 import difflib
 import json
 import math
+import re
 import sys
 import types
+from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from funitel.model_server.spec.model_spec import ModelSpec
-from funitel.model_server.spec.rules import check_spec
+from funitel.model_server.spec.model_spec import (
+    ROTARY_KINDS,
+    ExpertsSpec,
+    LatentSpec,
+    ModelSpec,
+    Norm,
+    NormPlacement,
+    Position,
+    QkNorm,
+    RotarySpec,
+)
+from funitel.model_server.spec.tensor_names import WITH_ALTERNATIVES
 from funitel.proto.errors import SettingsError, UnsupportedModel
+
+MAX_EXPERTS = 1 << 18  # of all layers
+MAX_SIZE = 1 << 22  # elements of a latent or a head's values, hidden units of an expert
+
+
+def latent_problems(spec: ModelSpec, latent: LatentSpec) -> Iterator[str]:
+    """What is wrong with latent attention, each as field, value and limit."""
+    sizes = {"rank": latent.rank, "value_dim": latent.value_dim, "query_rank": latent.query_rank}
+    for name, size in sizes.items():
+        if size is not None and not 1 <= size <= MAX_SIZE:
+            yield f"latent.{name} must be within 1..{MAX_SIZE}, given {size}"
+    if latent.norm_eps < 0:
+        yield f"latent.norm_eps must be >= 0, given {latent.norm_eps}"
+    if spec.num_kv_heads != 1:
+        yield f"latent needs num_kv_heads 1, given {spec.num_kv_heads}"
+    if spec.position is not Position.ROTARY:
+        yield f"latent needs position rotary, given {spec.position}"
+    if spec.rotary.dims is None or spec.rotary.dims >= spec.head_dim:
+        yield f"latent needs rotary.dims below head_dim {spec.head_dim}, given {spec.rotary.dims}"
+    if spec.window_rotary is not None:
+        yield "latent needs window_rotary null"
+    if spec.qk_norm is not QkNorm.NONE:
+        yield f"latent needs qk_norm none, given {spec.qk_norm}"
+    if spec.qkv_clip is not None:
+        yield f"latent needs qkv_clip null, given {spec.qkv_clip}"
+
+
+def experts_problems(spec: ModelSpec, experts: ExpertsSpec) -> Iterator[str]:
+    """What is wrong with a mixture of experts, each as field, value and limit."""
+    sizes = {"intermediate_size": (1, experts.intermediate_size), "shared_size": (0, experts.shared_size)}
+    for name, (least, size) in sizes.items():
+        if not least <= size <= MAX_SIZE:
+            yield f"experts.{name} must be within {least}..{MAX_SIZE}, given {size}"
+    most = MAX_EXPERTS // max(spec.num_layers, 1)
+    if not 1 <= experts.num_experts <= most:
+        yield f"experts.num_experts must be within 1..{most} for {spec.num_layers} layers, given {experts.num_experts}"
+    if not 1 <= experts.num_chosen <= experts.num_experts:
+        yield f"experts.num_chosen must be within 1..{experts.num_experts} (num_experts), given {experts.num_chosen}"
+    if experts.scale <= 0:
+        yield f"experts.scale must be > 0, given {experts.scale}"
+    outside = next((i for i in experts.dense_layers if not 0 <= i < spec.num_layers), None)
+    if outside is not None:
+        yield f"experts.dense_layers must be within 0..{spec.num_layers - 1}, given {outside}"
+    for name in ("expert_gate", "expert_up", "expert_gate_up", "expert_down"):
+        value = getattr(spec.names, name)
+        if value and not all("{j}" in each for each in value.split("|")):
+            yield f"names.{name} must hold {{j}}, given {value!r}"
+    yield from _group_problems(experts)
+
+
+def _group_problems(experts: ExpertsSpec) -> Iterator[str]:
+    num_groups, num_chosen = experts.num_groups, experts.num_chosen_groups
+    if num_groups < 1 or experts.num_experts % num_groups:
+        yield f"experts.num_groups must divide {experts.num_experts} experts, given {num_groups}"
+        return
+    size = experts.num_experts // num_groups
+    if not 1 <= num_chosen <= num_groups:
+        yield f"experts.num_chosen_groups must be within 1..{num_groups} (num_groups), given {num_chosen}"
+    if num_groups > 1 and not 1 <= experts.group_depth <= size:
+        yield f"experts.group_depth must be within 1..{size} (experts of a group), given {experts.group_depth}"
+    if num_groups > 1 and num_chosen * size < experts.num_chosen:
+        most = num_chosen * size
+        yield f"experts.num_chosen must be at most the {most} of the chosen groups, given {experts.num_chosen}"
+
+
+MOST = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "num_layers": 1 << 12,
+    "num_heads": 1 << 12,
+    "num_kv_heads": 1 << 12,
+    "head_dim": 1 << 13,
+    "intermediate_size": 1 << 22,
+    "max_position_embeddings": 1 << 31,
+}
+"""Largest value of each size, far above any model's."""
+MAX_OFFSET = 1 << 16
+MAX_SINUSOIDS = 1 << 17
+"""Positions of a table of sinusoids, which takes memory for each, whatever the checkpoint's size."""
+
+
+def check_spec(spec: ModelSpec) -> None:
+    """Refuse a spec that no model can be. Raises: `UnsupportedModel` naming field, value and limit."""
+    problem = next(_problems(spec), None)
+    if problem is not None:
+        raise UnsupportedModel(problem)
+
+
+def _problems(spec: ModelSpec) -> Iterator[str]:
+    for name, most in MOST.items():
+        if not 1 <= getattr(spec, name) <= most:
+            yield f"{name} must be within 1..{most}, given {getattr(spec, name)}"
+    if spec.num_heads % spec.num_kv_heads:
+        yield f"{spec.num_heads} query heads do not divide into {spec.num_kv_heads} key-value heads"
+    if spec.embedding_size is not None and not 1 <= spec.embedding_size <= MOST["hidden_size"]:
+        yield f"embedding_size must be within 1..{MOST['hidden_size']}, given {spec.embedding_size}"
+    if not 0 <= spec.position_offset <= MAX_OFFSET:
+        yield f"position_offset must be within 0..{MAX_OFFSET}, given {spec.position_offset}"
+    for name in ("attention_scale", "attention_softcap", "logit_softcap", "qkv_clip"):
+        value = getattr(spec, name)
+        if value is not None and value <= 0:
+            yield f"{name} must be > 0, given {value}"
+    if spec.norm_eps < 0:
+        yield f"norm_eps must be >= 0, given {spec.norm_eps}"
+    yield from _layer_problems(spec)
+    yield from _norm_problems(spec)
+    yield from _position_problems(spec)
+    if spec.latent is not None:
+        yield from latent_problems(spec, spec.latent)
+    if spec.experts is not None:
+        yield from experts_problems(spec, spec.experts)
+    yield from _name_problems(spec)
+
+
+def _layer_problems(spec: ModelSpec) -> Iterator[str]:
+    windows = spec.sliding_windows
+    if windows and len(windows) != spec.num_layers:
+        yield f"sliding_windows must have an entry for each of {spec.num_layers} layers, given {len(windows)}"
+    narrow = next((window for window in windows if window is not None and window < 1), None)
+    if narrow is not None:
+        yield f"sliding_windows must be null or >= 1, given {narrow}"
+    outside = next((i for i in spec.unrotated_layers if not 0 <= i < spec.num_layers), None)
+    if outside is not None:
+        yield f"unrotated_layers must be within 0..{spec.num_layers - 1}, given {outside}"
+
+
+def _norm_problems(spec: ModelSpec) -> Iterator[str]:
+    if spec.is_parallel and spec.norm_placement is not NormPlacement.PRE:
+        yield f"is_parallel needs norm_placement pre, given {spec.norm_placement}"
+    if spec.qk_norm is not QkNorm.NONE and spec.norm is Norm.NONE:
+        yield f"qk_norm {spec.qk_norm} needs norm rms or layer, given {spec.norm}"
+    if spec.qk_norm is QkNorm.WHOLE and spec.norm is not Norm.RMS:
+        yield f"qk_norm whole needs norm rms, given {spec.norm}"
+
+
+def _position_problems(spec: ModelSpec) -> Iterator[str]:
+    if spec.position is Position.SINUSOIDAL and spec.hidden_size < 4:
+        yield f"sinusoidal positions need a hidden_size of at least 4, given {spec.hidden_size}"
+    if spec.position is Position.SINUSOIDAL and spec.max_position_embeddings > MAX_SINUSOIDS:
+        yield (
+            f"max_position_embeddings must be <= {MAX_SINUSOIDS} with sinusoidal positions, "
+            f"given {spec.max_position_embeddings}"
+        )
+    if spec.position is not Position.ROTARY:
+        return
+    for name, rotary in (("rotary", spec.rotary), ("window_rotary", spec.window_rotary)):
+        if rotary is not None:
+            yield from (f"{name}.{problem}" for problem in _rotary_problems(rotary, spec.head_dim))
+
+
+def _rotary_problems(rotary: RotarySpec, head_dim: int) -> Iterator[str]:
+    dims, scaling = rotary.dims if rotary.dims is not None else head_dim, rotary.scaling
+    if not 2 <= dims <= head_dim or dims % 2:
+        yield f"dims must be even and within 2..{head_dim} (head_dim), given {dims}"
+    if rotary.base <= 1:
+        yield f"base must be > 1, given {rotary.base}"
+    if scaling.kind not in ROTARY_KINDS:
+        yield f"scaling.kind must be one of {', '.join(ROTARY_KINDS)}, given {scaling.kind}"
+    if scaling.kind == "dynamic" and dims < 4:
+        yield f"dims must be at least 4 for dynamic scaling, given {dims}"
+    for name in ("factor", "original_max_position", "beta_fast", "beta_slow", "amplitude"):
+        if getattr(scaling, name) <= 0:
+            yield f"scaling.{name} must be > 0, given {getattr(scaling, name)}"
+    if scaling.kind == "llama3" and scaling.low_freq_factor == scaling.high_freq_factor:
+        yield f"scaling.high_freq_factor must differ from low_freq_factor, given {scaling.high_freq_factor} for both"
+    for name in ("short_factors", "long_factors"):
+        factors = getattr(scaling, name)
+        if scaling.kind == "longrope" and len(factors) != dims // 2:
+            yield f"scaling.{name} must have {dims // 2} entries, given {len(factors)}"
+        if any(factor <= 0 for factor in factors):
+            yield f"scaling.{name} must be > 0, given {min(factors)}"
+
+
+def _attention_names(spec: ModelSpec) -> set[str]:
+    """Names that attention needs."""
+    if spec.latent is None:
+        return set() if spec.names.qkv else {"q", "k", "v"}
+    queries = {"q"} if spec.latent.query_rank is None else {"q_down", "q_latent_norm", "q_up"}
+    return queries | {"kv_down", "kv_latent_norm", "kv_up"}
+
+
+def _mlp_names(spec: ModelSpec) -> set[str]:
+    """Names that MLPs need: of the plain one, of experts one by one unless they are stacked, and of the shared one."""
+    names, experts, needed = spec.names, spec.experts, set[str]()
+    inputs = {"gate", "up"} if spec.is_gated else {"up"}
+    if any(spec.experts_of(i) is None for i in range(spec.num_layers)):
+        needed |= {"down"} | (set() if spec.is_gated and names.gate_up else inputs)
+    if experts is not None:
+        needed |= {"router", "expert_down"}
+        needed |= set() if spec.is_gated and names.expert_gate_up else {f"expert_{each}" for each in inputs}
+        needed |= {f"shared_{each}" for each in inputs | {"down"}} if experts.shared_size else set()
+    return needed
+
+
+def _name_problems(spec: ModelSpec) -> Iterator[str]:
+    names, placement = spec.names, spec.norm_placement
+    needed = {"embedding", "out"} | (set() if spec.is_tied else {"head"})
+    needed |= {"positions"} if spec.position is Position.LEARNED else set()
+    needed |= _attention_names(spec) | _mlp_names(spec)
+    needed |= {"q_norm", "k_norm"} if spec.qk_norm is not QkNorm.NONE else set()
+    if spec.norm is not Norm.NONE and placement in (NormPlacement.PRE, NormPlacement.BOTH):
+        needed |= {"attention_norm"} | (set() if spec.is_parallel else {"mlp_norm"})
+    if spec.norm is not Norm.NONE and placement is not NormPlacement.PRE:
+        needed |= {"attention_post_norm", "mlp_post_norm"}
+    if spec.table_size != spec.hidden_size:
+        needed |= {"embedding_in", "embedding_out"}
+    for name in sorted(needed):
+        if not getattr(names, name):
+            yield f"names.{name} must not be empty"
+    for each in fields(names):
+        value = getattr(names, each.name)
+        if not isinstance(value, str):
+            continue
+        if re.search("[{}]", re.sub(r"\{[ij]\}", "", value)):
+            yield f"names.{each.name} may hold {{i}} and {{j}} and no other braces, given {value!r}"
+        if "|" in value and each.name not in WITH_ALTERNATIVES:
+            yield f"names.{each.name} must not list alternatives, given {value!r}"
+    for pattern in names.ignored:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"names.ignored must hold regular expressions, given {pattern!r}: {error}"
+
 
 MAX_FILE_BYTES = 1 << 20
 

@@ -14,8 +14,7 @@ from funitel.model_server.registry.encoder_decoders import SEQ2SEQ
 from funitel.model_server.registry.encoders import ENCODERS
 from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.model_server.tools.models import needs
-from funitel.model_server.tools.models.report import list_all, tell_needs
-from funitel.model_server.tools.models.table import served_architectures
+from funitel.model_server.tools.models.report import list_all, served_architectures, tell_needs
 from funitel.proto.errors import SettingsError, WeightsError
 from funitel_testing.fallback import UNLISTED, split_form
 from funitel_testing.tiny import byte_tokenizer, save_tiny

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from funitel.model_server.quantized.rounding import round_int8, round_q4, round_symmetric
+from funitel.model_server.quantized.bit_packing import round_int8, round_q4, round_symmetric
 from funitel.model_server.tools.quantize.gptq import Hessian, output_error, quantize_gptq
 from funitel.proto.errors import WeightsError
 

@@ -23,11 +23,11 @@ from funitel.model_server.models.decoder import ResidualBlock
 from funitel.model_server.models.encoder.packed import Packed
 from funitel.model_server.models.encoder_decoder.attention import (
     ShardedDistanceBias,
+    StepLayout,
     attend_views,
     attend_whole,
     masks_of,
 )
-from funitel.model_server.models.encoder_decoder.layout import StepLayout
 from funitel.model_server.spec.encoder_decoder import CrossNames, Seq2SeqSpec
 from funitel.model_server.spec.model_spec import ModelSpec, Position
 

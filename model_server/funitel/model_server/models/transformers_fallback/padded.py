@@ -11,10 +11,9 @@ import torch
 
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.models.transformers_fallback.cache_adapters import CacheAdapter
+from funitel.model_server.models.transformers_fallback.cache_adapters import CacheAdapter, StackedRows
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.packed import places_of
-from funitel.model_server.models.transformers_fallback.padded_rows import StackedRows
 from funitel.model_server.models.transformers_fallback.pool import FallbackPool
 from funitel.proto.errors import InvalidRequest
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from funitel.model_server.forward.batch import ForwardBatch, RowSpan
-from funitel.model_server.forward.interface import Forward
+from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.models.transformers_fallback.attention import Unsuited
 from funitel.model_server.models.transformers_fallback.pool import FallbackPools
 

@@ -41,9 +41,8 @@ from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR, resolve
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import KernelSettings
 from funitel.model_server.spec.model_spec import ModelSpec
-from funitel.model_server.tools.kernel_bench.attention import CONTEXT, measure_attention
+from funitel.model_server.tools.kernel_bench.attention import CONTEXT, measure_attention, measure_step
 from funitel.model_server.tools.kernel_bench.roofs import RoofRow, Roofs, held_against, largest_cache_bytes
-from funitel.model_server.tools.kernel_bench.step import measure_step
 from funitel.proto.errors import StartupError
 
 MIN_FOOTPRINT, MAX_FOOTPRINT = 256 << 20, 1 << 30

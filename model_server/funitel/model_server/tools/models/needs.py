@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from funitel.model_server.device.gpu import Gpu, GpuState
-from funitel.model_server.device.memory import free_bytes
+from funitel.model_server.device.memory import Gpu, GpuState, free_bytes
 from funitel.model_server.executor.pool_sizing import MAX_POOL_TOKENS, host_share, pool_budget
 from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.loading.common import choose_device

@@ -8,8 +8,7 @@ import logging
 
 import torch
 
-from funitel.model_server.quantized.bit_packing import Codes
-from funitel.model_server.quantized.rounding import symmetric_scales
+from funitel.model_server.quantized.bit_packing import Codes, symmetric_scales
 from funitel.proto.errors import WeightsError
 
 logger = logging.getLogger(__name__)
