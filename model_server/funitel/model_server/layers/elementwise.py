@@ -1,6 +1,6 @@
 """What lies between the matrix products of a layer: norms and the residual, positions and the cache, gates of MLPs.
 
-Here in torch, operation by operation; `elementwise_triton` has the same in few kernels.
+Here in torch, operation by operation; `elementwise_kernels` has the same in few kernels.
 """
 
 from dataclasses import dataclass

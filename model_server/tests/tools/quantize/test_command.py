@@ -11,7 +11,6 @@ import pytest
 
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.tools.quantize import command
-from funitel.model_server.tools.quantize import upload as hub_upload
 from funitel.proto.errors import SettingsError, StartupError
 from funitel_testing.tiny import save_tiny
 
@@ -89,7 +88,7 @@ class Hub:
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
     Hub.calls, Hub.failure = [], None
-    monkeypatch.setattr(hub_upload, "HfApi", Hub)
+    monkeypatch.setattr(command, "HfApi", Hub)
     return Hub
 
 
@@ -106,7 +105,7 @@ def test_the_finished_folder_is_uploaded(tmp_path: Path, hub: type[Hub]) -> None
     [
         ("nobody", None, SettingsError, "must be OWNER/NAME, given 'nobody'"),
         ("a/b", OSError("no route"), StartupError, "the hub refused: no route"),
-        ("a/b", hub_upload.LocalTokenNotFoundError("?"), StartupError, "no token for the hub, set HF_TOKEN"),
+        ("a/b", command.LocalTokenNotFoundError("?"), StartupError, "no token for the hub, set HF_TOKEN"),
     ],
 )
 def test_an_upload_that_cannot_be_is_refused_before_the_work(

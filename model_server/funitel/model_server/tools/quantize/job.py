@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from funitel.model_server.quantized.rounding import round_int8, round_q4, round_symmetric
 
 from funitel.model_server.checkpoint.storage import TensorFile, open_file
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.files.integrity import weight_files
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.layers.linear import Matmul
-from funitel.model_server.quantized.bit_packing import Codes
+from funitel.model_server.quantized.bit_packing import Codes, round_int8, round_q4, round_symmetric
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.tools.quantize.folder import DTYPES, SafetensorsWriter
