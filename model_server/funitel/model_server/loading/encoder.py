@@ -98,10 +98,9 @@ def _check(settings: ModelServerSettings) -> None:
         "--quantize": settings.quantize,
         "--kv-cache-dtype": settings.kv_cache_dtype,
         "--rope-scaling": settings.rope_scaling,
+        "--rope-factor": settings.rope_factor,
     }
     for flag, value in given.items():
         if value is not None:
             raise SettingsError(f"{flag} {value} is not for encoders")
-    if settings.rope_factor is not None:
-        raise SettingsError(f"--rope-factor {settings.rope_factor} is not for encoders")
     refuse_host_memory(settings, "encoders")

@@ -27,8 +27,8 @@ class Runner(Protocol):
         self,
         job: Callable[[], T],
         finish: Callable[[T], R],
-        done: Callable[[R], None],
-        failed: Callable[[Exception], None],
+        done: Callable[[R], object],
+        failed: Callable[[Exception], object],
     ) -> None:
         """Run `job` after earlier jobs, then `finish` on its result, after earlier ones are finished.
 
@@ -67,8 +67,8 @@ class ThreadedRunner:
         self,
         job: Callable[[], T],
         finish: Callable[[T], R],
-        done: Callable[[R], None],
-        failed: Callable[[Exception], None],
+        done: Callable[[R], object],
+        failed: Callable[[Exception], object],
     ) -> None:
         """See `Runner`."""
         loop = asyncio.get_running_loop()
@@ -98,8 +98,8 @@ class InlineRunner:
         self,
         job: Callable[[], T],
         finish: Callable[[T], R],
-        done: Callable[[R], None],
-        failed: Callable[[Exception], None],
+        done: Callable[[R], object],
+        failed: Callable[[Exception], object],
     ) -> None:
         """See `Runner`."""
 

@@ -223,13 +223,10 @@ class Dispatcher:
             finally:
                 self._answering = None
 
-        def take(encoded: R) -> None:
-            reply.answer(encoded)
-
         def fail(error: Exception) -> None:
             reply.refuse(self._failure(error))
 
-        self._order.begin(step_seq, lambda: self._runner.run(compute, finish, take, fail), fail)
+        self._order.begin(step_seq, lambda: self._runner.run(compute, finish, reply.answer, fail), fail)
 
     def _failure(self, error: Exception) -> FunitelError:
         """The error that a caller gets for an exception; a fatal one is reported here."""

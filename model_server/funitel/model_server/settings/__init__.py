@@ -23,6 +23,8 @@ QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "q4", "gguf
 compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
 
 KV_CACHE_DTYPES = ("fp8_e4m3fn", "fp8_e5m2")
+_PARENT = "Process id of the parent; this process stops when the parent ends."
+_CACHE_DIR = "Folder for models fetched and converted; ~/.cache/funitel when not given."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +33,10 @@ class DownloadSettings:
 
     model_id: str
     revision: str | None = setting(None, "Hub revision.")
-    cache_dir: str | None = setting(
-        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
-    )
+    cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
     json_output: bool = setting(False, "Log JSON lines.")
     logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
-    exit_with_parent: int | None = setting(
-        None, "Process id of the parent; this process stops when the parent ends.", env=None
-    )
+    exit_with_parent: int | None = setting(None, _PARENT, env=None)
 
 
 MAX_ROWS, MAX_THREADS, MAX_FOOTPRINT_MIB = 4096, 1024, 1 << 16  # of a measurement of kernels
@@ -53,9 +51,7 @@ class QuantizeSettings:
     model_id: str
     output_dir: str
     revision: str | None = setting(None, "Hub revision.")
-    cache_dir: str | None = setting(
-        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
-    )
+    cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
     method: str = setting(
         "gptq",
         "gptq: 4 bits, calibrated on texts; int8: 8 bits, a scale for each output; q4: 4 bits, blocks of 32.",
@@ -112,9 +108,7 @@ class KernelSettings:
     """
 
     model_id: str = "smollm2-135m-instruct"
-    cache_dir: str | None = setting(
-        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
-    )
+    cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
     tier: str = setting("int8", "Precision of the weights.", choices=("float32", "float16", "int8", "gguf"), env=None)
     rows: Counts = setting(Counts("1,4,16,64"), "Tokens in a step, such as 1,16.", env=None)
     num_threads: int | None = setting(None, "Compute threads; the cores this process may use when not given.")
@@ -128,14 +122,11 @@ class KernelSettings:
     def __post_init__(self) -> None:
         for rows in self.rows:
             require(1 <= rows <= MAX_ROWS, f"--rows must be within 1..{MAX_ROWS}, given {rows}")
-        require(
-            self.num_threads is None or 0 < self.num_threads <= MAX_THREADS,
-            f"--num-threads must be within 1..{MAX_THREADS}, given {self.num_threads}",
-        )
-        require(
-            self.footprint_mib is None or 1 <= self.footprint_mib <= MAX_FOOTPRINT_MIB,
-            f"--footprint-mib must be within 1..{MAX_FOOTPRINT_MIB}, given {self.footprint_mib}",
-        )
+        for flag, given, maximum in (
+            ("--num-threads", self.num_threads, MAX_THREADS),
+            ("--footprint-mib", self.footprint_mib, MAX_FOOTPRINT_MIB),
+        ):
+            require(given is None or 1 <= given <= maximum, f"{flag} must be within 1..{maximum}, given {given}")
 
 
 SPEC_ACTIONS = ("show", "check")
@@ -148,9 +139,7 @@ class SpecSettings:
     action: str
     model_id: str
     revision: str | None = setting(None, "Hub revision.")
-    cache_dir: str | None = setting(
-        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
-    )
+    cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
     model_spec: str | None = setting(None, "check: JSON file to check, instead of the model's own spec.", env=None)
     all_fields: bool = setting(False, "show: print every field, those with their defaults too.", env=None)
 
@@ -168,9 +157,7 @@ class ModelsSettings:
 
     model_id: str = ""
     revision: str | None = setting(None, "Hub revision.")
-    cache_dir: str | None = setting(
-        None, "Folder for models fetched and converted; ~/.cache/funitel when not given.", env="FUNITEL_CACHE"
-    )
+    cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
     num_shard: int = setting(1, "Shards that the model would be split over.", env=None, bounds=POSITIVE)
     device: str = setting("auto", "Where the model would run.", choices=DEVICES, env=None)
     dtype: str | None = setting(None, "Precision, as for serving.", choices=DTYPES, env=None)
@@ -326,9 +313,7 @@ class ModelServerSettings:
     otlp_service_name: str = setting("text-generation-inference.server", "What the spans say they are from.")
     json_output: bool = setting(False, "Log JSON lines.")
     logger_level: str = setting("INFO", "Least severe log level: debug, info, warning, error.", env=None)
-    exit_with_parent: int | None = setting(
-        None, "Process id of the parent; this process stops when the parent ends.", env=None
-    )
+    exit_with_parent: int | None = setting(None, _PARENT, env=None)
 
     def __post_init__(self) -> None:
         check_bounds(self)

@@ -22,7 +22,7 @@ from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.spec.model_spec import ModelSpec
 
-CONTEXT, BLOCK_SIZE, NO_SLOPES = 4096, 16, -1
+CONTEXT, STEP_CONTEXT, BLOCK_SIZE, NO_SLOPES = 4096, 200, 16, -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +77,12 @@ def measure_attention(
     return AttentionCost(min(times) / spec.num_layers, num_bytes, num_products)
 
 
-CONTEXT, BLOCK_SIZE = 200, 16
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Of one row with `CONTEXT` tokens, its logits included: the least time and the usual one, and what is read."""
+    """Of one row with `STEP_CONTEXT` tokens, its logits included: the least time and the usual one, and what is read."""
 
     seconds: float
     median_seconds: float
@@ -98,10 +97,10 @@ def measure_step(
     weights = Weights(folder, torch.float32, CPU, spec.names.prefix, is_shown=False)
     alone = TensorParallel()
     decoder = FusedDecoder(spec, weights, alone, library, tier=tier, block_size=BLOCK_SIZE, num_threads=num_threads)
-    num_blocks = -(-CONTEXT // BLOCK_SIZE)
+    num_blocks = -(-STEP_CONTEXT // BLOCK_SIZE)
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, 1, 0)
     pool = KVCache(spec, heads, num_blocks, BLOCK_SIZE, decoder.kv_dtype, CPU)
-    batch = ForwardBatch.build([RowSpan([0], CONTEXT - 1, np.arange(num_blocks, dtype=np.int32))], BLOCK_SIZE, CPU)
+    batch = ForwardBatch.build([RowSpan([0], STEP_CONTEXT - 1, np.arange(num_blocks, dtype=np.int32))], BLOCK_SIZE, CPU)
     times: list[float] = []
     end = time.perf_counter() + seconds
     with torch.inference_mode():
@@ -114,4 +113,4 @@ def measure_step(
         kind = next(iter(decoder.program.kinds.values()))
         weight_bytes -= matrix_bytes(kind, spec.vocab_size, spec.hidden_size)
     token_bytes = KVCache.bytes_per_block(spec, spec.num_kv_heads, 1, decoder.kv_dtype)
-    return StepCost(min(times), median(times), weight_bytes, CONTEXT * token_bytes)
+    return StepCost(min(times), median(times), weight_bytes, STEP_CONTEXT * token_bytes)

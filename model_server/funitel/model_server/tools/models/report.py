@@ -55,34 +55,17 @@ class ServedArchitecture:
 def served_architectures() -> Iterator[ServedArchitecture]:
     """Those of our tables."""
     transformers.utils.logging.set_verbosity_error()  # of its own defaults
-    for architecture in FAMILIES:
-        fused = _fused(architecture)
-        yield ServedArchitecture(
-            architecture=architecture,
-            kind="decoder",
-            is_split=True,
-            shares_prefixes=True,
-            precisions=DTYPES if fused.startswith("no") else (*DTYPES, *MADE),
-            fused=fused,
-        )
-    for architecture in SEQ2SEQ:
-        yield ServedArchitecture(
-            architecture=architecture,
-            kind="encoder-decoder",
-            is_split=True,
-            shares_prefixes=False,
-            precisions=DTYPES,
-            fused="no: it is for decoders",
-        )
-    for architecture in ENCODERS:
-        yield ServedArchitecture(
-            architecture=architecture,
-            kind="encoder",
-            is_split=False,
-            shares_prefixes=False,
-            precisions=DTYPES,
-            fused="no: it is for decoders",
-        )
+    for kind, table in (("decoder", FAMILIES), ("encoder-decoder", SEQ2SEQ), ("encoder", ENCODERS)):
+        for architecture in table:
+            fused = _fused(architecture) if kind == "decoder" else "no: it is for decoders"
+            yield ServedArchitecture(
+                architecture=architecture,
+                kind=kind,
+                is_split=kind != "encoder",
+                shares_prefixes=kind == "decoder",
+                precisions=DTYPES if fused.startswith("no") else (*DTYPES, *MADE),
+                fused=fused,
+            )
 
 
 def through_transformers() -> list[str]:
