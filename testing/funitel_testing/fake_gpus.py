@@ -1,9 +1,9 @@
 """A GPU's memory as tests want it: counted, and nowhere."""
 
-from funitel.model_server.device.memory import GpuState
+from funitel.model_server.device.memory import Gpu, GpuState
 
 
-class FakeGpu:
+class FakeGpu(Gpu):
     """A card of `total` bytes, of which others have taken some.
 
     `take` is what this process's allocator holds from then on, `drive` what its driver keeps beside that.
@@ -31,18 +31,18 @@ class FakeGpu:
         self._cached += num_bytes
 
     def state(self) -> GpuState:
-        """See Card."""
+        """See Gpu."""
         held = self._used + self._cached
         return GpuState(total=self._total, free=self._total - self.others - self._driver - held, held=held)
 
     def release_cached(self) -> None:
-        """See Card."""
+        """See Gpu."""
         self._cached = 0
 
     def reset_peak(self) -> None:
-        """See Card."""
+        """See Gpu."""
         self._peak = self._used + self._cached
 
     def peak(self) -> int:
-        """See Card."""
+        """See Gpu."""
         return self._peak

@@ -165,7 +165,9 @@ class RowAdmission:
 
     def _row(self, beginning: RowBeginning) -> SequenceState:
         start, opening = beginning.start, beginning.opening
-        grammar = self._grammar(beginning)
+        grammar: GrammarState | None = None
+        if start.sampling.grammar:
+            grammar = self.grammars.start(start.sampling, beginning.described, ignores_eos=start.stopping.ignore_eos)
         detokenizer = Detokenizer(self._codec, opening)
         stops = StopMatcher(start.stopping.stop_sequences)
         for token_id in start.output_ids:
@@ -189,10 +191,3 @@ class RowAdmission:
             grammar=grammar if self._samples else None,
             source_len=len(beginning.source),
         )
-
-    def _grammar(self, beginning: RowBeginning) -> GrammarState | None:
-        """The state of its grammar, if it has one."""
-        start = beginning.start
-        if not start.sampling.grammar:
-            return None
-        return self.grammars.start(start.sampling, beginning.described, ignores_eos=start.stopping.ignore_eos)

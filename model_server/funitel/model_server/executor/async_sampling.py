@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from funitel.model_server.executor.interface import ActiveRow, ComputedStep, PendingStep
+from funitel.model_server.executor.interface import ActiveRow, BegunStep, ComputedStep, PendingStep
 from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
 from funitel.model_server.executor.sync_sampling import agree, wants_words
@@ -68,13 +68,9 @@ class LaunchedStep:
     Instants are of the performance counter, in nanoseconds.
     """
 
-    batch_id: int
-    rows: list[SequenceState]  # of its batch
-    active: Sequence[tuple[SequenceState, int]]  # with the tokens they compute
+    begun: BegunStep
     num_cached: list[int]  # of each row of the batch, this step included
     num_blocks: list[int]
-    begin: int
-    concat_ns: int | None
     launch: Launch | None  # until the step is finished
     finish: Callable[["LaunchedStep"], None]
     ready: int = 0  # 0: nothing has waited for it
@@ -197,22 +193,14 @@ class AsyncSampling:
         prompts = [(row, len(logprobs)) for row, logprobs in due.prompts]
         return Launch(due.rows, self._copy(numbers), sampled, prompts, in_words)
 
-    def finish(
-        self,
-        batch_id: int,
-        rows: list[SequenceState],
-        active: Sequence[ActiveRow],
-        computed: Launch,
-        begin: int,
-        concat_ns: int | None,
-    ) -> PendingStep:
+    def finish(self, step: BegunStep, computed: Launch) -> PendingStep:
         """See StepSampling; the step's result is described later."""
-        cached, blocks = [row.num_cached for row in rows], [row.num_blocks for row in rows]
-        step = LaunchedStep(batch_id, rows, active, cached, blocks, begin, concat_ns, computed, self._finish)
-        self._in_flight.append(step)
+        cached, blocks = [row.num_cached for row in step.rows], [row.num_blocks for row in step.rows]
+        launched = LaunchedStep(step, cached, blocks, computed, self._finish)
+        self._in_flight.append(launched)
         if computed.is_shared_in_words:
-            self._finish(step)  # with collectives, which must come in the same order on all ranks
-        return step
+            self._finish(launched)  # with collectives, which must come in the same order on all ranks
+        return launched
 
     def profile(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:
         """See StepSampling; the counts that penalties need stay where they are, and need not grow later."""
@@ -235,7 +223,8 @@ class AsyncSampling:
             return
         step.wait()
         begin = time.perf_counter_ns()
-        active = [(row, count) for row, count in step.active if row.finish_reason is None]
+        begun = step.begun
+        active = [(row, count) for row, count in begun.active if row.finish_reason is None]
         processed = []
         for row, tokens in self._tokens_of(launch):
             row.num_placeholders -= 1
@@ -244,25 +233,16 @@ class AsyncSampling:
                 if row.finish_reason is not None:
                     step.finished.append(row)
         step.launch = None
-        batch: CachedBatch | None = self._known_batch(step.batch_id, step.rows, step.num_cached, step.num_blocks)
-        if all(row.has_left or row.finish_reason is not None for row in step.rows):
+        batch: CachedBatch | None = self._known_batch(begun.batch_id, begun.rows, step.num_cached, step.num_blocks)
+        if all(row.has_left or row.finish_reason is not None for row in begun.rows):
             step.has_ended, batch = True, None
-            for row in step.rows:
+            for row in begun.rows:
                 row.has_left = True
-        forward_ns = step.ready - max(step.begin, self._last_ready)
+        forward_ns = step.ready - max(begun.begin, self._last_ready)
         self._last_ready = step.ready
         decode_ns = time.perf_counter_ns() - begin
-        result = StepResult(
-            generations=(),
-            batch=batch,
-            forward_ns=forward_ns,
-            decode_ns=decode_ns,
-            total_ns=forward_ns + decode_ns,
-            concat_ns=step.concat_ns,
-            num_forwards=1 if active else 0,
-            num_forward_rows=len(active),
-            num_forward_tokens=sum(count for _, count in active),
-        )
+        total_ns = forward_ns + decode_ns
+        result = begun.result(batch, active, forward_ns=forward_ns, decode_ns=decode_ns, total_ns=total_ns)
         step.described = ComputedStep(self._output, [one for one in processed if one is not None], result).describe
         for find in step.then:
             find()
@@ -308,6 +288,6 @@ class AsyncSampling:
             for row in step.finished:
                 row.is_over = True
             if step.has_ended:  # other rows may have joined its batch since
-                self._batches.drop(step.rows)
+                self._batches.drop(step.begun.rows)
                 if not self._in_flight:
-                    self._batches.mark_ended(step.batch_id, step.rows)
+                    self._batches.mark_ended(step.begun.batch_id, step.begun.rows)

@@ -15,7 +15,7 @@ from typing import Any
 from funitel.model_server.device.memory import is_out_of_memory, release_memory
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor.admit import RowAdmission, check_step
-from funitel.model_server.executor.interface import ActiveRow, ExecutorOptions, PendingStep, StepSampling
+from funitel.model_server.executor.interface import ActiveRow, BegunStep, ExecutorOptions, PendingStep, StepSampling
 from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
 from funitel.model_server.executor.row_rules import RowRules
@@ -244,7 +244,7 @@ class Executor:
         except Exception as error:
             self.batches.clear(batch_id)
             raise (self._without_memory(error, active) if is_out_of_memory(error) else error) from None
-        return self.sampling.finish(batch_id, rows, active, computed, begin, concat_ns)
+        return self.sampling.finish(BegunStep(batch_id, rows, active, begin, concat_ns), computed)
 
     def _without_memory(self, error: Exception, active: Sequence[ActiveRow]) -> FunitelError:
         """Give back what a step took that found no more memory; returns the error to raise."""

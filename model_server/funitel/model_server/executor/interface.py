@@ -63,6 +63,33 @@ class ComputedStep:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A step of a batch of `rows`, of which `active` take part; its call came at `begin`, by the performance counter."""
+
+    batch_id: int
+    rows: list[SequenceState]
+    active: Sequence[ActiveRow]
+    begin: int
+    concat_ns: int | None
+
+    def result(
+        self, batch: CachedBatch | None, active: Sequence[ActiveRow], *, forward_ns: int, decode_ns: int, total_ns: int
+    ) -> StepResult:
+        """Its result, without generations; `active` are the rows that count."""
+        return StepResult(
+            generations=(),
+            batch=batch,
+            forward_ns=forward_ns,
+            decode_ns=decode_ns,
+            total_ns=total_ns,
+            concat_ns=self.concat_ns,
+            num_forwards=1 if active else 0,
+            num_forward_rows=len(active),
+            num_forward_tokens=sum(count for _, count in active),
+        )
+
+
 class StepSampling(Protocol, Generic[S]):
     """When and where the tokens of a step are sampled: before the next step begins, or on the device while it runs."""
 
@@ -80,16 +107,8 @@ class StepSampling(Protocol, Generic[S]):
     def compute(self, active: Sequence[ActiveRow]) -> S:
         """Run the forward of a step, and sample for the rows with no known token left."""
 
-    def finish(
-        self,
-        batch_id: int,
-        rows: list[SequenceState],
-        active: Sequence[ActiveRow],
-        computed: S,
-        begin: int,
-        concat_ns: int | None,
-    ) -> PendingStep:
-        """Make a step of what was computed of a batch; `begin` is when its call came, by the performance counter."""
+    def finish(self, step: BegunStep, computed: S) -> PendingStep:
+        """Make a pending step of what was computed."""
 
     def profile(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:
         """Sample for the rows of the profile run, as steps do it."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from funitel.model_server.device.memory import MEMORY_ERRORS, GpuState, free_bytes, is_out_of_memory
+from funitel.model_server.device.memory import MEMORY_ERRORS, Gpu, GpuState, free_bytes, is_out_of_memory
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import RecordingForward
 from funitel.model_server.kv_cache.pool import KVCache
@@ -90,22 +90,6 @@ USABLE = 0.95
 MAX_DRIVER_BYTES = 64 << 20  # of one graph: what is beyond is another process's, which took it meanwhile
 
 
-class GpuCounts(Protocol):
-    """What is asked of a GPU."""
-
-    def state(self) -> GpuState:
-        """What is held and what is free."""
-
-    def release_cached(self) -> None:
-        """Give what is not used back to the GPU."""
-
-    def reset_peak(self) -> None:
-        """Count the peak from here on."""
-
-    def peak(self) -> int:
-        """Most bytes held since."""
-
-
 def pool_budget(state: GpuState, fraction: float, set_aside: int) -> int:
     """Bytes a pool may take: within this process's `fraction` of the GPU, and within what others leave of it.
 
@@ -134,7 +118,7 @@ class GpuPoolMemory:
 
     is_measured = True
 
-    def __init__(self, gpu: GpuCounts, fraction: float) -> None:
+    def __init__(self, gpu: Gpu, fraction: float) -> None:
         self._gpu = gpu
         self._fraction = fraction
         self.step_bytes = 0

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from funitel.model_server.device.tensor_parallel import TensorParallel
-from funitel.model_server.executor.interface import ActiveRow, ComputedStep, PendingStep
+from funitel.model_server.executor.interface import ActiveRow, BegunStep, ComputedStep, PendingStep
 from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
 from funitel.model_server.forward.batch import RowSpan
@@ -19,7 +19,7 @@ from funitel.model_server.sampling.logits_processors import LogitsProcessors, To
 from funitel.model_server.sampling.sampler import SampledToken, sample, token_logprobs
 from funitel.model_server.sequence.cached_batches import CachedBatches
 from funitel.model_server.sequence.table import SequenceState
-from funitel.proto.step import CachedBatch, StepResult
+from funitel.proto.step import CachedBatch
 
 T = TypeVar("T")
 
@@ -78,15 +78,7 @@ class SyncSampling:
             row.num_cached += count
         return Computed(due, following, begin)
 
-    def finish(
-        self,
-        batch_id: int,
-        rows: list[SequenceState],
-        active: Sequence[ActiveRow],
-        computed: Computed,
-        begin: int,
-        concat_ns: int | None,
-    ) -> PendingStep:
+    def finish(self, step: BegunStep, computed: Computed) -> PendingStep:
         """See StepSampling; keeps the batch unless every row has finished."""
         output_begin = time.perf_counter_ns()
         due, following, forward_begin = computed
@@ -94,23 +86,14 @@ class SyncSampling:
         for row in due:
             row.is_over = row.finish_reason is not None
         batch: CachedBatch | None = None
-        if all(row.is_over for row in rows):
-            self._batches.clear(batch_id)
-            self._batches.mark_ended(batch_id, rows)
+        if all(row.is_over for row in step.rows):
+            self._batches.clear(step.batch_id)
+            self._batches.mark_ended(step.batch_id, step.rows)
         else:
-            batch = self._batches.describe(batch_id)
+            batch = self._batches.describe(step.batch_id)
         end = time.perf_counter_ns()
-        result = StepResult(
-            generations=(),
-            batch=batch,
-            forward_ns=output_begin - forward_begin,
-            decode_ns=end - output_begin,
-            total_ns=end - begin,
-            concat_ns=concat_ns,
-            num_forwards=1 if active else 0,
-            num_forward_rows=len(active),
-            num_forward_tokens=sum(count for _, count in active),
-        )
+        spent = output_begin - forward_begin, end - output_begin, end - step.begin
+        result = step.result(batch, step.active, forward_ns=spent[0], decode_ns=spent[1], total_ns=spent[2])
         return ComputedStep(self._output, [one for one in processed if one is not None], result)
 
     def profile(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:

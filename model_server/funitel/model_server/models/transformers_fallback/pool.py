@@ -79,12 +79,7 @@ class FallbackPools:
 
     def _sizes(self) -> list[int]:
         """Bytes of the parts of a block: key and value of each layer, then the states."""
-        per_token = [
-            size.num_kv_heads * dim * self.dtype.itemsize
-            for size in self.kept.layers
-            for dim in (size.key_dim, size.value_dim)
-        ]
-        return [self.block_size * num_bytes for num_bytes in per_token] + [s.num_bytes for s in self.kept.states]
+        return [prod(shape) * dtype.itemsize for shape, dtype in self.shapes()]
 
     def make(self, num_blocks: int) -> "FallbackPool":
         """A pool of zeros; block 0 is never a sequence's."""

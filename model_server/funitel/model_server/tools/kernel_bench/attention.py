@@ -82,7 +82,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Of one row with `STEP_CONTEXT` tokens, its logits included: the least time and the usual one, and what is read."""
+    """Of one row with `STEP_CONTEXT` tokens and its logits: the least time and the usual one, and what is read."""
 
     seconds: float
     median_seconds: float
