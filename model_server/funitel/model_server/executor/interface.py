@@ -65,7 +65,7 @@ class ComputedStep:
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
-    """A step of a batch of `rows`, of which `active` take part; its call came at `begin`, by the performance counter."""
+    """A step of a batch of `rows`, of which `active` take part; its call came at `begin` (performance counter)."""
 
     batch_id: int
     rows: list[SequenceState]

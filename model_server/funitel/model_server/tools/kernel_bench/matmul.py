@@ -218,16 +218,8 @@ def _rows(
     roofs.measure(kind)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    for label, rows, seconds, num_bytes, num_weights in taken:
-        yield held_against(
-            label,
-            rows,
-            seconds,
-            num_bytes=num_bytes,
-            num_weights=num_weights,
-            read_bytes_s=roofs.read_bytes_s,
-            multiply_s=roofs.multiply_s,
-        )
+    for each in taken:
+        yield held_against(*each, read_bytes_s=roofs.read_bytes_s, multiply_s=roofs.multiply_s)
 
 
 def _random_weight(kind: MatrixKind, num_outputs: int, num_inputs: int) -> torch.Tensor:

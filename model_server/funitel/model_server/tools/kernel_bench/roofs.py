@@ -26,7 +26,7 @@ class RoofRow:
 
 
 def held_against(
-    shape: str, rows: int, seconds: float, *, num_bytes: int, num_weights: int, read_bytes_s: float, multiply_s: float
+    shape: str, rows: int, seconds: float, num_bytes: int, num_weights: int, *, read_bytes_s: float, multiply_s: float
 ) -> RoofRow:
     """One product's time as rates, and as a share of the roof that is nearer."""
     reading, multiplying = num_bytes / read_bytes_s, rows * num_weights / multiply_s
