@@ -150,10 +150,7 @@ app.command("quantize")(
 )
 app.command("bench-kernels")(
     as_command(
-        KernelSettings,
-        bench_kernels,
-        {"model_id": "Model with the matrices to measure."},
-        set_up=_log_as_measurement,
+        KernelSettings, bench_kernels, {"model_id": "Model with the matrices to measure."}, set_up=_log_as_measurement
     )
 )
 

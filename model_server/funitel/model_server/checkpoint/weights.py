@@ -212,13 +212,7 @@ class Weights:
         return None if self._blocks is None else self._blocks.type_of(f"{stem}.weight", columns)
 
     def read_blocks(
-        self,
-        stem: str,
-        num_outputs: int,
-        num_inputs: int,
-        *,
-        rows: Range | None = None,
-        columns: Range | None = None,
+        self, stem: str, num_outputs: int, num_inputs: int, *, rows: Range | None = None, columns: Range | None = None
     ) -> torch.Tensor:
         """Read the blocks of a linear layer that has a `block_type`, in place of `read_linear`: [outputs, bytes]."""
         assert self._blocks is not None

@@ -234,11 +234,7 @@ _SIZES: dict[str, Any] = {
 }
 _RMS = {"rms_norm_eps": number("attention.layer_norm_rms_epsilon")}
 _LAYER = {"layer_norm_eps": number("attention.layer_norm_epsilon")}
-_WHOLE_ROPE: dict[str, Any] = {
-    "head_dim": _whole_head_dim,
-    "rope_theta": rope_theta,
-    "rope_scaling": rope_scaling,
-}
+_WHOLE_ROPE: dict[str, Any] = {"head_dim": _whole_head_dim, "rope_theta": rope_theta, "rope_scaling": rope_scaling}
 _PART_ROPE: dict[str, Any] = {
     "head_dim": head_dim,
     "rope_theta": rope_theta,
@@ -246,10 +242,7 @@ _PART_ROPE: dict[str, Any] = {
     "partial_rotary_factor": _turning_part,
 }
 _MODERN: dict[str, Any] = _SIZES | _RMS | _WHOLE_ROPE | {"hidden_act": _dense}
-_BIASES: dict[str, Any] = {
-    "attention_bias": holds("blk.0.attn_q.bias"),
-    "mlp_bias": holds("blk.0.ffn_up.bias"),
-}
+_BIASES: dict[str, Any] = {"attention_bias": holds("blk.0.attn_q.bias"), "mlp_bias": holds("blk.0.ffn_up.bias")}
 _LLAMA = _MODERN | _BIASES | {"model_type": "llama"}
 _EXPERTS: dict[str, Any] = (
     _SIZES
@@ -359,8 +352,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         factors=_LONGROPE,
     ),
     "gpt2": Architecture(
-        hf_class="GPT2LMHeadModel",
-        settings=_GPT | {"model_type": "gpt2", "activation_function": "gelu_new"},
+        hf_class="GPT2LMHeadModel", settings=_GPT | {"model_type": "gpt2", "activation_function": "gelu_new"}
     ),
     "starcoder": Architecture(
         hf_class="GPTBigCodeForCausalLM",

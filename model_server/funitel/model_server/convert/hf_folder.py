@@ -59,11 +59,7 @@ PIECE_SPACE = "\u2581"  # SentencePiece writes a space as this letter
 
 
 def sentencepiece_bpe(
-    scores: Mapping[str, float],
-    tokens: Sequence[str],
-    *,
-    unknown: str | None,
-    adds_space: bool = True,
+    scores: Mapping[str, float], tokens: Sequence[str], *, unknown: str | None, adds_space: bool = True
 ) -> Tokenizer:
     """A tokenizer with merges in the order of `scores`; byte tokens stand for letters that `tokens` lack.
 

@@ -87,11 +87,7 @@ class TensorParallel:
         backend = "nccl" if device.type == "cuda" else "gloo"
         with _together(rank):
             dist.init_process_group(
-                backend,
-                init_method=f"tcp://{address}:{port}",
-                rank=rank,
-                world_size=size,
-                timeout=COLLECTIVE_TIMEOUT,
+                backend, init_method=f"tcp://{address}:{port}", rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT
             )
         return cls(rank, size, device)
 

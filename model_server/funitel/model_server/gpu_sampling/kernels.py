@@ -24,17 +24,7 @@ _WARP_WARPS = 8  # of a program that filters a row alone: its sums stay in regis
 
 @triton.jit
 def penalise_rows(
-    scores,
-    rows,
-    counts,
-    places,
-    lengths,
-    repetition,
-    frequency,
-    presence,
-    count,
-    vocab_size,
-    BLOCK: tl.constexpr,
+    scores, rows, counts, places, lengths, repetition, frequency, presence, count, vocab_size, BLOCK: tl.constexpr
 ):
     """Penalties of one row, in place, over one block of its tokens: those held in all, then those of the completion."""
     line = tl.program_id(0)

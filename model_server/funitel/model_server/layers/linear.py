@@ -187,13 +187,7 @@ class ColumnLinear:
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        parts: Sequence[Part],
-        num_inputs: int,
-        *,
-        has_bias: bool,
-        is_transposed: bool,
+        self, weights: Weights, parts: Sequence[Part], num_inputs: int, *, has_bias: bool, is_transposed: bool
     ) -> None:
         bias: torch.Tensor | None = None
         if has_bias:
@@ -264,12 +258,7 @@ class VocabHead:
     """Hidden states -> logits, split by vocabulary and gathered on rank 0."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        name: str,
-        embedding: VocabEmbedding,
-        parallel: TensorParallel,
+        self, spec: ModelSpec, weights: Weights, name: str, embedding: VocabEmbedding, parallel: TensorParallel
     ) -> None:
         self.parallel = parallel
         self.vocab_size = spec.vocab_size
@@ -300,11 +289,7 @@ def qkv_parts(spec: ModelSpec, heads: HeadSplit, name: Callable[[str], str]) -> 
     q = (heads.q_start * dim, heads.q_end * dim)
     kv = (heads.kv_start * dim, heads.kv_end * dim)
     if not spec.names.qkv:
-        return [
-            (name(spec.names.q), num_q, q),
-            (name(spec.names.k), num_kv, kv),
-            (name(spec.names.v), num_kv, kv),
-        ]
+        return [(name(spec.names.q), num_q, q), (name(spec.names.k), num_kv, kv), (name(spec.names.v), num_kv, kv)]
     packed, total = name(spec.names.qkv), num_q + 2 * num_kv
     if spec.qkv_layout is QkvLayout.GROUPED:
         return [(packed, total, rows) for rows in _grouped_rows(spec, heads)]

@@ -11,13 +11,7 @@ from funitel.model_server.cpu.precision import MADE, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.hub.resolve import is_outdated
 from funitel.model_server.kv_cache.pool import SpecPools
-from funitel.model_server.loading.common import (
-    choose_device,
-    choose_dtype,
-    find_eos,
-    join_ranks,
-    set_threads,
-)
+from funitel.model_server.loading.common import choose_device, choose_dtype, find_eos, join_ranks, set_threads
 from funitel.model_server.loading.executor import LoadedShard, make_executor
 from funitel.model_server.loading.fused_backend import load_fused
 from funitel.model_server.loading.torch_backend import load_torch

@@ -10,14 +10,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit
 from funitel.model_server.executor.row_rules import NUM_OPENING_TOKENS, Seq2SeqRules
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import SpecPools
-from funitel.model_server.loading.common import (
-    choose_device,
-    choose_dtype,
-    find_eos,
-    in_torch,
-    join_ranks,
-    set_threads,
-)
+from funitel.model_server.loading.common import choose_device, choose_dtype, find_eos, in_torch, join_ranks, set_threads
 from funitel.model_server.loading.executor import LoadedShard, make_executor
 from funitel.model_server.models.encoder_decoder.forced_tokens import read_rules
 from funitel.model_server.models.encoder_decoder.model import Seq2Seq

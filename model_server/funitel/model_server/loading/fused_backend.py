@@ -57,13 +57,7 @@ def load_fused(
     predicted, before = weight_bytes(spec, parallel, tier, weights.block_type), bytes_in_use(weights.device)
     weights.dtype = torch.float32  # what the engine takes; the tier says what becomes of it
     decoder = fused.FusedDecoder(
-        spec,
-        weights,
-        parallel,
-        library,
-        tier=tier,
-        block_size=settings.block_size,
-        num_threads=torch.get_num_threads(),
+        spec, weights, parallel, library, tier=tier, block_size=settings.block_size, num_threads=torch.get_num_threads()
     )
     log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, decoder.kv_dtype)
     settle_threads(

@@ -144,13 +144,7 @@ def check_honoured(given: Mapping[str, object], reason: str) -> None:
 
 
 def _choose_way(
-    model: Any,
-    vocab_size: int,
-    context: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_ranks: int,
+    model: Any, vocab_size: int, context: int, block_size: int, dtype: torch.dtype, device: torch.device, num_ranks: int
 ) -> tuple[PackedModel | StackedModel, FallbackPools]:
     """The first way that computes by steps what the model computes at once, and the pools it needs.
 

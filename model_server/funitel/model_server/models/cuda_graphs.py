@@ -148,12 +148,7 @@ class GraphedDecoder:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        attention: RecordableAttention,
-        buckets: Sequence[int],
-        context: int,
-        record: Record,
+        self, decoder: Decoder, attention: RecordableAttention, buckets: Sequence[int], context: int, record: Record
     ) -> None:
         self._decoder = decoder
         self._attention = attention

@@ -125,12 +125,7 @@ class DecoderLayer:
     """Attention and MLP, each normalised where the spec says and added to the residual."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        weights: Weights,
-        parallel: TensorParallel,
-        attention: AttentionBackend,
-        index: int,
+        self, spec: ModelSpec, weights: Weights, parallel: TensorParallel, attention: AttentionBackend, index: int
     ) -> None:
         names, experts = spec.names, spec.experts_of(index)
         self.is_parallel = spec.is_parallel

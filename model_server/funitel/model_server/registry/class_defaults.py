@@ -41,13 +41,7 @@ _GLM = _sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
     "rms_norm_eps": 1.5625e-7,
     "attention_bias": True,
 }
-_LATENT = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 CLASS_DEFAULTS: Mapping[str, _Defaults] = {
     "LlamaForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048),

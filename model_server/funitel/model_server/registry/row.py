@@ -9,13 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from funitel.model_server.spec.model_spec import (
-    ROTARY_KINDS,
-    Activation,
-    ModelSpec,
-    RotaryScaling,
-    RotarySpec,
-)
+from funitel.model_server.spec.model_spec import ROTARY_KINDS, Activation, ModelSpec, RotaryScaling, RotarySpec
 from funitel.model_server.spec.tensor_names import TensorNames
 from funitel.proto.errors import UnsupportedModel
 

@@ -51,10 +51,7 @@ class Dense:
 
 def read_linear(weights: Weights, name: str, num_outputs: int, num_inputs: int) -> Linear:
     """Weights and bias of a dense layer of the checkpoint."""
-    return (
-        weights.read(f"{name}.weight", [num_outputs, num_inputs]),
-        weights.read(f"{name}.bias", [num_outputs]),
-    )
+    return (weights.read(f"{name}.weight", [num_outputs, num_inputs]), weights.read(f"{name}.bias", [num_outputs]))
 
 
 def read_dense(weights: Weights, name: str, num_outputs: int, num_inputs: int, activation: str = "none") -> Dense:

@@ -11,13 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers.cache_utils import (
-    CacheLayerMixin,
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from funitel.model_server.forward.batch import RowSpan
 from funitel.model_server.kv_cache.pool import Slots
