@@ -40,7 +40,6 @@ GRPC_RIMS = {
     "funitel.proto.security.tls",
     "funitel.router.shard_client.rank",
     "funitel.model_server.rpc.servicer",
-    "funitel.model_server.rpc.base_servicer",
     "funitel.model_server.rpc.tracing",
     "funitel.launcher.supervisor.health",
 }

@@ -9,9 +9,9 @@ import ast
 import json
 from pathlib import Path
 
-from funitel.model_server.registry import class_defaults, decoders
+from funitel.model_server.registry import decoders, lookup
 
-_TABLES = ("decoders.py", "class_defaults.py")
+_TABLES = ("decoders.py", "lookup.py")
 _PACKAGE = Path(decoders.__file__).parents[1]
 
 
@@ -19,7 +19,7 @@ def count_lines() -> dict[str, tuple[int, int]]:
     """Architecture -> (lines of its row, lines of code of its own elsewhere)."""
     tree = ast.parse(Path(decoders.__file__).read_text())
     rows, helpers = _rows(tree, "FAMILIES"), _helpers(tree)
-    defaults = _rows(ast.parse(Path(class_defaults.__file__).read_text()), "CLASS_DEFAULTS")
+    defaults = _rows(ast.parse(Path(lookup.__file__).read_text()), "CLASS_DEFAULTS")
     sizes = {name: _length(node) + (_length(defaults[name]) if name in defaults else 0) for name, node in rows.items()}
     users: dict[str, set[str]] = {helper: set() for helper in helpers}
     for architecture, node in rows.items():

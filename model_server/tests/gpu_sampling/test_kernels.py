@@ -9,8 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from funitel.model_server.gpu_sampling.ops import ScoreMaths, TorchMaths, TritonMaths, check
-from funitel.model_server.gpu_sampling.plan import SamplingPlan
-from funitel.model_server.gpu_sampling.row_state import RowStates
+from funitel.model_server.gpu_sampling.plan import RowStates, SamplingPlan
 from funitel.model_server.gpu_sampling.sampler import DeviceSampler
 from funitel_testing.sampled_rows import draw_params, make_masks, make_row
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from funitel.model_server.gpu_sampling.ops import TorchMaths
-from funitel.model_server.gpu_sampling.plan import SamplingPlan
+from funitel.model_server.gpu_sampling.plan import RowStates, SamplingPlan
 from funitel.model_server.gpu_sampling.result_copy import HostCopy
-from funitel.model_server.gpu_sampling.row_state import RowStates
 from funitel.model_server.gpu_sampling.sampler import DeviceSampler
 from funitel.model_server.sampling.gumbel_noise import mixed_seeds, noise_key, noise_keys
 from funitel.model_server.sampling.sampler import sample

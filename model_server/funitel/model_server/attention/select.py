@@ -1,4 +1,4 @@
-"""Which attention a shard computes with: of what device and model allow and a probe finds right, what is fastest."""
+"""Select the attention of a shard: of what device and model allow and a probe finds right, what is fastest."""
 
 import logging
 import time

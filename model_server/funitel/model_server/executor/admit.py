@@ -1,4 +1,4 @@
-"""Admission of new sequences to a rank's table: what a request asks for is checked, encoded and made a row."""
+"""Admission of new sequences to a rank's table, and what must hold of a call before anything changes."""
 
 import math
 from collections import Counter

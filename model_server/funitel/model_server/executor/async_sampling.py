@@ -26,8 +26,8 @@ from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
 from funitel.model_server.executor.sync_sampling import agree, wants_words
 from funitel.model_server.gpu_sampling.ops import ScoreMaths
+from funitel.model_server.gpu_sampling.plan import RowStates
 from funitel.model_server.gpu_sampling.result_copy import Copy, HostCopy, SampledBatch, read_plain
-from funitel.model_server.gpu_sampling.row_state import RowStates
 from funitel.model_server.gpu_sampling.sampler import Due, DueRow, StepSampler, due_of, follows_tokens
 from funitel.model_server.sampling.sampler import SampledToken
 from funitel.model_server.sequence.cached_batches import CachedBatches

@@ -1,4 +1,4 @@
-"""The forward batch: one step's rows as tensors, passed down explicitly, without global context."""
+"""The forward batch, one step's rows as tensors, without global context; and the interface of a forward over it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -13,9 +13,8 @@ import torch
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.gpu_sampling.ops import Draws, ScoreMaths
-from funitel.model_server.gpu_sampling.plan import SamplingPlan
+from funitel.model_server.gpu_sampling.plan import RowStates, SamplingPlan
 from funitel.model_server.gpu_sampling.result_copy import SampledBatch
-from funitel.model_server.gpu_sampling.row_state import RowStates
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_keys
 from funitel.model_server.sampling.sampler import Watermark, token_logprobs

@@ -1,4 +1,4 @@
-"""The KV pool, paged: keys and values of every layer in blocks of `block_size` tokens."""
+"""The KV pool, paged: keys and values of every layer in blocks of `block_size` tokens, and its host tier."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -18,6 +18,8 @@ from funitel.model_server.models.transformers_fallback.attention import Unsuited
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_adapter
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.load import (
+    check_steps,
+    expected_logits,
     hollow,
     load_model,
     named,
@@ -27,7 +29,6 @@ from funitel.model_server.models.transformers_fallback.load import (
 from funitel.model_server.models.transformers_fallback.packed import PackedModel
 from funitel.model_server.models.transformers_fallback.padded import StackedModel
 from funitel.model_server.models.transformers_fallback.pool import FallbackPools
-from funitel.model_server.models.transformers_fallback.self_check import check_steps, expected_logits
 from funitel.model_server.models.transformers_fallback.tensor_parallel import Split, WeightCount, check_device
 from funitel.model_server.models.weight_offload import refuse_host_memory
 from funitel.model_server.sampling.logits_processors import TorchLogitsProcessors

@@ -1,4 +1,4 @@
-"""Pack small integers into 32-bit words, the first in the lowest bits, and hold matrices made of them."""
+"""Pack small integers into 32-bit words, the first in the lowest bits; matrices of them, and rounding to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,14 +1,128 @@
-"""Look up the ModelSpec of a Hugging Face `config.json` in the table of decoders."""
+"""Look up the ModelSpec of a checkpoint: a JSON file that a user wrote, else the row of its architecture."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.registry.class_defaults import CLASS_DEFAULTS
 from funitel.model_server.registry.decoders import FAMILIES
 from funitel.model_server.registry.row import Config, reading_config
 from funitel.model_server.spec.json_file import check_types, read_spec
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import NoRow, UnsupportedModel
+
+_Defaults = Mapping[str, Any]
+
+
+def _sizes(
+    vocab: int, hidden: int, inner: int, layers: int, heads: int, context: int, kv_heads: int | None = None
+) -> dict[str, Any]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "max_position_embeddings": context,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+def _gpt(vocab: int, hidden: int, layers: int, heads: int, context: int) -> dict[str, Any]:
+    return {"vocab_size": vocab, "n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": context}
+
+
+def _experts(count: int, chosen: int | None = None, size: int | None = None) -> dict[str, Any]:
+    given = {"n_routed_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": size}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
+_GEMMA2 = {"head_dim": 256, "query_pre_attn_scalar": 256}
+_GLM = _sizes(151552, 4096, 13696, 40, 32, 131072, 2) | {
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+}
+_LATENT = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+# What the architecture's class in transformers takes for fields that a `config.json` leaves out; one that is there and
+# null is not left out. Named are those for which a rule of the row would take something else; each by the name that
+# rules read last, so that one given by another name of it counts. The tests hold these against transformers.
+CLASS_DEFAULTS: Mapping[str, _Defaults] = {
+    "LlamaForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048),
+    "MistralForCausalLM": _sizes(32000, 4096, 14336, 32, 32, 131072, 8),
+    "Qwen2ForCausalLM": _sizes(151936, 4096, 22016, 32, 32, 32768, 32) | _QWEN,
+    "Qwen3ForCausalLM": _sizes(151936, 4096, 22016, 32, 32, 32768, 32) | _QWEN | {"head_dim": 128},
+    "GemmaForCausalLM": _sizes(256000, 3072, 24576, 28, 16, 8192, 16) | {"head_dim": 256},
+    "Gemma2ForCausalLM": _sizes(256000, 2304, 9216, 26, 8, 8192, 4)
+    | _GEMMA2
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "Gemma3ForCausalLM": _sizes(262208, 2304, 9216, 26, 8, 131072, 4) | _GEMMA2,
+    "PhiForCausalLM": _sizes(51200, 2048, 8192, 24, 32, 2048) | {"layer_norm_eps": 1e-5},
+    "Phi3ForCausalLM": _sizes(32064, 3072, 8192, 32, 32, 4096)
+    | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    "GPT2LMHeadModel": _gpt(50257, 768, 12, 12, 1024),
+    "GPTBigCodeForCausalLM": _gpt(50257, 768, 12, 12, 1024),
+    "GPTJForCausalLM": _gpt(50400, 4096, 28, 16, 2048),
+    "GPTNeoForCausalLM": {
+        "vocab_size": 50257,
+        "hidden_size": 2048,
+        "num_layers": 24,
+        "num_heads": 16,
+        "max_position_embeddings": 2048,
+        "attention_types": [[["global", "local"], 12]],
+    },
+    "GPTNeoXForCausalLM": _sizes(50432, 6144, 24576, 44, 64, 2048) | {"layer_norm_eps": 1e-5},
+    "Starcoder2ForCausalLM": _sizes(49152, 3072, 12288, 30, 24, 4096, 2),
+    "OPTForCausalLM": {
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "ffn_dim": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 2048,
+    },
+    "XGLMForCausalLM": {
+        "vocab_size": 256008,
+        "d_model": 1024,
+        "ffn_dim": 4096,
+        "num_layers": 24,
+        "attention_heads": 16,
+        "max_position_embeddings": 2048,
+    },
+    "BloomForCausalLM": {"vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8},
+    "FalconForCausalLM": {"vocab_size": 65024, "hidden_size": 4544, "n_layer": 32, "n_head": 71},
+    "MptForCausalLM": {"vocab_size": 50368, "d_model": 2048, "n_layers": 24, "n_heads": 16, "max_seq_len": 2048},
+    "StableLmForCausalLM": _sizes(50304, 2560, 6912, 32, 32, 4096, 32),
+    "OlmoForCausalLM": _sizes(50304, 4096, 11008, 32, 32, 2048),
+    "Olmo2ForCausalLM": _sizes(50304, 4096, 11008, 32, 32, 2048),
+    "CohereForCausalLM": _sizes(256000, 8192, 22528, 40, 64, 8192) | {"rope_theta": 5e5},
+    "Cohere2ForCausalLM": _sizes(256000, 8192, 22528, 40, 64, 8192),
+    "GraniteForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048),
+    "SmolLM3ForCausalLM": _sizes(128256, 2048, 11008, 36, 16, 32768, 4) | {"rope_theta": 2e6},
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": _GLM,
+    "MixtralForCausalLM": _sizes(32000, 4096, 14336, 32, 32, 131072, 8) | _experts(8, 2) | {"rope_theta": 1e6},
+    "Qwen2MoeForCausalLM": _sizes(151936, 2048, 5632, 24, 16, 32768, 16)
+    | _experts(60, 4, 1408)
+    | _QWEN
+    | {"shared_expert_intermediate_size": 5632},
+    "Qwen3MoeForCausalLM": _sizes(151936, 2048, 6144, 24, 32, 32768, 4) | _experts(128, 8, 768) | _QWEN,
+    "OlmoeForCausalLM": _sizes(50304, 2048, 2048, 16, 16, 4096) | _experts(64, 8),
+    "GraniteMoeForCausalLM": _sizes(32000, 4096, 11008, 32, 32, 2048) | _experts(8, 2),
+    "DeepseekV2ForCausalLM": _sizes(102400, 4096, 11008, 32, 32, 2048)
+    | _experts(64, size=1407)
+    | _LATENT
+    | {"n_shared_experts": 2},
+    "DeepseekV3ForCausalLM": _sizes(129280, 7168, 18432, 61, 128, 4096, 128)
+    | _experts(256, 8, 2048)
+    | _LATENT
+    | {"n_shared_experts": 1, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3},
+    "Glm4MoeForCausalLM": _sizes(151552, 4096, 10944, 46, 96, 131072, 8)
+    | _experts(128, 8, 1408)
+    | {"n_shared_experts": 1, "first_k_dense_replace": 1},
+}
 
 
 def spec_of(config: Config) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Dispatch the calls that change state, of gRPC and the step socket: run them in order and answer them.
+"""Dispatch the calls that change state, of gRPC and the step socket: run them in call order and answer them.
 
 They begin in the order of their `step_seq` where the router numbers them, in order of arrival otherwise. A `Runner`
 says whether the result of a step is described and encoded before the next one begins or beside it. Knows messages, but

@@ -24,7 +24,12 @@ HASH_KEY = 15485863
 
 @dataclass(frozen=True, slots=True)
 class Watermark:
-    """`gamma` is the favoured share of the vocabulary, `delta` what its scores gain."""
+    """Favours a part of the vocabulary at each step, picked by the last token.
+
+    Source: Kirchenbauer et al., "A Watermark for Large Language Models" (arXiv 2301.10226), with TGI's seeding, so that
+    detectors written for it go on working. The permutation is drawn on the CPU whatever the model runs on.
+
+    `gamma` is the favoured share of the vocabulary, `delta` what its scores gain."""
 
     gamma: float = 0.5
     delta: float = 2.0

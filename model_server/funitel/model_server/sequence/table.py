@@ -39,7 +39,7 @@ class SequenceState:
     is_over: bool = False  # it takes part in no further step
     has_left: bool = False  # its batch has ended
     num_placeholders: int = 0  # tokens that a device has sampled, or will have, and the host does not know yet
-    counts_place: int | None = None  # where the device counts its tokens, see `gpu_sampling/row_state`
+    counts_place: int | None = None  # where the device counts its tokens, see `gpu_sampling/plan`
 
     @property
     def request_id(self) -> int:

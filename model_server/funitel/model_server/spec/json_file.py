@@ -1,4 +1,4 @@
-"""Read and write model specs as JSON files; an error names the field, its value and its limit.
+"""Read, check and write model specs as JSON files; an error names the field, its value and its limit.
 
 A file holds the fields of a ModelSpec, those left out having their defaults.
 """

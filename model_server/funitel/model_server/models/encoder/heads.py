@@ -1,4 +1,4 @@
-"""From the hidden states of a packed batch to what is asked for: a vector, scores of classes, tokens behind a mask."""
+"""Heads of an encoder: a vector, as sentence-transformers pools it, scores of classes, tokens behind a mask."""
 
 import json
 from collections.abc import Callable

@@ -1,17 +1,21 @@
-"""A checkpoint folder as a model of transformers: is it one that can be served, and its weights, all of them."""
+"""A checkpoint folder as a model of transformers: its weights, all of them, and whether steps compute right."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from funitel.model_server.checkpoint.storage import open_file
 from funitel.model_server.files.integrity import read_json, weight_files
+from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
+from funitel.model_server.models.transformers_fallback.attention import Unsuited
+from funitel.model_server.models.transformers_fallback.pool import FallbackPools
 from funitel.model_server.models.transformers_fallback.tensor_parallel import Split
 from funitel.proto.errors import FunitelError, NoRow, UnsupportedModel, WeightsError, translating
 
@@ -118,3 +122,48 @@ def load_model(
     if split is not None:
         split.regroup(model)
     return model.eval().requires_grad_(False).to(device)
+
+
+_LENGTHS = (9, 5)  # tokens of the sequences
+_STEPS = ((6, 4), (1, 1), (2, 0))  # tokens that each computes: chunks beside each other, single ones, a chunk upon them
+_TOLERANCE = 1e-3  # of the largest logit, in float32; rounding alone is far below
+_HALF_TOLERANCE = 0.1
+
+
+@torch.inference_mode()
+def expected_logits(model: Any, vocab_size: int, device: torch.device) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Random prompts, and the logits of all their positions as the model alone computes them."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in _LENGTHS]
+    return prompts, [model(input_ids=torch.tensor([ids], device=device)).logits[0].float() for ids in prompts]
+
+
+@torch.inference_mode()
+def check_steps(
+    forward: Forward, pools: FallbackPools, prompts: Sequence[Sequence[int]], expected: Sequence[torch.Tensor]
+) -> None:
+    """Step through `prompts` beside each other and hold every logit against `expected`.
+
+    Raises:
+        Unsuited: they differ.
+    """
+    size = pools.block_size
+    each = -(-max(_LENGTHS) // size)
+    pool = pools.make(1 + each * len(prompts))
+    tables = [np.arange(1 + i * each, 1 + (i + 1) * each, dtype=np.int32) for i in range(len(prompts))]
+    done = [0] * len(prompts)
+    for counts in _STEPS:
+        active = [i for i, n in enumerate(counts) if n]
+        spans = [
+            RowSpan(prompts[i][done[i] : done[i] + counts[i]], done[i], tables[i], "all", len(prompts[i]))
+            for i in active
+        ]
+        logits = forward(ForwardBatch.build(spans, size, pools.device), pool)
+        for i, span in zip(active, spans, strict=True):
+            done[i] = span.end
+        if logits is not None:
+            wanted = torch.cat([expected[i][s.start : s.end] for i, s in zip(active, spans, strict=True)])
+            error = float((logits - wanted).abs().max())
+            tolerance = _TOLERANCE if pools.dtype is torch.float32 else _HALF_TOLERANCE
+            if not error <= tolerance * float(wanted.abs().max()):
+                raise Unsuited(f"its logits by steps are off by {error:.2g}")

@@ -1,4 +1,4 @@
-"""Print the output of `funitel models`: tables as text, or one JSON object."""
+"""Print the output of `funitel models`, what is served and what a model needs: text, or one JSON object."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
