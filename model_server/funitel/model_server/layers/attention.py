@@ -11,7 +11,7 @@ from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParalle
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.elementwise import ElementwiseOps, HeadRule, TorchElementwiseOps
-from funitel.model_server.layers.linear import ColumnLinear, HeadNorm, Matmul, NormLayer, RowLinear, qkv_parts
+from funitel.model_server.layers.linear import ColumnLinear, HeadNorm, Matmul, NormLayer, heads_out, qkv_parts
 from funitel.model_server.layers.rotary import Rotation, alibi_slopes
 from funitel.model_server.spec.model_spec import LatentSpec, ModelSpec, Position, QkNorm, RotarySpec
 
@@ -54,16 +54,7 @@ class Attention:
                 HeadNorm(spec, weights, name(names.k_norm), spec.num_kv_heads, kv, parallel, holders),
             )
         self.heads = HeadRule(heads.num_heads, heads.num_kv_heads, spec.qkv_clip, norms, *scales)
-        self.out = RowLinear(
-            weights,
-            name(names.out),
-            spec.hidden_size,
-            spec.num_heads * dim,
-            (heads.q_start * dim, heads.q_end * dim),
-            parallel,
-            has_bias=spec.has_out_bias,
-            is_transposed=names.is_transposed,
-        )
+        self.out = heads_out(spec, weights, name(names.out), heads, parallel, dim)
 
     def __call__(
         self, x: torch.Tensor, batch: ForwardBatch, cache: KVCache, plan: object, rotations: Rotations
@@ -121,16 +112,7 @@ class LatentAttention:
         self.kv_down = _to_latent(spec, weights, name(names.kv_down), latent.rank + num_turned)
         self.kv_norm = NormLayer(spec, weights, name(names.kv_latent_norm), latent.rank, eps=latent.norm_eps)
         self.into, self.back = self._heads_of_latents(spec, latent, weights, heads, name(names.kv_up))
-        self.out = RowLinear(
-            weights,
-            name(names.out),
-            spec.hidden_size,
-            spec.num_heads * latent.value_dim,
-            (heads.q_start * latent.value_dim, heads.q_end * latent.value_dim),
-            parallel,
-            has_bias=spec.has_out_bias,
-            is_transposed=names.is_transposed,
-        )
+        self.out = heads_out(spec, weights, name(names.out), heads, parallel, latent.value_dim)
 
     def _heads_of_latents(
         self, spec: ModelSpec, latent: LatentSpec, weights: Weights, heads: HeadSplit, name: str

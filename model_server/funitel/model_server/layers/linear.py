@@ -238,6 +238,15 @@ class RowLinear:
         return self.matmul(x if self.dtype is None else x.to(self.dtype))
 
 
+def heads_out(
+    spec: ModelSpec, weights: Weights, name: str, heads: HeadSplit, parallel: TensorParallel, dim: int
+) -> RowLinear:
+    """The way back of this rank's heads, of `dim` elements each, to hidden states."""
+    columns = heads.q_start * dim, heads.q_end * dim
+    layer = weights, name, spec.hidden_size, spec.num_heads * dim, columns, parallel
+    return RowLinear(*layer, has_bias=spec.has_out_bias, is_transposed=spec.names.is_transposed)
+
+
 class VocabEmbedding:
     """Token embedding split by vocabulary: each rank looks its own rows up, the sum is the embedding."""
 

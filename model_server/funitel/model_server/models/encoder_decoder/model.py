@@ -12,9 +12,9 @@ from funitel.model_server.layers.linear import (
     ColumnLinear,
     NormLayer,
     Part,
-    RowLinear,
     VocabEmbedding,
     VocabHead,
+    heads_out,
     qkv_parts,
 )
 from funitel.model_server.layers.mlp import Mlp
@@ -139,7 +139,7 @@ class SelfAttention:
         self.shape = (3, heads.num_heads, spec.head_dim)
         self.scale = spec.score_scale
         self.qkv = _columns(spec, weights, qkv_parts(spec, heads, name))
-        self.out = _way_out(spec, weights, name(spec.names.out), heads, parallel)
+        self.out = heads_out(spec, weights, name(spec.names.out), heads, parallel, spec.head_dim)
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values [num_tokens, 3, heads, head_dim]."""
@@ -163,7 +163,7 @@ class CrossAttention:
         self.heads = (heads.num_heads, spec.head_dim)
         self.q = _columns(spec, weights, [part(names.q)])
         self.kv = _columns(spec, weights, [part(names.k), part(names.v)])
-        self.out = _way_out(spec, weights, weights.named(names.out, i=index), heads, parallel)
+        self.out = heads_out(spec, weights, weights.named(names.out, i=index), heads, parallel, spec.head_dim)
 
     def look_at(self, encoded: torch.Tensor, cache: KVCache, slots: Slots) -> None:
         """Keep what every later token of the decoder sees of prompts [num_tokens, hidden_size]."""
@@ -259,20 +259,6 @@ def _heads(spec: ModelSpec, parallel: TensorParallel) -> HeadSplit:
 
 def _columns(spec: ModelSpec, weights: Weights, parts: list[Part]) -> ColumnLinear:
     return ColumnLinear(weights, parts, spec.hidden_size, has_bias=spec.has_qkv_bias, is_transposed=False)
-
-
-def _way_out(spec: ModelSpec, weights: Weights, name: str, heads: HeadSplit, parallel: TensorParallel) -> RowLinear:
-    dim = spec.head_dim
-    return RowLinear(
-        weights,
-        name,
-        spec.hidden_size,
-        spec.num_heads * dim,
-        (heads.q_start * dim, heads.q_end * dim),
-        parallel,
-        has_bias=spec.has_out_bias,
-        is_transposed=False,
-    )
 
 
 def _frames(

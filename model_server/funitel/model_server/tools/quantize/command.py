@@ -11,6 +11,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
 from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.convert.hf_folder import write_json
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub import resolve
 from funitel.model_server.hub.huggingface import first_line
@@ -21,13 +22,7 @@ from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.tools.quantize.calibration import read_texts, tokenize
-from funitel.model_server.tools.quantize.folder import (
-    SafetensorsWriter,
-    check_space,
-    check_target,
-    finished_folder,
-    write_json,
-)
+from funitel.model_server.tools.quantize.folder import SafetensorsWriter, check_space, check_target, finished_folder
 from funitel.model_server.tools.quantize.formats import side_files
 from funitel.model_server.tools.quantize.job import QuantizeJob, Report
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel, WeightsError

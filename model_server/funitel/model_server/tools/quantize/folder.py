@@ -16,6 +16,7 @@ from typing import BinaryIO, Self
 
 import torch
 
+from funitel.model_server.convert.hf_folder import write_json
 from funitel.model_server.files.atomic_folder import install
 from funitel.proto.errors import SettingsError, StartupError
 
@@ -157,11 +158,6 @@ class SafetensorsWriter:
             "weight_map": {name: self._name(i) for i, names in enumerate(self._files) for name in names},
         }
         write_json(self._folder / "model.safetensors.index.json", index)
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write JSON as people read it."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _split(plan: Plan, max_file_bytes: int) -> list[list[str]]:
