@@ -15,7 +15,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from funitel.model_server.rpc.call_server import CallServer
+from funitel.model_server.rpc.serve import CallServer
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import wire
 from funitel.proto.errors import FunitelError

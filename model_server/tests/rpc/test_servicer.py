@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from funitel.model_server.executor.executor import Executor
-from funitel.model_server.rpc.call_server import CallServer
+from funitel.model_server.rpc.serve import CallServer
 from funitel.model_server.rpc.servicer import Servicer, make_server
 from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from funitel.model_server.cpu.build import INSTRUCTION_SETS, CannotBuild, build
-from funitel.model_server.cpu.logits_processors import FusedLogitsProcessors
+from funitel.model_server.cpu.decoder import FusedLogitsProcessors
 from funitel.model_server.cpu.native import NativeEngine, Shape, load_library
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
 from funitel.model_server.sampling.grammar import TokenMasks

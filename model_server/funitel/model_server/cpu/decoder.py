@@ -1,20 +1,24 @@
-"""The fused decoder: the same call and results as `models/decoder`, in one call into C++."""
+"""The fused decoder: the same call and results as `models/decoder`, in one call into C++; and its logits processors."""
 
 import ctypes
+import math
 from array import array
+from collections.abc import Sequence
 
 import torch
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import has_partial
-from funitel.model_server.cpu.native import DONE, Batch, Buffer
+from funitel.model_server.cpu.native import DONE, Batch, Buffer, NativeEngine, Warp
 from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.cpu.program import Program
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.spec.model_spec import ModelSpec
+from funitel.proto.step import SamplingParams
 
 
 class FusedDecoder:
@@ -106,3 +110,40 @@ class FusedDecoder:
 
 def _address(values: "array[int]") -> int:
     return values.buffer_info()[0]
+
+
+class FusedLogitsProcessors:
+    """Rows of scores on the threads of an engine. Kept tokens are those of `TorchLogitsProcessors`, up to rounding."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+
+    def allow(self, scores: torch.Tensor, masks: TokenMasks | None) -> None:
+        """See `LogitsProcessors`."""
+        bits: list[int | None] = [None] * len(scores)
+        if masks is not None:
+            for place, row in enumerate(masks.rows):
+                bits[row] = masks.bits[place].ctypes.data
+        self._engine.allow_scores(scores, bits)
+
+    def warp(self, scores: torch.Tensor, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
+        """See `LogitsProcessors`."""
+        self._engine.warp_scores(scores, rows, [_record(p) for p in params])
+
+    def best(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `LogitsProcessors`."""
+        return self._engine.best_scores(scores)
+
+    def draw(self, scores: torch.Tensor, rows: Sequence[int], keys: Sequence[int]) -> torch.Tensor:
+        """See `LogitsProcessors`."""
+        return self._engine.draw_scores(scores, rows, keys)
+
+
+def _record(params: SamplingParams) -> Warp:
+    return Warp(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        min_score=math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
+        typical_p=params.typical_p,
+        top_k=params.top_k,
+    )

@@ -30,8 +30,7 @@ from funitel.model_server.gpu_sampling.plan import RowStates
 from funitel.model_server.gpu_sampling.result_copy import Copy, HostCopy, SampledBatch, read_plain
 from funitel.model_server.gpu_sampling.sampler import Due, DueRow, StepSampler, due_of, follows_tokens
 from funitel.model_server.sampling.sampler import SampledToken
-from funitel.model_server.sequence.cached_batches import CachedBatches
-from funitel.model_server.sequence.table import SequenceState
+from funitel.model_server.sequence.table import CachedBatches, SequenceState
 from funitel.proto.errors import InvalidRequest, UnknownBatch
 from funitel.proto.step import CachedBatch, StepResult
 

@@ -23,9 +23,8 @@ from funitel.model_server.executor.sync_sampling import SyncSampling
 from funitel.model_server.executor.warmup import Warmup
 from funitel.model_server.forward.batch import Forward
 from funitel.model_server.kv_cache.pool import Pools
-from funitel.model_server.sequence.cached_batches import CachedBatches
 from funitel.model_server.sequence.detokenizer import TextCodec
-from funitel.model_server.sequence.table import SequenceState
+from funitel.model_server.sequence.table import CachedBatches, SequenceState
 from funitel.model_server.spec.model_spec import ModelFacts
 from funitel.proto.errors import FunitelError, InvalidRequest, ResourceExhausted, ShardUnsound
 from funitel.proto.step import (

@@ -17,8 +17,7 @@ from funitel.model_server.forward.batch import RowSpan
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
 from funitel.model_server.sampling.sampler import SampledToken, sample, token_logprobs
-from funitel.model_server.sequence.cached_batches import CachedBatches
-from funitel.model_server.sequence.table import SequenceState
+from funitel.model_server.sequence.table import CachedBatches, SequenceState
 from funitel.proto.step import CachedBatch
 
 T = TypeVar("T")

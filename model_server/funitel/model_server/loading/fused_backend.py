@@ -11,8 +11,8 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu import decoder as fused
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.cpu.coverage import missing
+from funitel.model_server.cpu.decoder import FusedLogitsProcessors
 from funitel.model_server.cpu.footprint import step_bytes, weight_bytes
-from funitel.model_server.cpu.logits_processors import FusedLogitsProcessors
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import MADE, Tier
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks

@@ -1,4 +1,4 @@
-"""The sequence table: the state of each running sequence on a shard, one row each.
+"""The sequence table, the state of each running sequence on a shard, one row each; and the cached batches of rows.
 
 A batch is a list of rows: concatenating is list addition, filtering is selection.
 """
@@ -11,8 +11,8 @@ import numpy as np
 from funitel.model_server.sampling.grammar import GrammarState
 from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher
-from funitel.proto.errors import InvalidRequest
-from funitel.proto.step import FinishReason, SequenceStart
+from funitel.proto.errors import InvalidRequest, UnknownBatch
+from funitel.proto.step import CachedBatch, FinishReason, RowUpdate, SequenceStart
 
 
 @dataclass(slots=True)
@@ -120,3 +120,148 @@ class SequenceTable:
         """Blocks of a row, in order: [num_blocks] int32."""
         table: np.ndarray = self._blocks[row.index, : row.num_blocks]
         return table
+
+
+class CachedBatches:
+    """Rows by batch id, with their places in the sequence table.
+
+    Args:
+        block_size: tokens of a KV block.
+        max_prefill_tokens: budget of a step, shared by rows for which the router leaves the number of tokens open.
+    """
+
+    def __init__(self, block_size: int, max_prefill_tokens: int) -> None:
+        self.block_size = block_size
+        self.max_prefill_tokens = max_prefill_tokens
+        self.table = SequenceTable(max_blocks=1)
+        self._rows: dict[int, list[SequenceState]] = {}
+        self._ended: dict[int, frozenset[int]] = {}  # batches that ended in the step before, with their requests
+
+    def __contains__(self, batch_id: int) -> bool:
+        return batch_id in self._rows
+
+    def get(self, batch_id: int) -> list[SequenceState]:
+        """The rows of a batch; none of one that is unknown."""
+        return self._rows.get(batch_id, [])
+
+    def rows_of(self, batch_id: int, is_ahead: bool = False) -> list[SequenceState]:
+        """The rows of a batch; none of one that ended in the step before, if `is_ahead`.
+
+        Raises:
+            UnknownBatch: there is no such batch.
+        """
+        if batch_id in self._rows:
+            return self._rows[batch_id]
+        if is_ahead and batch_id in self._ended:
+            return []
+        raise UnknownBatch(f"Batch ID {batch_id} not found in cache")
+
+    def put(self, batch_id: int, rows: list[SequenceState]) -> None:
+        """A step begins: these are the rows of a batch now, and what ended in the step before is forgotten."""
+        self._rows[batch_id] = rows
+        self._ended = {}
+
+    def pop(self, batch_id: int) -> None:
+        """Forget a batch with rows that are in another one now."""
+        self._rows.pop(batch_id, None)
+
+    def drop(self, rows: Sequence[SequenceState]) -> None:
+        """Drop rows, whichever batch they are in now; a batch without rows is dropped too."""
+        gone = set(map(id, rows))
+        for batch_id, held in tuple(self._rows.items()):
+            left = [row for row in held if id(row) in gone]
+            if left:
+                self.table.release(left)
+                self._rows[batch_id] = [row for row in held if id(row) not in gone]
+                if not self._rows[batch_id]:
+                    del self._rows[batch_id]
+
+    def mark_ended(self, batch_id: int, rows: Sequence[SequenceState]) -> None:
+        """Take a batch of these rows for the one that ended in the step before."""
+        self._ended[batch_id] = frozenset(row.request_id for row in rows)
+
+    def forget_ended(self) -> None:
+        """No batch ended in the step before."""
+        self._ended = {}
+
+    def keep(self, batch_id: int, request_ids: Sequence[int], is_ahead: bool) -> CachedBatch:
+        """Keep only `request_ids` of a batch; of one that ended in the step before, if `is_ahead`, nothing.
+
+        Raises:
+            UnknownBatch: unknown batch, nothing to keep, or a request that is not in it.
+        """
+        rows = self.rows_of(batch_id, is_ahead)
+        if not rows:
+            return CachedBatch(batch_id, ())
+        keep = set(request_ids)
+        if not keep:
+            raise UnknownBatch(f"filtering batch {batch_id} must keep at least one request")
+        unknown = keep - {row.request_id for row in rows}
+        if unknown:
+            raise UnknownBatch(f"batch {batch_id} holds no request {min(unknown)}")
+        self.table.release(row for row in rows if row.request_id not in keep)
+        self._rows[batch_id] = [row for row in rows if row.request_id in keep]
+        return self.describe(batch_id)
+
+    def clear(self, batch_id: int | None = None) -> None:
+        """Drop one batch, or all; an unknown one is no error."""
+        if batch_id is None:
+            self._ended = {}
+        for known in list(self._rows) if batch_id is None else [batch_id]:
+            self.table.release(self._rows.pop(known, []))
+
+    def describe(self, batch_id: int) -> CachedBatch:
+        """What the router is told of a batch."""
+        rows = self._rows[batch_id]
+        held = sum(row.num_blocks for row in rows) * self.block_size
+        following = self.following([row.num_pending for row in rows])
+        return CachedBatch(batch_id, tuple(row.request_id for row in rows), held, following)
+
+    def following(self, pending: Sequence[int]) -> int:
+        """Tokens of a step of which nothing else is said, over rows that have so many to compute."""
+        least = sum(count > 0 for count in pending)
+        room = max(0, self.max_prefill_tokens - len(pending))  # beyond one token each
+        return least + min(sum(pending) - least, room)
+
+    def updates_of_rows_left(self, updates: Sequence[RowUpdate]) -> Sequence[RowUpdate]:
+        """Row updates without those of rows that are gone because their batch ended in the step before."""
+        if not self._ended:
+            return updates
+        gone = frozenset().union(*self._ended.values())
+        return [update for update in updates if update.request_id not in gone]
+
+    def counts(
+        self,
+        running: Sequence[SequenceState],
+        new: Sequence[SequenceState],
+        updates: Sequence[RowUpdate],
+        is_ahead: bool,
+    ) -> list[int]:
+        """Tokens each row computes in this step.
+
+        The router says so for new rows (`start.chunk_len`, else all) and in `updates`; what it leaves open shares
+        the prefill budget, at least one token each. One that plans ahead means one token exactly.
+        """
+        asked = {update.request_id: update.chunk_len for update in updates}
+        first = [_within(row.num_pending, row.start.chunk_len) for row in new]
+        budget = self.max_prefill_tokens - sum(first) - len(running) + 1
+        counts = []
+        for row in running:
+            count = asked.get(row.request_id)
+            if is_ahead:
+                count = 1 if count is None else count
+            elif count is None and row.num_pending > 1:
+                count = max(1, min(budget, row.num_pending))
+                budget -= count - 1
+            counts.append(_within(row.num_pending, count))
+        return counts + first
+
+    def grant(self, rows: Sequence[SequenceState], updates: Sequence[RowUpdate]) -> None:
+        """Append the blocks of `updates` to the block tables of their rows."""
+        by_id = {row.request_id: row for row in rows}
+        for update in updates:
+            self.table.grant(by_id[update.request_id], update.blocks)
+
+
+def _within(pending: int, asked: int | None) -> int:
+    return pending if asked is None else min(asked, pending)
