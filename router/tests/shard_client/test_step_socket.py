@@ -12,7 +12,7 @@ from fake_shards import FakeShard, FakeStepEnd, fake_shards
 from funitel.proto.errors import InvalidRequest, ShardFailed, StepFailed
 from funitel.proto.step import CachedBatch, SamplingParams, SequenceStart, StoppingParams
 from funitel.proto.step_socket import Frame
-from funitel.router.shard_client import shards as shards_module
+from funitel.router.shard_client import rank
 from funitel.router.shard_client.shards import Shards
 
 
@@ -75,7 +75,7 @@ async def test_statuses_mean_what_they_mean_in_grpc(
 
 
 async def test_a_shard_that_hangs_is_given_up(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "STEP_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(rank, "STEP_TIMEOUT_SECONDS", 0.05)
     served.fakes[0].pause.clear()
     served.fakes[1].pause.clear()
     with pytest.raises(ShardFailed, match="shard rank 0 does not answer: Deadline Exceeded"):
