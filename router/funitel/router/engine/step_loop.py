@@ -1,4 +1,4 @@
-"""The step loop between scheduler and shards: settle, plan, send, deliver tokens; and recover when a step fails.
+"""The step loop between scheduler and shards: settle, plan, send, deliver; a token leaves the engine here.
 
 Runs on the event loop. A turn is made whenever something has happened: a step was answered, a request came or left. It
 takes answers into account in order, sends further steps before it delivers what was answered, and never waits; so the

@@ -1,1 +1,1 @@
-"""What a step computes: prefill, decode, preemption, admission. Pure."""
+"""What a step computes, and for which sequences: the scheduler and its parts. Pure."""

@@ -53,7 +53,7 @@ class FairShares:
         return max(0, max(least, int(self._pace)) - self._credit)
 
     def charge(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count tokens that a step computes for a sequence; those lost to preemption are not counted twice."""
+        """Count tokens that a step computes for a sequence; those computed again are not counted twice."""
         repeated = min(num_tokens, sequence.num_repeated)
         sequence.num_repeated -= repeated
         self.num_repeated += repeated
