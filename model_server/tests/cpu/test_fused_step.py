@@ -343,12 +343,12 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so(
 ) -> None:
     folder = save_tiny("llama", tmp_path)
     fused = load_executor(folder, dtype="float32")
-    assert isinstance(fused.decoder, FusedDecoder)
+    assert isinstance(fused.runner.decoder, FusedDecoder)
     monkeypatch.setattr(building, "COMPILERS", ("no-such-compiler",))
     caplog.set_level(logging.WARNING)
     cache_dir = str(tmp_path / "nothing built")
     plain = load_executor(folder, dtype="float32", cache_dir=cache_dir)
-    assert not isinstance(plain.decoder, FusedDecoder)
+    assert not isinstance(plain.runner.decoder, FusedDecoder)
     assert [record.getMessage() for record in caplog.records] == [
         "the model runs in torch, without the fused CPU step: there is no C++ compiler (no-such-compiler)"
     ]

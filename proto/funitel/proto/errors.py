@@ -37,7 +37,8 @@ Handlers and the servicer read these attributes; they contain no `isinstance` la
         ├── SettingsError         flags or variables are invalid or contradict each other
         ├── WeightsError          checkpoint missing, truncated, mismatched
         ├── UnsupportedModel      the architecture is not supported
-        │   └── NoRow             the registry has no row for it; transformers may run it
+        │   ├── NoRow             the registry has no row for it; transformers may run it
+        │   └── Unsuited          not in one way of running it; another way may do
         └── NotEnoughMemory       weights or pool do not fit
 """
 
@@ -376,6 +377,10 @@ class NoRow(UnsupportedModel):
     def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)
         self.why = why or self.message
+
+
+class Unsuited(UnsupportedModel):
+    """The model cannot be computed in one way, for the reason given; another may do."""
 
 
 class NotEnoughMemory(StartupError):

@@ -14,7 +14,6 @@ from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.loading.common import Loaded
-from funitel.model_server.models.transformers_fallback.attention import Unsuited
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_adapter
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.load import (
@@ -33,7 +32,7 @@ from funitel.model_server.models.transformers_fallback.tensor_parallel import Sp
 from funitel.model_server.models.weight_offload import refuse_host_memory
 from funitel.model_server.sampling.logits_processors import TorchLogitsProcessors
 from funitel.model_server.settings import ModelServerSettings
-from funitel.proto.errors import FunitelError, NoRow, SettingsError, UnsupportedModel
+from funitel.proto.errors import FunitelError, NoRow, SettingsError, Unsuited, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 

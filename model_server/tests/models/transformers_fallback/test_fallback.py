@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.loading import transformers as loading
 from funitel.model_server.loading.decoder import load
-from funitel.model_server.models.transformers_fallback.attention import Unsuited
 from funitel.model_server.models.transformers_fallback.cache_adapters import CacheAdapter, choose_adapter
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.pool import FallbackPool
 from funitel.model_server.settings import ModelServerSettings
-from funitel.proto.errors import InvalidRequest, SettingsError, UnsupportedModel, WeightsError
+from funitel.proto.errors import InvalidRequest, SettingsError, Unsuited, UnsupportedModel, WeightsError
 from funitel.proto.step import Generation, SequenceStart, WarmupLimits
 from funitel_testing.executors import chunk, collect, ids_of, run_alone, run_out, start
 from funitel_testing.fallback import TOLERANCE, UNLISTED, on_two_ranks, split_form, worst_error

@@ -18,13 +18,9 @@ from funitel.model_server.attention.torch_reference import TorchAttention, Torch
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.models.transformers_fallback.pool import AttentionSize
-from funitel.proto.errors import UnsupportedModel
+from funitel.proto.errors import Unsuited
 
 _numbers = count()  # every model has a name of its own in the interface, for several may be in one process
-
-
-class Unsuited(UnsupportedModel):
-    """Why a model cannot be computed in one way; another may do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache, 
 
 from funitel.model_server.forward.batch import RowSpan
 from funitel.model_server.kv_cache.pool import Slots
-from funitel.model_server.models.transformers_fallback.attention import Unsuited
 from funitel.model_server.models.transformers_fallback.pool import AttentionSize, CacheLayout, FallbackPool, StateSize
+from funitel.proto.errors import Unsuited
 
 
 @dataclass(frozen=True, slots=True)

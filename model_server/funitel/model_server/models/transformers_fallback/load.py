@@ -14,10 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from funitel.model_server.checkpoint.storage import open_file
 from funitel.model_server.files.integrity import read_json, weight_files
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
-from funitel.model_server.models.transformers_fallback.attention import Unsuited
 from funitel.model_server.models.transformers_fallback.pool import FallbackPools
 from funitel.model_server.models.transformers_fallback.tensor_parallel import Split
-from funitel.proto.errors import FunitelError, NoRow, UnsupportedModel, WeightsError, translating
+from funitel.proto.errors import FunitelError, NoRow, Unsuited, UnsupportedModel, WeightsError, translating
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ import torch
 
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.models.transformers_fallback.attention import PagedInterface, Unsuited
+from funitel.model_server.models.transformers_fallback.attention import PagedInterface
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.pool import CacheLayout
+from funitel.proto.errors import Unsuited
 
 _PROBE_TOKENS = 3
 _WINDOWED = "sliding_attention"  # as configurations call layers
