@@ -36,8 +36,8 @@ system: setup ## tests of the whole system, but for those that measure time
 timed: setup ## tests of the whole system that measure time, one after the other
 	@$(PYTEST) $(TIMED_TESTS) $(ARGS) $(NONE_IS_FINE)
 
-faults: setup ## kills, full disks, cut networks under load, beside a soak; ARGS="--full --write" is the long form
-	@$(BIN)/pytest $(TWO_AT_ONCE) integration-tests/faults $(ARGS)
+faults: setup ## kills, full disks, cut networks under load, then a soak; ARGS="--full --write" is the long form
+	@$(BIN)/pytest integration-tests/faults $(ARGS)
 
 mutants: setup ## change the pure core line by line: which changes does no test notice? ARGS="stops kv_cache"
 	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[mutants]"
