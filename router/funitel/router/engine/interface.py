@@ -1,4 +1,4 @@
-"""The interface of an engine to handlers and to load balancing: `Inference` and `ReplicaLoad`."""
+"""The interface of an engine to handlers and to load balancing: `Admits`, `Inference` and `ReplicaLoad`."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,7 +22,17 @@ class ReplicaLoad:
     cached_tokens: int
 
 
-class Inference(Protocol):
+class Admits(Protocol):
+    """What admits requests."""
+
+    def check_room(self, incoming: Request) -> None:
+        """Raise Overloaded, or another FunitelError, if a request would be refused."""
+
+    def reserve(self, incoming: Request) -> Reservation:
+        """Hold a place for a request until it is submitted; raises as `check_room`, for want of places only."""
+
+
+class Inference(Admits, Protocol):
     """What turns requests into tokens."""
 
     @property
@@ -36,12 +46,6 @@ class Inference(Protocol):
     @property
     def views(self) -> dict[int, EngineView]:
         """What the state of each replica that serves is read from, by its index."""
-
-    def check_room(self, incoming: Request) -> None:
-        """Raise Overloaded or NotReady if a request would be refused, whatever its prompt."""
-
-    def reserve(self, incoming: Request) -> Reservation:
-        """Hold a place for a request until it is submitted; raises as `check_room`, for want of places only."""
 
     def submit(self, request: Request) -> TokenStream:
         """Queue a request, or raise Overloaded or NotReady."""

@@ -12,8 +12,7 @@ class MetricsPort:
         self._port = port
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_other = scope["type"] == "http" and scope["server"][1] == self._port and scope["path"] != "/metrics"
-        if is_other:
+        if scope["type"] == "http" and scope["server"][1] == self._port and scope["path"] != "/metrics":
             await PlainTextResponse("only /metrics is answered here\n", 404)(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -4,22 +4,10 @@ Event loop only. No more is parsed and tokenized than there is room for: a reser
 until it is released, because its request is submitted or goes no further.
 """
 
-from typing import Protocol
-
 from funitel.proto.errors import Overloaded
 from funitel.router.core.request import Request
 from funitel.router.scheduler.admission import Reservation, Reservations
 from funitel.router.telemetry.metrics import Metrics
-
-
-class Admits(Protocol):
-    """What admits requests."""
-
-    def check_room(self, incoming: Request) -> None:
-        """Raise Overloaded, or another FunitelError, if a request would be refused."""
-
-    def reserve(self, incoming: Request) -> Reservation:
-        """Hold a place for a request until it is submitted; raises as `check_room`, for want of places only."""
 
 
 class TokenizeLimit:

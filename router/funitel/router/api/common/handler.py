@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from funitel.router.api.common.body import read_body, receive_body
 from funitel.router.api.common.schema_base import Body
-from funitel.router.serving.admission_gate import Admits
+from funitel.router.engine.interface import Admits
 from funitel.router.serving.arrival import ARRIVAL, Arrival
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream
