@@ -1,14 +1,13 @@
 """The table of faults: its rows as they are run, printed at the end and written with --write."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from funitel_testing.faults.page import written
-from funitel_testing.faults.table import Row, Told, as_text
+from funitel_testing.faults.table import Row, as_text
 
-_ROWS: list[Row | Told] = []
+_ROWS: list[Row] = []
 _PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 
 
@@ -18,21 +17,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def rows() -> list[Row | Told]:
+def rows() -> list[Row]:
     """Rows of the table that were run."""
     return _ROWS
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Hand the rows of one of several processes to the one that prints them."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["rows"] = [[str(cell) for cell in row.cells] for row in _ROWS]
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """Take the rows of a process that has ended; one that died has none."""
-    _ROWS.extend(Told(tuple(cells)) for cells in getattr(node, "workeroutput", {}).get("rows", ()))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

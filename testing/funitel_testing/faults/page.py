@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from funitel_testing.faults.table import Row, Told, as_markdown
+from funitel_testing.faults.table import Row, as_markdown
 
 BEGIN, END = "<!-- table: written by make faults -->", "<!-- end of the table -->"
 
 
-def written(page: str, rows: Sequence[Row | Told]) -> str:
+def written(page: str, rows: Sequence[Row]) -> str:
     """The page with another table."""
     head, _, rest = page.partition(BEGIN)
     _, _, tail = rest.partition(END)

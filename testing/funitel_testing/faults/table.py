@@ -155,24 +155,17 @@ class Row:
         )
 
 
-@dataclass(frozen=True)
-class Told:
-    """A row that another process has run, as the table says it."""
-
-    cells: tuple[str, ...]
-
-
 HEAD = ("fault", "load", "runs", "requests", "expected loss", "lost", "wrong text", "seconds to recover: median, most")
 
 
-def as_text(rows: Sequence[Row | Told]) -> str:
+def as_text(rows: Sequence[Row]) -> str:
     """The table for a terminal."""
     lines = [HEAD, *(row.cells for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
-def as_markdown(rows: Sequence[Row | Told]) -> str:
+def as_markdown(rows: Sequence[Row]) -> str:
     """The table for a page."""
     lines = [HEAD, ("---",) * len(HEAD), *(row.cells for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
