@@ -63,6 +63,12 @@ async def serial(url: str, context: ssl.SSLContext) -> str:
     return str(peer.get("serialNumber"))
 
 
+def signed(authority: Authority) -> tuple[bytes, bytes]:
+    """A new certificate and its key."""
+    files = authority.sign("server")
+    return Path(files.cert).read_bytes(), Path(files.key).read_bytes()
+
+
 def write(path: str, content: bytes) -> None:
     Path(path).write_bytes(content)
 
@@ -135,3 +141,26 @@ async def test_a_new_certificate_is_shown_without_a_restart_and_old_connections_
         authority.sign("server")
         await eventually(is_new, "the new certificate")
         assert (await old.get(f"{url}/health/live")).status_code == 200
+
+
+async def test_no_handshake_fails_while_certificates_are_reloaded(model: Path, authority: Authority) -> None:
+    files = authority.sign("server")
+    https = Https.of(files.cert, files.key, None)
+    assert https is not None
+    context = client_context(authority.ca)
+    pairs = [signed(authority) for _ in range(2)]
+
+    def reload() -> None:
+        for number in range(100):
+            cert, key = pairs[number % 2]
+            write(files.cert, cert)
+            write(files.key, key)
+            https.refresh()
+
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=https.context)
+    async with server:
+        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        reloading = asyncio.create_task(asyncio.to_thread(reload))
+        while not reloading.done():
+            await serial(url, context)
+        await reloading
