@@ -2,9 +2,12 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
+import pytest
 
 # A busy machine makes single examples slow; what takes too long shows in the suite's time instead.
 hypothesis.settings.register_profile("funitel", deadline=None)
@@ -24,3 +27,19 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 # Run in the background by a shell, we and all we start would ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def keeps_signal_handlers() -> Iterator[None]:
+    """Fail a test that leaves a signal handler behind: a later test of the same process would not get its signals."""
+    handlers = _signal_handlers()
+    yield
+    left = {number.name: left for number, left in _signal_handlers().items() if left != handlers[number]}
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert not left
+
+
+def _signal_handlers() -> dict[signal.Signals, Any]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    return {number: signal.getsignal(number) for number in numbers}

@@ -2,10 +2,11 @@
 
 import asyncio
 import json
+import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -49,11 +50,23 @@ class Walk:
                 self.calls.setdefault(module.removeprefix("funitel."), set()).add(code.co_qualname)
 
 
+@contextmanager
+def signal_handlers_kept() -> Iterator[None]:
+    """Restore the handlers that a server of a process of its own replaces."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 @asynccontextmanager
 async def router(folder: Path) -> AsyncIterator[int]:
     """The port of a router with an API key over one shard that takes its steps by a step socket."""
     model = write_model(folder)
-    async with fake_shards(folder, 1, pool_tokens=4000) as shards:
+    async with fake_shards(folder, 1, pool_tokens=4000) as shards, AsyncExitStack() as undo:
+        undo.enter_context(signal_handlers_kept())
         await shards[0].open_step_socket(str(folder / "steps"))
         uds_path = f"{folder}/shard-0"
         settings = RouterSettings(tokenizer_name=str(model), master_shard_uds_path=uds_path, api_key=KEY)
