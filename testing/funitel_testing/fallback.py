@@ -6,7 +6,6 @@ that it has a plan to split run once more on two ranks, with heads that two can 
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from funitel.model_server.loading.transformers import FallbackModel, load_fallba
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import NoRow
 from funitel_testing.forward_worker import BLOCK_SIZE, step_through
+from funitel_testing.ranks import run_ranks
 from funitel_testing.servers import free_port
 from funitel_testing.zoo import CONTEXT, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB_SIZE, ZOO, Tiny, by_steps
 
@@ -183,9 +183,9 @@ def on_two_ranks(names: Sequence[str], work: Path, num_decode: int = NUM_DECODE)
     prompts = next(iter(truths.values()))[0]
     job = {"size": 2, "port": free_port(), "folders": [str(folder) for folder in folders.values()]}
     (work / "job.json").write_text(json.dumps({**job, "prompts": prompts, "num_decode": num_decode}))
-    worker = Path(__file__).with_name("fallback_worker.py")
-    ranks = [subprocess.Popen([sys.executable, str(worker), str(work), str(rank)]) for rank in range(2)]
-    assert [rank.wait(600) for rank in ranks] == [0, 0]
+    from funitel_testing.fallback_worker import serve_rank  # which imports this module
+
+    run_ranks(serve_rank, work, 2)
     first, second = (torch.load(work / f"{rank}.pt") for rank in range(2))
     runs = {}
     for name, mine, others in zip(names, first, second, strict=True):

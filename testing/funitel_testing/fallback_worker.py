@@ -1,11 +1,10 @@
 """One rank of models that run through transformers, in a process of its own: logits of every position of the prompts.
 
-Usage: fallback_worker.py FOLDER_WITH_JOB RANK. Writes RANK.pt: for each folder of the job the logits of every prompt,
+`serve_rank` is the main function of a rank. It writes RANK.pt: for each folder of the job the logits of every prompt,
 which are empty on all ranks but the first, the way the model is served, and what weights the rank holds.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -15,8 +14,8 @@ from funitel_testing.fallback import load
 from funitel_testing.forward_worker import step_through
 
 
-def main() -> None:
-    work, rank = Path(sys.argv[1]), int(sys.argv[2])
+def serve_rank(work: Path, rank: int) -> None:
+    """Do the job of `work`."""
     job = json.loads((work / "job.json").read_text())
     torch.set_num_threads(1)
     parallel = TensorParallel.join(rank, job["size"], "127.0.0.1", job["port"], torch.device("cpu"))
@@ -30,7 +29,3 @@ def main() -> None:
         found.append((logits, model.loaded.name, facts, model.pools.bytes_per_block))
     torch.save(found, work / f"{rank}.pt")
     parallel.leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,12 @@
 """One rank of a forward test: logits of every position, computed in chunks beside other rows, then token by token.
 
-Usage: forward_worker.py FOLDER_WITH_JOB RANK. Rank 0 saves logits.pt: a list for each tier of the job, and the last of
+`serve_rank` is the main function of a rank. Rank 0 saves logits.pt: a list for each tier of the job, and the last of
 them again in shared memory.
 """
 
 import ctypes
 import json
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +31,8 @@ BLOCK_SIZE = 4
 CPU = torch.device("cpu")
 
 
-def main() -> None:
-    work, rank = Path(sys.argv[1]), int(sys.argv[2])
+def serve_rank(work: Path, rank: int) -> None:
+    """Do the job of `work`."""
     job = json.loads((work / "job.json").read_text())
     torch.set_num_threads(1)
     parallel = TensorParallel.join(rank, job["size"], "127.0.0.1", job["port"], CPU)
@@ -122,7 +121,3 @@ def step_through(
                 collected[i].append(out[at : at + len(span.tokens)])
                 at += len(span.tokens)
     return [torch.cat(parts) if parts else torch.empty(0) for parts in collected]
-
-
-if __name__ == "__main__":
-    main()

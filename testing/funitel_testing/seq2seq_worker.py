@@ -1,19 +1,18 @@
 """One rank of an encoder-decoder, in a process of its own: what it writes for the prompts of a job, greedily.
 
-Usage: seq2seq_worker.py FOLDER_WITH_JOB RANK. Writes RANK.json: for each folder of the job the completions of the
+`serve_rank` is the main function of a rank. It writes RANK.json: for each folder of the job the completions of the
 requests that are this rank's own, by number.
 """
 
 import json
-import sys
 from pathlib import Path
 
 from funitel.proto.step import Generation
 from funitel_testing.executors import ids_of, load_executor, run_out, start
 
 
-def main() -> None:
-    work, rank = Path(sys.argv[1]), int(sys.argv[2])
+def serve_rank(work: Path, rank: int) -> None:
+    """Do the job of `work`."""
     job = json.loads((work / "job.json").read_text())
     completions = []
     for place, folder in enumerate(job["folders"]):
@@ -25,7 +24,3 @@ def main() -> None:
         completions.append({i: ids_of(generations) for i, generations in found.items()})
         executor.parallel.leave()
     (work / f"{rank}.json").write_text(json.dumps(completions))
-
-
-if __name__ == "__main__":
-    main()

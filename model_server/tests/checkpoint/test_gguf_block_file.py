@@ -3,8 +3,6 @@
 import json
 import logging
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +29,7 @@ from funitel.proto.errors import SettingsError, WeightsError
 from funitel_testing import forward_worker
 from funitel_testing.forward_worker import CPU, fused_decoder, fused_library, run, step_through
 from funitel_testing.products import kept, product
+from funitel_testing.ranks import run_ranks
 from funitel_testing.servers import free_port
 from funitel_testing.tiny import save_tiny
 from funitel_testing.tiny_blocks import GPT2_SIZES, SIZES, add_blocks
@@ -184,9 +183,7 @@ def test_two_ranks_compute_on_blocks_and_the_shares_fit_together(tmp_path: Path)
         "tiers": ["GGUF"],
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, forward_worker.__file__, str(tmp_path)]
-    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
-    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    run_ranks(forward_worker.serve_rank, tmp_path, 2)
     through_gloo, in_shared_memory = torch.load(tmp_path / "logits.pt")
     alone = run(folder, TensorParallel(), prompts, 6, Tier.GGUF)
     assert error(through_gloo, alone) < 2e-3

@@ -1,8 +1,6 @@
 """A whole model with linear layers that another program quantised: logits of the same weights in float on any ranks."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +24,13 @@ from funitel.proto.errors import SettingsError
 from funitel_testing import forward_worker
 from funitel_testing.executors import load_executor
 from funitel_testing.packed import awq_tensors, compressed_tensors, gptq_tensors, random_float8, random_layer
+from funitel_testing.ranks import run_ranks
 from funitel_testing.servers import free_port
 from funitel_testing.threads import on_ranks
 from funitel_testing.tiny import save_tiny
 from funitel_testing.zoo import ZOO
 
 CPU = torch.device("cpu")
-WORKER = Path(forward_worker.__file__)
 NUM_DECODE = 3
 
 
@@ -92,12 +90,7 @@ def logits(folder: Path, size: int, work: Path) -> list[torch.Tensor]:
         return forward_worker.run(folder, TensorParallel(), prompts(), NUM_DECODE)
     job = {"folder": str(folder), "prompts": prompts(), "num_decode": NUM_DECODE, "size": size, "port": free_port()}
     (work / "job.json").write_text(json.dumps(job | {"tiers": [""]}))
-    ranks = [
-        subprocess.Popen([sys.executable, str(WORKER), str(work), str(rank)], stderr=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    run_ranks(forward_worker.serve_rank, work, size)
     found: list[list[torch.Tensor]] = torch.load(work / "logits.pt", weights_only=True)
     return found[0]
 

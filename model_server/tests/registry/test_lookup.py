@@ -1,8 +1,6 @@
 """Every family of the table against transformers: same logits in torch and fused, chunked, decoded, on 1 to 4 ranks."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +13,12 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.registry.lookup import spec_of
 from funitel.proto.errors import UnsupportedModel
 from funitel_testing import forward_worker
+from funitel_testing.ranks import run_ranks
 from funitel_testing.servers import free_port
 from funitel_testing.tiny import FAMILIES, save_tiny
 from funitel_testing.zoo import ZOO
 
 TOLERANCE = 1e-4
-WORKER = Path(forward_worker.__file__)
 # (row lengths of the prompt chunks of each sequence): contexts of uneven length, one longer than the small windows
 PROMPTS = (37, 5, 70)
 NUM_DECODE = 6
@@ -45,12 +43,7 @@ def rank_logits(folder: Path, prompts: list[list[int]], size: int, tmp_path: Pat
     """
     job = {"folder": str(folder), "prompts": prompts, "num_decode": NUM_DECODE, "size": size, "port": free_port()}
     (tmp_path / "job.json").write_text(json.dumps(job | {"tiers": ["", Tier.FLOAT32.name]}))
-    ranks = [
-        subprocess.Popen([sys.executable, str(WORKER), str(tmp_path), str(rank)], stderr=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    run_ranks(forward_worker.serve_rank, tmp_path, size)
     logits: list[list[torch.Tensor]] = torch.load(tmp_path / "logits.pt", weights_only=True)
     return logits
 

@@ -3,8 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from funitel.proto.step import FinishReason, Generation, GrammarType, WarmupLimi
 from funitel_testing import seq2seq_worker
 from funitel_testing.executors import BLOCK_SIZE, chunk, collect, ids_of, load_executor, run_alone, run_out, start
 from funitel_testing.fake_gpus import FakeGpu
+from funitel_testing.ranks import run_ranks
 from funitel_testing.servers import free_port
 from funitel_testing.tiny_seq2seq import (
     EOS_ID,
@@ -335,12 +334,7 @@ def test_two_ranks_together_write_what_transformers_writes(folders: dict[str, Pa
         "size": 2,
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
-    ranks = [
-        subprocess.Popen([sys.executable, seq2seq_worker.__file__, str(tmp_path), str(rank)], stderr=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=120)[1].decode() for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    run_ranks(seq2seq_worker.serve_rank, tmp_path, 2)
     shares = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for folder, *found in zip(chosen, *shares, strict=True):
         together = found[0] | found[1]
