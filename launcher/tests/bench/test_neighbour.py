@@ -7,14 +7,20 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from funitel.launcher.bench.load import Run, run_level
+from funitel.launcher.bench.target import Target
 from funitel_testing.fake_streams import FakeStreams, streaming
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "neighbour.py"
+PATIENCE_SECONDS = 30.0
+ALONE_SECONDS, BESIDE_SECONDS = 1 / 64, 4 / 64  # between two tokens
 
 
 @pytest.fixture(scope="module")
@@ -35,24 +41,36 @@ def test_the_neighbour_is_busy_on_its_core_and_ends(module: ModuleType) -> None:
         (pid,) = set(children.read_text().split()) - before
         assert os.sched_getaffinity(int(pid)) == {core}
         ticks = lambda: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])  # noqa: E731
-        begin = ticks()
-        time.sleep(0.3)
-        assert ticks() > begin
+        begin, deadline = ticks(), time.monotonic() + PATIENCE_SECONDS
+        while ticks() == begin:
+            assert time.monotonic() < deadline, "it is idle"
+            time.sleep(0.01)
     assert not Path(f"/proc/{pid}").exists()
 
 
 def test_ratios_are_of_the_same_server_with_and_without(
     module: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with streaming(FakeStreams(gap_seconds=0.01)) as fake, streaming(FakeStreams(gap_seconds=0.01)) as steady:
+    gaps = {"ours": ALONE_SECONDS, "theirs": ALONE_SECONDS}
 
-        @contextmanager
-        def slower(core: int) -> Iterator[None]:
-            fake.gap_seconds = 0.04
-            yield
-            fake.gap_seconds = 0.01
+    @contextmanager
+    def slower(core: int) -> Iterator[None]:
+        gaps["ours"] = BESIDE_SECONDS
+        yield
+        gaps["ours"] = ALONE_SECONDS
 
-        monkeypatch.setattr(module, "neighbour", slower)
+    async def run_level_at_pace(target: Target, *given: Any) -> Run:
+        """What is measured over HTTP, but for the times, which would be those of a busy machine."""
+        run = await run_level(target, *given)
+        paced = [
+            replace(each, arrivals=tuple(i * gaps[target.name] for i in range(len(each.arrivals))))
+            for each in run.timelines
+        ]
+        return replace(run, timelines=paced)
+
+    monkeypatch.setattr(module, "neighbour", slower)
+    monkeypatch.setattr(module, "run_level", run_level_at_pace)
+    with streaming(FakeStreams()) as fake, streaming(FakeStreams()) as steady:
         urls = ["--url", fake.url, "--name", "ours", "--url", steady.url, "--name", "theirs"]
         sizes = ["--rounds", "2", "--num-requests", "2", "--prompt-tokens", "9", "--output-tokens", "6"]
         monkeypatch.setattr(sys, "argv", ["neighbour.py", *urls, *sizes])
