@@ -13,14 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import suppress
 from typing import Any, NoReturn
-
-import grpc
-
-from funitel.proto import generate_pb2 as pb
-from funitel.proto import generate_pb2_grpc
 
 
 class Fake:
@@ -109,22 +103,36 @@ class Fake:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Health(generate_pb2_grpc.TextGenerationServiceServicer):
-    """Answers Health, and nothing else."""
+def answer_health(path: str) -> None:
+    """Answer Health over gRPC, and nothing else."""
+    # Imported here: a test starts many processes, and only shards need it, once they serve.
+    from concurrent.futures import ThreadPoolExecutor
 
-    def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
-        return pb.HealthResponse()
+    import grpc
+
+    from funitel.proto import generate_pb2 as pb
+    from funitel.proto import generate_pb2_grpc
+
+    class Health(generate_pb2_grpc.TextGenerationServiceServicer):
+        def Health(self, request: pb.HealthRequest, context: grpc.ServicerContext) -> pb.HealthResponse:
+            return pb.HealthResponse()
+
+    server = grpc.server(ThreadPoolExecutor(2))
+    generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(Health(), server)  # type: ignore[no-untyped-call]
+    server.add_insecure_port(f"unix:{path}")
+    server.start()
 
 
-class Page(BaseHTTPRequestHandler):
-    """Answers GET /health with 200."""
-
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path == "/health" else 404)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
+def answer_http(listener: socket.socket) -> None:
+    """Answer GET /health with 200, and any other request with 404."""
+    while True:
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rb") as lines, suppress(OSError):
+            request = lines.readline()
+            while lines.readline().strip():
+                pass
+            status = b"200 OK" if request.split()[1:2] == [b"/health"] else b"404 Not Found"
+            connection.sendall(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
 def flag(name: str) -> str:
@@ -144,10 +152,7 @@ def shard() -> None:
     _, is_further, replica = flag("--uds-path").rpartition("-replica-")
     fake = Fake(f"replica-{replica}-shard-{rank}" if is_further else f"shard-{rank}")
     fake.begin()
-    server = grpc.server(ThreadPoolExecutor(2))
-    generate_pb2_grpc.add_TextGenerationServiceServicer_to_server(Health(), server)  # type: ignore[no-untyped-call]
-    server.add_insecure_port(f"unix:{flag('--uds-path')}-{rank}")
-    server.start()
+    answer_health(f"{flag('--uds-path')}-{rank}")
     fake.live()
 
 
@@ -156,10 +161,9 @@ def router() -> None:
     fake.begin()
     if "--ready-fd" in sys.argv:
         os.write(int(flag("--ready-fd")), b"\n")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Page, bind_and_activate=False)
-    server.socket.close()
-    server.socket = socket.socket(fileno=int(flag("--listen-fd")))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    listener = socket.socket(fileno=int(flag("--listen-fd")))
+    listener.setblocking(True)
+    threading.Thread(target=answer_http, args=(listener,), daemon=True).start()
     fake.live()
 
 
