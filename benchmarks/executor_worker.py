@@ -42,12 +42,12 @@ def work(arguments: argparse.Namespace) -> None:
         room = -(-(MAX_PROMPT_TOKENS + tokens) // info.block_size)
         starts = [start(i, prompt, tokens, room) for i, prompt in enumerate(prompts_of(streams))]
         begin, cpu, count = time.monotonic(), time.process_time(), 0
-        result = executor.prefill(0, starts)
+        result = executor.compute_prefill(0, starts).describe()
         while True:
             count += sum(len(generation.tokens.ids) for generation in result.generations)
             if result.batch is None:
                 break
-            result = executor.decode([result.batch])
+            result = executor.compute_decode([result.batch]).describe()
         print(count, time.monotonic() - begin, time.process_time() - cpu, flush=True)
 
 

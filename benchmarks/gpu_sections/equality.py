@@ -84,13 +84,13 @@ def answers_of(plan: Plan, executor: Executor, prompts: Sequence[Sequence[int]])
         for i, prompt in enumerate(prompts)
     ]
     answers: Answers = [[] for _ in prompts]
-    result = executor.prefill(0, starts)
+    result = executor.compute_prefill(0, starts).describe()
     while True:
         for generation in result.generations:
             answers[generation.request_id] += generation.tokens.ids
         if result.batch is None:
             return answers
-        result = executor.decode([result.batch])
+        result = executor.compute_decode([result.batch]).describe()
 
 
 def differences(found: Answers, expected: Answers) -> Iterator[tuple[int, tuple[int, int]]]:

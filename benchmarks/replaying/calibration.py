@@ -108,12 +108,12 @@ def measure(executor: Executor, shape: Shape, num_steps: int) -> Sample:
         length = shape.computed + shape.chunk * num_steps_more + 1
         starts.append(start(shape.num_rows, length, shape.computed, 1))
         updates = [RowUpdate(shape.num_rows, (), shape.chunk)]
-    batch = executor.prefill(0, starts).batch
+    batch = executor.compute_prefill(0, starts).describe().batch
     times = []
     for _ in range(num_steps_more):
         assert batch is not None
         begin = time.perf_counter()
-        batch = executor.decode([batch], updates).batch
+        batch = executor.compute_decode([batch], updates).describe().batch
         times.append(time.perf_counter() - begin)
     executor.clear()
     middle = SETTLING_STEPS + (num_steps - 1) / 2  # steps that came before the middle one

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from funitel.model_server.executor.interface import ComputedStep, PendingStep
 from funitel.proto.step import StepResult
-from funitel_testing.executors import BLOCK_SIZE, load_executor
+from funitel_testing.executors import BLOCK_SIZE, load_executor, num_sequences
 from funitel_testing.tiny import save_tiny
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -46,13 +47,15 @@ def test_a_shape_is_measured_on_steps_that_have_it(tmp_path: Path, monkeypatch: 
     executor = load_executor(save_tiny("llama", tmp_path))
     monkeypatch.setattr(calibration, "BLOCK_SIZE", BLOCK_SIZE)
     steps: list[StepResult] = []
-    decode = executor.decode
+    compute_decode = executor.compute_decode
 
-    def spy(*arguments: Any) -> StepResult:
-        steps.append(decode(*arguments))
-        return steps[-1]
+    def spy(*arguments: Any) -> PendingStep:
+        step = compute_decode(*arguments)
+        assert isinstance(step, ComputedStep)
+        steps.append(step.result)
+        return step
 
-    monkeypatch.setattr(executor, "decode", spy)
+    monkeypatch.setattr(executor, "compute_decode", spy)
     found = calibration.measure(executor, calibration.Shape(num_rows=3, context=10, chunk=5, computed=8), num_steps=4)
     assert len(steps) == 4 + calibration.SETTLING_STEPS
     assert [step.num_forward_tokens for step in steps] == [3 + 5] * len(steps)
@@ -60,4 +63,4 @@ def test_a_shape_is_measured_on_steps_that_have_it(tmp_path: Path, monkeypatch: 
     assert found.context_tokens == 3 * (10 + 1 + 2 + 1.5)
     assert found.prompt_pairs == 5 * (8 + 5 * 3.5 + 3)
     assert 0 < found.seconds < 10
-    assert executor.num_sequences == 0
+    assert num_sequences(executor) == 0

@@ -1,5 +1,6 @@
 """An executor over a tiny model, and helpers to drive it as a router would."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from funitel.model_server.executor.executor import Executor
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.step import (
+    CachedBatch,
     Generation,
     RowUpdate,
     SamplingParams,
@@ -53,6 +55,26 @@ def start(
     )
 
 
+def prefill(executor: Executor, *arguments: Any) -> StepResult:
+    """The described result of `Executor.compute_prefill`."""
+    return executor.compute_prefill(*arguments).describe()
+
+
+def decode(executor: Executor, *arguments: Any) -> StepResult:
+    """The described result of `Executor.compute_decode`."""
+    return executor.compute_decode(*arguments).describe()
+
+
+def keep_rows(executor: Executor, batch_id: int, request_ids: Sequence[int], *, is_ahead: bool = False) -> CachedBatch:
+    """The batch that `Executor.begin_filter` leaves."""
+    return executor.begin_filter(batch_id, request_ids, is_ahead=is_ahead)()
+
+
+def num_sequences(executor: Executor) -> int:
+    """Rows that an executor holds, finished ones included."""
+    return len(executor.batches.table)
+
+
 def collect(result: StepResult, into: dict[int, list[Generation]]) -> None:
     """Sort a step's generations by request."""
     for generation in result.generations:
@@ -66,15 +88,15 @@ def run_out(executor: Executor, result: StepResult, into: dict[int, list[Generat
         finished = {g.request_id for g in result.generations if g.finished is not None}
         batch = result.batch
         if finished:
-            batch = executor.filter(batch.id, [i for i in batch.request_ids if i not in finished])
-        result = executor.decode([batch])
+            batch = keep_rows(executor, batch.id, [i for i in batch.request_ids if i not in finished])
+        result = decode(executor, [batch])
         collect(result, into)
 
 
 def run_alone(executor: Executor, sequence: SequenceStart) -> list[Generation]:
     """All generations of one sequence by itself."""
     found: dict[int, list[Generation]] = {}
-    run_out(executor, executor.prefill(10_000 + sequence.request_id, [sequence]), found)
+    run_out(executor, prefill(executor, 10_000 + sequence.request_id, [sequence]), found)
     return found[sequence.request_id]
 
 

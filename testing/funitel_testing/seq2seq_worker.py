@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from funitel.proto.step import Generation
-from funitel_testing.executors import ids_of, load_executor, run_out, start
+from funitel_testing.executors import ids_of, load_executor, prefill, run_out, start
 
 
 def serve_rank(work: Path, rank: int) -> None:
@@ -20,7 +20,7 @@ def serve_rank(work: Path, rank: int) -> None:
         executor = load_executor(Path(folder), **ranks)
         starts = [start(i, ids, job["count"], ignore_eos=False) for i, ids in enumerate(job["prompts"])]
         found: dict[int, list[Generation]] = {}
-        run_out(executor, executor.prefill(1, starts), found)
+        run_out(executor, prefill(executor, 1, starts), found)
         completions.append({i: ids_of(generations) for i, generations in found.items()})
         executor.parallel.leave()
     (work / f"{rank}.json").write_text(json.dumps(completions))

@@ -35,7 +35,7 @@ class LocalRanks:
         self.infos: tuple[ShardInfo, ...] = (info,)
         self._executor = executor
         self._compute = compute
-        self._answers = ComputeThread() if executor.describing_waits else None
+        self._answers = ComputeThread() if executor.sampling.describing_waits else None
 
     async def warmup(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
         """Size the pool."""

@@ -31,7 +31,7 @@ from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.proto.errors import ResourceExhausted, UnknownBatch
 from funitel.proto.step import CachedBatch, GrammarType, RowUpdate, SequenceStart, StepResult, WarmupLimits
-from funitel_testing.executors import BLOCK_SIZE, chunk, load_executor, start
+from funitel_testing.executors import BLOCK_SIZE, chunk, decode, load_executor, num_sequences, prefill, start
 from funitel_testing.tiny import save_tiny
 from funitel_testing.tiny_seq2seq import OTHER_LANGUAGE_ID, save_tiny_seq2seq
 
@@ -356,7 +356,7 @@ def test_two_steps_are_queued_without_a_word_from_the_device(both: Both, monkeyp
         steps += [both.ahead.compute_decode([batch], is_ahead=True) for _ in range(2)]
     monkeypatch.undo()
     assert len(Watched.hidden) == 2
-    both.known.prefill(1, starts)
+    prefill(both.known, 1, starts)
     for step in steps[1:]:
         Watched.reveal_oldest()
         assert_same(said(step.describe()), said(both.known.compute_decode([batch], is_ahead=True).describe()))
@@ -367,7 +367,7 @@ def test_steps_of_an_encoder_decoder_are_queued_without_a_word_from_the_device(e
     starts = [start(i, PROMPT[i:], 8, seed=i, **kind) for i, kind in enumerate(PLAIN)]
     batch = CachedBatch(1, tuple(each.request_id for each in starts))
     both = encoder_decoders
-    both.known.prefill(1, starts)
+    prefill(both.known, 1, starts)
     steps = [both.ahead.compute_prefill(1, starts, is_ahead=True)]
     Watched.reveal_oldest()
     steps[0].describe()
@@ -383,10 +383,10 @@ def test_a_caller_who_has_seen_every_answer_finds_all_as_it_is_without_a_device(
     """Calls that are not numbered, one after the other: nothing is computed of a row that has ended."""
     for executor in (both.known, both.ahead):
         starts = [start(1, PROMPT, 3), start(2, OTHER, 9, ignore_eos=False, seed=3, do_sample=True, temperature=3.0)]
-        result, rows = executor.prefill(1, starts), []
+        result, rows = prefill(executor, 1, starts), []
         while result.batch is not None:
             rows.append((result.num_forward_rows, result.batch))
-            result = executor.decode([result.batch])
+            result = decode(executor, [result.batch])
         if executor is both.known:
             expected = rows
     assert rows == expected
@@ -406,7 +406,7 @@ def test_a_batch_that_ended_in_the_step_before_is_empty_to_who_plans_ahead(both:
 
 def test_a_row_that_has_ended_may_lack_the_blocks_of_a_step_that_was_planned_before(both: Both) -> None:
     """The step is launched once the end is known: then the row computes nothing, and needs no block."""
-    known = both.known.prefill(1, [start(1, PROMPT, 9)])
+    known = prefill(both.known, 1, [start(1, PROMPT, 9)])
     token = known.generations[0].tokens.ids[0]
     both.known.clear()
     ends_at_once = frozenset([token])
@@ -424,7 +424,7 @@ def test_a_row_that_has_ended_may_lack_the_blocks_of_a_step_that_was_planned_bef
 
 
 def test_a_step_that_fails_leaves_the_one_under_way_its_answer(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [both.known.prefill(1, [start(1, PROMPT, 9)])]
+    expected = [prefill(both.known, 1, [start(1, PROMPT, 9)])]
     step = both.ahead.compute_prefill(1, [start(1, PROMPT, 9)], is_ahead=True)
 
     def fails(*_: object) -> torch.Tensor:
@@ -434,10 +434,10 @@ def test_a_step_that_fails_leaves_the_one_under_way_its_answer(both: Both, monke
         patched.setattr(both.ahead.runner, "decoder", fails)
         with pytest.raises(ResourceExhausted, match="no memory for a step of 1 tokens in 1 sequences"):
             both.ahead.compute_decode([CachedBatch(1, (1,))], is_ahead=True)
-    assert both.ahead.num_sequences == 0
+    assert num_sequences(both.ahead) == 0
     assert said(step.describe()) == said(expected[0])
     both.known.clear()
-    assert said(both.ahead.prefill(2, [start(1, PROMPT, 9)])) == said(both.known.prefill(2, [start(1, PROMPT, 9)]))
+    assert said(prefill(both.ahead, 2, [start(1, PROMPT, 9)])) == said(prefill(both.known, 2, [start(1, PROMPT, 9)]))
 
 
 def test_the_times_of_steps_do_not_count_each_other(both: Both) -> None:

@@ -25,7 +25,20 @@ from funitel.proto.step import (
     StoppingParams,
     WarmupLimits,
 )
-from funitel_testing.executors import BLOCKS_EACH, chunk, collect, ids_of, load_executor, run_alone, run_out, start
+from funitel_testing.executors import (
+    BLOCKS_EACH,
+    chunk,
+    collect,
+    decode,
+    ids_of,
+    keep_rows,
+    load_executor,
+    num_sequences,
+    prefill,
+    run_alone,
+    run_out,
+    start,
+)
 from funitel_testing.tiny import EOS, save_tiny
 
 PROMPT = list(range(40, 60))
@@ -45,7 +58,7 @@ def loaded(folder: Path) -> Executor:
 @pytest.fixture
 def executor(loaded: Executor) -> Executor:
     loaded.clear()
-    assert loaded.num_sequences == 0
+    assert num_sequences(loaded) == 0
     return loaded
 
 
@@ -61,14 +74,14 @@ def greedy(folder: Path, prompt: list[int], count: int) -> list[int]:
 
 def test_greedy_equals_transformers_and_leaves_nothing(executor: Executor, folder: Path) -> None:
     assert ids_of(run_alone(executor, start(1, PROMPT, 24))) == greedy(folder, PROMPT, 24)
-    assert executor.num_sequences == 0
+    assert num_sequences(executor) == 0
 
 
 def test_a_step_is_one_forward_and_shares_chunks_with_decodes(executor: Executor) -> None:
-    first = executor.prefill(1, [start(1, PROMPT)])
+    first = prefill(executor, 1, [start(1, PROMPT)])
     assert (first.num_forwards, first.num_forward_rows, first.num_forward_tokens) == (1, 1, 20)
     assert first.batch is not None
-    mixed = executor.prefill(2, [start(2, OTHER, chunk_len=7)], first.batch)
+    mixed = prefill(executor, 2, [start(2, OTHER, chunk_len=7)], first.batch)
     assert (mixed.num_forwards, mixed.num_forward_rows, mixed.num_forward_tokens) == (1, 2, 8)
     assert [g.request_id for g in mixed.generations] == [1]
     assert mixed.batch is not None
@@ -80,27 +93,27 @@ def test_a_step_is_one_forward_and_shares_chunks_with_decodes(executor: Executor
 def test_chunks_do_not_change_the_tokens(executor: Executor, chunks: list[int]) -> None:
     expected = ids_of(run_alone(executor, start(2, OTHER)))
     found: dict[int, list[Generation]] = {}
-    result = executor.prefill(1, [start(2, OTHER, chunk_len=chunks[0])])
+    result = prefill(executor, 1, [start(2, OTHER, chunk_len=chunks[0])])
     collect(result, found)
     for count in chunks[1:]:
         assert result.batch is not None
         assert result.generations == ()
-        result = executor.decode([result.batch], [chunk(2, count)])
+        result = decode(executor, [result.batch], [chunk(2, count)])
         collect(result, found)
     assert result.batch is not None
-    run_out(executor, executor.decode([result.batch]), found)
+    run_out(executor, decode(executor, [result.batch]), found)
     assert ids_of(found[2]) == expected
 
 
 def test_without_orders_the_shard_chunks_by_its_own_budget(executor: Executor) -> None:
-    result = executor.prefill(1, [start(1, PROMPT)])
+    result = prefill(executor, 1, [start(1, PROMPT)])
     assert result.batch is not None
     executor.batches.max_prefill_tokens = 12
     try:
-        result = executor.prefill(2, [start(2, OTHER, chunk_len=5)], result.batch)
+        result = prefill(executor, 2, [start(2, OTHER, chunk_len=5)], result.batch)
         assert result.batch is not None
         assert result.batch.current_tokens == 1 + 11
-        result = executor.decode([result.batch])
+        result = decode(executor, [result.batch])
         assert result.num_forward_tokens == 12
         assert [g.request_id for g in result.generations] == [1]
     finally:
@@ -108,9 +121,9 @@ def test_without_orders_the_shard_chunks_by_its_own_budget(executor: Executor) -
 
 
 def test_a_row_may_sit_out(executor: Executor) -> None:
-    result = executor.prefill(1, [start(1, PROMPT), start(2, OTHER, chunk_len=4)])
+    result = prefill(executor, 1, [start(1, PROMPT), start(2, OTHER, chunk_len=4)])
     assert result.batch is not None
-    result = executor.decode([result.batch], [chunk(2, 0)])
+    result = decode(executor, [result.batch], [chunk(2, 0)])
     assert result.num_forward_rows == 1
     assert [g.request_id for g in result.generations] == [1]
 
@@ -120,11 +133,11 @@ def test_company_does_not_change_the_tokens(executor: Executor, sampled: bool) -
     how = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2} if sampled else {}
     expected = {i: ids_of(run_alone(executor, start(i, OTHER[i:], 10 + i, seed=i, **how))) for i in range(5)}
     found: dict[int, list[Generation]] = {}
-    result = executor.prefill(0, [start(0, OTHER, 10, seed=0, **how), start(1, OTHER[1:], 11, seed=1, **how)])
+    result = prefill(executor, 0, [start(0, OTHER, 10, seed=0, **how), start(1, OTHER[1:], 11, seed=1, **how)])
     for i in (2, 3, 4):
         collect(result, found)
         assert result.batch is not None
-        result = executor.prefill(i, [start(i, OTHER[i:], 10 + i, seed=i, chunk_len=9, **how)], result.batch)
+        result = prefill(executor, i, [start(i, OTHER[i:], 10 + i, seed=i, chunk_len=9, **how)], result.batch)
     run_out(executor, result, found)
     assert {i: ids_of(generations) for i, generations in found.items()} == expected
 
@@ -140,55 +153,55 @@ def test_resuming_goes_on_exactly_where_it_stopped(executor: Executor, cut: int)
 
 
 def test_concatenation_takes_the_first_id(executor: Executor) -> None:
-    one = executor.prefill(1, [start(1, PROMPT)])
-    two = executor.prefill(2, [start(2, OTHER)])
+    one = prefill(executor, 1, [start(1, PROMPT)])
+    two = prefill(executor, 2, [start(2, OTHER)])
     assert one.batch is not None
     assert two.batch is not None
-    both = executor.decode([one.batch, two.batch])
+    both = decode(executor, [one.batch, two.batch])
     assert both.batch is not None
     assert both.batch.id == 1
     assert both.batch.request_ids == (1, 2)
     assert both.concat_ns is not None
     assert both.num_forwards == 1
     with pytest.raises(UnknownBatch, match="Batch ID 2 not found in cache"):
-        executor.decode([two.batch])
+        decode(executor, [two.batch])
 
 
 def test_a_finished_row_stays_until_filtered_and_computes_nothing(executor: Executor) -> None:
-    result = executor.prefill(1, [start(1, PROMPT, 1), start(2, OTHER, 5)])
+    result = prefill(executor, 1, [start(1, PROMPT, 1), start(2, OTHER, 5)])
     assert result.batch is not None
     assert result.batch.request_ids == (1, 2)
-    result = executor.decode([result.batch])
+    result = decode(executor, [result.batch])
     assert result.num_forward_rows == 1
-    kept = executor.filter(1, [2])
+    kept = keep_rows(executor, 1, [2])
     assert kept.request_ids == (2,)
-    assert executor.num_sequences == 1
+    assert num_sequences(executor) == 1
 
 
 def test_the_batch_is_gone_when_all_have_finished(executor: Executor) -> None:
-    result = executor.prefill(1, [start(1, PROMPT, 1), start(2, OTHER, 1)])
+    result = prefill(executor, 1, [start(1, PROMPT, 1), start(2, OTHER, 1)])
     assert result.batch is None
-    assert executor.num_sequences == 0
+    assert num_sequences(executor) == 0
     with pytest.raises(UnknownBatch):
-        executor.filter(1, [1])
+        keep_rows(executor, 1, [1])
 
 
 @pytest.mark.parametrize("ids", [[], [9]])
 def test_filter_refuses_to_keep_nothing_or_the_unknown(executor: Executor, ids: list[int]) -> None:
-    executor.prefill(1, [start(1, PROMPT)])
+    prefill(executor, 1, [start(1, PROMPT)])
     with pytest.raises(UnknownBatch):
-        executor.filter(1, ids)
-    assert executor.num_sequences == 1
+        keep_rows(executor, 1, ids)
+    assert num_sequences(executor) == 1
 
 
 def test_clear(executor: Executor) -> None:
-    executor.prefill(1, [start(1, PROMPT)])
-    executor.prefill(2, [start(2, PROMPT)])
+    prefill(executor, 1, [start(1, PROMPT)])
+    prefill(executor, 2, [start(2, PROMPT)])
     executor.clear(1)
     executor.clear(77)
-    assert executor.num_sequences == 1
+    assert num_sequences(executor) == 1
     executor.clear()
-    assert executor.num_sequences == 0
+    assert num_sequences(executor) == 0
 
 
 @pytest.mark.parametrize(
@@ -209,49 +222,49 @@ def test_clear(executor: Executor) -> None:
     ],
 )
 def test_bad_starts_are_refused_and_change_nothing(executor: Executor, fields: dict[str, object], message: str) -> None:
-    running = executor.prefill(5, [start(5, OTHER)])
+    running = prefill(executor, 5, [start(5, OTHER)])
     assert running.batch is not None
     with pytest.raises(InvalidRequest, match=message):
-        executor.prefill(1, [start(2, PROMPT), start(1, **({"input_ids": tuple(PROMPT)} | fields))], running.batch)  # type: ignore[arg-type]
-    assert executor.num_sequences == 1
-    assert executor.decode([running.batch]).num_forward_rows == 1
+        prefill(executor, 1, [start(2, PROMPT), start(1, **({"input_ids": tuple(PROMPT)} | fields))], running.batch)  # type: ignore[arg-type]
+    assert num_sequences(executor) == 1
+    assert decode(executor, [running.batch]).num_forward_rows == 1
 
 
 def test_a_block_to_be_written_has_one_owner(executor: Executor) -> None:
     first, second = start(1, PROMPT), start(2, PROMPT)
     with pytest.raises(InvalidRequest, match=f"block {first.blocks[0]} is granted to requests 1 and 2"):
-        executor.prefill(1, [first, replace(second, blocks=first.blocks)])
-    assert executor.num_sequences == 0
+        prefill(executor, 1, [first, replace(second, blocks=first.blocks)])
+    assert num_sequences(executor) == 0
     run_alone(executor, first)
     shared = replace(second, blocks=first.blocks[:4] + second.blocks[4:], cache_len=16)
     with_prefix = replace(first, cache_len=16)
-    assert len(executor.prefill(1, [with_prefix, shared]).generations) == 2
+    assert len(prefill(executor, 1, [with_prefix, shared]).generations) == 2
 
 
 def test_bad_row_updates_are_refused(executor: Executor) -> None:
-    running = executor.prefill(5, [start(5, OTHER)])
+    running = prefill(executor, 5, [start(5, OTHER)])
     assert running.batch is not None
     for update in (RowUpdate(6, (), 1), RowUpdate(5, (100_000,), None)):
         with pytest.raises(InvalidRequest):
-            executor.decode([running.batch], [update])
+            decode(executor, [running.batch], [update])
     with pytest.raises(UnknownBatch):
-        executor.decode([CachedBatch(99, ())])
+        decode(executor, [CachedBatch(99, ())])
     with pytest.raises(InvalidRequest):
-        executor.decode([])
+        decode(executor, [])
 
 
 def test_granted_blocks_are_used(executor: Executor) -> None:
     expected = ids_of(run_alone(executor, start(1, PROMPT, 8)))
     found: dict[int, list[Generation]] = {}
-    result = executor.prefill(1, [start(1, PROMPT, 8, blocks=(300, 17, 5, 60, 61))])  # twenty tokens exactly
+    result = prefill(executor, 1, [start(1, PROMPT, 8, blocks=(300, 17, 5, 60, 61))])  # twenty tokens exactly
     collect(result, found)
     assert result.batch is not None
     with pytest.raises(InvalidRequest, match="needs 6 blocks"):
-        executor.decode([result.batch])
-    result = executor.decode([result.batch], [RowUpdate(1, (200,))])
+        decode(executor, [result.batch])
+    result = decode(executor, [result.batch], [RowUpdate(1, (200,))])
     collect(result, found)
     assert result.batch is not None
-    run_out(executor, executor.decode([result.batch], [RowUpdate(1, (9,))]), found)
+    run_out(executor, decode(executor, [result.batch], [RowUpdate(1, (9,))]), found)
     assert ids_of(found[1]) == expected
 
 
@@ -293,10 +306,10 @@ def test_prompt_logprobs_equal_transformers_however_chunked(executor: Executor, 
         logits = model(torch.tensor([OTHER])).logits[0].log_softmax(-1)
     expected = [float(logits[i, OTHER[i + 1]]) for i in range(len(OTHER) - 1)]
     for chunks in ([33], [10, 1, 22]):
-        result = executor.prefill(1, [start(1, OTHER, chunk_len=chunks[0], prefill_logprobs=True), start(2, PROMPT)])
+        result = prefill(executor, 1, [start(1, OTHER, chunk_len=chunks[0], prefill_logprobs=True), start(2, PROMPT)])
         for count in chunks[1:]:
             assert result.batch is not None
-            result = executor.decode([result.batch], [chunk(1, count)])
+            result = decode(executor, [result.batch], [chunk(1, count)])
         prompt = next(g for g in result.generations if g.request_id == 1).prefill_tokens
         assert prompt is not None
         assert list(prompt.ids) == OTHER
@@ -348,47 +361,47 @@ def test_steps_before_warmup_are_refused(folder: Path) -> None:
 
     fresh, _ = load(ModelServerSettings(model_id=str(folder), device="cpu"), folder)
     with pytest.raises(InvalidRequest, match="Warmup must come before"):
-        fresh.prefill(1, [start(1, PROMPT)])
+        prefill(fresh, 1, [start(1, PROMPT)])
 
 
 def test_a_refused_step_changes_nothing(executor: Executor) -> None:
-    running = executor.prefill(5, [start(5, PROMPT, blocks=(1, 2, 3, 4, 5))])
+    running = prefill(executor, 5, [start(5, PROMPT, blocks=(1, 2, 3, 4, 5))])
     assert running.batch is not None
     with pytest.raises(InvalidRequest, match="needs 5 blocks"):
-        executor.prefill(1, [start(1, PROMPT, blocks=(9,))], running.batch, [RowUpdate(5, (6,))])
-    after = executor.decode([running.batch], [RowUpdate(5, (6,))])
+        prefill(executor, 1, [start(1, PROMPT, blocks=(9,))], running.batch, [RowUpdate(5, (6,))])
+    after = decode(executor, [running.batch], [RowUpdate(5, (6,))])
     assert after.batch is not None
     assert after.batch.max_tokens == 6 * 4
     too_many = RowUpdate(5, tuple(range(100, 180)))
     with pytest.raises(InvalidRequest, match="has 86 blocks, at most 65 are allowed"):
-        executor.decode([after.batch], [too_many])
+        decode(executor, [after.batch], [too_many])
 
 
 def test_no_sequence_outgrows_the_models_context(executor: Executor) -> None:
     """Its last block may reach beyond it, and a table of learned positions has no more."""
     blocks = tuple(range(1, 66))
     with pytest.raises(InvalidRequest, match="request 1 would have 257 tokens, the model's context is 256"):
-        executor.prefill(1, [start(1, [7] * 257, blocks=blocks)])
-    full = executor.prefill(1, [start(1, [7] * 256, 9, blocks=blocks)])
+        prefill(executor, 1, [start(1, [7] * 257, blocks=blocks)])
+    full = prefill(executor, 1, [start(1, [7] * 256, 9, blocks=blocks)])
     assert full.batch is not None
     with pytest.raises(InvalidRequest, match="257 tokens"):
-        executor.decode([full.batch])
+        decode(executor, [full.batch])
 
 
 def test_a_batch_of_the_same_id_is_replaced(executor: Executor) -> None:
-    executor.prefill(1, [start(1, PROMPT)])
-    executor.prefill(1, [start(2, PROMPT)])
-    assert executor.num_sequences == 1
+    prefill(executor, 1, [start(1, PROMPT)])
+    prefill(executor, 1, [start(2, PROMPT)])
+    assert num_sequences(executor) == 1
     executor.clear()
-    assert executor.num_sequences == 0
+    assert num_sequences(executor) == 0
 
 
 def test_a_batch_named_twice_is_refused(executor: Executor) -> None:
-    batch = executor.prefill(3, [start(1, PROMPT)]).batch
+    batch = prefill(executor, 3, [start(1, PROMPT)]).batch
     assert batch is not None
     with pytest.raises(InvalidRequest, match="names the same batch twice"):
-        executor.decode([batch, batch])
-    assert executor.decode([batch]).num_forward_rows == 1
+        decode(executor, [batch, batch])
+    assert decode(executor, [batch]).num_forward_rows == 1
 
 
 def test_a_stop_that_comes_with_the_last_token_leaves_the_text_whole(executor: Executor) -> None:
@@ -407,7 +420,7 @@ def test_a_stop_that_comes_with_the_last_token_leaves_the_text_whole(executor: E
 
 @pytest.mark.parametrize("how", [{"temperature": 1.2e-38}, {"repetition_penalty": 1.2e-38}, {"top_p": 1e-30}])
 def test_extreme_parameters_do_not_raise(executor: Executor, how: dict[str, float]) -> None:
-    together = executor.prefill(1, [start(1, PROMPT, **how), start(2, OTHER)])
+    together = prefill(executor, 1, [start(1, PROMPT, **how), start(2, OTHER)])
     assert len(together.generations) == 2
     executor.clear()
     expected = ids_of(run_alone(executor, start(2, OTHER, 1)))
@@ -418,11 +431,11 @@ def test_extreme_parameters_do_not_raise(executor: Executor, how: dict[str, floa
 
 
 def test_a_batch_that_ended_in_the_step_before_is_empty_to_who_plans_ahead(executor: Executor) -> None:
-    executor.prefill(1, [start(1, PROMPT, 1)])
+    prefill(executor, 1, [start(1, PROMPT, 1)])
     ended = CachedBatch(1, (1,))
     with pytest.raises(UnknownBatch, match="Batch ID 1 not found in cache"):
-        executor.decode([ended])
-    assert executor.filter(1, [1], is_ahead=True) == CachedBatch(1, ())
+        decode(executor, [ended])
+    assert keep_rows(executor, 1, [1], is_ahead=True) == CachedBatch(1, ())
     granted = RowUpdate(1, (30,), 1)
     step = executor.compute_decode([ended], [granted], is_ahead=True).describe()
     assert (step.generations, step.batch, step.num_forwards) == ((), None, 0)
@@ -436,19 +449,19 @@ def test_a_batch_that_ended_in_the_step_before_is_empty_to_who_plans_ahead(execu
 
 
 def test_of_a_batch_joined_to_one_that_ended_the_rest_goes_on(executor: Executor) -> None:
-    executor.prefill(1, [start(1, PROMPT)])
-    executor.prefill(2, [start(2, OTHER, 1)])
+    prefill(executor, 1, [start(1, PROMPT)])
+    prefill(executor, 2, [start(2, OTHER, 1)])
     both = executor.compute_decode([CachedBatch(2, (2,)), CachedBatch(1, (1,))], is_ahead=True).describe()
     assert both.batch is not None
     assert (both.batch.id, both.batch.request_ids) == (2, (1,))
-    assert executor.num_sequences == 1
+    assert num_sequences(executor) == 1
 
 
 def test_who_plans_ahead_means_one_token_where_nothing_is_said(executor: Executor) -> None:
-    first = executor.prefill(1, [start(1, PROMPT, chunk_len=15)])
+    first = prefill(executor, 1, [start(1, PROMPT, chunk_len=15)])
     assert first.batch is not None
     assert executor.compute_decode([first.batch], is_ahead=True).result.num_forward_tokens == 1
-    assert executor.decode([first.batch]).num_forward_tokens == 4
+    assert decode(executor, [first.batch]).num_forward_tokens == 4
 
 
 def test_steps_may_be_put_into_words_after_the_next_is_computed(executor: Executor) -> None:
@@ -458,7 +471,7 @@ def test_steps_may_be_put_into_words_after_the_next_is_computed(executor: Execut
 
     batch = CachedBatch(1, (1, 2, 3))
     at_once: dict[int, list[Generation]] = {}
-    run_out(executor, executor.prefill(1, begin()), at_once)
+    run_out(executor, prefill(executor, 1, begin()), at_once)
     steps = [executor.compute_prefill(1, begin())]
     steps += [executor.compute_decode([batch], is_ahead=True) for _ in range(4)]
     later: dict[int, list[Generation]] = {}
@@ -478,8 +491,8 @@ def test_a_prefill_that_fails_leaves_no_rows(executor: Executor, monkeypatch: py
 
     monkeypatch.setattr(SamplingState, "over", fail_second)
     with pytest.raises(RuntimeError, match="a bug"):
-        executor.prefill(1, [start(1, PROMPT), start(2, OTHER)])
-    assert executor.num_sequences == 0
+        prefill(executor, 1, [start(1, PROMPT), start(2, OTHER)])
+    assert num_sequences(executor) == 0
 
 
 # Memory that is not there, and scores that are no numbers
@@ -510,9 +523,9 @@ def test_a_step_without_memory_says_so_and_leaves_the_shard_sound(
     with monkeypatch.context() as patched:
         patched.setattr(executor.runner, "decoder", fails)
         with pytest.raises(ResourceExhausted, match="no memory for a step of 10 tokens in 2 sequences"):
-            executor.prefill(1, [start(1, PROMPT[:5]), start(2, PROMPT[:5])])
+            prefill(executor, 1, [start(1, PROMPT[:5]), start(2, PROMPT[:5])])
     assert kept[0]() is None, "what the step took is let go of"
-    assert executor.num_sequences == 0
+    assert num_sequences(executor) == 0
     assert ids_of(run_alone(executor, start(1, PROMPT))) == expected
 
 
@@ -535,7 +548,7 @@ def test_scores_that_are_no_numbers_are_one_rows_alone_and_leave_nothing_behind(
 
     with monkeypatch.context() as patched:
         patched.setattr(executor.runner, "decoder", breaks)
-        broken, sound = executor.prefill(1, [start(1, PROMPT), start(2, OTHER)]).generations
+        broken, sound = prefill(executor, 1, [start(1, PROMPT), start(2, OTHER)]).generations
     assert math.isnan(broken.tokens.logprobs[0])
     assert sound.tokens.ids[0] == expected[0]
     executor.clear()

@@ -12,7 +12,7 @@ from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import InvalidRequest, SettingsError
 from funitel.proto.step import BlockCopy, WarmupLimits
-from funitel_testing.executors import BLOCK_SIZE, ids_of, load_executor, run_alone, run_out, start
+from funitel_testing.executors import BLOCK_SIZE, ids_of, load_executor, num_sequences, run_alone, run_out, start
 from funitel_testing.tiny import save_tiny
 from funitel_testing.tiny_seq2seq import save_tiny_seq2seq
 
@@ -72,7 +72,7 @@ def test_copies_beyond_pool_or_slots_are_refused_and_change_nothing(folder: Path
     executor = with_host(folder, 2)
     with pytest.raises(InvalidRequest, match="is outside the 501 blocks of the pool and 2 slots of the host"):
         executor.compute_prefill(1, [start(1, PROMPT)], copies=[BlockCopy(4, 0, False), copy])
-    assert executor.num_sequences == 0
+    assert num_sequences(executor) == 0
     plain = load_executor(folder)
     with pytest.raises(InvalidRequest, match="1 copies of blocks: this shard keeps none"):
         plain.compute_prefill(1, [start(1, PROMPT)], copies=[copy])

@@ -17,7 +17,7 @@ from funitel.proto import generate_pb2 as pb
 from funitel.proto import generate_pb2_grpc, wire
 from funitel.proto.errors import FunitelError, ShardFailed
 from funitel.proto.step import Capability, GrammarType, ShardInfo
-from funitel_testing.executors import load_executor, start
+from funitel_testing.executors import load_executor, num_sequences, start
 from funitel_testing.tiny import save_tiny
 
 PROMPT = list(range(40, 60))
@@ -77,11 +77,11 @@ async def test_numbered_calls_run_in_order_whatever_the_order_of_arrival(shard: 
     await asyncio.sleep(0.05)
     assert not third.done()
     assert not second.done()
-    assert shard.executor.num_sequences == 0
+    assert num_sequences(shard.executor) == 0
     await shard.stub.Prefill(shard.prefill(1, 1, step_seq=1))
     answers = await asyncio.gather(second, third)
     assert [a.batch.id for a in answers] == [2, 3]
-    assert shard.executor.num_sequences == 3
+    assert num_sequences(shard.executor) == 3
 
 
 async def test_a_number_is_executed_once_and_clearing_all_starts_again(shard: Shard) -> None:
@@ -160,7 +160,7 @@ async def test_an_exception_in_a_step_is_aborted_and_the_shard_lives_on(
             await shard.stub.Prefill(shard.prefill(1, 1, step_seq=1))
     assert failed.value.code() is grpc.StatusCode.ABORTED
     assert failed.value.details() == "RuntimeError: out of memory"
-    assert shard.executor.num_sequences == 0
+    assert num_sequences(shard.executor) == 0
     await shard.stub.Prefill(shard.prefill(1, 1, step_seq=2))
 
 

@@ -16,7 +16,7 @@ from funitel.proto import generate_pb2 as pb
 from funitel.proto import wire
 from funitel.proto.errors import FunitelError, ShardFailed, StartupError
 from funitel.proto.step_socket import OK, Frame, Method, encode_context
-from funitel_testing.executors import load_executor, start
+from funitel_testing.executors import load_executor, num_sequences, start
 from funitel_testing.spans import recording
 from funitel_testing.step_peer import StepPeer
 from funitel_testing.tiny import save_tiny
@@ -142,7 +142,7 @@ async def test_a_router_that_hangs_up_does_not_stop_its_calls(shard: Shard, exec
     await asyncio.wait_for(leaver.lost.wait(), 10)
     other.prefill(2, 2, 2)
     assert (await other.answer()).code == OK
-    assert executor.num_sequences == 2
+    assert num_sequences(executor) == 2
 
 
 async def test_stopping_hangs_up_and_leaves_no_file(shard: Shard) -> None:

@@ -16,7 +16,19 @@ from funitel.model_server.sampling.grammar import CAPACITY, TokenMasks
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.process import logs
 from funitel.proto.step import FinishReason, GeneratedText, Generation, GrammarType, SamplingParams, SequenceStart
-from funitel_testing.executors import chunk, collect, ids_of, load_executor, run_alone, run_out, start
+from funitel_testing.executors import (
+    chunk,
+    collect,
+    decode,
+    ids_of,
+    keep_rows,
+    load_executor,
+    num_sequences,
+    prefill,
+    run_alone,
+    run_out,
+    start,
+)
 from funitel_testing.schemas import SCHEMAS
 from funitel_testing.tiny import EOS, VOCAB_SIZE, save_tiny
 
@@ -119,7 +131,7 @@ def test_every_step_that_computes_a_span_shares_it_with_others(executor: Executo
     asked += [start(3, PROMPT, 40, do_sample=True, seed=9), regex_start("([ab]c){4,9}", 4)]
     alone = {each.request_id: run_alone(executor, each) for each in asked}
     found: dict[int, list[Generation]] = {}
-    run_out(executor, executor.prefill(1, asked), found)
+    run_out(executor, prefill(executor, 1, asked), found)
     assert found.keys() == alone.keys()
     for request_id, generations in found.items():
         assert_same(generations, alone[request_id])
@@ -128,11 +140,11 @@ def test_every_step_that_computes_a_span_shares_it_with_others(executor: Executo
 def test_a_span_may_be_computed_in_pieces(executor: Executor) -> None:
     whole = run_alone(executor, schema_start(SCHEMAS["deeply nested"]))
     found: dict[int, list[Generation]] = {}
-    result = executor.prefill(1, [schema_start(SCHEMAS["deeply nested"])])
+    result = prefill(executor, 1, [schema_start(SCHEMAS["deeply nested"])])
     while result.batch is not None:
         collect(result, found)
         assert result.num_forward_tokens <= 20
-        result = executor.decode([result.batch], [chunk(1, 2)])
+        result = decode(executor, [result.batch], [chunk(1, 2)])
     collect(result, found)
     assert_same(found[1], whole)
 
@@ -218,13 +230,13 @@ def test_prompt_logprobs_come_with_the_first_span(executor: Executor) -> None:
 
 def test_where_nothing_can_follow_the_sequence_is_cut(executor: Executor, caplog: pytest.LogCaptureFixture) -> None:
     """The engine gives up on a row; the others go on."""
-    result = executor.prefill(1, [regex_start("[a-z]{30}", 1), regex_start("[a-z]{30}", 2)])
+    result = prefill(executor, 1, [regex_start("[a-z]{30}", 1), regex_start("[a-z]{30}", 2)])
     assert result.batch is not None
     row = executor.batches.rows_of(1)[0]
     assert row.grammar is not None
     row.grammar._matcher.consume_token(EOS_ID - 1)
     with caplog.at_level(logging.WARNING):
-        result = executor.decode([result.batch])
+        result = decode(executor, [result.batch])
     (told,) = [record for record in caplog.records if "ends early" in record.message]
     assert logs.fields_of(told) == {"request_id": "1"}
     by_id = {g.request_id: g for g in result.generations}
@@ -234,7 +246,7 @@ def test_where_nothing_can_follow_the_sequence_is_cut(executor: Executor, caplog
     assert by_id[2].finished is None
     assert result.batch is not None
     found: dict[int, list[Generation]] = {}
-    run_out(executor, executor.decode([executor.filter(1, [2])]), found)
+    run_out(executor, decode(executor, [keep_rows(executor, 1, [2])]), found)
     assert len(ending(found[2]).text) == 30
 
 
@@ -249,8 +261,8 @@ def test_where_nothing_can_follow_the_sequence_is_cut(executor: Executor, caplog
 )
 def test_a_bad_grammar_is_refused_and_changes_nothing(executor: Executor, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        executor.prefill(1, [start(1, PROMPT), start(2, PROMPT, **fields)])
-    assert executor.num_sequences == 0
+        prefill(executor, 1, [start(1, PROMPT), start(2, PROMPT, **fields)])
+    assert num_sequences(executor) == 0
 
 
 def test_compiled_grammars_are_kept_until_others_take_their_place(executor: Executor) -> None:

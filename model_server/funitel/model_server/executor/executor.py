@@ -33,7 +33,6 @@ from funitel.proto.step import (
     GrammarType,
     RowUpdate,
     SequenceStart,
-    StepResult,
     WarmupLimits,
     WarmupResult,
 )
@@ -81,20 +80,6 @@ class Executor:
         self.batches.max_prefill_tokens = limits.max_prefill_tokens
         return self.profiler.run(starts, limits)
 
-    def prefill(
-        self,
-        batch_id: int,
-        starts: Sequence[SequenceStart],
-        cached: CachedBatch | None = None,
-        updates: Sequence[RowUpdate] = (),
-    ) -> StepResult:
-        """`compute_prefill`, described at once: for a caller that plans no step before it has this one's result."""
-        return self.compute_prefill(batch_id, starts, cached, updates).describe()
-
-    def decode(self, cached: Sequence[CachedBatch], updates: Sequence[RowUpdate] = ()) -> StepResult:
-        """`compute_decode`, described at once."""
-        return self.compute_decode(cached, updates).describe()
-
     def compute_prefill(
         self,
         batch_id: int,
@@ -132,16 +117,14 @@ class Executor:
         """
         return self.sampling.call(is_ahead, partial(self._decode, cached, updates, copies, is_ahead))
 
-    def filter(self, batch_id: int, request_ids: Sequence[int], *, is_ahead: bool = False) -> CachedBatch:
+    def begin_filter(self, batch_id: int, request_ids: Sequence[int], *, is_ahead: bool) -> Callable[[], CachedBatch]:
         """Keep only `request_ids` of a cached batch; of one that ended in the step before, if `is_ahead`, nothing.
+
+        What is returned gives the result, once it may be waited for, as `PendingStep.describe` does.
 
         Raises:
             UnknownBatch: unknown batch, nothing to keep, or a request that is not in it.
         """
-        return self.begin_filter(batch_id, request_ids, is_ahead=is_ahead)()
-
-    def begin_filter(self, batch_id: int, request_ids: Sequence[int], *, is_ahead: bool) -> Callable[[], CachedBatch]:
-        """`filter`; what is returned gives its result, once it may be waited for, as `PendingStep.describe` does."""
         return self.sampling.filter(
             batch_id, is_ahead, partial(self.batches.keep, batch_id, request_ids, is_ahead=is_ahead)
         )
@@ -158,16 +141,6 @@ class Executor:
             InvalidRequest: it is malformed, or cannot be kept over this model's tokens.
         """
         self.admission.grammars.compile(kind, text)
-
-    @property
-    def num_sequences(self) -> int:
-        """Rows held, finished ones included."""
-        return len(self.batches.table)
-
-    @property
-    def describing_waits(self) -> bool:
-        """See StepSampling."""
-        return self.sampling.describing_waits
 
     def _prefill(
         self,

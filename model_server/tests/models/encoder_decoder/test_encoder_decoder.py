@@ -23,7 +23,20 @@ from funitel.model_server.tools.spec import check, show
 from funitel.proto.errors import InvalidRequest, SettingsError, UnsupportedModel, WeightsError
 from funitel.proto.step import FinishReason, Generation, GrammarType, WarmupLimits
 from funitel_testing import seq2seq_worker
-from funitel_testing.executors import BLOCK_SIZE, chunk, collect, ids_of, load_executor, run_alone, run_out, start
+from funitel_testing.executors import (
+    BLOCK_SIZE,
+    chunk,
+    collect,
+    decode,
+    ids_of,
+    keep_rows,
+    load_executor,
+    num_sequences,
+    prefill,
+    run_alone,
+    run_out,
+    start,
+)
 from funitel_testing.fake_gpus import FakeGpu
 from funitel_testing.ranks import run_ranks
 from funitel_testing.servers import free_port
@@ -58,7 +71,7 @@ def loaded(folders: dict[str, Path]) -> dict[str, Executor]:
 def executor(loaded: dict[str, Executor], request: pytest.FixtureRequest) -> Executor:
     found = loaded[request.param]
     found.clear()
-    assert found.num_sequences == 0
+    assert num_sequences(found) == 0
     return found
 
 
@@ -71,9 +84,9 @@ def test_a_batch_of_two_lengths_writes_what_transformers_writes(
     assert all(len(set(ids)) > 2 for ids in expected), "the tokens hardly vary"
     found: dict[int, list[Generation]] = {}
     starts = [start(1, SHORT, 24, ignore_eos=False), start(2, LONG, 24, ignore_eos=False)]
-    run_out(executor, executor.prefill(1, starts), found)
+    run_out(executor, prefill(executor, 1, starts), found)
     assert [ids_of(found[1]), ids_of(found[2])] == expected
-    assert executor.num_sequences == 0
+    assert num_sequences(executor) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -119,7 +132,7 @@ def test_the_encoder_reads_no_more_at_once_than_the_longest_prompt_it_can(
     expected = {each.request_id: ids_of(run_alone(executor, each)) for each in starts}
     read = recorded_reading(executor, monkeypatch)
     found: dict[int, list[Generation]] = {}
-    run_out(executor, executor.prefill(1, starts), found)
+    run_out(executor, prefill(executor, 1, starts), found)
     assert {i: ids_of(generations) for i, generations in found.items()} == expected
     assert read == [36, 60]
 
@@ -161,33 +174,33 @@ def test_company_that_joins_and_leaves_changes_nothing(executor: Executor) -> No
         starts = {i: start(i, ids, 8 + 3 * i, seed=i, **how) for i, ids in prompts.items()}
         expected = {i: ids_of(run_alone(executor, each)) for i, each in starts.items()}
         found: dict[int, list[Generation]] = {}
-        result = executor.prefill(0, [starts[0], starts[1], starts[2]])
+        result = prefill(executor, 0, [starts[0], starts[1], starts[2]])
         collect(result, found)
         assert result.batch is not None
-        left = executor.filter(result.batch.id, [0, 2])  # the client of 1 has gone
+        left = keep_rows(executor, result.batch.id, [0, 2])  # the client of 1 has gone
         for i in (3, 4):
-            result = executor.prefill(i, [starts[i]], left)
+            result = prefill(executor, i, [starts[i]], left)
             collect(result, found)
             assert result.batch is not None
             left = result.batch
-        run_out(executor, executor.decode([left]), found)
+        run_out(executor, decode(executor, [left]), found)
         assert ids_of(found.pop(1)) == expected.pop(1)[:1]
         assert {i: ids_of(generations) for i, generations in found.items()} == expected
-        assert executor.num_sequences == 0
+        assert num_sequences(executor) == 0
 
 
 @pytest.mark.parametrize("chunks", [[36, 1], [37], [7, 20, 5, 5], [1, 36]])
 def test_chunks_of_a_prompt_do_not_change_the_tokens(executor: Executor, chunks: list[int]) -> None:
     expected = ids_of(run_alone(executor, start(2, LONG)))
     found: dict[int, list[Generation]] = {}
-    result = executor.prefill(1, [start(2, LONG, chunk_len=chunks[0]), start(3, SHORT)])
+    result = prefill(executor, 1, [start(2, LONG, chunk_len=chunks[0]), start(3, SHORT)])
     collect(result, found)
     for count in chunks[1:]:
         assert result.batch is not None
-        result = executor.decode([result.batch], [chunk(2, count)])
+        result = decode(executor, [result.batch], [chunk(2, count)])
         collect(result, found)
     assert result.batch is not None
-    run_out(executor, executor.decode([result.batch]), found)
+    run_out(executor, decode(executor, [result.batch]), found)
     assert ids_of(found[2]) == expected
 
 
@@ -198,7 +211,7 @@ def test_resuming_goes_on_exactly_where_it_stopped(executor: Executor, cut: int,
     whole = run_alone(executor, start(1, LONG, 10, stop_sequences=("zzz",), **how))
     again = start(2, LONG, 10, output_ids=tuple(ids_of(whole)[:cut]), stop_sequences=("zzz",), **how)
     found: dict[int, list[Generation]] = {}
-    result = executor.prefill(1, [replace(again, chunk_len=chunk_len)])
+    result = prefill(executor, 1, [replace(again, chunk_len=chunk_len)])
     run_out(executor, result, found)
     assert ids_of(found[2]) == ids_of(whole)[cut:]
     assert found[2][-1].finished == whole[-1].finished
@@ -281,7 +294,7 @@ def test_a_request_says_which_language_comes_first(folders: dict[str, Path], loa
     asked = start(1, LONG, 24, ignore_eos=False, first_token=OTHER_LANGUAGE_ID)
     plain = start(2, LONG, 24, ignore_eos=False)
     found: dict[int, list[Generation]] = {}
-    run_out(executor, executor.prefill(1, [asked, plain]), found)
+    run_out(executor, prefill(executor, 1, [asked, plain]), found)
     expected = generate(folders["m2m_100"], [LONG], 24, forced_bos_token_id=OTHER_LANGUAGE_ID)
     assert [ids_of(found[1])] == expected
     assert [ids_of(found[2])] == generate(folders["m2m_100"], [LONG], 24)
@@ -303,19 +316,19 @@ def test_a_first_token_that_cannot_be_is_refused(
     family: str, token: int, line: str, loaded: dict[str, Executor]
 ) -> None:
     with pytest.raises(InvalidRequest, match=line):
-        loaded[family].prefill(1, [start(1, SHORT, 4, first_token=token)])
-    assert loaded[family].num_sequences == 0
+        prefill(loaded[family], 1, [start(1, SHORT, 4, first_token=token)])
+    assert num_sequences(loaded[family]) == 0
 
 
 def test_what_does_not_fit_a_stack_is_refused_or_ends_there(loaded: dict[str, Executor]) -> None:
     executor = loaded["bart"]
     with pytest.raises(InvalidRequest, match="prompt of 65 tokens, the model's encoder reads 64"):
-        executor.prefill(1, [start(1, [70] * 65, 8)])
+        prefill(executor, 1, [start(1, [70] * 65, 8)])
     with pytest.raises(InvalidRequest, match="cache_len must be 0"):
-        executor.prefill(1, [start(1, LONG, 8, cache_len=4)])
+        prefill(executor, 1, [start(1, LONG, 8, cache_len=4)])
     with pytest.raises(InvalidRequest, match="64 completion tokens, the model's decoder writes 64"):
-        executor.prefill(1, [start(1, SHORT, 80, output_ids=(70,) * 64)])
-    assert executor.num_sequences == 0
+        prefill(executor, 1, [start(1, SHORT, 80, output_ids=(70,) * 64)])
+    assert num_sequences(executor) == 0
     found = run_alone(executor, start(1, SHORT, 80))  # the decoder has positions for 64
     assert len(ids_of(found)) == 64
     assert found[-1].finished is not None

@@ -20,7 +20,7 @@ from funitel.model_server.models.transformers_fallback.pool import FallbackPool
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import InvalidRequest, SettingsError, Unsuited, UnsupportedModel, WeightsError
 from funitel.proto.step import Generation, SequenceStart, WarmupLimits
-from funitel_testing.executors import chunk, collect, ids_of, run_alone, run_out, start
+from funitel_testing.executors import chunk, collect, decode, ids_of, num_sequences, prefill, run_alone, run_out, start
 from funitel_testing.fallback import TOLERANCE, UNLISTED, on_two_ranks, split_form, worst_error
 from funitel_testing.fallback import load as load_through_transformers
 from funitel_testing.tiny import byte_tokenizer
@@ -140,24 +140,24 @@ def test_a_batch_of_uneven_lengths_is_what_generate_says(executor: Executor, fol
     found: dict[int, list[Generation]] = {}
     counts = (20, 12, 16)  # rows leave one by one
     sequences = [sequence(executor, i, count) for i, count in enumerate(counts)]
-    run_out(executor, executor.prefill(1, sequences), found)
+    run_out(executor, prefill(executor, 1, sequences), found)
     for i, count in enumerate(counts):
         assert ids_of(found[i]) == by_generate(folder, PROMPTS[i], count)
-    assert executor.num_sequences == 0
+    assert num_sequences(executor) == 0
 
 
 def test_rows_that_join_and_are_recomputed_say_the_same(executor: Executor) -> None:
     alone = [ids_of(run_alone(executor, sequence(executor, i, 12))) for i in range(3)]
     found: dict[int, list[Generation]] = {}
-    first = executor.prefill(1, [sequence(executor, 0, 12)])
+    first = prefill(executor, 1, [sequence(executor, 0, 12)])
     collect(first, found)
     assert first.batch is not None
-    both = executor.prefill(2, [sequence(executor, 1, 12)], first.batch)
+    both = prefill(executor, 2, [sequence(executor, 1, 12)], first.batch)
     collect(both, found)
     # The third comes back after it was preempted with five tokens, to other blocks, which hold what others left there.
     again = sequence(executor, 2, 12, output_ids=tuple(alone[2][:5]))
     assert both.batch is not None
-    run_out(executor, executor.prefill(3, [again], both.batch), found)
+    run_out(executor, prefill(executor, 3, [again], both.batch), found)
     assert [ids_of(found[0]), ids_of(found[1]), alone[2][:5] + ids_of(found[2])] == alone
 
 
@@ -165,9 +165,9 @@ def test_a_prompt_in_chunks_and_the_next_in_its_blocks_say_the_same(executor: Ex
     expected = ids_of(run_alone(executor, sequence(executor, 2, 6)))
     for _ in range(2):
         found: dict[int, list[Generation]] = {}
-        result = executor.prefill(1, [sequence(executor, 2, 6, chunk_len=10)])
+        result = prefill(executor, 1, [sequence(executor, 2, 6, chunk_len=10)])
         while result.batch is not None and not result.generations:
-            result = executor.decode([result.batch], [chunk(2, 15)])
+            result = decode(executor, [result.batch], [chunk(2, 15)])
         run_out(executor, result, found)
         assert ids_of(found[2]) == expected
 
@@ -176,8 +176,8 @@ def test_a_state_is_not_taken_for_that_of_another(executor: Executor) -> None:
     if executor.runner.decoder.shares_prefixes:  # type: ignore[attr-defined]
         pytest.skip("it has no state")
     with pytest.raises(InvalidRequest, match="cache_len 10 must be 0: a model with a state"):
-        executor.prefill(1, [sequence(executor, 0, 4, cache_len=10)])
-    assert executor.num_sequences == 0
+        prefill(executor, 1, [sequence(executor, 0, 4, cache_len=10)])
+    assert num_sequences(executor) == 0
 
 
 def settings(folder: Path, **given: Any) -> ModelServerSettings:
