@@ -432,8 +432,8 @@ def test_wrong_arguments_are_refused_in_the_words_of_python(
 def test_models_are_kept_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path | None] = []
 
-    def resolve(model: str, *, revision: str | None, cache_dir: Path | None) -> None:
-        asked.append(cache_dir)
+    def resolve(model: str, *, revision: str | None, cache_dir: str | Path | None) -> None:
+        asked.append(None if cache_dir is None else Path(cache_dir))
         raise StartupError("that is all")
 
     monkeypatch.setattr("funitel.model_server.hub.resolve.resolve", resolve)

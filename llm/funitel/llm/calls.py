@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from funitel.llm.outputs import CompletionOutput, RequestOutput, completion
 from funitel.llm.progress import CompletionProgress
@@ -24,9 +25,7 @@ class CompletionJob:
     requests: tuple[Request, ...]
 
     @classmethod
-    def of(
-        cls, index: int, prompt: EncodedPrompt, params: SamplingParams, limits: Limits, vocab_size: int
-    ) -> "CompletionJob":
+    def of(cls, index: int, prompt: EncodedPrompt, params: SamplingParams, limits: Limits, vocab_size: int) -> Self:
         """Validate a prompt's length and its parameters against the vocabulary, and make its requests.
 
         Raises:

@@ -4,8 +4,8 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from funitel.llm.calls import CompletionJob, run_jobs
@@ -13,7 +13,7 @@ from funitel.llm.loaded import LoadedModel
 from funitel.llm.outputs import RequestOutput
 from funitel.llm.progress import CompletionProgress
 from funitel.llm.prompts import EncodedPrompt, Message, Prompt, PromptEncoder
-from funitel.llm.sampling import SamplingParams, params_for
+from funitel.llm.sampling import SamplingParams, is_int, params_for
 from funitel.model_server.hub import resolve
 from funitel.model_server.settings import DEVICES, DTYPES, QUANTIZATIONS, ModelServerSettings
 from funitel.proto.errors import SettingsError, StartupError
@@ -83,7 +83,8 @@ class LLM:
             max_batch_size=max_batch_size,
         )
         try:
-            folder = resolve.resolve(str(model), revision=revision, cache_dir=_cache_dir(cache_dir)).folder
+            cache_dir = cache_dir or os.environ.get("FUNITEL_CACHE")
+            folder = resolve.resolve(str(model), revision=revision, cache_dir=cache_dir).folder
             self._model = LoadedModel(
                 folder,
                 ModelServerSettings(
@@ -153,9 +154,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
 
     def _run(
@@ -171,21 +170,12 @@ class LLM:
             for index, (prompt, params) in enumerate(zip(prompts, each, strict=True))
         ]
         with CompletionProgress(sum(params.n for params in each), is_shown=use_tqdm) as progress:
-            return model.run(run_jobs(model.engine, jobs, progress), progress.show)
+            return model.loop.run(run_jobs(model.engine, jobs, progress), progress.show)
 
 
 def _recommended(folder: Path) -> SamplingParams:
-    recommended = read_recommended(folder)
-    return SamplingParams(
-        temperature=1.0 if recommended.temperature is None else recommended.temperature,
-        top_p=1.0 if recommended.top_p is None else recommended.top_p,
-    )
-
-
-def _cache_dir(given: str | Path | None) -> Path | None:
-    """The given folder, or that of FUNITEL_CACHE."""
-    folder = given or os.environ.get("FUNITEL_CACHE")
-    return Path(folder) if folder else None
+    recommended = asdict(read_recommended(folder))
+    return SamplingParams(**{name: value for name, value in recommended.items() if value is not None})
 
 
 def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
@@ -195,7 +185,7 @@ def _check_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 def _check_integers(**values: object) -> None:
     for name, value in values.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is not None and not is_int(value, 1):
             raise SettingsError(f"{name} must be an integer >= 1, given {value!r}")
 
 

@@ -3,11 +3,9 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 
@@ -21,8 +19,6 @@ from funitel.router.engine.warmup import start
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
 
-T = TypeVar("T")
-
 
 class LoadedModel:
     """A loaded model; it ends by `close`, by garbage collection, or with the program."""
@@ -33,18 +29,18 @@ class LoadedModel:
         Raises:
             StartupError: model, settings and machine do not fit together.
         """
-        self._loop = LoopThread()
+        self.loop = LoopThread()
         compute = ComputeThread()
         with ExitStack() as undo:
             # No join after an interrupt: loading goes on to its end.
             undo.push(lambda _, error, __: compute.join() if isinstance(error, FunitelError) else None)
             undo.callback(compute.close)
-            undo.callback(self._loop.close, _nothing)
-            engine, self.vocab_size = self._loop.run(_start(folder, shard, router, compute))
+            undo.callback(self.loop.close, _nothing)
+            engine, self.vocab_size = self.loop.run(_start(folder, shard, router, compute))
             undo.pop_all()
         self.limits = engine.limits
         self._engine: Engine | None = engine
-        self._finalizer = weakref.finalize(self, _shut_down, self._loop, engine, compute)
+        self._finalizer = weakref.finalize(self, _shut_down, self.loop, engine, compute)
 
     @property
     def engine(self) -> Engine:
@@ -52,10 +48,6 @@ class LoadedModel:
         if self._engine is None:
             raise NotReady(CLOSED)
         return self._engine
-
-    def run(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], None]) -> T:
-        """Run `work` on the engine's loop; see `LoopThread.run`."""
-        return self._loop.run(work, meanwhile)
 
     def close(self) -> None:
         """Cancel running calls, wait for the step in flight and free the memory."""

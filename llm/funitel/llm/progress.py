@@ -1,7 +1,6 @@
 """Progress bar of one call, on stderr or in a notebook."""
 
 import time
-from types import TracebackType
 
 from tqdm.auto import tqdm
 
@@ -27,23 +26,17 @@ class CompletionProgress:
         self._num_tokens += num_tokens
         self._num_finished += is_last
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens of all completions."""
-        return self._num_tokens / max(time.monotonic() - self._started, 1e-6)
-
     def show(self) -> None:
         """Update the bar."""
         if self._shown == self._num_tokens:
             return
         self._shown = self._num_tokens
         self._bar.n = self._num_finished
-        self._bar.set_postfix_str(f"{self.tokens_per_second:.1f} tokens/s")
+        tokens_per_second = self._num_tokens / max(time.monotonic() - self._started, 1e-6)
+        self._bar.set_postfix_str(f"{tokens_per_second:.1f} tokens/s")
 
     def __enter__(self) -> "CompletionProgress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._bar.close()

@@ -156,16 +156,15 @@ def params_for(given: SamplingParams | Iterable[SamplingParams], num_prompts: in
     return each
 
 
-def _check_int(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < minimum
-        or (maximum is not None and value > maximum)
-    ):
-        raise _wrong(
-            name, f"an integer >= {minimum}" if maximum is None else f"an integer within {minimum}..{maximum}", value
-        )
+def is_int(value: object, minimum: int, maximum: float = math.inf) -> bool:
+    """Whether a value is an integer within bounds, and no boolean."""
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
+
+
+def _check_int(name: str, value: Any, minimum: int, maximum: float = math.inf) -> None:
+    if not is_int(value, minimum, maximum):
+        allowed = f"an integer >= {minimum}" if maximum == math.inf else f"an integer within {minimum}..{maximum}"
+        raise _wrong(name, allowed, value)
 
 
 def _check_number(name: str, value: Any, minimum: float, maximum: float = math.inf, is_open: bool = False) -> None:
