@@ -130,36 +130,25 @@ def _values(word, place: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _weights(
-    word,
-    place: tl.constexpr,
-    span,
-    scales,
-    zeros,
-    groups,
-    num_groups,
-    num_outputs,
-    column,
-    is_column,
-    KIND: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    GROUP_SPANS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-):
-    """The weights [SPAN, OUTPUTS] of one span in float32, from a tile of words."""
+def _group_start(groups, span, num_groups, num_outputs, GROUP_SPANS: tl.constexpr):
+    """Where the scales of a span's group begin."""
     if GROUP_SPANS > 0:
         group = tl.minimum(span // GROUP_SPANS, num_groups - 1)
     else:
         group = tl.load(groups + span)
-    places = group.to(tl.int64) * num_outputs + column
-    scale = tl.load(scales + places, mask=is_column, other=0.0).to(tl.float32)
-    values = _values(word, place, KIND)
+    return group.to(tl.int64) * num_outputs
+
+
+@triton.jit
+def _weights(values, scales, zeros, is_column, KIND: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """The weights [SPAN, OUTPUTS] of one span in float32, from its codes and the scales and zeros of its group."""
+    scale = tl.load(scales, mask=is_column, other=0.0).to(tl.float32)
     if KIND == _FLOAT8:
         return values * (scale * 256.0)[None, :]
     else:
         zero = MIDDLE + _MAGIC
         if HAS_ZEROS:
-            zero = tl.load(zeros + places, mask=is_column, other=0).to(tl.float32) + _MAGIC
+            zero = tl.load(zeros, mask=is_column, other=0).to(tl.float32) + _MAGIC
             return (values - zero[None, :]) * scale[None, :]
         else:
             return (values - zero) * scale[None, :]
@@ -221,22 +210,9 @@ def _multiply_tile(
             span = chunk * PER_WORD + place
             source, is_input = _inputs(order, span, num_inputs, SPAN, HAS_ORDER)
             some = tl.load(row_places + source[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
-            weights = _weights(
-                word,
-                place,
-                span,
-                scales,
-                zeros,
-                groups,
-                num_groups,
-                num_outputs,
-                column,
-                is_column,
-                KIND,
-                MIDDLE,
-                GROUP_SPANS,
-                HAS_ZEROS,
-            ).to(some.dtype)
+            group = _group_start(groups, span, num_groups, num_outputs, GROUP_SPANS) + column
+            values = _values(word, place, KIND)
+            weights = _weights(values, scales + group, zeros + group, is_column, KIND, MIDDLE, HAS_ZEROS).to(some.dtype)
             if IN_FLOAT32:
                 total = tl.dot(some.to(tl.float32), weights.to(tl.float32), total, input_precision="ieee")
             else:
@@ -294,22 +270,9 @@ def _unpack_tile(
     for place in tl.static_range(PER_WORD):
         span = chunk * PER_WORD + place
         target, is_input = _inputs(order, span, num_inputs, SPAN, HAS_ORDER)
-        weights = _weights(
-            word,
-            place,
-            span,
-            scales,
-            zeros,
-            groups,
-            num_groups,
-            num_outputs,
-            column,
-            is_column,
-            KIND,
-            MIDDLE,
-            GROUP_SPANS,
-            HAS_ZEROS,
-        )
+        group = _group_start(groups, span, num_groups, num_outputs, GROUP_SPANS) + column
+        values = _values(word, place, KIND)
+        weights = _weights(values, scales + group, zeros + group, is_column, KIND, MIDDLE, HAS_ZEROS)
         places = target.to(tl.int64)[:, None] * num_outputs + column[None, :]
         tl.store(out + places, weights.to(out.dtype.element_ty), mask=is_input[:, None] & is_column[None, :])
 
