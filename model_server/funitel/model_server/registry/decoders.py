@@ -132,6 +132,16 @@ _DEEPSEEK: dict[str, Any] = {
     "latent": latent,
     "rotary": latent_rotary,
 }
+_COHERE: dict[str, Any] = {
+    **_TIED,
+    **_ATTENTION_BIASES,
+    "norm": Norm.LAYER,
+    "norm_eps": first("layer_norm_eps", default=1e-5),
+    "is_parallel": True,
+    "rotary": rotary(is_interleaved=True),
+    "logit_scale": first("logit_scale", default=0.0625),
+    "names": {"mlp_norm": ""},
+}
 _GRANITE: dict[str, Any] = _ATTENTION_BIASES | {
     "embedding_scale": first("embedding_multiplier", default=1.0),
     "residual_scale": first("residual_multiplier", default=1.0),
@@ -523,30 +533,13 @@ FAMILIES: dict[str, ArchitectureRow] = {
         qk_norm=QkNorm.WHOLE,
         names=_SANDWICH_NAMES,
     ),
-    "CohereForCausalLM": row(
-        **_TIED,
-        **_ATTENTION_BIASES,
-        norm=Norm.LAYER,
-        norm_eps=first("layer_norm_eps", default=1e-5),
-        is_parallel=True,
-        rotary=rotary(is_interleaved=True),
-        qk_norm=lambda c: QkNorm.EACH if c.get("use_qk_norm") else QkNorm.NONE,
-        logit_scale=first("logit_scale", default=0.0625),
-        names={"mlp_norm": ""},
-    ),
+    "CohereForCausalLM": row(**_COHERE, qk_norm=lambda c: QkNorm.EACH if c.get("use_qk_norm") else QkNorm.NONE),
     "Cohere2ForCausalLM": row(
-        **_TIED,
-        **_ATTENTION_BIASES,
-        norm=Norm.LAYER,
-        norm_eps=first("layer_norm_eps", default=1e-5),
-        is_parallel=True,
-        rotary=rotary(is_interleaved=True),
+        **_COHERE,
         sliding_windows=windows(pattern=4, default=4096),
         unrotated_layers=lambda c: tuple(
             i for i, window in enumerate(windows(pattern=4, default=4096)(c)) if window is None
         ),
-        logit_scale=first("logit_scale", default=0.0625),
-        names={"mlp_norm": ""},
     ),
     "GraniteForCausalLM": row(**_GRANITE, has_mlp_bias=first("mlp_bias", default=False)),
     "SmolLM3ForCausalLM": row(
