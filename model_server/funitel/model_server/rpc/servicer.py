@@ -28,7 +28,6 @@ from funitel.proto.step_socket import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_BY
 
 logger = logging.getLogger(__name__)
 
-End: TypeAlias = Callable[[str], None]
 MAX_REASON = 500  # characters of a reason that are printed
 
 
@@ -45,10 +44,9 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 class ShardServicer(generate_pb2_grpc.TextGenerationServiceServicer):
     """The calls of `generate.v3.TextGenerationService` that never wait for the compute thread."""
 
-    def __init__(self, info: ShardInfo, urls: list[str], end: End = end_process) -> None:
+    def __init__(self, info: ShardInfo, urls: list[str]) -> None:
         self._info = info
         self._urls = urls
-        self._end = end
 
     @property
     def busy_ns(self) -> int:
@@ -63,8 +61,7 @@ class ShardServicer(generate_pb2_grpc.TextGenerationServiceServicer):
 
     async def Dismiss(self, request: pb.DismissRequest, context: Context) -> pb.DismissResponse:
         """End the process, whatever the compute thread does: the router takes no answer of it any more."""
-        self._end(request.reason)
-        return pb.DismissResponse()
+        end_process(request.reason)
 
     async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
         """Static facts."""
@@ -95,10 +92,8 @@ UNIX = "unix:"
 class Servicer(ShardServicer):
     """One rank of `generate.v3.TextGenerationService`."""
 
-    def __init__(
-        self, executor: Executor, info: ShardInfo, urls: list[str], dispatcher: Dispatcher, end: End = end_process
-    ) -> None:
-        super().__init__(info, urls, end)
+    def __init__(self, executor: Executor, info: ShardInfo, urls: list[str], dispatcher: Dispatcher) -> None:
+        super().__init__(info, urls)
         self._executor = executor
         self._dispatcher = dispatcher
 
