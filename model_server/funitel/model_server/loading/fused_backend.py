@@ -3,7 +3,6 @@
 import ctypes
 import logging
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,7 @@ from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.cpu.thread_tuning import settle_threads
 from funitel.model_server.device.memory import bytes_in_use
 from funitel.model_server.device.tensor_parallel import TensorParallel
-from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
+from funitel.model_server.hub.resolve import cache_folder
 from funitel.model_server.loading.common import Loaded, log_memory
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelSpec
@@ -42,8 +41,7 @@ def load_fused(
     library, reason = None, missing(spec)
     if reason is None:
         try:
-            cache_dir = Path(settings.cache_dir) if settings.cache_dir else DEFAULT_CACHE_DIR
-            library = load_library(build(cache_dir.expanduser().absolute()))
+            library = load_library(build(cache_folder(settings.cache_dir)))
         except (CannotBuild, OSError) as error:
             reason = str(error)
     if not parallel.smallest(library is not None):

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
-from funitel.model_server.loading.common import Loaded
+from funitel.model_server.loading.common import Loaded, check_honoured, decoder_flags
 from funitel.model_server.models.transformers_fallback.cache_adapters import choose_adapter
 from funitel.model_server.models.transformers_fallback.dynamic_rope import DynamicRope
 from funitel.model_server.models.transformers_fallback.load import (
@@ -32,7 +32,7 @@ from funitel.model_server.models.transformers_fallback.tensor_parallel import Sp
 from funitel.model_server.models.weight_offload import refuse_host_memory
 from funitel.model_server.sampling.logits_processors import TorchLogitsProcessors
 from funitel.model_server.settings import ModelServerSettings
-from funitel.proto.errors import FunitelError, NoRow, SettingsError, Unsuited, UnsupportedModel
+from funitel.proto.errors import FunitelError, NoRow, Unsuited, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +70,9 @@ def load_fallback(
         StartupError: it cannot be served, or not with these settings.
     """
     config = read_config(folder, no_row, trusts_code=settings.trust_remote_code)
-    refuse_host_memory(settings, f"models that run through transformers ({no_row.why})")
-    given = {
-        "--quantize": settings.quantize,
-        "--kv-cache-dtype": settings.kv_cache_dtype,
-        "--rope-scaling": settings.rope_scaling,
-        "--rope-factor": settings.rope_factor,
-    }
-    check_honoured(given, no_row.why)
+    models = models_without(no_row)
+    refuse_host_memory(settings, models)
+    check_honoured(decoder_flags(settings), models)
     split = None
     if settings.world_size > 1:
         check_device(device, settings.world_size)
@@ -136,11 +131,9 @@ _HOW = {
 }
 
 
-def check_honoured(given: Mapping[str, object], reason: str) -> None:
-    """Raise SettingsError for flags that would change the answers and cannot be honoured here."""
-    for flag, value in given.items():
-        if value is not None:
-            raise SettingsError(f"{flag} {value} is not for models that run through transformers ({reason})")
+def models_without(no_row: NoRow) -> str:
+    """What messages call the models that have no row of the registry."""
+    return f"models that run through transformers ({no_row.why})"
 
 
 def _choose_way(

@@ -37,7 +37,7 @@ from funitel.model_server.cpu.native import (
 )
 from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.files.integrity import read_json
-from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR, resolve
+from funitel.model_server.hub.resolve import cache_folder, resolve
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import KernelSettings
 from funitel.model_server.spec.model_spec import ModelSpec
@@ -127,7 +127,7 @@ def measure_kernels(settings: KernelSettings) -> None:
     kinds = kinds_of(tier, spec, folder)
     num_threads = settings.num_threads or len(os.sched_getaffinity(0))
     footprint = settings.footprint_mib << 20 if settings.footprint_mib else _footprint()
-    libraries = Path(settings.cache_dir or DEFAULT_CACHE_DIR).expanduser()
+    libraries = cache_folder(settings.cache_dir)
     try:
         roofs = Roofs(libraries, num_threads=num_threads, num_bytes=footprint)
         library = load_library(build(libraries))
