@@ -1,1 +1,1 @@
-"""Attention over the paged KV pool: one interface, its backends, and the choice between them."""
+"""Attention over blocks of keys and values: one interface, its backends, and the choice between them."""

@@ -35,7 +35,7 @@ class Weights:
     `held_bytes` counts what this rank holds, `sharded_bytes` the part of it that is split between ranks, and
     `total_sharded_bytes` the same tensors unsplit. A caller that takes GGUF blocks sets `takes_blocks`
     before anything is read; `products` is what multiplies by quantised matrices as they are; `scales_kv` says
-    that the KV pool is float8, so that the scales of keys and values count. `quantization` is None for a checkpoint
+    that the pool is float8, so that the scales of keys and values count. `quantization` is None for a checkpoint
     that is not quantised. Progress goes to stderr where `is_shown`.
 
     Raises:

@@ -41,7 +41,7 @@ MakeSampling = Callable[[ModelRunner, CachedBatches, OutputProcessor], StepSampl
 
 
 class Executor:
-    """Runs steps over a paged KV pool. Created loaded; `warmup` sizes the pool and must come first.
+    """Runs steps over a pool of KV blocks. Created loaded; `warmup` sizes the pool and must come first.
 
     Args:
         rules: what the model does with a sequence: a decoder's, or an encoder-decoder's.

@@ -22,7 +22,7 @@ ActiveRow = tuple[SequenceState, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorOptions:
-    """What the executor is told at start. `dtype` is the precision of the KV pool."""
+    """What the executor is told at start. `dtype` is the precision of the pool."""
 
     device: torch.device
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""The model runner: the KV pool of a rank with its host tier, and the forward of a step's rows over it."""
+"""The model runner: the pool of a rank with its host tier, and the forward of a step's rows over it."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,7 @@ class ModelRunner:
 
     @property
     def pool(self) -> KVCache:
-        """The KV pool.
+        """The pool.
 
         Raises:
             InvalidRequest: there is none yet.

@@ -53,7 +53,7 @@ class Seq2SeqSpec:
     def whole(self) -> ModelSpec:
         """The decoder as the executor knows it: its sequences begin with the tokens that the encoder reads.
 
-        The KV pool has the same place for the decoder's view of one of those tokens as for a token of the decoder.
+        The pool has the same place for the decoder's view of one of those tokens as for a token of the decoder.
         """
         context = self.encoder.max_position_embeddings + self.decoder.max_position_embeddings
         return replace(self.decoder, max_position_embeddings=context)

@@ -69,7 +69,7 @@ class ChatCall:
     """One request for `n` answers to a conversation.
 
     An answer goes on with a last message of the assistant and follows any other, unless `continue_final_message` or
-    `add_generation_prompt` say otherwise. `template_variables` reach the chat template as they are. `tool_prompt`
+    `add_generation_prompt` say otherwise. `template_variables` reach the template as they are. `tool_prompt`
     takes the place of what a model is told of tools where its template does not tell it.
     """
 

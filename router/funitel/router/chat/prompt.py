@@ -1,4 +1,4 @@
-"""Render a conversation as a prompt by the model's chat template, and choose the parsers of its answer."""
+"""Render a conversation as a prompt by the model's template, and choose the parsers of its answer."""
 
 import asyncio
 import hashlib

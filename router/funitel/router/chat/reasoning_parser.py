@@ -30,7 +30,7 @@ REASONING_FORMATS = {
 
 
 def detect_reasoning(template_source: str, names: Iterable[str] = REASONING_FORMATS) -> ReasoningFormat | None:
-    """Return the format with markers that a chat template knows."""
+    """Return the format with markers that a template knows."""
     formats = (REASONING_FORMATS[name] for name in names)
     return next((known for known in formats if known.closing in template_source), None)
 

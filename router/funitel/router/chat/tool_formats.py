@@ -13,7 +13,7 @@ PYTHON_TAG = "<|python_tag|>"
 class ToolFormat:
     """How calls are written.
 
-    `signature` is what a chat template of the family contains. `markers` must reach the parser even where they are
+    `signature` is what a template of the family contains. `markers` must reach the parser even where they are
     special tokens. `parser` makes a parser for one answer, given the names of the request's tools.
     """
 
@@ -45,7 +45,7 @@ BY_NAME = {format.name: format for format in TOOL_FORMATS}
 
 
 def detect_tool_format(template_source: str) -> ToolFormat:
-    """Return the format a chat template writes earlier calls in, or bare JSON."""
+    """Return the format a template writes earlier calls in, or bare JSON."""
     for format in TOOL_FORMATS:
         if format.signature is not None and format.signature in template_source:
             return format

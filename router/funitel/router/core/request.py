@@ -12,7 +12,7 @@ MAX_PRIORITY = 100  # and -100 is the least
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Maximum of prompt tokens, and of prompt and completion tokens, of one request; the KV pool, in tokens."""
+    """Maximum of prompt tokens, and of prompt and completion tokens, of one request; the size of the pool in tokens."""
 
     max_input_tokens: int
     max_total_tokens: int

@@ -50,7 +50,7 @@ class RunningRequest(BaseModel):
 
 
 class Pool(BaseModel):
-    """The KV pool in blocks; `cached` ones are among the free."""
+    """The pool in blocks; `cached` ones are among the free."""
 
     blocks: int
     block_size: int

@@ -38,7 +38,7 @@ class Ranks(Protocol):
     infos: tuple[ShardInfo, ...]
 
     async def warmup(self, sequences: Seq[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
-        """Size the KV pool."""
+        """Size the pool."""
 
     async def health(self) -> Seq[ShardMemory]:
         """Return the memory that each rank holds, if known; raise ShardFailed unless every rank answers."""
@@ -119,7 +119,7 @@ class Replica:
         return len(self._batches)
 
     async def warmup(self, sequences: Seq[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
-        """Size the KV pool; return every rank's result, in rank order."""
+        """Size the pool; return every rank's result, in rank order."""
         return await self.ranks.warmup(sequences, limits)
 
     async def health(self) -> Seq[ShardMemory]:

@@ -108,7 +108,7 @@ class Shards:
         return shards
 
     async def warmup(self, sequences: Sequence[SequenceStart], limits: WarmupLimits) -> list[WarmupResult]:
-        """Size the KV pool; return every rank's result."""
+        """Size the pool; return every rank's result."""
         batch = wire.encode_batch(0, sequences, self._block_size)
         request = wire.encode_warmup(batch, limits)
         responses = await self._fan_out("Warmup", request, pb.WarmupResponse.FromString)

@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizer, chat templates, grammars, stop sequences."""
+"""Text and tokens: tokenizer, templates, grammars, stop sequences."""

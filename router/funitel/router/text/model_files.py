@@ -1,4 +1,4 @@
-"""Read the files of a model folder: tokenizer, chat template, special tokens, origin and recommended sampling.
+"""Read the files of a model folder: tokenizer, templates, special tokens, origin and recommended sampling.
 
 The launcher gives the router a folder. A name is for routers started by hand: the files of a hub repository are
 fetched, without weights. `generation_config.json` recommends sampling for hub checkpoints that sample by default;
@@ -147,7 +147,7 @@ class ModelFiles:
         return size if isinstance(size, int) else None
 
     def template_texts(self, tokenizer: tokenizers.Tokenizer) -> TemplateTexts | None:
-        """The chat template and what it may use; None if there is none."""
+        """The template and what it may use; None if there is none."""
         source = self._template_source("default")
         if source is None:
             return None

@@ -1,4 +1,4 @@
-"""Render chat templates in sandbox processes, within limits of time and memory.
+"""Render templates in sandbox processes, within limits of time and memory.
 
 Templates come with models and messages with requests: neither is trusted. A chat that exceeds a limit is refused, and
 delays no other request. Event loop only.
@@ -25,7 +25,7 @@ RETRY_SECONDS = 60.0  # a busy machine may be why a process did not start
 
 @dataclass(frozen=True, slots=True)
 class TemplateTexts:
-    """A model's chat template, the one for chats with tools where it has a text of its own, and special tokens."""
+    """A model's template, the one for chats with tools where it has a text of its own, and special tokens."""
 
     source: str
     special_tokens: Mapping[str, str]
