@@ -6,8 +6,10 @@ from sequences import BLOCK, FakeShard, make_sequence
 from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.cost.chunk_budget import StepLoad
+from funitel.router.scheduler.decode import RunningSet
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
+from funitel.router.scheduler.waiting_queue import FairShares
 
 
 def make_scheduler(*sequences: Sequence, num_blocks: int = 50) -> tuple[Scheduler, FakeShard]:
@@ -52,6 +54,22 @@ def test_a_sequence_just_decodes_until_it_needs_a_block_or_is_at_its_end(
         scheduler.commit(plan, shard.step(plan), 0.01)
     assert scheduler.schedule() is None
     assert (len(sequence.output_ids), scheduler.blocks.num_used) == (max_new_tokens, 0)
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "count", "has_more"), [(0, 0, True), (4, 1, False), (5, 1, True), (7, 1, True), (8, 1, False)]
+)
+def test_a_sequence_that_holds_more_than_it_decodes_has_more_to_compute(
+    num_computed: int, count: int, has_more: bool
+) -> None:
+    sequence, shares = make_sequence(0, 5, 20), FairShares()
+    sequence.output_ids = [7] * 4 if num_computed > 4 else []
+    sequence.num_computed = num_computed
+    shares.join(sequence.request.key)
+    running = RunningSet(BlockPool(50, BLOCK), shares)
+    running.enter(sequence)
+    part = running.decode()
+    assert (part.computed, part.with_pending) == ({0: count}, [sequence] * has_more)
 
 
 def test_the_load_of_a_step_is_of_all_that_decode_and_charged_to_their_keys() -> None:

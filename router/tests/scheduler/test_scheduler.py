@@ -22,7 +22,8 @@ from funitel.proto.step import (
 )
 from funitel.router.core.request import Request, Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
-from funitel.router.scheduler.cost.chunk_budget import StepLoad
+from funitel.router.scheduler.cost.chunk_budget import StepLoad, attended
+from funitel.router.scheduler.cost.step_cost import StepCostModel
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
 
@@ -282,6 +283,33 @@ def test_without_chunks_a_sequence_that_outgrew_the_budget_resumes() -> None:
     assert sequence.output_ids == expected_output(sequence)
 
 
+@pytest.mark.parametrize(("total_ns", "measured"), [(2_000_000_000, 2.0), (0, 9.0)])
+def test_a_step_takes_what_the_ranks_measured_else_what_the_router_did(total_ns: int, measured: float) -> None:
+    scheduler, shard = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=8), BlockPool(20, BLOCK)), FakeShard()
+    scheduler.add(make_sequence(0, 6, 8))
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, replace(shard.step(plan), total_ns=total_ns), 9.0)
+    expected = StepCostModel()
+    expected.observe(plan.load, measured)
+    assert scheduler.step_time.seconds(plan.load) == expected.seconds(plan.load) > 0.0
+
+
+def test_results_are_taken_in_the_order_of_the_plans_only() -> None:
+    scheduler, shard = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=8), BlockPool(20, BLOCK)), FakeShard()
+    scheduler.add(make_sequence(0, 6, 8))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first is not None
+    assert second is not None
+    result = shard.step(first)
+    with pytest.raises(AssertionError, match="^results come in the order of their plans$"):
+        scheduler.commit(second, result, 0.01)
+    scheduler.commit(first, result, 0.01)
+    scheduler.commit(second, shard.step(second), 0.01)
+    with pytest.raises(AssertionError, match="^no step is in flight$"):
+        scheduler.commit(second, result, 0.01)
+
+
 # The prefix cache
 
 
@@ -440,6 +468,22 @@ def test_forced_tokens_are_a_chunk_that_takes_its_share_of_the_budget() -> None:
         done = [i for i in (0, 1) if scheduler.running[i].num_pending == counts[i]]
         answers = tuple(Generation(i, Tokens((9,), (0.0,), ("",))) for i in done)
         scheduler.commit(plan, StepResult(answers, None), 0.01)
+
+
+def test_the_load_of_forced_tokens_is_of_those_behind_the_one_that_decodes() -> None:
+    scheduler, shard = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=8), BlockPool(100, BLOCK)), FakeShard()
+    scheduler.add(make_sequence(0, 2, 60))
+    for _ in range(2):
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, shard.step(plan), 0.01)
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, StepResult((Generation(0, Tokens((7,) * 6, (0.0,) * 6, ("",) * 6)),), None), 0.01)
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert (plan.computed, scheduler.running[0].num_computed) == ({0: 6}, 4)
+    assert plan.load == StepLoad(1, 10, 5, attended(5, 5), 5)
 
 
 def test_several_tokens_of_a_plain_peer_were_speculated_and_are_computed() -> None:
