@@ -2,8 +2,9 @@
 
 A mutant is one changed operator, number, argument or name; lines that only raise or log, and decorated functions, are
 left alone. mutmut runs the tests that reach it. A survivor is listed by its changed line, unless `mutants.toml` gives
-the reason why no test can kill it. The exit code is 1 where fewer than 90 % of the mutants of a package are killed, or
-a survivor has no reason.
+the reason why no test can kill it. A mutant whose tests ran out of time is listed too, and does not count as killed:
+it may loop for ever, or the machine was busy. The exit code is 1 where fewer than 90 % of the mutants of a package are
+killed, or a survivor has no reason.
 
 mutmut wants sources below `src` and one folder of tests; both are laid out in `build/mutants/PACKAGE`.
 """
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parent.parent
 PARTS = ("proto", "router", "model_server", "launcher", "llm")
 MIN_KILLED = 0.9
 SURVIVED = ("survived", "no tests", "not checked", "check was interrupted by user")
+TIMED_OUT = "timeout"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ also_copy = ["conftest.py", "testing", "benchmarks"]
 pytest_add_cli_args = ["-p", "no:cacheprovider", "-x", "-q", "--hypothesis-profile=short", "--ignore-glob=*_replay.py"]
 pytest_add_cli_args_test_selection = {tests}
 timeout_multiplier = 8.0
+timeout_constant = 6.0
 
 [tool.pytest.ini_options]
 addopts = ["--import-mode=importlib", "-m", "not slow"]
@@ -119,17 +122,16 @@ def run(name: str, module: str, max_children: int, reasons: dict[str, str]) -> b
     lay_out(folder, TARGETS[name], module)
     mutmut(folder, "run", "--max-children", str(max_children))
     outcomes = dict(re.findall(r"^ *(\S+): (.+)$", mutmut(folder, "results", "--all", "true"), re.MULTILINE))
-    survivors = {key_of(folder, mutant) for mutant, outcome in outcomes.items() if outcome in SURVIVED}
-    num_killed = sum(outcome not in SURVIVED for outcome in outcomes.values())
-    num_timeouts = list(outcomes.values()).count("timeout")
-    unnamed = {survivor for survivor in survivors if not any(key in survivor for key in reasons)}
+    survivors = [key_of(folder, mutant) for mutant, outcome in outcomes.items() if outcome in SURVIVED]
+    timed_out = [key_of(folder, mutant) for mutant, outcome in outcomes.items() if outcome == TIMED_OUT]
+    num_killed = sum(outcome not in (*SURVIVED, TIMED_OUT) for outcome in outcomes.values())
+    unnamed = [survivor for survivor in survivors if not any(key in survivor for key in reasons)]
     share = num_killed / max(1, len(outcomes))
     num_named = len(survivors) - len(unnamed)
-    print(
-        f"{name}: {len(outcomes)} mutants, {num_killed} killed ({share:.1%}), {num_timeouts} of them by a timeout;",
-        end=" ",
-    )
+    print(f"{name}: {len(outcomes)} mutants, {num_killed} killed ({share:.1%}), {len(timed_out)} timed out;", end=" ")
     print(f"{num_named} survivors named, {len(unnamed)} not; {time.monotonic() - began:.0f} s")
+    for key in sorted(timed_out):
+        print(f"  timed out: {key}")
     for key in sorted(unnamed):
         print(f"  survived: {key}")
     for key in reasons:
