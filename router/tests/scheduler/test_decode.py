@@ -6,6 +6,7 @@ from sequences import BLOCK, FakeShard, make_sequence
 from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.cost.chunk_budget import StepLoad
+from funitel.router.scheduler.cost.step_cost import StepCostModel
 from funitel.router.scheduler.decode import RunningSet
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
 from funitel.router.scheduler.scheduler import Scheduler
@@ -49,7 +50,7 @@ def test_a_sequence_just_decodes_until_it_needs_a_block_or_is_at_its_end(
         assert plan is not None
         assert plan.computed == {0: 1 if number else prompt_len}
         assert sequence.num_plain_steps == count
-        assert [len(row.blocks) for row in plan.rows] == [1] * (number in grants)
+        assert [(len(row.blocks), row.chunk_len) for row in plan.rows] == [(1, None)] * (number in grants)
         assert len(sequence.blocks) == -(-(prompt_len + number) // BLOCK)
         scheduler.commit(plan, shard.step(plan), 0.01)
     assert scheduler.schedule() is None
@@ -88,6 +89,15 @@ def test_the_load_of_a_step_is_of_all_that_decode_and_charged_to_their_keys() ->
         assert (scheduler.shares.tokens_of(b"a"), scheduler.shares.tokens_of(b"b")) == (12 + 2 * number, 2 + number)
 
 
+def test_no_budget_is_worked_out_where_all_just_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, shard = make_scheduler(make_sequence(0, 6, 9))
+    step(scheduler, shard)
+    monkeypatch.delattr(StepCostModel, "budget")
+    plan = step(scheduler, shard)
+    assert plan is not None
+    assert plan.computed == {0: 1}
+
+
 def test_one_that_ends_with_a_step_in_flight_computes_nothing() -> None:
     ending, other = make_sequence(0, 5, 2), make_sequence(1, 5, 9)
     scheduler, shard = make_scheduler(ending, other)
@@ -110,6 +120,7 @@ def test_a_sequence_that_leaves_gives_its_blocks_back_once() -> None:
     for _ in range(2):
         scheduler.remove(first)
         assert (scheduler.blocks.num_used, list(scheduler.running), first.blocks) == (2, [1], [])
+        assert scheduler.shares.sequences_of(b"") == 2
     assert list(scheduler.waiting) == [waiting]
     scheduler.remove(waiting)
     assert not list(scheduler.waiting)

@@ -3,6 +3,7 @@
 import pytest
 from sequences import BLOCK, FakeShard, make_sequence
 
+from funitel.proto.step import Generation, StepResult, Tokens
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
@@ -113,6 +114,21 @@ def test_nothing_is_preempted_for_a_key_that_was_given_as_much() -> None:
     assert preempted(scheduler, 8, 9) == []
     scheduler.shares.charge_key(A, 1)
     assert preempted(scheduler, 8, 9) == [1]
+
+
+@pytest.mark.parametrize(("is_plain", "victims"), [(False, [1]), (True, [])])
+def test_a_shard_that_cannot_resume_keeps_what_it_runs(is_plain: bool, victims: list[int]) -> None:
+    policy = SchedulerPolicy(max_batch_prefill_tokens=100, max_batch_size=2, is_chunked=False, is_plain=is_plain)
+    scheduler = Scheduler(policy, BlockPool(50, BLOCK))
+    for i in range(2):
+        scheduler.add(make_sequence(i, 7, 10, key=A))
+    plan = scheduler.schedule()
+    assert plan is not None
+    answers = tuple(Generation(i, Tokens((5,), (0.0,), ("",))) for i in range(2))
+    scheduler.commit(plan, StepResult(answers, None), 0.01)
+    scheduler.add(make_sequence(9, 7, 10, key=B))
+    assert scheduler.can_resume == (not is_plain)
+    assert preempted(scheduler, 9) == victims
 
 
 def test_all_that_a_preempted_sequence_had_computed_is_computed_again_at_no_charge() -> None:

@@ -310,6 +310,18 @@ def test_results_are_taken_in_the_order_of_the_plans_only() -> None:
         scheduler.commit(second, result, 0.01)
 
 
+def test_one_that_has_left_since_a_step_was_planned_keeps_no_other_from_its_token() -> None:
+    scheduler, shard = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=20), BlockPool(20, BLOCK)), FakeShard()
+    gone, other = make_sequence(0, 6, 8), make_sequence(1, 6, 8)
+    for sequence in (gone, other):
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.remove(gone)
+    assert [sequence for sequence, _ in scheduler.commit(plan, shard.step(plan), 0.01)] == [other]
+    assert (gone.num_computed, other.num_computed, len(other.output_ids)) == (0, 6, 1)
+
+
 # The prefix cache
 
 
@@ -337,6 +349,14 @@ def test_a_prefix_is_computed_once_whoever_asks_and_its_last_token_always() -> N
         scheduler.add(make_sequence(i, prompt_len, 1))
         entered = run_to_end(scheduler, shard)
         assert entered[0].cache_len == [0, 16, 12, 16, 0][i]
+
+
+@pytest.mark.parametrize(("has_prefix_cache", "num_kept"), [(False, 0), (True, 5)])
+def test_content_is_kept_for_others_where_there_is_a_prefix_cache(has_prefix_cache: bool, num_kept: int) -> None:
+    scheduler, shard = cached_scheduler(has_prefix_cache=has_prefix_cache), FakeShard()
+    scheduler.add(make_sequence(0, 18, 5))
+    run_to_end(scheduler, shard)
+    assert scheduler.blocks.num_cached == num_kept
 
 
 def test_the_next_turn_of_a_chat_begins_behind_the_answer() -> None:
@@ -522,6 +542,21 @@ def test_what_was_computed_since_the_last_sound_token_is_not_found_again(num_goo
     assert not scheduler.running
     assert scheduler.blocks.num_used == 0
     assert scheduler.cached_prefix_len(make_sequence(2, 18, 1)) == found_later
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf])
+def test_a_sequence_of_broken_scores_ends_and_no_other_does(logprob: float) -> None:
+    scheduler, shard = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=20), BlockPool(20, BLOCK)), FakeShard()
+    first, second = make_sequence(0, 6, 8), make_sequence(1, 6, 8)
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    plan = scheduler.schedule()
+    assert plan is not None
+    sound = shard.step(plan).generations[1]
+    result = StepResult((Generation(0, Tokens((5,), (logprob,), ("x",), (False,))), sound), None)
+    assert [sequence for sequence, _ in scheduler.commit(plan, result, 0.01)] == [first, second]
+    assert (first.is_broken, second.is_broken, list(scheduler.running)) == (True, False, [1])
+    assert (first.output_ids, second.output_ids) == ([], list(sound.tokens.ids))
 
 
 def test_the_goals_of_a_step_are_of_those_that_still_run() -> None:

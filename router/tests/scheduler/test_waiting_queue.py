@@ -417,6 +417,7 @@ def test_the_queue_counts_what_is_in_it() -> None:
     queue, _ = waiting()
     assert (len(queue), queue.num_prompt_tokens, queue.num_preempted, queue.first()) == (0, 0, 0, None)
     sequences = [make_sequence(i, 8 + i, 5, key=(FLOODER, OTHER)[i % 2]) for i in range(4)]
+    assert sequences[0] not in queue
     for sequence in sequences[:3]:
         queue.add(sequence)
     sequences[3].was_started = True
