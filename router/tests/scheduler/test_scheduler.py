@@ -283,6 +283,55 @@ def test_without_chunks_a_sequence_that_outgrew_the_budget_resumes() -> None:
     assert sequence.output_ids == expected_output(sequence)
 
 
+@pytest.mark.parametrize(("num_keys", "chunk"), [(1, 500), (2, 100), (3, 100)])
+def test_where_several_keys_have_requests_a_prompt_takes_shorter_steps(num_keys: int, chunk: int) -> None:
+    scheduler = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=5000), BlockPool(3000, BLOCK))
+    load = StepLoad()
+    load.add_chunk(0, 1000)
+    for _ in range(20):
+        scheduler.step_time.observe(load, 1.0)
+    for i in range(num_keys):
+        scheduler.add(make_sequence(i, 2000, 5, key=bytes([i])))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.load.num_prompt_tokens == pytest.approx(chunk, rel=0.2)
+
+
+def test_a_step_that_lacked_memory_is_planned_again_with_half_the_tokens() -> None:
+    scheduler = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=100), BlockPool(50, BLOCK))
+    scheduler.add(make_sequence(0, 40, 5))
+    for num_tokens in (40, 20, 10):
+        plan = scheduler.schedule()
+        assert plan is not None
+        assert plan.computed == {0: num_tokens}
+        assert scheduler.bisector.fail(scheduler.goals(plan), plan.num_tokens, lacks_memory=True) is None
+        scheduler.abandon()
+
+
+def test_a_plan_says_what_moves_to_the_host() -> None:
+    policy = SchedulerPolicy(max_batch_prefill_tokens=64, has_prefix_cache=True)
+    scheduler, shard = Scheduler(policy, BlockPool(6, BLOCK, host_blocks=6)), FakeShard()
+    scheduler.add(make_sequence(0, 16, 1, cache_salt="old"))
+    run_to_end(scheduler, shard)
+    scheduler.add(make_sequence(1, 20, 1, cache_salt="new"))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [copy.is_load for copy in plan.copies] == [False] * 3
+
+
+def test_a_plan_says_what_its_step_is_predicted_to_take() -> None:
+    scheduler, shard = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=64), BlockPool(20, BLOCK)), FakeShard()
+    scheduler.add(make_sequence(0, 6, 9))
+    predicted = []
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert plan is not None
+        assert plan.predicted_seconds == scheduler.step_time.seconds(plan.load)
+        predicted.append(plan.predicted_seconds)
+        scheduler.commit(plan, shard.step(plan), 0.5)
+    assert predicted == [0.0, 0.0, pytest.approx(0.5, rel=0.1)]
+
+
 @pytest.mark.parametrize(("total_ns", "measured"), [(2_000_000_000, 2.0), (0, 9.0)])
 def test_a_step_takes_what_the_ranks_measured_else_what_the_router_did(total_ns: int, measured: float) -> None:
     scheduler, shard = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=8), BlockPool(20, BLOCK)), FakeShard()
@@ -490,8 +539,10 @@ def test_forced_tokens_are_a_chunk_that_takes_its_share_of_the_budget() -> None:
         scheduler.commit(plan, StepResult(answers, None), 0.01)
 
 
-def test_the_load_of_forced_tokens_is_of_those_behind_the_one_that_decodes() -> None:
-    scheduler, shard = Scheduler(SchedulerPolicy(max_batch_prefill_tokens=8), BlockPool(100, BLOCK)), FakeShard()
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_the_load_of_forced_tokens_is_of_those_behind_the_one_that_decodes(is_chunked: bool) -> None:
+    policy = SchedulerPolicy(max_batch_prefill_tokens=8, is_chunked=is_chunked)
+    scheduler, shard = Scheduler(policy, BlockPool(100, BLOCK)), FakeShard()
     scheduler.add(make_sequence(0, 2, 60))
     for _ in range(2):
         plan = scheduler.schedule()
