@@ -148,6 +148,7 @@ def test_all_that_a_preempted_sequence_had_computed_is_computed_again_at_no_char
         scheduler.preempt_all()
         shard.retain(set())
         assert (sequence.num_computed, sequence.num_repeated, sequence.blocks) == (0, repeated, [])
+        assert scheduler.waiting.num_preempted == 1
         compute(num_steps)
         assert (sequence.num_computed, sequence.num_repeated) == (4 * num_steps, 11 - 4 * num_steps)
     assert (scheduler.shares.tokens_of(b""), scheduler.shares.num_repeated) == (11, 12)

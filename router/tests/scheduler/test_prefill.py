@@ -90,6 +90,27 @@ def test_room_for_all_that_wait_and_one_more(
     assert make_scheduler(num_blocks, **policy).ttft_estimator.behind(ahead).has_room == fit
 
 
+def test_without_chunks_a_prompt_enters_whole() -> None:
+    scheduler = make_scheduler(max_batch_prefill_tokens=10, is_chunked=False)
+    for i, length in enumerate((6, 5)):
+        scheduler.add(make_sequence(i, length, 9))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [(start.request_id, start.chunk_len) for start in plan.starts] == [(0, 6)]
+
+
+def test_while_a_fault_is_bisected_only_those_on_trial_enter() -> None:
+    scheduler = make_scheduler(max_batch_prefill_tokens=100, target_gap_seconds=9.0)
+    for i in range(3):
+        scheduler.add(make_sequence(i, 6, 9))
+    assert scheduler.bisector.fail({0: 6, 1: 6}, 12) is None
+    for entering in ([0], [1], [2]):
+        plan = scheduler.schedule()
+        assert plan is not None
+        assert [start.request_id for start in plan.starts] == entering
+        scheduler.bisector.try_other_half()
+
+
 @pytest.mark.parametrize(("num_free", "enters"), [(2, False), (3, True)])
 def test_a_sequence_enters_where_a_block_is_left_for_each_that_runs(num_free: int, enters: bool) -> None:
     scheduler = make_scheduler(20, max_batch_prefill_tokens=100, target_gap_seconds=9.0)

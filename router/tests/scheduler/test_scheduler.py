@@ -308,7 +308,7 @@ def test_a_step_that_lacked_memory_is_planned_again_with_half_the_tokens() -> No
         scheduler.abandon()
 
 
-def test_a_plan_says_what_moves_to_the_host() -> None:
+def test_a_plan_says_what_moves_to_the_host_and_back() -> None:
     policy = SchedulerPolicy(max_batch_prefill_tokens=64, has_prefix_cache=True)
     scheduler, shard = Scheduler(policy, BlockPool(6, BLOCK, host_blocks=6)), FakeShard()
     scheduler.add(make_sequence(0, 16, 1, cache_salt="old"))
@@ -317,6 +317,13 @@ def test_a_plan_says_what_moves_to_the_host() -> None:
     plan = scheduler.schedule()
     assert plan is not None
     assert [copy.is_load for copy in plan.copies] == [False] * 3
+    scheduler.commit(plan, shard.step(plan), 0.01)
+    scheduler.add(make_sequence(2, 17, 1, cache_salt="old"))
+    plan = scheduler.schedule()
+    assert plan is not None
+    (start,) = plan.starts
+    assert (start.cache_len, len(start.blocks), scheduler.blocks.num_used) == (16, 5, 5)
+    assert [copy.block for copy in plan.copies if copy.is_load] == list(start.blocks[1:4])
 
 
 def test_a_plan_says_what_its_step_is_predicted_to_take() -> None:
@@ -392,8 +399,9 @@ def run_to_end(scheduler: Scheduler, shard: FakeShard) -> list[SequenceStart]:
         scheduler.commit(plan, shard.step(plan), 0.01)
 
 
-def test_a_prefix_is_computed_once_whoever_asks_and_its_last_token_always() -> None:
-    scheduler, shard = cached_scheduler(), FakeShard()
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_a_prefix_is_computed_once_whoever_asks_and_its_last_token_always(is_chunked: bool) -> None:
+    scheduler, shard = cached_scheduler(is_chunked=is_chunked), FakeShard()
     for i, prompt_len in enumerate((18, 18, 16, 17, 3)):
         scheduler.add(make_sequence(i, prompt_len, 1))
         entered = run_to_end(scheduler, shard)
@@ -444,6 +452,47 @@ def test_siblings_wait_for_the_first_ones_prompt_and_others_pass_them() -> None:
     assert [start.cache_len for start in entered if start.request_id in (1, 2, 3)] == [28, 28, 28]
     assert [start.request_id for start in entered][:2] == [0, 4]
     assert shard.num_computed == 30 + 3 * 2 + 4 * 2 + 8 + 2
+
+
+@pytest.mark.parametrize(
+    ("num_running", "budget", "num_waiting", "enters"),
+    [
+        pytest.param(30, 16, 21, False, id="its next block is being computed"),
+        pytest.param(30, 16, 20, True, id="the last token of the block is to be computed in any case"),
+        pytest.param(30, 16, 18, True, id="its prompt ends before the end of the block"),
+        pytest.param(20, 18, 21, False, id="two tokens of the block are missing, and no more are known"),
+        pytest.param(18, 16, 21, True, id="the block's content is not known"),
+    ],
+)
+def test_which_siblings_wait_for_a_block(num_running: int, budget: int, num_waiting: int, enters: bool) -> None:
+    scheduler, shard = cached_scheduler(max_batch_prefill_tokens=budget, target_gap_seconds=9.0), FakeShard()
+    running = make_sequence(0, num_running, 9)
+    scheduler.add(running)
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, shard.step(plan), 0.01)
+    scheduler.add(make_sequence(1, num_waiting, 3))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [start.request_id for start in plan.starts] == [1] * enters
+    scheduler.commit(plan, shard.step(plan), 0.01)
+    run_to_end(scheduler, shard)
+    request = replace(running.request, input_ids=(*running.request.input_ids, *running.output_ids))
+    assert scheduler.cached_prefix_len(Sequence(2, request)) == (num_running + 8) // BLOCK * BLOCK
+
+
+def test_no_sibling_waits_for_the_last_token_of_a_block_that_is_decoded() -> None:
+    scheduler, shard = cached_scheduler(target_gap_seconds=9.0), FakeShard()
+    running = make_sequence(0, 15, 9)
+    scheduler.add(running)
+    plan = scheduler.schedule()
+    assert plan is not None
+    scheduler.commit(plan, shard.step(plan), 0.01)
+    request = replace(running.request, input_ids=(*running.request.input_ids, *running.output_ids, 7, 7, 7))
+    scheduler.add(Sequence(1, request))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert [(start.request_id, start.cache_len) for start in plan.starts] == [(1, 12)]
 
 
 def test_siblings_wait_for_a_prompt_whose_last_chunk_is_under_way() -> None:
