@@ -29,6 +29,32 @@ if not Path("/dev/nvidiactl").exists():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files that take longest, in this order: begun last they would run while other processes have nothing left to do.
+LONGEST = (
+    # of the packages
+    "supervisor/test_supervisor.py",
+    "tests/test_main.py",
+    "config/test_upgrade.py",
+    "cpu/test_families.py",
+    "tests/test_gpu_compiled.py",
+    "tests/test_gpu_benchmark.py",
+    "transformers_fallback/test_fallback.py",
+    "executor/test_async_executor.py",
+    # of the whole system
+    "integration-tests/test_equality.py",
+    "integration-tests/test_bad_input.py",
+    "integration-tests/test_lifecycle.py",
+    "integration-tests/test_logprobs.py",
+    "integration-tests/test_contract_shards.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the files that take longest first; the others as they come."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(f"{item.path.parent.name}/{item.path.name}", len(LONGEST)))
+
+
 @pytest.fixture(autouse=True)
 def keeps_signal_handlers() -> Iterator[None]:
     """Fail a test that leaves a signal handler behind: a later test of the same process would not get its signals."""

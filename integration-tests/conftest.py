@@ -15,9 +15,6 @@ from funitel.model_server.hub import resolve
 from funitel_testing.servers import Server, serving
 from funitel_testing.tiny import save_tiny
 
-# Files that take minutes, longest first: begun last they would run while other processes have nothing left to do.
-LONGEST = ("test_equality.py", "test_bad_input.py", "test_lifecycle.py", "test_logprobs.py", "test_contract_shards.py")
-
 _FIGURES: dict[str, object] = {}
 
 
@@ -25,12 +22,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """--full runs every prompt, seed and repetition; without it a short form of each."""
     parser.addoption("--full", action="store_true", help="run the long form of the whole-system tests")
     parser.addoption("--figures", help="write the measured figures to this JSON file")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the files that take longest first; the others as they come."""
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
 
 
 @pytest.fixture(scope="session")
