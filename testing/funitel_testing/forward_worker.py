@@ -47,6 +47,28 @@ def serve_rank(work: Path, rank: int) -> None:
     parallel.leave()
 
 
+def serve_forked(work: Path, rank: int) -> None:
+    """Fail unless a child, forked once there are threads for `model`, gives the same logits as this process."""
+    torch.set_num_threads(1)
+    folder = work / "model"
+    decoder = fused_decoder(folder, Tier.INT8, TensorParallel(), num_threads=3)
+    spec = spec_of(read_json(folder / "config.json"))
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, 1, 0)
+
+    def logits() -> torch.Tensor:
+        cache = KVCache(spec, heads, 400, decoder.block_size, decoder.kv_dtype, CPU)
+        return step_through(decoder, cache, [list(range(30))], 6)[0]
+
+    expected = logits()
+    child = os.fork()
+    if child == 0:
+        is_equal = torch.equal(logits(), expected)
+        del decoder  # its threads are not those of the child
+        os._exit(0 if is_equal else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(logits(), expected)
+
+
 def run(
     folder: Path,
     parallel: TensorParallel,

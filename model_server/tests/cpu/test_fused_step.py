@@ -25,8 +25,10 @@ from funitel.model_server.quantized.config import Quantization
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError
+from funitel_testing import forward_worker
 from funitel_testing.executors import ids_of, load_executor, run_alone, start
 from funitel_testing.forward_worker import CPU, fused_decoder, run, step_through
+from funitel_testing.ranks import run_ranks
 from funitel_testing.tiny import save_tiny
 
 NUM_DECODE = 6
@@ -184,29 +186,8 @@ def test_threads_end_with_the_decoder(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_computes_alone(tmp_path: Path) -> None:
-    folder = save_tiny("llama", tmp_path)
-    script = f"""
-import os, sys, torch
-from pathlib import Path
-from funitel.model_server.cpu.precision import Tier
-from funitel.model_server.device.tensor_parallel import TensorParallel
-from funitel_testing.forward_worker import CPU, fused_decoder, step_through
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_fused_step import logits_of
-torch.set_num_threads(1)
-folder = Path({str(folder)!r})
-decoder = fused_decoder(folder, Tier.INT8, TensorParallel(), num_threads=3)
-prompts = [list(range(30))]
-expected = logits_of(folder, decoder, prompts)[0]
-child = os.fork()
-if child == 0:
-    ok = torch.equal(logits_of(folder, decoder, prompts)[0], expected)
-    del decoder
-    os._exit(0 if ok else 1)
-assert os.waitpid(child, 0)[1] == 0
-assert torch.equal(logits_of(folder, decoder, prompts)[0], expected)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    save_tiny("llama", tmp_path / "model")
+    run_ranks(forward_worker.serve_forked, tmp_path, 1)
 
 
 # Building -------------------------------------------------------------------------------------------------------------
