@@ -24,6 +24,12 @@ def render_here() -> None:
     """Render chats in a sandbox, as a router does."""
 
 
+@pytest.fixture(autouse=True)
+def files_unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the watch of the API keys, which goes by the clock, out of what a request enters."""
+    monkeypatch.setattr("funitel.router.core.file_watch.POLL_SECONDS", 3600.0)
+
+
 def rooms(name: str) -> set[str]:
     """Modules of a walk."""
     return {step.partition(":")[0] for part in WALKS["walks"][name]["parts"] for step in WALKS["parts"][part]}
