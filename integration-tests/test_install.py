@@ -119,7 +119,7 @@ case "$*" in
   "-c import torch") exit 1 ;;
   *"--dry-run --report"*)
     while [ "$1" != --report ]; do shift; done
-    echo '{{"install": [{{"metadata": {{"name": "nvidia-cublas"}}}}]}}' > "$2" ;;
+    echo '{{"install": [{{"metadata": {{"name": "nvidia-cublas", "version": "1"}}}}]}}' > "$2" ;;
   *" install "*) echo "nothing may be installed" >&2; exit 3 ;;
   *) exec {sys.executable} "$@" ;;
 esac

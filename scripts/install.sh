@@ -49,18 +49,18 @@ make_environment() {
   "$maker" -m venv "$venv"
 }
 
-# The packages pip would add for the given requirements, one a line; fails when pip cannot resolve them.
+# What pip would add for the given requirements, as NAME==VERSION, one a line; fails when pip cannot resolve them.
 would_install() {
   local report
   report=$(mktemp)
   pip install -qq --dry-run --report "$report" "$@" || { rm -f "$report"; return 1; }
   "$python" -c 'import json, sys
-for item in json.load(open(sys.argv[1]))["install"]: print(item["metadata"]["name"].lower())' "$report"
+for item in json.load(open(sys.argv[1]))["install"]: print("{name}=={version}".format(**item["metadata"]).lower())' "$report"
   rm -f "$report"
 }
 
 # Print which CUDA packages the requirements would bring; fails when there are none.
-cuda_packages() { grep -E '^(nvidia-|cuda-|triton$)' | tr '\n' ' '; }
+cuda_packages() { grep -oE '^(nvidia-|cuda-|triton=)[^=]*' | tr -d '=' | tr '\n' ' '; }
 
 # Set torch_choice to pip arguments that bring a torch without CUDA libraries.
 choose_torch_for_cpu() {
@@ -91,17 +91,20 @@ needs_torch() {
 }
 
 install_package() {
-  local package=. names cuda editable_flag=()
+  local package=. resolved cuda pinned editable_flag=() compile_flag=()
   [ -z "$extras" ] || package=".[$extras]"
-  [ "$editable" = no ] || editable_flag=(--editable)
+  # Python compiles what is imported at its first import; compiling all that is installed takes a minute.
+  [ "$editable" = no ] || editable_flag=(--editable) compile_flag=(--no-compile)
   say "resolving $package"
-  names=$(would_install "${torch_choice[@]}" "$package")
-  if [ "$torch" = cpu ] && cuda=$(cuda_packages <<<"$names"); then
+  resolved=$(would_install "${torch_choice[@]}" "$package")
+  if [ "$torch" = cpu ] && cuda=$(cuda_packages <<<"$resolved"); then
     fail "in CPU mode, $package would bring $cuda"
   fi
-  say "$(wc -w <<<"$names") packages to install"
+  say "$(wc -w <<<"$resolved") packages to install"
   [ "$dry_run" = no ] || return 0
-  pip install "${torch_choice[@]}" "${editable_flag[@]}" "$package"
+  mapfile -t pinned < <(grep -v '^funitel==' <<<"$resolved")
+  [ ${#pinned[@]} = 0 ] || pip install --no-deps "${compile_flag[@]}" "${torch_choice[@]:1}" "${pinned[@]}"
+  pip install --no-deps "${editable_flag[@]}" .
   [ "$editable" = no ] || echo "$PWD/testing" >"$(site_packages)/_funitel_testing.pth"  # for tests and benchmarks
   # Its metadata asks for huggingface-hub<1 and would drag transformers back by a major version; it runs without.
   case ",$extras," in *,clients,*) pip install --no-deps "$TGI_CLIENT" ;; esac
