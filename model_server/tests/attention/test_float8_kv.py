@@ -1,4 +1,4 @@
-"""A KV pool of float8: what it takes, what is read from it, and the checkpoint's scales of keys and values."""
+"""A pool of float8: what it takes, what is read from it, and the checkpoint's scales of keys and values."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The KV pool of a GPU: sized from what steps are measured to take, with made-up numbers in place of a card."""
+"""The pool of a GPU: sized from what steps are measured to take, with made-up numbers in place of a card."""
 
 import subprocess
 import sys

@@ -76,7 +76,7 @@ def test_what_can_never_fit_is_refused_and_counted() -> None:
     assert (found.num_requests, found.num_refused, found.num_finished) == (2, 1, 1)
 
 
-def test_blocks_that_run_out_show_as_preemptions_and_as_tokens_computed_again() -> None:
+def test_blocks_that_run_out_show_as_preempted_sequences_and_as_tokens_computed_again() -> None:
     arrivals = [arrival(0.0, 8, 16) for _ in range(6)]
     roomy, tight = simulate(arrivals), simulate(arrivals, num_blocks=8, has_prefix_cache=False)
     assert roomy.num_finished == tight.num_finished == 6

@@ -88,7 +88,9 @@ def test_backlogged_keys_get_the_same_tokens_within_what_runs_at_once(
         if len({sequence.request.key for sequence in scheduler.waiting}) < num_keys:
             break  # a key without a backlog may get less
         for i, sequence in sequences.items():
-            given_to[sequence.request.key] += max(0, sequence.num_computed - furthest[i])  # not what preemption lost
+            given_to[sequence.request.key] += max(
+                0, sequence.num_computed - furthest[i]
+            )  # not what a victim computes again
             furthest[i] = max(sequence.num_computed, furthest[i])
         # what runs goes on, and one more may have been let in
         assert max(given_to.values()) - min(given_to.values()) <= (batch_size + 1) * largest

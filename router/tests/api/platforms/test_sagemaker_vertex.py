@@ -270,7 +270,7 @@ async def test_kserve_metadata(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v2/models/mine/versions/3/ready")).json() == {"live": True}
 
 
-# Chat templates
+# Templates
 
 
 async def test_chat_tokenize(client: httpx.AsyncClient) -> None:
