@@ -416,6 +416,16 @@ def test_content_is_kept_for_others_where_there_is_a_prefix_cache(has_prefix_cac
     assert scheduler.blocks.num_cached == num_kept
 
 
+def test_the_load_of_a_step_counts_a_cached_prefix_as_context() -> None:
+    scheduler, shard = cached_scheduler(), FakeShard()
+    scheduler.add(make_sequence(0, 18, 1))
+    run_to_end(scheduler, shard)
+    scheduler.add(make_sequence(1, 19, 1))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.load == StepLoad(0, 0, 3, attended(16, 3), 16)
+
+
 def test_the_next_turn_of_a_chat_begins_behind_the_answer() -> None:
     scheduler, shard = cached_scheduler(), FakeShard()
     first = make_sequence(0, 10, 9)

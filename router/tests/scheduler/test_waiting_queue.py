@@ -13,6 +13,7 @@ from funitel.proto.step import FinishReason, GeneratedText, Generation, StepResu
 from funitel.router.core.request import Sequence
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.plan import SchedulerPolicy, StepPlan
+from funitel.router.scheduler.prefill import MAX_URGENT_TOKENS
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.scheduler.waiting_queue import AGEING_SECONDS, MAX_IDLE_KEYS, FairShares, WaitingQueue
 
@@ -288,6 +289,7 @@ def test_a_short_prompt_of_a_key_that_was_given_less_is_computed_beside_streams_
         running = steps(scheduler, shard(scheduler))
         while not all(len(sequence.output_ids) > 400 for sequence in flood):
             next(running)
+        scheduler.shares.charge_key(FLOODER, 1000)  # more than the long prompt has
         newcomer = make_sequence(100, prompt_len, 5, key=key, cache_salt="x")
         scheduler.add(newcomer)
         computed = [0]
@@ -303,6 +305,74 @@ def test_a_short_prompt_of_a_key_that_was_given_less_is_computed_beside_streams_
     assert urgent[1] > 3 * urgent[0]
     assert chunks(2000, OTHER) == usual
     assert chunks(1000, OTHER, target_gap_seconds=0.025) == chunks(1000, FLOODER, target_gap_seconds=0.025)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "fields", "output_ids", "is_urgent"),
+    [
+        pytest.param(MAX_URGENT_TOKENS, {}, [], True, id="short enough"),
+        pytest.param(MAX_URGENT_TOKENS + 1, {}, [], False, id="too long"),
+        pytest.param(MAX_URGENT_TOKENS + 200, {"cache_salt": "known"}, [], True, id="short enough but for its prefix"),
+        pytest.param(MAX_URGENT_TOKENS + 201, {"cache_salt": "known"}, [], False, id="too long behind its prefix"),
+        pytest.param(900, {}, [7], False, id="has got a token"),
+    ],
+)
+def test_which_prompts_are_urgent(
+    prompt_len: int, fields: dict[str, str], output_ids: list[int], is_urgent: bool
+) -> None:
+    def first_chunk(newcomer: Sequence) -> int:
+        scheduler = make_scheduler(4000, 4096, has_prefix_cache=True)
+        flood = [make_sequence(i, 40, 200, key=FLOODER, cache_salt=str(i)) for i in range(4)]
+        for sequence in (make_sequence(99, 201, 1, key=FLOODER, cache_salt="known"), *flood):
+            scheduler.add(sequence)
+        running = steps(scheduler, QuickShard(scheduler))
+        while not all(len(sequence.output_ids) > 100 for sequence in flood):
+            next(running)
+        scheduler.shares.charge_key(FLOODER, 1000)
+        scheduler.add(newcomer)
+        next(running)
+        return newcomer.num_computed - newcomer.num_cached
+
+    newcomer = make_sequence(100, prompt_len, 5, key=OTHER, **fields)
+    newcomer.output_ids = output_ids
+    usual = first_chunk(make_sequence(100, 2000, 5, key=FLOODER))
+    assert first_chunk(newcomer) == (2 if is_urgent else 1) * usual
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "computed"),
+    [
+        pytest.param(60, [60], id="urgent on entry"),
+        pytest.param(300, [0, 160, 300], id="urgent once the long prompt was given more"),
+    ],
+)
+def test_an_urgent_prompt_does_not_wait_for_a_long_one_that_takes_the_budget(
+    prompt_len: int, computed: list[int]
+) -> None:
+    scheduler = make_scheduler(4000, 4096)
+    flood = [make_sequence(i, 40, 200, key=FLOODER, cache_salt=str(i)) for i in range(4)]
+    for sequence in flood:
+        scheduler.add(sequence)
+    running = steps(scheduler, QuickShard(scheduler))
+    while not all(len(sequence.output_ids) > 100 for sequence in flood):
+        next(running)
+    long, urgent = make_sequence(100, 2000, 5, key=b"long"), make_sequence(101, prompt_len, 5, key=OTHER)
+    scheduler.add(long)
+    scheduler.add(urgent)
+    found = []
+    for _ in computed:
+        next(running)
+        found.append(urgent.num_computed)
+    assert found == computed
+    assert long.num_computed == 80 * (1 if len(computed) == 1 else 5)
+
+
+def test_of_one_key_a_prompt_that_runs_is_computed_before_one_that_waits() -> None:
+    scheduler, shard = make_scheduler(budget=8), FakeShard()
+    for i in range(2):
+        scheduler.add(make_sequence(i, 20, 5, cache_salt=str(i)))
+    taking_part = [set(sequences) for sequences, _ in zip(steps(scheduler, shard), range(3), strict=False)]
+    assert taking_part == [{0}, {0}, {0, 1}]
 
 
 def test_a_key_has_no_more_than_its_share_taken() -> None:
