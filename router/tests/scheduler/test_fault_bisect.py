@@ -79,6 +79,12 @@ class Trial:
 lengths = st.lists(st.integers(1, 12), min_size=1, max_size=24)
 
 
+def test_before_a_failure_all_may_be_in_a_step_of_any_size() -> None:
+    bisector = FaultBisector(may_shrink=True)
+    assert (bisector.max_sequences, bisector.max_tokens, bisector.on_trial) == (None, None, {})
+    assert (bisector.has_succeeded_since, bisector.is_recovering, bisector.has_other_half) == (True, False, False)
+
+
 @given(lengths=lengths, data=st.data())
 def test_only_culprits_are_blamed_and_each_after_few_steps(lengths: list[int], data: st.DataObject) -> None:
     culprits = data.draw(st.sets(st.integers(0, len(lengths) - 1)))

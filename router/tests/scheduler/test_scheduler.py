@@ -254,6 +254,23 @@ def test_without_chunks_waiting_requests_join_from_a_share_of_the_running_ones(
     assert plan.load.num_prompt_tokens == (4 * num_waiting if joins else 0)
 
 
+@pytest.mark.parametrize(
+    ("is_chunked", "reasons"),
+    [(True, ["chunking"] * 3), (False, ["backpressure", "backpressure", "wait_exceeded"])],
+)
+def test_why_requests_join_those_that_run(is_chunked: bool, reasons: list[str]) -> None:
+    policy = SchedulerPolicy(max_batch_prefill_tokens=64, is_chunked=is_chunked, max_waiting_tokens=1)
+    scheduler, shard = Scheduler(policy, BlockPool(50, BLOCK)), FakeShard()
+    scheduler.add(make_sequence(0, 6, 9))
+    found = [scheduler.reason_to_join]
+    for _ in reasons[1:]:
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.commit(plan, shard.step(plan), 0.01)
+        found.append(scheduler.reason_to_join)
+    assert found == reasons
+
+
 def test_a_plain_peer_gets_whole_requests_with_slots_and_text() -> None:
     policy = SchedulerPolicy(max_batch_prefill_tokens=64, is_chunked=False, is_plain=True)
     scheduler = Scheduler(policy, BlockPool(100, BLOCK))

@@ -504,3 +504,15 @@ def test_the_queue_counts_what_is_in_it() -> None:
     assert (len(queue), queue.num_prompt_tokens, queue.num_preempted) == (2, 19, 0)
     assert [sequence in queue for sequence in sequences] == [False, True, True, False]
     assert make_sequence(1, 9, 5, key=OTHER) not in queue
+
+
+def test_the_queue_counts_those_that_were_preempted() -> None:
+    sequences = [make_sequence(i, 8, 5) for i in range(4)]
+    for sequence in sequences[1:]:
+        sequence.was_started = True
+    queue, _ = waiting(*sequences)
+    counts = [queue.num_preempted]
+    for sequence in sequences:
+        queue.remove(sequence)
+        counts.append(queue.num_preempted)
+    assert counts == [3, 3, 2, 1, 0]
