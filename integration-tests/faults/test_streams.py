@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 from funitel_testing.faults.load import STREAMS, Load, asks_of, undisturbed
@@ -20,10 +21,11 @@ async def test_every_stream_outlives_a_shard(
     with launching(tmp_path, model, "--num-replicas", "2") as scene:
         asks = asks_of(STREAMS, count, 150)
         answers = await undisturbed(scene.url, asks, count)
-        load = Load(scene.url, asks, count)
+        load = Load(scene.url, asks, count, until_struck=True)
         task = asyncio.create_task(load.run())
         await load.until_in_flight(share=1.0)
         in_flight = [outcome for outcome in load.outcomes if outcome.ended is None]
+        load.struck = time.monotonic()
         os.kill(scene.server.shard_pids()[0], signal.SIGKILL)
         outcomes = await task
     figures[f"streams that ran when a shard was killed, of {count}; finished; with their text"] = (

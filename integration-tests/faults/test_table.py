@@ -1,5 +1,6 @@
 """Each fault under each load, as often as the form asks: what it costs is what was expected, and no text is wrong."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from funitel_testing.faults.asks import Kind
 from funitel_testing.faults.catalogue import FAULTS, STARTS
 from funitel_testing.faults.load import MIXED, STREAMS, Answers, Load, asks_of, undisturbed
 from funitel_testing.faults.model import save_endless
+from funitel_testing.faults.scenes import TWO_RANKS
 from funitel_testing.faults.starts import StartFault, try_to_start
 from funitel_testing.faults.table import START, Fault, Row, Scene, run
 
@@ -31,7 +33,7 @@ class Stage:
         self._stack = ExitStack()
         self._scene: Any = None
         self._kind: object = None
-        self._answers: Answers = {}
+        self._answers: defaultdict[bool, Answers] = defaultdict(dict)  # by whether there are two ranks
         self._num_worn = 0
 
     def scene(self, fault: Fault) -> Scene:
@@ -40,18 +42,18 @@ class Stage:
             self.clear()
             self._scene = self._stack.enter_context(fault.scene(self.model, self._folder))
             self._kind = fault.scene
-            self._answers = {}
             self._num_worn = 0
         self._num_worn += fault.is_wearing
         found: Scene = self._scene
         return found
 
-    async def answers(self, scene: Scene, kinds: tuple[Kind, ...]) -> Answers:
-        """What this deployment answers when nothing happens to it."""
+    async def answers(self, fault: Fault, scene: Scene, kinds: tuple[Kind, ...]) -> Answers:
+        """What a deployment answers when nothing happens to it: the same as all others of as many ranks."""
+        found = self._answers[fault.scene is TWO_RANKS]
         asks = asks_of(kinds, REQUESTS, TOKENS)
-        if asks[0].undisturbed not in self._answers or asks[-1].undisturbed not in self._answers:
-            self._answers |= await undisturbed(scene.url, asks, CLIENTS)
-        return self._answers
+        if asks[0].undisturbed not in found or asks[-1].undisturbed not in found:
+            found |= await undisturbed(scene.url, asks, CLIENTS)
+        return found
 
     def clear(self) -> None:
         """End the deployment."""
@@ -81,10 +83,11 @@ async def test_a_fault_costs_what_was_expected(
         pytest.skip(row.obstacle)
     for number in range(RUNS if is_full else 1):
         scene = stage.scene(fault)
-        answers = await stage.answers(scene, LOADS[load])
+        answers = await stage.answers(fault, scene, LOADS[load])
         asks = asks_of(LOADS[load], REQUESTS, TOKENS, salt=f"{fault.name} {number}")
+        clients = Load(scene.url, asks, CLIENTS, may_be_away=fault.is_away, until_struck=True)
         try:
-            row.runs.append(await run(fault, scene, Load(scene.url, asks, CLIENTS, may_be_away=fault.is_away), answers))
+            row.runs.append(await run(fault, scene, clients, answers))
             scene.until_whole()
         except BaseException:
             stage.clear()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from funitel_testing.faults.scenes import Launched, launching
+from funitel_testing.faults.scenes import ALIKE, Launched, launching
 from funitel_testing.faults.table import Cost, Fault
 from funitel_testing.servers import wait_until
 
@@ -47,7 +47,7 @@ def _off_time(model: Path, folder: Path) -> Iterator[OffTime]:
     subprocess.run(("cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(_SOURCE)), check=True)
     offset.write_bytes(bytes(8))
     environ = {"LD_PRELOAD": str(library), "FAULT_CLOCK": str(offset)}
-    with launching(folder, model, "--num-replicas", "2", **environ) as deployment:
+    with launching(folder, model, *ALIKE, "--num-replicas", "2", **environ) as deployment:
         yield OffTime(deployment, offset)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import httpx
@@ -34,15 +34,28 @@ class Outcome:
     """What became of a request; instants on the monotonic clock."""
 
     ask: Ask
-    began: float
+    began: float  # the last time that it was asked
     ended: float | None = None
     heard: Heard = field(default_factory=Heard)
     loss: str = ""  # how it was lost
     num_refusals: int = 0  # times it was refused with Retry-After or found no server
 
+    def __post_init__(self) -> None:
+        """Remember the first time that it was asked."""
+        self._first = self.began
+
     def was_in_flight(self, instant: float) -> bool:
-        """Whether it had been asked by then, and not answered."""
-        return self.began <= instant and (self.ended is None or self.ended > instant)
+        """Whether it had been asked by then, even if it was refused later, and not answered."""
+        return self._first <= instant and not self.was_over(instant)
+
+    def was_over(self, instant: float) -> bool:
+        """Whether it had been answered by then."""
+        return self.ended is not None and self.ended <= instant
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether its answer has begun, and is not whole."""
+        return self.ended is None and self.heard.num_pieces >= 3
 
 
 class Load:
@@ -53,13 +66,16 @@ class Load:
         asks: what is asked, in this order.
         num_clients: most that are asked at once.
         may_be_away: a server that is not there, or goes before it has answered at all, is asked again.
+        until_struck: all of it is asked again until the fault is injected, which thus finds requests in flight.
     """
 
-    def __init__(self, url: str, asks: Sequence[Ask], num_clients: int, *, may_be_away: bool = False) -> None:
+    def __init__(
+        self, url: str, asks: Sequence[Ask], num_clients: int, *, may_be_away: bool = False, until_struck: bool = False
+    ) -> None:
         self.outcomes: list[Outcome] = []
         self.struck: float | None = None  # set when the fault is injected
         self._url = url
-        self._asks = iter(asks)
+        self._asks = self._rounds(asks, until_struck=until_struck)
         self._num_asks = len(asks)
         self._num_clients = num_clients
         self._may_be_away = may_be_away
@@ -73,13 +89,18 @@ class Load:
         return self.outcomes
 
     async def until_in_flight(self, share: float = 0.3) -> None:
-        """Return once that share of the clients hears its answer."""
+        """Return once that share of the clients hears its answer, and has not heard all of it."""
         wanted = min(self._num_clients, self._num_asks) * share
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while sum(outcome.heard.num_pieces >= 3 for outcome in self.outcomes) < wanted:
+        while sum(outcome.is_heard for outcome in self.outcomes) < wanted:
             assert time.monotonic() < deadline, "the load does not start"
             assert not (losses := [outcome.loss for outcome in self.outcomes if outcome.loss]), losses
             await asyncio.sleep(0.01)
+
+    def _rounds(self, asks: Sequence[Ask], *, until_struck: bool) -> Iterator[Ask]:
+        yield from asks
+        while until_struck and self.struck is None:
+            yield from asks
 
     async def _ask_on(self, client: httpx.AsyncClient) -> None:
         for ask in self._asks:
@@ -124,10 +145,17 @@ async def undisturbed(url: str, asks: Sequence[Ask], num_clients: int) -> Answer
     return {outcome.ask: outcome.heard for outcome in outcomes}
 
 
-async def seconds_to_answer(url: str, since: float) -> float:
-    """Seconds from an instant until a request that was asked after it has its whole answer."""
-    load = Load(url, [Ask(Kind.STREAM, 1000, 2)], 1, may_be_away=True)
-    load.struck = since
-    (outcome,) = await load.run()
-    assert not outcome.loss, f"the server does not come back: {outcome.loss}"
-    return time.monotonic() - since
+async def seconds_to_answer(url: str, since: float, *, may_be_lost: bool = False) -> float:
+    """Seconds from an instant until a request that was asked after it has its whole answer.
+
+    `may_be_lost`: a server that is about to end may have taken it; then it is asked again.
+    """
+    while True:
+        load = Load(url, [Ask(Kind.STREAM, 1000, 2)], 1, may_be_away=True)
+        load.struck = since
+        (outcome,) = await load.run()
+        if not outcome.loss:
+            return time.monotonic() - since
+        may_be_asked_again = may_be_lost and time.monotonic() - since < PATIENCE_SECONDS
+        assert may_be_asked_again, f"the server does not come back: {outcome.loss}"
+        await asyncio.sleep(AGAIN_SECONDS)

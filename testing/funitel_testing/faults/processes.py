@@ -3,22 +3,23 @@
 import asyncio
 import os
 import signal
+import time
 
-from funitel_testing.faults.scenes import BOUND_SECONDS, ONE, ONE_BOUND, PAIR, TWO_RANKS, ByHand, Launched, by_hand
+from funitel_testing.faults.scenes import BOUND_SECONDS, ONE, PAIR, TWO_RANKS, ByHand, Launched, by_hand
 from funitel_testing.faults.table import Cost, Fault
 from funitel_testing.servers import alive, wait_until
 
 SHORT_STOP_SECONDS = 2.0  # well below the bound
 
 
-async def _kill_launcher(scene: Launched) -> None:
+async def _kill_launcher(scene: Launched) -> float:
     scene.server.process.kill()
-    await asyncio.to_thread(scene.relaunch)
+    return await asyncio.to_thread(scene.relaunch)
 
 
-async def _kill_router(scene: Launched) -> None:
+async def _kill_router(scene: Launched) -> float:
     os.kill(scene.server.router_pid(), signal.SIGKILL)
-    await asyncio.to_thread(scene.relaunch)
+    return await asyncio.to_thread(scene.relaunch)
 
 
 async def _kill_shard(scene: Launched) -> None:
@@ -49,10 +50,12 @@ async def _stop_shard_for_good(scene: Launched) -> None:
     await asyncio.to_thread(wait_until, lambda: not alive({pid}), 60 * BOUND_SECONDS, "the hang is not detected")
 
 
-async def _kill_router_alone(scene: ByHand) -> None:
+async def _kill_router_alone(scene: ByHand) -> float:
     scene.router.process.kill()
     scene.router.process.wait()
+    gone = time.monotonic()
     scene.router.start_again()
+    return gone
 
 
 async def _restart_router(scene: ByHand) -> None:
@@ -104,7 +107,7 @@ FAULTS = (
         name=f"SIGSTOP of the only shard for longer than the bound, {BOUND_SECONDS:g} s",
         cost=Cost.NOTHING,
         why="it is killed and started again",
-        scene=ONE_BOUND,
+        scene=ONE,
         strike=_stop_shard_for_good,
         is_wearing=True,
     ),

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from funitel_testing.faults.scenes import PAIR, Launched, launching
+from funitel_testing.faults.scenes import ALIKE, PAIR, Launched, launching
 from funitel_testing.faults.table import Cost, Fault
 from funitel_testing.servers import alive, wait_until
 
@@ -146,7 +146,7 @@ class OnSmallDisk:
 def _logs_on_small_disk(model: Path, folder: Path) -> Iterator[OnSmallDisk]:
     disk = SmallDisk(folder / "small")
     try:
-        with launching(disk.folder, model, "--num-replicas", "2", "--log-level", "debug") as deployment:
+        with launching(disk.folder, model, *ALIKE, "--num-replicas", "2", "--log-level", "debug") as deployment:
             yield OnSmallDisk(deployment, disk)
     finally:
         disk.unmount()
@@ -156,7 +156,7 @@ def _logs_on_small_disk(model: Path, folder: Path) -> Iterator[OnSmallDisk]:
 def _scratch_on_small_disk(model: Path, folder: Path) -> Iterator[OnSmallDisk]:
     disk = SmallDisk(folder / "small")
     try:
-        with launching(folder, model, "--num-replicas", "2", TMPDIR=str(disk.folder)) as deployment:
+        with launching(folder, model, *ALIKE, "--num-replicas", "2", TMPDIR=str(disk.folder)) as deployment:
             yield OnSmallDisk(deployment, disk)
     finally:
         disk.unmount()

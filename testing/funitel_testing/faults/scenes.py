@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -16,6 +17,8 @@ from funitel_testing.faults.asks import CONTEXT
 from funitel_testing.servers import LAUNCHER, MARK, Server, descendants, free_port, marked, wait_until
 
 WHOLE_SECONDS = 120.0  # until a deployment serves as before, on a busy machine
+# Each shard of the table computes with one thread: how a sum is divided among threads changes its last bits.
+ALIKE = ("--num-threads", "1")
 LIMITS = ("--max-batch-total-tokens", str(8 * CONTEXT), "--max-concurrent-requests", "256")
 
 Here = Callable[[Path, Path], "AbstractContextManager[Launched]"]
@@ -71,12 +74,14 @@ class Launched:
             pid for pid in descendants(self.server.router_pid()) if _runs(pid, "funitel.router.text.grammar_worker")
         ]
 
-    def relaunch(self) -> None:
-        """Do as an init system does: once all of it is gone, start it again, on the same port."""
-        self.server.process.wait(30)
-        wait_until(lambda: not marked(self.server.mark), 30, "processes are left behind")
+    def relaunch(self) -> float:
+        """Do as an init system does: once all of it is gone, start it again, on the same port; returns when it was."""
+        self.server.process.wait(WHOLE_SECONDS)
+        wait_until(lambda: not marked(self.server.mark), WHOLE_SECONDS, "processes are left behind")
+        gone = time.monotonic()
         self.server = self._start(self.server.port)
         self.until_ready()
+        return gone
 
     def close(self) -> None:
         """End it."""
@@ -108,7 +113,7 @@ def launched(*flags: str, **environ: str) -> Here:
 
     @contextmanager
     def scene(model: Path, folder: Path) -> Iterator[Launched]:
-        with launching(folder, model, *flags, **environ) as found:
+        with launching(folder, model, *ALIKE, *flags, **environ) as found:
             yield found
 
     return scene
@@ -117,8 +122,7 @@ def launched(*flags: str, **environ: str) -> Here:
 BOUND_SECONDS = 8.0  # a step may take so long where a fault shall last longer
 BOUND = ("--step-timeout-s", str(BOUND_SECONDS))
 
-ONE = launched()
-ONE_BOUND = launched(*BOUND)
+ONE = launched(*BOUND)
 TWO_RANKS = launched("--num-shard", "2")
 PAIR = launched("--num-replicas", "2")
 
@@ -137,7 +141,7 @@ class Program:
         with self._log.open("ab") as log:
             return subprocess.Popen(self._argv, stdout=log, stderr=log, env=self._environ, start_new_session=True)
 
-    def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 60) -> int:
+    def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = WHOLE_SECONDS) -> int:
         """Signal it and wait for its end; returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
@@ -181,11 +185,10 @@ class ByHand:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         ports = (free_port(), free_port())
-        flags = ("--num-threads", "1")
         self.shards = [
             Program(
                 folder / f"shard-{place}.log",
-                *("funitel.model_server", "serve", str(model), *flags, "--listen", f"{address}:{port}"),
+                *("funitel.model_server", "serve", str(model), *ALIKE, "--listen", f"{address}:{port}"),
                 mark=self._mark,
                 inside=prefix,
             )

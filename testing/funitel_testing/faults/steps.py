@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from funitel_testing.faults.asks import Ask
-from funitel_testing.faults.scenes import Launched, launching
+from funitel_testing.faults.scenes import ALIKE, Launched, launching
 from funitel_testing.faults.table import Cost, Fault
 from funitel_testing.faulty_shard import Fault as Step
 from funitel_testing.faulty_shard import Faults as Steps
@@ -44,7 +44,7 @@ class Faulty:
 @contextmanager
 def _faulty(model: Path, folder: Path) -> Iterator[Faulty]:
     steps = Steps(folder / "steps.json")
-    with launching(folder, model, "--num-threads", "1", program=FAULTY_LAUNCHER, **steps.environ) as deployment:
+    with launching(folder, model, *ALIKE, program=FAULTY_LAUNCHER, **steps.environ) as deployment:
         yield Faulty(deployment, steps)
 
 

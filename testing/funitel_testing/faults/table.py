@@ -43,7 +43,8 @@ class Fault:
         cost: what it may cost.
         why: why it may cost that.
         scene: what it is done to, made for a model folder and a folder for logs.
-        strike: does it, and undoes what a person or an init system would undo; returns when that is done.
+        strike: does it, and undoes what a person or an init system would undo; returns when that is done. The result
+            is the instant at which a killed server was gone, where that may be later: it took requests until then.
         obstacle: why it cannot be done on this machine; empty where it can.
         causes: whether a request causes it.
         is_wearing: shards are started again, which the launcher does later and later.
@@ -55,7 +56,7 @@ class Fault:
     cost: Cost
     why: str
     scene: Callable[[Path, Path], AbstractContextManager[Any]]
-    strike: Callable[[Any], Coroutine[Any, Any, None]]
+    strike: Callable[[Any], Coroutine[Any, Any, float | None]]
     obstacle: Callable[[], str] = lambda: ""
     causes: Callable[[Ask], bool] = lambda ask: False
     is_wearing: bool = False
@@ -82,8 +83,9 @@ async def run(fault: Fault, scene: Scene, load: Load, answers: Answers) -> Run:
     load.struck = struck = time.monotonic()
     strike = asyncio.create_task(fault.strike(scene))
     try:
-        seconds, _ = await asyncio.gather(seconds_to_answer(scene.url, struck), strike)
-        found = judge(fault, await task, struck, answers)
+        recovery = seconds_to_answer(scene.url, struck, may_be_lost=fault.cost is Cost.IN_FLIGHT)
+        seconds, gone = await asyncio.gather(recovery, strike)
+        found = judge(fault, await task, struck, answers, gone)
     finally:
         task.cancel()
         strike.cancel()
@@ -91,19 +93,17 @@ async def run(fault: Fault, scene: Scene, load: Load, answers: Answers) -> Run:
     return found
 
 
-def judge(fault: Fault, outcomes: Sequence[Outcome], struck: float, answers: Answers) -> Run:
-    """Hold what became of requests against what was expected."""
+def judge(fault: Fault, outcomes: Sequence[Outcome], struck: float, answers: Answers, gone: float | None = None) -> Run:
+    """Hold what became of requests against what was expected; see `Fault.strike` for `gone`."""
     found = Run()
     for outcome in outcomes:
-        was_over = outcome.ended is not None and outcome.ended <= struck
-        was_in_flight = outcome.was_in_flight(struck)
-        found.num_requests += not was_over
-        found.num_in_flight += was_in_flight
+        found.num_requests += not outcome.was_over(struck)
+        found.num_in_flight += outcome.was_in_flight(struck)
         if outcome.loss:
-            found.lost.append(f"{outcome.ask}: {outcome.loss}")
+            found.lost.append(f"{outcome.ask}, asked {outcome.began - struck:.3f} s after the fault: {outcome.loss}")
             was_expected = {
                 Cost.NOTHING: False,
-                Cost.IN_FLIGHT: was_in_flight,
+                Cost.IN_FLIGHT: outcome.began <= (gone or struck) and not outcome.was_over(struck),
                 Cost.CAUSE: fault.causes(outcome.ask),
             }
             if not was_expected[fault.cost]:
