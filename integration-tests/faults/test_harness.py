@@ -1,5 +1,6 @@
 """The harness itself: what it must not let pass."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -7,11 +8,13 @@ import pytest
 
 from funitel_testing.faults.asks import Ask, Heard, Kind
 from funitel_testing.faults.growth import growth, slope
-from funitel_testing.faults.load import Outcome
+from funitel_testing.faults.load import Load, Outcome
 from funitel_testing.faults.page import BEGIN, END, written
 from funitel_testing.faults.scenes import by_hand
+from funitel_testing.faults.soak import CROWD, NUM_CROWDS
 from funitel_testing.faults.soak_report import Pace, Report, Sample
 from funitel_testing.faults.table import Cost, Fault, judge
+from funitel_testing.faults.vitals import IN_USE
 
 ASK = Ask(Kind.STREAM, 1, 3)
 LEFT = Ask(Kind.STREAM, 1, 3, leave_after=1)
@@ -77,10 +80,19 @@ def test_a_loss_is_too_much_unless_it_was_expected_of_a_request_in_flight() -> N
         assert (found.num_requests, found.num_in_flight, len(found.lost)) == (3, 2, 2)
         assert len(found.too_much) == num_too_much
         assert not found.wrong
+    assert not judge(fault(Cost.IN_FLIGHT), everything, 2.0, ANSWERS, gone=2.6).too_much
+    assert judge(fault(Cost.IN_FLIGHT), everything, 2.0, ANSWERS, gone=2.4).too_much
     assert not judge(fault(Cost.CAUSE, lambda ask: ask == ASK), everything, 2.0, ANSWERS).too_much
     assert judge(
         fault(Cost.IN_FLIGHT), [outcome(0.0, 3.0, heard("b", is_whole=False), loss="gone")], 2.0, ANSWERS
     ).wrong
+
+
+def test_a_request_that_was_refused_after_the_fault_was_in_flight_and_may_not_be_lost_later() -> None:
+    refused = outcome(0.0, 3.0, heard(is_whole=False), loss="gone")
+    refused.began = 2.5
+    found = judge(fault(Cost.IN_FLIGHT), [refused], 2.0, ANSWERS)
+    assert (found.num_in_flight, len(found.too_much)) == (1, 1)
 
 
 def test_a_line_through_samples_is_not_bent_by_odd_ones() -> None:
@@ -95,23 +107,74 @@ def test_growth_within_its_tolerance_is_none(values: list[float], is_none: bool)
     assert growth("files", list(enumerate(map(float, values))), 0.99, 0.0).is_none is is_none
 
 
-def test_a_leak_of_every_shard_and_what_is_left_behind_are_found() -> None:
-    pace = Pace.of(5)
+def silences(pace: Pace, held: Callable[[int, int], dict[str, float]]) -> Report:
+    """A soak that found in each silence what is held after so many periods and kills."""
     report = Report()
     for period in range(pace.num_periods):
-        values = {"shards files": 20.0 + period, "router files": 9.0, "blocks": float(period == 4)}
-        in_use = {"waiting": 0.0, "running": 0.0, "batches": 0.0}
-        report.samples.append(Sample(20.0 * period, period, 0, values | in_use))
-    assert [growth.name for growth in report.growths(pace) if not growth.is_none] == ["shards files"]
-    assert report.left_behind() == ["blocks 1 after 80 s"]
+        num_kills = (period + 1) // pace.kill_every
+        values = dict.fromkeys(IN_USE, 0.0) | held(period, num_kills)
+        report.samples.append(Sample(pace.period_seconds * period, period, num_kills, values))
+    return report
 
 
-@pytest.mark.parametrize("minutes", [5, 60])
-def test_a_soak_kills_as_it_says(minutes: int) -> None:
+def growing(report: Report, pace: Pace) -> list[str]:
+    return [growth.name for growth in report.growths(pace) if not growth.is_none]
+
+
+def test_a_leak_of_every_shard_and_what_is_left_behind_are_found() -> None:
+    pace = Pace.of(2)
+    report = silences(
+        pace,
+        lambda period, _: {"shards files": 20.0 + period, "router files": 9.0, "blocks": float(period == 4)},
+    )
+    assert growing(report, pace) == ["shards files"]
+    assert report.left_behind() == ["blocks 1 after 32 s"]
+
+
+ROLES = ("launcher", "router", "shards")
+COUNTS = [f"{role} {kind}" for role in ROLES for kind in ("files", "sockets", "threads")]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("minutes", [2, 60])
+def test_a_leak_of_one_for_each_kill_is_found(minutes: int, name: str) -> None:
+    pace = Pace.of(minutes)
+    report = silences(pace, lambda _, num_kills: dict.fromkeys(COUNTS, 9.0) | {name: 9.0 + num_kills})
+    assert growing(report, pace) == [name]
+
+
+@pytest.mark.parametrize("minutes", [2, 60])
+def test_a_leak_of_one_for_each_hundred_requests_is_found(minutes: int) -> None:
+    pace = Pace.of(minutes)
+    in_crowds = NUM_CROWDS * CROWD  # in each period; the requests of clients come on top
+    report = silences(pace, lambda period, _: dict.fromkeys(COUNTS, 9.0 + period * in_crowds // 100))
+    assert growing(report, pace) == COUNTS
+
+
+@pytest.mark.parametrize("grows_in", range(Pace.of(2).num_periods))
+def test_a_pool_that_grows_once_by_one_is_no_leak(grows_in: int) -> None:
+    pace = Pace.of(2)
+    report = silences(pace, lambda period, _: dict.fromkeys(COUNTS, 9.0 + (period >= grows_in)))
+    assert growing(report, pace) == []
+
+
+@pytest.mark.parametrize(("minutes", "num_kills"), [(2, 5), (60, 12)])
+def test_a_soak_kills_as_it_says(minutes: int, num_kills: int) -> None:
     pace = Pace.of(minutes)
     kills = [period for period in range(pace.num_periods) if pace.is_killing(period)]
     assert pace.num_periods * pace.period_seconds == minutes * 60
-    assert len(kills) == (5 if minutes == 5 else 12)
+    assert len(kills) == num_kills
+
+
+async def test_a_load_goes_on_until_the_fault_finds_requests_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load("http://unused.test", [ASK, LEFT], 1, until_struck=True)
+
+    async def answer(*_: object) -> None:
+        if len(load.outcomes) == 5:
+            load.struck = time.monotonic()
+
+    monkeypatch.setattr(Ask, "put", answer)
+    assert [outcome.ask for outcome in await load.run()] == [ASK, LEFT] * 3
 
 
 def test_the_table_is_written_between_its_marks() -> None:

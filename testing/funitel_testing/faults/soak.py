@@ -3,9 +3,10 @@
     python -m funitel_testing.faults.soak --minutes 60 --out FOLDER
 
 Clients ask what `asks` knows, hang up at random, and pause at random, all drawn from one seed. In every period they
-fall silent once: what is held then is a sample. A shard is killed in the middle of some periods; a sample of shards
-counts only when it is the last one before that, so that all come from shards of the same age. FOLDER gets soak.csv and
-soak.png; the last line on stdout is one JSON object, the exit code says whether all was well.
+fall silent once, a crowd fills the pools of threads and processes that grow on demand, and what is held then is a
+sample. A shard is killed in the middle of some periods; a sample of shards counts only when it is the last one before
+that, so that all come from shards of the same age. FOLDER gets soak.csv and soak.png; the last line on stdout is one
+JSON object, the exit code says whether all was well.
 """
 
 import argparse
@@ -22,8 +23,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
+
 from funitel_testing.faults import growth
-from funitel_testing.faults.asks import Ask
+from funitel_testing.faults.asks import Ask, Kind
 from funitel_testing.faults.growth import Growth
 from funitel_testing.faults.load import MIXED, Load, Outcome, asks_of, seconds_to_answer, undisturbed
 from funitel_testing.faults.model import save_endless
@@ -39,7 +42,11 @@ NUM_ASKS = 48
 NUM_TOKENS = 120
 LEAVING = 0.2  # of the requests are left by their clients
 SAMPLE_SECONDS = 5.0  # between samples under load
-SETTLE_SECONDS = 20.0  # for what clients that hung up have left to be dropped, on a busy machine
+SETTLE_SECONDS = 60.0  # for what clients that hung up have left to be dropped, on a busy machine
+NUM_LOOKS, LOOK_SECONDS = 3, 0.2  # at what is held while idle: what is closed meanwhile is not held
+# A pool starts a thread or a process when all that it has are busy: requests of these kinds at once make it whole.
+CROWDING = (Kind.GRAMMAR, Kind.CHAT)
+CROWD, NUM_CROWDS = 32, 2
 
 
 class Soak:
@@ -69,6 +76,10 @@ class Soak:
                 self.report.count(outcomes, answers)
             await sampling
             await asyncio.to_thread(self._scene.until_whole)
+            for number in range(NUM_CROWDS):
+                # Grammars that the shard has not compiled since it was started, and the router knows after a while.
+                salt = f"crowd {period % self._pace.kill_every} {number}"
+                self.report.hold(await self._crowd(salt), answers)
             await asyncio.to_thread(self._settle)
             await asyncio.to_thread(self._sample, period)
             print(self._line(period), file=sys.stderr, flush=True)
@@ -83,6 +94,13 @@ class Soak:
             outcomes += await Load(self._scene.url, [ask], 1).run()
             await asyncio.sleep(min(dice.expovariate(1 / self._pause), max(ends - time.monotonic(), 0.0)))
         return outcomes
+
+    async def _crowd(self, salt: str) -> list[Outcome]:
+        """Ask for the beginnings of many answers at once."""
+        asks = [ask for ask in self._asks if ask.kind in CROWDING]
+        places = range(CROWD)
+        crowd = [replace(asks[place % len(asks)], leave_after=1, salt=f"{salt} {place}") for place in places]
+        return await Load(self._scene.url, crowd, CROWD).run()
 
     def _drawn(self, dice: random.Random, salt: str) -> Ask:
         ask = replace(dice.choice(self._asks), leave_after=None, salt=salt)
@@ -102,13 +120,26 @@ class Soak:
 
     def _sample(self, period: int | None) -> None:
         try:
-            values = vitals(self._scene.server, self._scratch)
-        except OSError:
+            values = vitals(self._scene.server, self._scratch) if period is None else self._least()
+        except (OSError, httpx.TransportError):
             if period is not None:
                 raise
             return  # a process that was killed; the next sample will do
         seconds = time.monotonic() - self._began
         self.report.samples.append(Sample(seconds, period, len(self.report.kills), values))
+
+    def _least(self) -> dict[str, float]:
+        """The least of each quantity in a few looks: what clients have closed is still open for an instant."""
+        looks: list[dict[str, float]] = []
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while len(looks) < NUM_LOOKS:
+            time.sleep(LOOK_SECONDS)
+            try:
+                looks.append(vitals(self._scene.server, self._scratch))
+            except OSError:  # a process that ended meanwhile
+                if time.monotonic() > deadline:
+                    raise
+        return {name: min(look[name] for look in looks) for name in looks[0]}
 
     def _settle(self) -> None:
         """Give what clients left the time to be dropped; what is still there is reported by the sample."""

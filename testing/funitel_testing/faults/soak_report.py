@@ -9,8 +9,8 @@ from funitel_testing.faults.vitals import IN_USE
 
 # Growth from the first to the last sample that is none: of memory as a share of it, of what is counted.
 SHARE_OF_MEMORY = 0.05
-MIN_COUNT = 0.99
 MIN_LONG = 20  # minutes, to have kills every five
+NUM_SHORT = 15  # periods of fewer minutes
 SHARED = ("rss MiB", "pss MiB")  # what these measure changes with the neighbours, and with which code was run once
 
 
@@ -24,6 +24,7 @@ class Pace:
         kill_every: a shard is killed in each period that many apart.
         warm_up: periods with samples that do not count.
         least_mib: growth of memory that is none, where that is more than its share.
+        least_count: growth of what is counted that is none; less than one for each kill.
     """
 
     num_periods: int
@@ -31,16 +32,18 @@ class Pace:
     kill_every: int
     warm_up: int
     least_mib: float
+    least_count: float
 
     @classmethod
     def of(cls, minutes: int) -> "Pace":
         """An hour has periods of a minute and kills every five; a few minutes are denser, and warming up throughout.
 
-        Up to 50,000 objects wait for the router's garbage collector, and its allocator keeps what they took.
+        Up to 50,000 objects wait for the router's garbage collector, and its allocator keeps what they took. The four
+        samples of shards have three kills between them; a pool that got its last thread in one of them grew by one.
         """
         if minutes >= MIN_LONG:
-            return cls(minutes, 60.0, kill_every=5, warm_up=10, least_mib=2.0)
-        return cls(3 * minutes, 20.0, kill_every=3, warm_up=3, least_mib=10.0)
+            return cls(minutes, 60.0, kill_every=5, warm_up=10, least_mib=2.0, least_count=0.99)
+        return cls(NUM_SHORT, minutes * 60 / NUM_SHORT, kill_every=3, warm_up=3, least_mib=10.0, least_count=1.99)
 
     def is_killing(self, period: int) -> bool:
         """Whether a shard is killed in a period."""
@@ -78,6 +81,10 @@ class Report:
         """Take what became of requests into account."""
         self.num_requests += len(outcomes)
         self.num_cancelled += sum(outcome.ask.leave_after is not None for outcome in outcomes)
+        self.hold(outcomes, answers)
+
+    def hold(self, outcomes: Sequence[Outcome], answers: Answers) -> None:
+        """Hold what became of requests against the answers."""
         self.lost += [f"{outcome.ask}: {outcome.loss}" for outcome in outcomes if outcome.loss]
         wrong = [outcome for outcome in outcomes if not outcome.heard.begins(answers[outcome.ask.undisturbed])]
         self.wrong += [f"{outcome.ask}: {outcome.heard}" for outcome in wrong]
@@ -106,6 +113,6 @@ class Report:
                 if not is_of_shards or pace.is_killing((sample.period or 0) + 1)
             ]
             is_memory = name.endswith("MiB")
-            least, share = (pace.least_mib, SHARE_OF_MEMORY) if is_memory else (MIN_COUNT, 0.0)
+            least, share = (pace.least_mib, SHARE_OF_MEMORY) if is_memory else (pace.least_count, 0.0)
             found.append(growth(name, points, least, share))
         return found
