@@ -4,6 +4,7 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -272,6 +273,7 @@ def run(program: Program, argv: Sequence[str], environ: Mapping[str, str] | None
     return ran
 
 
+@cache
 def options(program: Program) -> dict[str, Any]:
     """Every option of a program by each of its flags."""
     command = typer.main.get_command(command_of(program))
