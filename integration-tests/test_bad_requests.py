@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from funitel_testing.servers import Server, serving
+from funitel_testing.servers import PLAIN, Server, serving
 
 LIMITS = ("--dtype", "float32", "--max-batch-total-tokens", "4096")
 IN_USE = (
@@ -40,7 +40,7 @@ def post(server: Server, path: str, body: Any, content_type: str | None = "appli
     """POST a JSON value, or bytes as they are."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {} if content_type is None else {"content-type": content_type}
-    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
+    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60, verify=PLAIN)
 
 
 def generation(inputs: Any = "Hello", **parameters: Any) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def test_a_body_of_ten_megabytes_without_a_declared_length(server: Server) -> No
             yield b"a" * 100_000
 
     headers = {"content-type": "application/json"}
-    response = httpx.post(f"{server.url}/generate", content=pieces(), headers=headers, timeout=60)
+    response = httpx.post(f"{server.url}/generate", content=pieces(), headers=headers, timeout=60, verify=PLAIN)
     _assert_refused(response, 413, "validation", "2000000")
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 
+from funitel_testing.servers import PLAIN
+
 
 @dataclass
 class Answer:
@@ -68,4 +70,4 @@ def client_of(url: str) -> httpx.AsyncClient:
     One that is kept is closed by the server after some idle seconds, and a busy test may send on it right then.
     """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncClient(base_url=url, timeout=300, limits=limits)
+    return httpx.AsyncClient(base_url=url, timeout=300, limits=limits, verify=PLAIN)
