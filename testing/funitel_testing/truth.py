@@ -1,5 +1,6 @@
 """What transformers says of the tokens a server answered: scores at every place, raw and as sampling changes them."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ class Truth:
     def __init__(self, model: Any, tokenizer: Tokenizer) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        self._remembered = functools.lru_cache(maxsize=16)(self._scores)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt, as it stands."""
@@ -28,11 +30,25 @@ class Truth:
         """A token's text by itself."""
         return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
 
-    @torch.inference_mode()
     def scores(self, ids: Sequence[int]) -> torch.Tensor:
-        """Raw scores [len(ids), vocab_size] of what follows each token of a sequence."""
+        """Raw scores [len(ids), vocab_size] of what follows each token of a sequence; not to be changed."""
+        return self._remembered(tuple(ids))
+
+    @torch.inference_mode()
+    def _scores(self, ids: tuple[int, ...]) -> torch.Tensor:
         logits: torch.Tensor = self.model(torch.tensor([ids])).logits[0].float()
         return logits
+
+    def gaps(self, ids: Sequence[int], answer: Sequence[int]) -> list[float]:
+        """How far below the best token each token of an answer to a prompt scores; 0 where it is the best."""
+        scores = self.scores([*ids, *answer])[len(ids) - 1 : -1]
+        gaps: list[float] = (scores.max(-1).values - scores[range(len(answer)), list(answer)]).tolist()
+        return gaps
+
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a completion."""
+        listed = self.model.generation_config.eos_token_id
+        return frozenset(listed if isinstance(listed, list) else [listed])
 
     def prompt_logprobs(self, scores: torch.Tensor, ids: Sequence[int]) -> list[float]:
         """Log-probabilities of `ids[1:]`, each after those before it."""
