@@ -42,10 +42,12 @@ LONGEST = (
     "executor/test_async_executor.py",
     # of the whole system
     "integration-tests/test_equality.py",
-    "integration-tests/test_bad_input.py",
     "integration-tests/test_lifecycle.py",
-    "integration-tests/test_logprobs.py",
+    "integration-tests/test_bad_input.py",
+    "integration-tests/test_install.py",
+    "integration-tests/test_schemathesis.py",
     "integration-tests/test_contract_shards.py",
+    "integration-tests/test_logprobs.py",
 )
 
 
