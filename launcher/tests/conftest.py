@@ -107,10 +107,11 @@ class Launched:
         assert not list(Path(self.uds_path).parent.glob("socket*"))
 
     def end(self) -> None:
-        for pid in self.pids() | {self.process.pid}:
+        self.process.kill()  # first: it would start again what ends
+        self.process.wait()
+        for pid in self.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait()
 
 
 Launch = Callable[..., Launched]

@@ -83,10 +83,10 @@ class Fake:
     def live(self) -> NoReturn:
         """Serve until SIGTERM, until the parent is gone or until the behaviour says to die."""
         self.note("ready")
-        parent, born = os.getppid(), time.monotonic()
+        born = time.monotonic()
         while not self.is_stopping:
             time.sleep(0.05)
-            if "--exit-with-parent" in sys.argv and os.getppid() != parent:
+            if "--exit-with-parent" in sys.argv and os.getppid() != int(flag("--exit-with-parent")):
                 os._exit(0)
             if time.monotonic() - born > self.behaviour.get("dies_after", float("inf")):
                 self.die()
