@@ -3,7 +3,7 @@
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -268,6 +268,59 @@ def test_a_step_of_any_kind_is_predicted() -> None:
     machine.prompt(3000)
     for load in (StepLoad(8, 1600), StepLoad(0, 0, 300, 300 * 151), StepLoad(8, 1600, 32, 32 * 500, 484)):
         assert machine.model.seconds(load) == pytest.approx(machine.seconds(load), rel=0.1)
+
+
+def test_a_step_of_a_single_stream_is_not_one_of_prompts_alone() -> None:
+    machine = Machine()
+    machine.decode(num_decodes=1)
+    machine.prompt(3000, num_decodes=1)
+    for load in (StepLoad(1, 200), StepLoad(1, 200, 32, 32 * 500, 484)):
+        assert machine.model.seconds(load) == pytest.approx(machine.seconds(load), rel=0.1)
+    assert machine.model.seconds(StepLoad(0, 0, 32, 32 * 500, 484)) == 0.0
+
+
+@pytest.mark.parametrize("is_alone_first", [True, False])
+def test_prompts_cost_what_they_did_beside_streams_or_alone_or_else_what_is_known(is_alone_first: bool) -> None:
+    machine = Machine(per_token=0.001)
+    model = machine.model
+    assert model.prompt_costs(has_streams=True) is model.prompt_costs(has_streams=False) is None
+    machine.decode()
+    machine.prompt(1000, num_decodes=0 if is_alone_first else 8)
+    assert model.prompt_costs(has_streams=True) == model.prompt_costs(has_streams=False)
+    machine.per_token = 0.003
+    machine.prompt(1000, num_decodes=8 if is_alone_first else 0)
+    streams, alone = model.prompt_costs(has_streams=True), model.prompt_costs(has_streams=False)
+    assert streams is not None
+    assert alone is not None
+    cheap, dear = (alone, streams) if is_alone_first else (streams, alone)
+    assert dear.seconds(0, 32) > 2 * cheap.seconds(0, 32)
+
+
+@pytest.mark.parametrize(
+    ("target", "chunks", "num_decodes", "seconds", "predicted"),
+    [
+        # 10 ms a plain step, 5 ms more with a prompt: what is left of 25 ms is 10 ms.
+        pytest.param(None, (4, 16, 40), 8, 0.055, 0.055 + 6 * 0.005 + 7 * 0.01, id="6 chunks, by the default"),
+        pytest.param(0.05, (4, 16, 40), 8, 0.2, 0.2 + 6 * 0.005 + 7 * 0.01, id="6 chunks of 35 ms"),
+        pytest.param(0.05, (2, 5, 8), 8, 0.2, 0.2 + 8 * 0.005 + 9 * 0.01, id="and 2 that grow from 16 ms"),
+        pytest.param(0.05, (2, 5, 8), 8, 0.05, 0.05 + 4 * 0.005 + 5 * 0.01, id="2 chunks, and 2 that grow"),
+        pytest.param(0.05, (2, 5, 8), 8, 0.01, 0.01 + 0.005 + 2 * 0.01, id="a single chunk need not grow"),
+        pytest.param(0.005, (), 8, 0.01, 0.01 + 2 * 0.01, id="no time is left, and no prompt was measured"),
+        pytest.param(None, (4, 16, 40), 0, 1.2, 1.2 + 3 * 0.015, id="3 steps without streams"),
+    ],
+)
+def test_how_long_prompts_take_in_how_many_chunks(
+    target: float | None, chunks: tuple[int, ...], num_decodes: int, seconds: float, predicted: float
+) -> None:
+    machine = Machine(0.01, 0.0, 0.0, 0.001, 0.0, 0.0, 0.005, target=target)
+    if num_decodes:
+        machine.decode(60)
+    streams = StepLoad(num_decodes, 200 * num_decodes)
+    for chunk in chunks * 40:
+        load = replace(streams)
+        load.add_chunk(0, chunk)
+        machine.run(load)
+    assert machine.model.prompts_seconds(streams, seconds) == pytest.approx(predicted, rel=0.02)
 
 
 def test_a_prompt_of_many_chunks_shares_its_step_with_short_ones() -> None:

@@ -45,6 +45,7 @@ def test_expected_work_follows_how_long_completions_become() -> None:
         ended = make_sequence(i, 5, 100)
         ended.output_ids = [7] * 10
         throughput.observe_end(ended)
+    assert throughput.num_observed == 200
     assert throughput.work_of(sequence) == pytest.approx(40, abs=1)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.admission import Admission, InFlight
 from funitel.router.scheduler.cost.chunk_budget import StepLoad
 from funitel.router.scheduler.cost.throughput import MAX_LATENESS, Throughput
+from funitel.router.scheduler.cost.ttft_estimate import TtftEstimator
 from funitel.router.scheduler.plan import SchedulerPolicy
 from funitel.router.scheduler.scheduler import Scheduler
 from funitel.router.serving.arrival import incoming_request
@@ -25,6 +27,19 @@ TARGET = 2.0
 SECONDS_OF_A_TOKEN = 0.01  # of a prompt
 BEGIN = 6.0  # of the flood
 A, B = b"a", b"b"
+
+
+class PrefillOfNoPrefix:
+    """A planner of prefills that has room, and no cached prefix."""
+
+    def all_fit(self, sequences: Collection[Sequence]) -> bool:
+        return True
+
+    def may_share(self, sequence: Sequence) -> bool:
+        return False
+
+    def cached_prefix_len(self, sequence: Sequence) -> int:
+        return 0
 
 
 def scheduler_of(*sequences: Sequence, is_measured: bool = True, **policy: Any) -> Scheduler:
@@ -73,6 +88,40 @@ def test_what_is_ahead_counts_and_so_does_its_own_prompt() -> None:
     assert error.wait_seconds is not None
     assert error.wait_seconds > 0.5
     refusal(scheduler_of(*crowd(3, 20)), make_sequence(50, 100, 10))
+
+
+def sequence_of(prompt_len: int, num_pending: int, num_generated: int = 0) -> Sequence:
+    sequence = make_sequence(0, prompt_len, 10)
+    sequence.output_ids = [7] * num_generated
+    sequence.num_computed = sequence.num_known - num_pending
+    return sequence
+
+
+def test_what_is_ahead_is_the_prompts_that_are_not_computed_and_the_streams_of_all() -> None:
+    scheduler = scheduler_of()
+    running = {0: sequence_of(10, 1, num_generated=3), 1: sequence_of(20, 2)}
+    ahead = [sequence_of(30, 30), sequence_of(1, 1)]
+    estimate = TtftEstimator(scheduler.step_time, PrefillOfNoPrefix(), running).behind(ahead)
+    assert estimate.load == StepLoad(4, 13 + 20 + 30 + 1)
+    assert estimate.prompt_seconds == pytest.approx((2 + 30) * SECONDS_OF_A_TOKEN, rel=0.02)
+    assert estimate.has_room
+
+
+def test_prompts_ahead_cost_what_they_do_beside_the_streams_that_run() -> None:
+    step_time = scheduler_of().step_time
+    for i in range(100):
+        load = StepLoad(1, 50)
+        step_time.observe(load, 0.01)
+        load.add_chunk(0, 5 + i)
+        step_time.observe(load, 0.01 + 3 * SECONDS_OF_A_TOKEN * load.num_prompt_tokens)
+    for running, factor in (({}, 1), ({0: sequence_of(10, 1, num_generated=3)}, 3)):
+        estimate = TtftEstimator(step_time, PrefillOfNoPrefix(), running).behind([sequence_of(30, 30)])
+        assert estimate.prompt_seconds == pytest.approx(factor * 30 * SECONDS_OF_A_TOKEN, rel=0.02)
+
+
+def test_where_nothing_was_measured_nor_is_ahead_nothing_is_estimated() -> None:
+    estimator = scheduler_of(is_measured=False).ttft_estimator
+    assert estimator.seconds(make_sequence(0, 400, 10), estimator.behind([])) == 0.0
 
 
 def test_without_a_target_everybody_may_wait() -> None:
