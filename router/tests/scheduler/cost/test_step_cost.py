@@ -323,6 +323,62 @@ def test_how_long_prompts_take_in_how_many_chunks(
     assert machine.model.prompts_seconds(streams, seconds) == pytest.approx(predicted, rel=0.02)
 
 
+@pytest.mark.parametrize("num_decodes", [0, 8])
+def test_what_is_taken_of_a_budget_is_added_to_the_load_it_was_made_for(num_decodes: int) -> None:
+    machine = Machine()
+    machine.decode()
+    load = StepLoad(num_decodes, 200 * num_decodes)
+    machine.model.budget(4096, load).take(0, 4)
+    assert load.num_prompt_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_decodes", "is_probe"),
+    [
+        pytest.param(PROBE_STEPS - 1, 8, False, id="a plain step was measured lately"),
+        pytest.param(PROBE_STEPS, 8, True, id="or is measured anew"),
+        pytest.param(1, 13, False, id="one of nearly as many sequences was measured"),
+        pytest.param(1, 14, True, id="or far fewer"),
+    ],
+)
+def test_when_a_plain_step_is_measured(num_steps: int, num_decodes: int, is_probe: bool) -> None:
+    machine = Machine()
+    machine.decode()
+    for _ in range(num_steps):
+        load = StepLoad(8, 1600)
+        load.add_chunk(0, 20)
+        machine.run(load)
+    budget = machine.model.budget(4096, StepLoad(num_decodes, 200 * num_decodes))
+    assert (budget.take(0, 100) == 0) == is_probe
+
+
+def test_noise_of_steps_with_prompts_alone_makes_chunks_smaller() -> None:
+    taken = []
+    for outlier in (1.0, 1.45):
+        machine = Machine(0.01, 0.0, 0.0, 0.001, 0.0, 0.0)
+        machine.decode(60)
+        for i in range(200):
+            load = StepLoad(8, 1600)
+            load.add_chunk(0, 10 + i % 7)
+            machine.noise = lambda i=i, outlier=outlier: outlier if i % 5 == 0 else 1.0
+            machine.run(load)
+        machine.noise = quiet
+        machine.decode(60)
+        taken.append(machine.model.budget(4096, StepLoad(8, 1600)).take(0, 4096))
+    assert taken[0] == pytest.approx(15, abs=1)
+    assert 4 < taken[1] < 10
+
+
+def test_a_plain_step_that_just_keeps_to_the_target_is_not_too_long() -> None:
+    machine = Machine()
+    machine.decode()
+    load = StepLoad(8, 1600)
+    for factor, is_too_long in ((1.0, False), (0.99, True)):
+        machine.model.target_gap_seconds = factor * machine.model.plain_seconds(load)
+        machine.model.budget(4096, load)
+        assert (machine.model.longest_plain_seconds is not None) == is_too_long
+
+
 def test_a_prompt_of_many_chunks_shares_its_step_with_short_ones() -> None:
     machine = Machine()
     machine.decode()

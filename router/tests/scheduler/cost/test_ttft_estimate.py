@@ -99,9 +99,9 @@ def sequence_of(prompt_len: int, num_pending: int, num_generated: int = 0) -> Se
 
 def test_what_is_ahead_is_the_prompts_that_are_not_computed_and_the_streams_of_all() -> None:
     scheduler = scheduler_of()
-    running = {0: sequence_of(10, 1, num_generated=3), 1: sequence_of(20, 2)}
+    streams = {0: sequence_of(10, 1, num_generated=3), 1: sequence_of(20, 2)}
     ahead = [sequence_of(30, 30), sequence_of(1, 1)]
-    estimate = TtftEstimator(scheduler.step_time, PrefillOfNoPrefix(), running).behind(ahead)
+    estimate = TtftEstimator(scheduler.step_time, PrefillOfNoPrefix(), streams).behind(ahead)
     assert estimate.load == StepLoad(4, 13 + 20 + 30 + 1)
     assert estimate.prompt_seconds == pytest.approx((2 + 30) * SECONDS_OF_A_TOKEN, rel=0.02)
     assert estimate.has_room
@@ -114,8 +114,8 @@ def test_prompts_ahead_cost_what_they_do_beside_the_streams_that_run() -> None:
         step_time.observe(load, 0.01)
         load.add_chunk(0, 5 + i)
         step_time.observe(load, 0.01 + 3 * SECONDS_OF_A_TOKEN * load.num_prompt_tokens)
-    for running, factor in (({}, 1), ({0: sequence_of(10, 1, num_generated=3)}, 3)):
-        estimate = TtftEstimator(step_time, PrefillOfNoPrefix(), running).behind([sequence_of(30, 30)])
+    for streams, factor in (({}, 1), ({0: sequence_of(10, 1, num_generated=3)}, 3)):
+        estimate = TtftEstimator(step_time, PrefillOfNoPrefix(), streams).behind([sequence_of(30, 30)])
         assert estimate.prompt_seconds == pytest.approx(factor * 30 * SECONDS_OF_A_TOKEN, rel=0.02)
 
 
