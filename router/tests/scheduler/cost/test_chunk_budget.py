@@ -18,6 +18,11 @@ def test_as_many_tokens_as_the_seconds_allow(costs: PromptCosts, seconds: float,
     assert count == most or costs.seconds(context, count + 1) > seconds * (1 - 1e-9)
 
 
+@pytest.mark.parametrize(("seconds", "count"), [(9.0, 3), (10.0, 4), (14.0, 4), (15.0, 5)])
+def test_each_token_attends_to_those_before_it_and_to_itself(seconds: float, count: int) -> None:
+    assert PromptCosts(per_attended=1.0).tokens_within(seconds, 0, 100) == count
+
+
 def test_what_costs_nothing_is_bounded_by_tokens() -> None:
     assert ChunkBudget(Allowance(100)).fit(5000, 300) == 100
     assert ChunkBudget(Allowance(100)).fit(5000, 30) == 30

@@ -27,6 +27,10 @@ def quiet() -> float:
     return 1.0
 
 
+def constant(factor: float) -> Noise:
+    return lambda: factor
+
+
 def noisy(seed: int) -> Noise:
     """A shared machine: a few percent either way, and 1 step in 200 several times as long."""
     source = random.Random(seed)
@@ -352,21 +356,45 @@ def test_when_a_plain_step_is_measured(num_steps: int, num_decodes: int, is_prob
     assert (budget.take(0, 100) == 0) == is_probe
 
 
-def test_noise_of_steps_with_prompts_alone_makes_chunks_smaller() -> None:
-    taken = []
-    for outlier in (1.0, 1.45):
-        machine = Machine(0.01, 0.0, 0.0, 0.001, 0.0, 0.0)
-        machine.decode(60)
-        for i in range(200):
-            load = StepLoad(8, 1600)
-            load.add_chunk(0, 10 + i % 7)
-            machine.noise = lambda i=i, outlier=outlier: outlier if i % 5 == 0 else 1.0
-            machine.run(load)
-        machine.noise = quiet
-        machine.decode(60)
-        taken.append(machine.model.budget(4096, StepLoad(8, 1600)).take(0, 4096))
-    assert taken[0] == pytest.approx(15, abs=1)
-    assert 4 < taken[1] < 10
+@pytest.mark.parametrize(
+    ("outlier", "plain_outlier", "least", "most"),
+    [
+        pytest.param(1.0, 1.0, 14, 16, id="no noise"),
+        pytest.param(1.45, 1.0, 4, 10, id="of steps with prompts"),
+        pytest.param(1.45, 1.45, 13, 20, id="of all steps"),
+    ],
+)
+def test_noise_that_plain_steps_lack_makes_chunks_smaller(
+    outlier: float, plain_outlier: float, least: int, most: int
+) -> None:
+    machine = Machine(0.01, 0.0, 0.0, 0.001, 0.0, 0.0)
+    machine.decode(60)
+    for i in range(200):
+        load = StepLoad(8, 1600)
+        machine.noise = constant(plain_outlier if i % 5 == 0 else 1.0)
+        machine.run(load)
+        load = replace(load)
+        load.add_chunk(0, 10 + i % 7)
+        machine.noise = constant(outlier if i % 5 == 0 else 1.0)
+        machine.run(load)
+    assert least <= machine.model.budget(4096, StepLoad(8, 1600)).take(0, 4096) <= most
+
+
+def test_what_plain_steps_cost_is_worked_out_for_every_fourth() -> None:
+    machine, load = Machine(), StepLoad(8, 1600)
+    machine.decode(40)
+    changed = []
+    for number in range(41, 49):
+        before = machine.model.plain_seconds(load)
+        machine.model.observe(load, number / 100)
+        changed.append(machine.model.plain_seconds(load) != before)
+    assert changed == [False, False, False, True] * 2
+
+
+def test_a_step_with_prompts_may_be_the_first() -> None:
+    model, load = StepCostModel(0.02), StepLoad(1, 10, 8, 36)
+    model.observe(load, 0.01)
+    assert model.seconds(load) == pytest.approx(0.01, rel=0.01)
 
 
 def test_a_plain_step_that_just_keeps_to_the_target_is_not_too_long() -> None:
