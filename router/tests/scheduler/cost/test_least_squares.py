@@ -5,11 +5,11 @@ import pytest
 from funitel.router.scheduler.cost.least_squares import FIRST, LeastSquares
 
 
-@pytest.mark.parametrize(("model", "solve_every"), [(LeastSquares(1), 1), (LeastSquares(1, solve_every=5), 5)])
+@pytest.mark.parametrize(("options", "solve_every"), [({}, 1), ({"solve_every": 5}, 5)])
 def test_costs_are_solved_for_after_each_of_the_first_measurements_then_after_some(
-    model: LeastSquares, solve_every: int
+    options: dict[str, int], solve_every: int
 ) -> None:
-    changed = []
+    model, changed = LeastSquares(1, **options), []
     for number in range(1, FIRST + 11):
         before = model.predict([1.0])
         model.observe([1.0], 1.0 + number / 100)
