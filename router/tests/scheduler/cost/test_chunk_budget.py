@@ -23,6 +23,13 @@ def test_each_token_attends_to_those_before_it_and_to_itself(seconds: float, cou
     assert PromptCosts(per_attended=1.0).tokens_within(seconds, 0, 100) == count
 
 
+def test_the_chunks_of_a_step_are_added_up() -> None:
+    load = StepLoad(2, 30)
+    load.add_chunk(16, 2)
+    load.add_chunk(8, 3)
+    assert load == StepLoad(2, 30, 5, 17 + 18 + 9 + 10 + 11, 24)
+
+
 def test_what_costs_nothing_is_bounded_by_tokens() -> None:
     assert ChunkBudget(Allowance(100)).fit(5000, 300) == 100
     assert ChunkBudget(Allowance(100)).fit(5000, 30) == 30
