@@ -47,6 +47,7 @@ GRPC_RIMS = {
 # A library has no main module: what its callers do not say it reads where they call it.
 ENVIRONMENT_READERS = {f"funitel.{portion}.__main__" for portion in ("router", "model_server", "launcher")}
 ENVIRONMENT_READERS |= {"funitel.llm.llm"}
+ENVIRONMENT_READERS |= {"funitel.proto"}  # it reads nothing: it sets a variable for gRPC before that is imported
 
 
 def module_name(path: Path, portion: str) -> str:
