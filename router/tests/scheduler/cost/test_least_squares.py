@@ -31,6 +31,25 @@ def test_single_outliers_change_little_and_a_lasting_change_is_followed() -> Non
     assert model.predict([1.0]) == pytest.approx(10.0, rel=0.05)
 
 
+@pytest.mark.parametrize("num_zeros", [1, 100])
+def test_what_seemed_to_cost_nothing_is_learnt_all_the_same(num_zeros: int) -> None:
+    model, taken = LeastSquares(1), []
+    for _ in range(num_zeros):
+        model.observe([1.0], 0.0, rest=0.02)
+    for _ in range(40):
+        taken.append(model.observe([1.0], 0.04, rest=0.02))
+    assert taken[-1]
+    assert model.predict([1.0]) == pytest.approx(0.04, rel=0.06)
+
+
+def test_it_says_whether_a_measurement_was_more_than_is_believed() -> None:
+    model = LeastSquares(1)
+    assert all(model.observe([1.0], 1.0) for _ in range(50))
+    assert model.observe([1.0], 1.1)
+    assert not model.observe([1.0], 2.0)
+    assert model.observe([1.0], 0.1)  # less is no danger
+
+
 def test_the_number_of_features_never_changes() -> None:
     model = LeastSquares(2)
     with pytest.raises(ValueError, match="shorter"):

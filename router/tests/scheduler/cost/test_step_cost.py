@@ -121,6 +121,18 @@ def test_gaps_stay_within_the_default_and_most_of_it_is_used(costs: dict[str, fl
     assert statistics.median(times) > 0.85 * min(GAP_FACTOR * plain, machine.seconds(StepLoad(8, 1600, 512)))
 
 
+@pytest.mark.parametrize("num_steps", [1, 30])
+def test_gaps_stay_within_the_default_where_first_chunks_seemed_to_cost_nothing(num_steps: int) -> None:
+    machine = Machine(noise=constant(4.0))
+    machine.decode()
+    machine.noise = constant(1.0)  # the machine is faster now: a step with a chunk takes less than one without did
+    for _ in range(num_steps):
+        machine.run(StepLoad(8, 1600, 8, 36))
+    machine.decode()
+    steps = machine.prompt(7000)
+    assert max(true for _, true, _ in steps) < 1.25 * GAP_FACTOR * machine.seconds(StepLoad(8, 1600))
+
+
 def test_late_chunks_of_a_long_prompt_are_smaller() -> None:
     machine = Machine()
     machine.decode()

@@ -41,20 +41,28 @@ class LeastSquares:
         """What these features cost."""
         return sum(cost * feature for cost, feature in zip(self.costs, features, strict=True))
 
-    def observe(self, features: Sequence[float], value: float) -> None:
-        """Take a measurement into account, or as much of it as is believable."""
+    def observe(self, features: Sequence[float], value: float, rest: float = 0.0) -> bool:
+        """Take a measurement into account, or as much of it as is believable; return whether it was not too much.
+
+        `rest`: what `value` was measured together with. Its noise is in `value` too.
+        """
+        believed = value
         if self.num_observed:
-            value = self._believable(self.predict(features), value)
+            believed = self._believable(self.predict(features), value, rest)
         else:
-            self._deviation = abs(value)  # a first point tells too little to doubt the next ones
+            self._deviation = max(abs(value), rest)  # a first point tells too little to doubt the next ones
         self.num_observed += 1
+        self._add(features, believed)
+        return value <= believed
+
+    def _add(self, features: Sequence[float], value: float) -> None:
         self._long.add(features, value)
         self._short.add(features, value)
         if self.num_observed <= FIRST or self.num_observed % self._solve_every == 0:
             self._costs = None
 
-    def _believable(self, predicted: float, value: float) -> float:
-        reach = MAX_DEVIATIONS * max(self._deviation, MIN_DEVIATION * predicted)
+    def _believable(self, predicted: float, value: float, rest: float) -> float:
+        reach = MAX_DEVIATIONS * max(self._deviation, MIN_DEVIATION * max(predicted, rest))
         clipped = min(max(value, predicted - reach), predicted + reach)
         self._deviation = DEVIATION_MEMORY * self._deviation + (1 - DEVIATION_MEMORY) * abs(clipped - predicted)
         return clipped

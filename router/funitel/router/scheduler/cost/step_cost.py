@@ -89,7 +89,7 @@ class StepCostModel:
         self._steps_since_plain += 1
         if self._shared.num_observed >= SETTLED:
             self._shared_tail.observe(seconds / max(plain + self._shared.predict(load), 1e-9))
-        self._shared.observe(load, max(0.0, seconds - plain))
+        self._shared.observe(load, max(0.0, seconds - plain), plain)
 
     def budget(self, max_tokens: int, load: StepLoad, *, has_several_keys: bool = False) -> ChunkBudget:
         """At most `max_tokens` prompt tokens for the next step beside the decoding sequences of `load`.
@@ -187,10 +187,14 @@ class _PromptSteps:
         """Seconds that the chunks of `load` add."""
         return self._fit.predict(self._features(load))
 
-    def observe(self, load: StepLoad, seconds: float) -> None:
-        """Take into account what the chunks of `load` added."""
-        self._fit.observe(self._features(load), seconds)
-        self._reach = max(load.num_prompt_tokens, REACH_MEMORY * self._reach)
+    def observe(self, load: StepLoad, seconds: float, plain: float = 0.0) -> None:
+        """Take into account that the chunks of `load` added `seconds` to those of a plain step.
+
+        What takes far longer than predicted is not known yet: no larger step is tried before it is.
+        """
+        is_known = self._fit.observe(self._features(load), seconds, plain)
+        tokens = load.num_prompt_tokens if is_known else 0
+        self._reach = max(tokens, REACH_MEMORY * self._reach)
 
     def _features(self, load: StepLoad) -> tuple[float, ...]:
         tokens, one, context = load.num_prompt_tokens, load.num_attended, load.chunk_context
