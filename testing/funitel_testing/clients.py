@@ -40,10 +40,18 @@ async def generate(client: httpx.AsyncClient, inputs: str, **parameters: Any) ->
 
 
 async def stream(
-    client: httpx.AsyncClient, inputs: str, *, leave_after: int | None = None, **parameters: Any
+    client: httpx.AsyncClient,
+    inputs: str,
+    *,
+    leave_after: int | None = None,
+    answer: Answer | None = None,
+    **parameters: Any,
 ) -> Answer:
-    """POST /generate_stream; hang up after `leave_after` tokens if given (0: as soon as the headers are there)."""
-    answer = Answer()
+    """POST /generate_stream; hang up after `leave_after` tokens if given (0: as soon as the headers are there).
+
+    `answer` is what tokens are added to as they arrive, and what is returned.
+    """
+    answer = answer or Answer()
     body = {"inputs": inputs, "parameters": {"details": True} | parameters}
     async with client.stream("POST", "/generate_stream", json=body) as response:
         assert response.status_code == 200, await response.aread()
