@@ -244,6 +244,17 @@ def flooded(**policy: object) -> tuple[Scheduler, FakeShard]:
     return scheduler, shard
 
 
+def beside_streams(scheduler: Scheduler, num_tokens: int) -> Iterator[dict[int, Sequence]]:
+    """The steps that follow once each of four streams of the flooder has more than `num_tokens` tokens."""
+    streams = [make_sequence(i, 40, num_tokens + 100, key=FLOODER, cache_salt=str(i)) for i in range(4)]
+    for sequence in streams:
+        scheduler.add(sequence)
+    running = steps(scheduler, QuickShard(scheduler))
+    while not all(len(sequence.output_ids) > num_tokens for sequence in streams):
+        next(running)
+    return running
+
+
 def first_token_of(scheduler: Scheduler, shard: FakeShard, sequence: Sequence) -> int:
     """How many steps it takes until a sequence has a token."""
     scheduler.add(sequence)
@@ -282,13 +293,8 @@ def test_a_short_prompt_of_a_key_that_was_given_less_is_computed_beside_streams_
 
     def chunks(prompt_len: int, key: bytes, **policy: float) -> tuple[int, int]:
         """What the first two steps compute of the prompt."""
-        scheduler, shard = make_scheduler(4000, 4096, **policy), QuickShard
-        flood = [make_sequence(i, 40, 500, key=FLOODER, cache_salt=str(i)) for i in range(4)]
-        for sequence in flood:
-            scheduler.add(sequence)
-        running = steps(scheduler, shard(scheduler))
-        while not all(len(sequence.output_ids) > 400 for sequence in flood):
-            next(running)
+        scheduler = make_scheduler(4000, 4096, **policy)
+        running = beside_streams(scheduler, 400)
         scheduler.shares.charge_key(FLOODER, 1000)  # more than the long prompt has
         newcomer = make_sequence(100, prompt_len, 5, key=key, cache_salt="x")
         scheduler.add(newcomer)
@@ -322,12 +328,8 @@ def test_which_prompts_are_urgent(
 ) -> None:
     def first_chunk(newcomer: Sequence) -> int:
         scheduler = make_scheduler(4000, 4096, has_prefix_cache=True)
-        flood = [make_sequence(i, 40, 200, key=FLOODER, cache_salt=str(i)) for i in range(4)]
-        for sequence in (make_sequence(99, 201, 1, key=FLOODER, cache_salt="known"), *flood):
-            scheduler.add(sequence)
-        running = steps(scheduler, QuickShard(scheduler))
-        while not all(len(sequence.output_ids) > 100 for sequence in flood):
-            next(running)
+        scheduler.add(make_sequence(99, 201, 1, key=FLOODER, cache_salt="known"))
+        running = beside_streams(scheduler, 100)
         scheduler.shares.charge_key(FLOODER, 1000)
         scheduler.add(newcomer)
         next(running)
@@ -350,12 +352,7 @@ def test_an_urgent_prompt_does_not_wait_for_a_long_one_that_takes_the_budget(
     prompt_len: int, computed: list[int]
 ) -> None:
     scheduler = make_scheduler(4000, 4096)
-    flood = [make_sequence(i, 40, 200, key=FLOODER, cache_salt=str(i)) for i in range(4)]
-    for sequence in flood:
-        scheduler.add(sequence)
-    running = steps(scheduler, QuickShard(scheduler))
-    while not all(len(sequence.output_ids) > 100 for sequence in flood):
-        next(running)
+    running = beside_streams(scheduler, 100)
     long, urgent = make_sequence(100, 2000, 5, key=b"long"), make_sequence(101, prompt_len, 5, key=OTHER)
     scheduler.add(long)
     scheduler.add(urgent)
