@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from funitel.model_server.hub import resolve
+from funitel_testing.cache import demo_folder
 from funitel_testing.servers import Server, serving
 from funitel_testing.tiny import save_tiny
 
@@ -63,8 +62,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Folder of the demo model, in the cache that FUNITEL_CACHE names or the default one."""
-    cache_dir = os.environ.get("FUNITEL_CACHE")
-    return resolve.resolve("smollm2-135m-instruct", cache_dir=Path(cache_dir) if cache_dir else None).folder
+    return demo_folder()
 
 
 @pytest.fixture(scope="session")

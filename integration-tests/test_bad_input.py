@@ -1,7 +1,6 @@
 """Whatever is wrong with flags or files: one line that says what to change, and nothing breaks."""
 
 import json
-import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from funitel.model_server.cpu.build import CannotBuild, build
 from funitel.model_server.hub.catalogue import CATALOGUE, IndexPackage
-from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
+from funitel_testing.cache import usual_cache
 from funitel_testing.servers import Ended, run_launcher
 
 DEMO = "smollm2-135m-instruct"
@@ -38,7 +37,7 @@ def _assert_one_line(ended: Ended, code: int, *words: str) -> None:
 @pytest.fixture(scope="session")
 def engines() -> Path:
     """Folder of built CPU engines in the usual cache, with that of this machine: building one takes many seconds."""
-    usual = Path(os.environ.get("FUNITEL_CACHE") or DEFAULT_CACHE_DIR).expanduser()
+    usual = usual_cache()
     with suppress(CannotBuild):
         build(usual)
     return usual / "cpu"

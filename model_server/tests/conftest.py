@@ -1,6 +1,5 @@
 """Models to test with: the demo model, fetched once, and tiny random ones written as GGUF."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from funitel.model_server.hub import resolve
+from funitel_testing.cache import demo_folder
 
 NUM_HEADS, NUM_KV_HEADS, HIDDEN_SIZE, VOCAB_SIZE, CONTEXT_LENGTH = 4, 2, 32, 384, 64
 
@@ -30,8 +29,7 @@ MakeGguf = Callable[..., PreTrainedModel]
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The demo model's folder, in the cache named by FUNITEL_CACHE or the default one."""
-    cache_dir = os.environ.get("FUNITEL_CACHE")
-    return resolve.resolve("smollm2-135m-instruct", cache_dir=Path(cache_dir) if cache_dir else None).folder
+    return demo_folder()
 
 
 @pytest.fixture

@@ -13,10 +13,9 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
+from funitel_testing.cache import usual_cache
 
 KIB = 1024
 # Architecture -> shared memory that a block can have: A100, H100 and H200.
@@ -46,11 +45,10 @@ def compile_launches(names: Sequence[str], archs: Sequence[int] = tuple(SHARED_B
     What is compiled is kept in the cache that FUNITEL_CACHE names, by Triton, under a name made of the source, the
     options, the architecture and Triton itself.
     """
-    cache_dir = Path(os.environ.get("FUNITEL_CACHE") or DEFAULT_CACHE_DIR).expanduser() / "triton"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-m", "funitel_testing.compiled_kernels", ",".join(map(str, archs)), *names],
-        env=environment | {"TRITON_CACHE_DIR": str(cache_dir)},
+        env=environment | {"TRITON_CACHE_DIR": str(usual_cache() / "triton")},
         capture_output=True,
         text=True,
         check=False,

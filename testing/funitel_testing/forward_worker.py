@@ -22,10 +22,10 @@ from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
-from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.models.decoder import Decoder
 from funitel.model_server.registry.lookup import choose_spec, spec_of
+from funitel_testing.cache import usual_cache
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
@@ -112,8 +112,7 @@ def fused_decoder(
 
 def fused_library(instruction_set: str | None = None) -> ctypes.CDLL:
     """The library of the fused step, from the cache that FUNITEL_CACHE names."""
-    cache_dir = Path(os.environ.get("FUNITEL_CACHE") or DEFAULT_CACHE_DIR).expanduser()
-    return load_library(build(cache_dir, instruction_set))
+    return load_library(build(usual_cache(), instruction_set))
 
 
 @torch.inference_mode()

@@ -1,7 +1,5 @@
 """The fused maths of sampling against torch's: what is allowed and kept, the best, the draw, and no row of another."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +9,12 @@ import torch
 from funitel.model_server.cpu.build import INSTRUCTION_SETS, CannotBuild, build
 from funitel.model_server.cpu.decoder import FusedLogitsProcessors
 from funitel.model_server.cpu.native import NativeEngine, Shape, load_library
-from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_key
 from funitel.model_server.sampling.logits_processors import TorchLogitsProcessors
 from funitel.model_server.sampling.sampler import SamplingState, sample
 from funitel.proto.step import SamplingParams
+from funitel_testing.cache import usual_cache
 
 VOCAB_SIZES = (1, 15, 16, 200, 49_152)
 TORCH = TorchLogitsProcessors()
@@ -24,9 +22,8 @@ TORCH = TorchLogitsProcessors()
 
 @pytest.fixture(params=[name for name, *_ in INSTRUCTION_SETS])
 def fused(request: pytest.FixtureRequest) -> FusedLogitsProcessors:
-    cache_dir = Path(os.environ.get("FUNITEL_CACHE") or DEFAULT_CACHE_DIR).expanduser()
     try:
-        library = load_library(build(cache_dir, request.param))
+        library = load_library(build(usual_cache(), request.param))
     except CannotBuild as reason:
         pytest.skip(str(reason))
     return FusedLogitsProcessors(NativeEngine(library, Shape(num_threads=2, block_size=16)))

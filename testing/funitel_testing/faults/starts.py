@@ -1,7 +1,6 @@
 """Faults of a start: one line says why it ends, nothing is left half done, and without the fault it works."""
 
 import asyncio
-import os
 import re
 import shutil
 import time
@@ -10,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
+from funitel_testing.cache import usual_cache
 from funitel_testing.faults.load import STREAMS, asks_of, undisturbed
 from funitel_testing.faults.resources import SmallDisk, no_mount
 from funitel_testing.faults.scenes import LIMITS
@@ -68,7 +67,7 @@ def _on_full_disk(model: Path, folder: Path) -> Iterator[Hindered]:
     disk = SmallDisk(folder / "cache")
     try:
         # What the compiler makes is taken from the usual cache: it takes a minute to make.
-        usual = Path(os.environ.get("FUNITEL_CACHE") or DEFAULT_CACHE_DIR).expanduser()
+        usual = usual_cache()
         (disk.folder / "cpu").symlink_to(usual / "cpu")
         disk.fill()
         yield Hindered(
