@@ -123,15 +123,16 @@ def answer_health(path: str) -> None:
     server.start()
 
 
-def answer_http(listener: socket.socket) -> None:
-    """Answer GET /health with 200, and any other request with 404."""
+def answer_http(listener: socket.socket, is_healthy: bool) -> None:
+    """Answer GET /health with 200 if healthy, and any other request with 404."""
     while True:
         connection, _ = listener.accept()
         with connection, connection.makefile("rb") as lines, suppress(OSError):
             request = lines.readline()
             while lines.readline().strip():
                 pass
-            status = b"200 OK" if request.split()[1:2] == [b"/health"] else b"404 Not Found"
+            found = is_healthy and request.split()[1:2] == [b"/health"]
+            status = b"200 OK" if found else b"404 Not Found"
             connection.sendall(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 
@@ -163,7 +164,8 @@ def router() -> None:
         os.write(int(flag("--ready-fd")), b"\n")
     listener = socket.socket(fileno=int(flag("--listen-fd")))
     listener.setblocking(True)
-    threading.Thread(target=answer_http, args=(listener,), daemon=True).start()
+    is_healthy = not fake.behaviour.get("unhealthy")
+    threading.Thread(target=answer_http, args=(listener, is_healthy), daemon=True).start()
     fake.live()
 
 

@@ -72,6 +72,31 @@ def test_a_signal_before_ready_stops_what_has_started(launch: Launch, stage: str
     launched.assert_nothing_left()
 
 
+def test_a_signal_before_the_launcher_has_seen_the_router_ready_lets_streams_finish(launch: Launch) -> None:
+    """The router accepts requests before the launcher's next health check tells that it does."""
+    launched = launch(*TWO, fake={"router": {"unhealthy": True, "drains": 0.5}})
+    for name in ("shard-0", "shard-1", "router"):
+        launched.until(f"{name} ready")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    assert launched.events.count("router sigterm") == 1, "a second one ends streams with an error"
+    assert "router stopped" in launched.events
+    launched.assert_nothing_left()
+
+
+def test_a_router_that_drains_during_the_start_does_not_wait_for_a_lost_shard(launch: Launch) -> None:
+    fake = {"router": {"unhealthy": True, "drains_until": 2}, "shard-0": {"dies_after": 2.0, "code": 7}}
+    launched = launch(*TWO, "-g", "90", fake=fake)
+    for name in ("shard-0", "shard-1", "router"):
+        launched.until(f"{name} ready")
+    launched.send(signal.SIGTERM)
+    began = time.monotonic()
+    assert launched.wait() == 0
+    assert time.monotonic() - began < 20
+    assert launched.events.count("router sigterm") >= 2
+    launched.assert_nothing_left()
+
+
 def test_a_shard_that_dies_ends_router_then_peers_with_one_final_line(launch: Launch) -> None:
     fake = {"shard-1": {"dies_after": 1.5, "last_words": ["error: out of luck"]}, "shard-0": {"child": True}}
     launched = launch(*TWO, "--max-restarts", "0", fake=fake)

@@ -181,7 +181,9 @@ class Deployment:
         if not router.has_exited:
             router.request_stop()
             grace = float(self.settings.graceful_termination_timeout)
-            await asyncio.wait({router.exited, watching}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
+            # A start that was cancelled has no watch task; its router may serve already, and needs each of its shards.
+            lost = {shard.exited for shard in self._shards} if watching.done() else {watching}
+            await asyncio.wait({router.exited, *lost}, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
             if not await router.stop_again(STOP_AGAIN_SECONDS):
                 logger.warning("%s did not stop within %g s and was killed", router.name, grace)
 
