@@ -1,18 +1,20 @@
 """Grammars on a shard: a model that says anything keeps to them, and forced spans change only the steps taken."""
 
+import ctypes
 import json
 import logging
 import random
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from funitel.model_server.executor.executor import Executor
-from funitel.model_server.sampling.grammar import CAPACITY, TokenMasks
+from funitel.model_server.sampling.grammar import CAPACITY, GrammarState, TokenMasks
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.process import logs
 from funitel.proto.step import FinishReason, GeneratedText, Generation, GrammarType, SamplingParams, SequenceStart
@@ -284,9 +286,107 @@ def test_masks_are_of_the_rows_that_have_a_grammar(executor: Executor) -> None:
     masks = TokenMasks.of([None, state, None], 288)
     assert masks is not None
     assert masks.rows == [1]
-    allowed = np.flatnonzero(np.unpackbits(masks.bits.view(np.uint8), bitorder="little"))
-    assert executor.codec.decode(allowed.tolist()) == "ab"
+    assert executor.codec.decode(_ids_in(masks.bits[0])) == "ab"
     assert TokenMasks.of([None, None], 288) is None
+
+
+def test_masks_of_named_tokens_have_a_bit_for_each_of_them() -> None:
+    named = {3: np.array([0, 31, 32, 100]), 0: np.array([64])}
+    masks = TokenMasks.naming(named, 101)
+    assert masks is not None
+    assert masks.rows == [3, 0]
+    assert (masks.bits.shape, masks.bits.dtype) == ((2, 4), np.dtype(np.int32))
+    assert [_ids_in(row) for row in masks.bits] == [[0, 31, 32, 100], [64]]
+    assert TokenMasks.naming({}, 101) is None
+
+
+def _ids_in(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+class FakeMatcher:
+    """Forces `spans` one after the other, then is stopped; `allowed` may follow each token."""
+
+    def __init__(self, *spans: list[int], allowed: tuple[int, ...] = (), is_stopped: bool = True) -> None:
+        self.taken: list[int] = []
+        self.failed = False
+        self._spans = spans
+        self._bits = np.zeros(4, dtype=np.int32)
+        self._bits.view(np.uint8)[:] = np.packbits(np.isin(np.arange(128), allowed), bitorder="little")
+        self._stops = is_stopped
+
+    def is_stopped(self) -> bool:
+        return self._stops and len(self.taken) == sum(map(len, self._spans))
+
+    def is_error(self) -> bool:
+        return self.failed
+
+    def compute_ff_tokens(self) -> list[int]:
+        left = len(self.taken)
+        for span in self._spans:
+            if left < len(span):
+                return span[left:]
+            left -= len(span)
+        return []
+
+    def consume_tokens(self, ids: list[int]) -> bool:
+        self.taken += ids
+        return not self.failed
+
+    def unsafe_compute_mask_ptr(self, address: int, num_bytes: int) -> None:
+        ctypes.memmove(address, self._bits.ctypes.data, num_bytes)
+
+
+END_ID = 37  # within its word of 32 bits neither the first nor the last
+
+
+def state_of(matcher: FakeMatcher, *, ignores_eos: bool = False) -> GrammarState:
+    return GrammarState(cast(LLMatcher, matcher), [END_ID], ignores_eos=ignores_eos)
+
+
+@pytest.mark.parametrize(
+    ("most", "found"),
+    [(0, []), (1, [1]), (2, [1, 2]), (4, [1, 2, 3, 4]), (5, [1, 2, 3, 4, 5]), (6, [1, 2, 3, 4, 5, END_ID])],
+)
+def test_forced_tokens_are_at_most_so_many_the_end_token_included(most: int, found: list[int]) -> None:
+    matcher = FakeMatcher([1, 2], [3, 4, 5])
+    assert state_of(matcher).forced(most) == found
+    assert matcher.taken == [each for each in found if each != END_ID]
+
+
+def test_no_end_token_is_forced_where_more_may_follow_or_the_engine_has_failed() -> None:
+    assert state_of(FakeMatcher([1, 2], is_stopped=False)).forced(9) == [1, 2]
+    failed = FakeMatcher([1, 2])
+    failed.failed = True
+    assert state_of(failed).forced(9) == []
+
+
+def _filled(state: GrammarState) -> list[int]:
+    mask = np.full(4, -1, dtype=np.int32)
+    state.fill(mask)
+    return _ids_in(mask)
+
+
+def test_a_mask_has_what_the_engine_allows_and_only_the_end_token_where_it_allows_nothing() -> None:
+    allowed = state_of(FakeMatcher([1], allowed=(5, END_ID, 127)))
+    assert _filled(allowed) == [5, END_ID, 127]
+    assert allowed.is_stuck is False
+    whole = state_of(FakeMatcher())
+    assert _filled(whole) == [END_ID]
+    assert whole.is_stuck is False
+    nothing = state_of(FakeMatcher([1]))
+    assert _filled(nothing) == [END_ID]
+    assert nothing.is_stuck is True
+    failed = FakeMatcher([1], allowed=(5,))
+    failed.failed = True
+    state = state_of(failed)
+    assert _filled(state) == [END_ID]
+    assert state.is_stuck is True
+
+
+def test_an_ignored_end_token_is_left_out_unless_nothing_else_may_follow() -> None:
+    assert _filled(state_of(FakeMatcher([1], allowed=(5, END_ID, 127)), ignores_eos=True)) == [5, 127]
+    assert _filled(state_of(FakeMatcher([1], allowed=(END_ID,)), ignores_eos=True)) == [END_ID]
 
 
 @pytest.mark.parametrize(
