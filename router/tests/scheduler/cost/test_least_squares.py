@@ -1,4 +1,6 @@
-"""Least squares of one feature, where each prediction is known: when costs are solved for, and what is believed."""
+"""Least squares where each prediction is known: what costs are, when they are solved for, and what is believed."""
+
+from itertools import product
 
 import pytest
 
@@ -18,17 +20,26 @@ def test_costs_are_solved_for_after_each_of_the_first_measurements_then_after_so
     assert changed == [number <= FIRST or number % solve_every == 0 for number in range(1, FIRST + 11)]
 
 
-def test_single_outliers_change_little_and_a_lasting_change_is_followed() -> None:
+@pytest.mark.parametrize("costs", [[2.0, 3.0], [0.5, 4.0, 1.0], [1.0, 0.0, 2.0, 3.0]])
+def test_the_cost_of_each_feature_is_found(costs: list[float]) -> None:
+    model = LeastSquares(len(costs))
+    for features in product((0.5, 1.0, 2.0), repeat=len(costs)):
+        model.observe(features, sum(cost * feature for cost, feature in zip(costs, features, strict=True)))
+    assert model.costs == pytest.approx(costs, abs=0.01)
+
+
+@pytest.mark.parametrize("usual", [1.0, 0.01])
+def test_single_outliers_change_little_and_a_lasting_change_is_followed(usual: float) -> None:
     model = LeastSquares(1)
     for _ in range(50):
-        model.observe([1.0], 1.0)
-    assert model.predict([1.0]) == pytest.approx(1.0, rel=1e-3)
+        model.observe([1.0], usual)
+    assert model.predict([1.0]) == pytest.approx(usual, rel=1e-3)
     for _ in range(3):
-        model.observe([1.0], 10.0)
-    assert 1.01 < model.predict([1.0]) < 1.1
+        model.observe([1.0], 10 * usual)
+    assert 1.01 < model.predict([1.0]) / usual < 1.1
     for _ in range(80):
-        model.observe([1.0], 10.0)
-    assert model.predict([1.0]) == pytest.approx(10.0, rel=0.05)
+        model.observe([1.0], 10 * usual)
+    assert model.predict([1.0]) == pytest.approx(10 * usual, rel=0.05)
 
 
 @pytest.mark.parametrize("num_zeros", [1, 100])
