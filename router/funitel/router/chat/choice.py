@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from funitel.proto.step import FinishReason, GeneratedText, Generation
 from funitel.router.chat.output_parser import CallArguments, CallStart, Parser, Piece, TextPiece, Thought
@@ -92,11 +93,14 @@ class Choice:
     def _is_wanted_call(self) -> bool:
         return self._parallel_calls or self._num_calls == 1
 
-    def _finished(self, finished: GeneratedText) -> Finished:
+    @property
+    def usage(self) -> ChatUsage:
+        """Tokens of the prompt, and of the completion so far."""
         job = self._job
-        usage = ChatUsage(
-            len(job.request.input_ids), finished.num_tokens, self._reasoning_tokens, job.num_cached_tokens
-        )
+        return ChatUsage(len(job.request.input_ids), job.num_tokens, self._reasoning_tokens, job.num_cached_tokens)
+
+    def _finished(self, finished: GeneratedText) -> Finished:
+        job, usage = self._job, replace(self.usage, completion_tokens=finished.num_tokens)
         reason = _end_reason(finished)
         if self._num_calls and reason is not EndReason.LENGTH:
             return Finished(EndReason.TOOL_CALLS, usage)

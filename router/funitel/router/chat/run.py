@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from funitel.proto.errors import InvalidRequest, ToolError
 from funitel.proto.step import Generation
 from funitel.router.chat.answer import ChatAnswer
 from funitel.router.chat.call import ChatCall
 from funitel.router.chat.choice import Choice
-from funitel.router.chat.parts import Part
+from funitel.router.chat.parts import ChatUsage, Part
 from funitel.router.chat.prompt import ChatPrompt, render_prompt
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
@@ -27,6 +27,7 @@ class PreparedChat:
     call: ChatCall
     prompt: ChatPrompt
     jobs: list[GenerationJob]
+    choices: list[Choice] = field(default_factory=list)  # of a stream, once it runs
 
     @property
     def stream_headers(self) -> dict[str, str]:
@@ -38,13 +39,17 @@ class PreparedChat:
 
         Leaving early cancels all. An error that ends one choice, or one of `take`, ends all and is raised.
         """
-        choices = self._choices()
+        choices = self.choices = self._choices()
 
         def feed(index: int, generation: Generation) -> None:
             for part in choices[index].feed(generation):
                 take(index, part)
 
         await stream_all(self.jobs, feed)
+
+    def usage(self, index: int) -> ChatUsage:
+        """Tokens of one choice of a stream, so far."""
+        return self.choices[index].usage
 
     async def run(self) -> tuple[list[ChatAnswer], dict[str, str]]:
         """Generate every choice; return them in order, and the response headers."""

@@ -59,3 +59,7 @@ class Template:
         if self._num_holes == 1:  # a third faster
             return self._before + to_json(value) + self._after
         return self._format % ((to_json(value),) * self._num_holes)
+
+    def fill_before(self, value: Any, last: BaseModel) -> bytes:
+        """Make a frame with a record in its last hole and the same value in every other."""
+        return self._format % ((to_json(value),) * (self._num_holes - 1) + (last.model_dump_json().encode(),))

@@ -98,6 +98,24 @@ async def test_usage_comes_last_when_asked(client: httpx.AsyncClient) -> None:
     assert all(chunk["usage"] is None and chunk["choices"] for chunk in received)
 
 
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"logprobs": True}, {"stop": "o w"}])
+async def test_b1_usage_in_every_chunk(client: httpx.AsyncClient, fields: Any) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *received, last = await chunks(client, stream_options=options, **fields)
+    completions = []
+    for index in range(fields.get("n", 1)):
+        usages = [chunk["usage"] for chunk in received if chunk["choices"][0]["index"] == index]
+        counts = [usage["completion_tokens"] for usage in usages]
+        assert counts[0] == 0, "the role comes before any token"
+        assert counts == sorted(counts)
+        assert all(usage["prompt_tokens"] == 20 for usage in usages)
+        assert all(usage["total_tokens"] == 20 + usage["completion_tokens"] for usage in usages)
+        completions.append(counts[-1])
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == sum(completions)
+    assert last["usage"]["total_tokens"] == 20 + sum(completions)
+
+
 @pytest.mark.parametrize("stop", [None, "o w", ["rld", "!"], ["zzz", "Hello world!?"], "H", " world"])
 @pytest.mark.parametrize("stride", [1, 2, 5])
 @pytest.mark.parametrize("max_tokens", [1, 2, 50])

@@ -402,6 +402,22 @@ async def test_reasoning_is_split_out(serve: Serve, text: str) -> None:
 
 
 @pytest.mark.usefixtures("thinking")
+async def test_b1_usage_in_every_chunk_of_thoughts(serve: Serve) -> None:
+    engine = writes("Hm, well.\n</think>\n\nYes.")
+    async with serve(engine) as client:
+        body = ask(stream=True, stream_options={"continuous_usage_stats": True})
+        frames = (await client.post(CHAT, json=body)).text.split("\n\n")[:-2]
+    received = [json.loads(frame.removeprefix("data: ")) for frame in frames]
+    assert {"reasoning", "content"} <= {name for chunk in received[:-1] for name in chunk["choices"][0]["delta"]}
+    counts = [chunk["usage"]["completion_tokens"] for chunk in received]
+    assert counts == sorted(counts)
+    thought = [chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in received]
+    assert thought[-2:] == [thought[-1]] * 2
+    assert thought[-1] > 0
+    assert received[-2]["usage"] == received[-1]["usage"]
+
+
+@pytest.mark.usefixtures("thinking")
 async def test_reasoning_may_be_switched_off(serve: Serve) -> None:
     engine = writes("Yes.")
     async with serve(engine) as client:

@@ -66,6 +66,39 @@ async def test_usage_comes_last_when_asked(client: httpx.AsyncClient) -> None:
     assert all(chunk["usage"] is None for chunk in await chunks(client, stream_options={"include_usage": False}))
 
 
+@pytest.mark.parametrize("more", [{}, {"include_usage": True}])
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_b1_usage_in_every_chunk(client: httpx.AsyncClient, more: Any, logprobs: int | None) -> None:
+    options = {"continuous_usage_stats": True} | more
+    *received, last = await chunks(client, prompt=["Hi", "Hoho"], stream_options=options, logprobs=logprobs)
+    for index, prompt_tokens in enumerate([3, 5]):
+        usages = [chunk["usage"] for chunk in received if chunk["choices"][0]["index"] == index]
+        assert [usage["completion_tokens"] for usage in usages] == [1, 2, 3, 4, 5]
+        assert {usage["prompt_tokens"] for usage in usages} == {prompt_tokens}
+        assert all(usage["total_tokens"] == prompt_tokens + usage["completion_tokens"] for usage in usages)
+    assert last["choices"] == []
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"], last["usage"]["total_tokens"]) == (
+        8,
+        10,
+        18,
+    )
+
+
+async def test_b1_no_usage_where_it_is_not_included(client: httpx.AsyncClient) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": False}
+    assert all(chunk["usage"] is None for chunk in await chunks(client, stream_options=options))
+    options = {"continuous_usage_stats": False, "include_usage": True}
+    *received, last = await chunks(client, stream_options=options)
+    assert all(chunk["usage"] is None for chunk in received)
+    assert last["usage"]["total_tokens"] == 8
+
+
+async def test_b1_usage_of_a_prompt_alone(client: httpx.AsyncClient) -> None:
+    options = {"continuous_usage_stats": True}
+    received = await chunks(client, stream_options=options, echo=True, max_tokens=0)
+    assert [chunk["usage"]["completion_tokens"] for chunk in received] == [0] * len(received)
+
+
 @pytest.mark.parametrize(
     ("prompt", "inputs", "ids"),
     [

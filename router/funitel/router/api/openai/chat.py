@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from funitel.router.api.openai.schema_answers import (
 from funitel.router.api.openai.schema_chat import ChatRequest
 from funitel.router.chat.answer import ChatAnswer, ToolCall
 from funitel.router.chat.parts import (
+    ChatUsage,
     EndReason,
     Finished,
     Part,
@@ -116,14 +118,16 @@ async def _stream(service: Service, chat: PreparedChat, body: ChatRequest, put: 
     ends = []
 
     def take(index: int, part: Part) -> None:
+        usage = _usage_so_far(chat, index, part) if body.continuous_usage else None
         if isinstance(part, _TEXTS) and not body.logprobs:
             key = index, type(part)
             if key not in more:
                 choice = _chunk_choice(index, type(part)(HOLE), body)
-                more[key] = Template(ChatCompletionChunk(**head, choices=[choice]))
-            put(more[key].fill_all(part.text))
+                held = None if usage is None else HOLE
+                more[key] = Template(ChatCompletionChunk.model_construct(**head, choices=[choice], usage=held))
+            put(more[key].fill_all(part.text) if usage is None else more[key].fill_before(part.text, usage))
             return
-        put(ChatCompletionChunk(**head, choices=[_chunk_choice(index, part, body)]))
+        put(ChatCompletionChunk(**head, choices=[_chunk_choice(index, part, body)], usage=usage))
         if isinstance(part, Finished):
             ends.append(part)
 
@@ -176,15 +180,25 @@ def _head(service: Service, body: ChatRequest) -> dict[str, Any]:
     }
 
 
+def _usage_so_far(chat: PreparedChat, index: int, part: Part) -> Usage:
+    """Tokens of one choice up to a part; its role comes before them."""
+    usage = chat.usage(index)
+    return _total([replace(usage, completion_tokens=0) if isinstance(part, Started) else usage])
+
+
 def _usage(ends: Sequence[Finished]) -> Usage:
-    prompt = ends[0].usage.prompt_tokens
-    completion = sum(end.usage.completion_tokens for end in ends)
-    reasoning = sum(end.usage.reasoning_tokens for end in ends)
+    return _total([end.usage for end in ends])
+
+
+def _total(usages: Sequence[ChatUsage]) -> Usage:
+    prompt = usages[0].prompt_tokens
+    completion = sum(usage.completion_tokens for usage in usages)
+    reasoning = sum(usage.reasoning_tokens for usage in usages)
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=min(end.usage.cached_tokens for end in ends)),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=min(usage.cached_tokens for usage in usages)),
         completion_tokens_details=CompletionTokensDetails(reasoning_tokens=reasoning),
     )
 

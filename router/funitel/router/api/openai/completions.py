@@ -81,7 +81,14 @@ class _Batch:
 
     def usage(self, num_tokens: int) -> Usage:
         """Tokens of all prompts, each counted once, and of all completions."""
-        firsts = self.jobs[:: self.body.num_sequences]
+        return self._usage(self.jobs[:: self.body.num_sequences], num_tokens)
+
+    def usage_so_far(self, index: int) -> Usage:
+        """Tokens of the prompt of one sequence, and of its completion so far."""
+        job = self.jobs[index]
+        return self._usage([job], job.num_tokens)
+
+    def _usage(self, firsts: Sequence[GenerationJob], num_tokens: int) -> Usage:
         prompt = sum(len(job.request.input_ids) for job in firsts)
         completion = 0 if self.body.max_tokens == 0 else num_tokens
         return Usage(
@@ -184,10 +191,12 @@ async def _stream(batch: _Batch, put: Put) -> None:
 
     As TGI does, the last chunk counts where a client does not say whether to.
     """
-    head = batch.head
+    head, is_continuous = batch.head, batch.body.continuous_usage
     texts = [batch.text(job) for job in batch.jobs]
+    held = HOLE if is_continuous else None
     more = [  # chunks of nothing but text, one template for each sequence
-        Template(CompletionChunk(**head, choices=[_choice(index, Addition(HOLE, None))])) for index in range(len(texts))
+        Template(CompletionChunk.model_construct(**head, choices=[_choice(index, Addition(HOLE, None))], usage=held))
+        for index in range(len(texts))
     ]
     num_tokens, num_running = 0, len(batch.jobs)
 
@@ -199,12 +208,14 @@ async def _stream(batch: _Batch, put: Put) -> None:
             num_running -= 1
         elif addition.logprobs is None:
             if addition.text:
-                put(more[index].fill_all(addition.text))
+                text = addition.text
+                so_far = batch.usage_so_far(index) if is_continuous else None
+                put(more[index].fill_all(text) if so_far is None else more[index].fill_before(text, so_far))
             return
         elif not addition.text and not addition.logprobs.tokens:
             return
         counts = not num_running and batch.body.stream_options is None
-        usage = batch.usage(num_tokens) if counts else None
+        usage = batch.usage(num_tokens) if counts else batch.usage_so_far(index) if is_continuous else None
         put(CompletionChunk(**head, choices=[_choice(index, addition)], usage=usage))
 
     await stream_all(batch.jobs, take)

@@ -46,6 +46,10 @@ class StreamOptions(OpenAIBody):
     """What a stream carries besides text."""
 
     include_usage: bool | None = Field(default=None, description="Whether the last chunk counts tokens.")
+    continuous_usage_stats: bool | None = Field(
+        default=None,
+        description="Whether every chunk counts the tokens so far of its choice, unless `include_usage` is false.",
+    )
     include_obfuscation: bool | None = Field(default=None, description="Accepted; chunks are never padded.")
 
 
@@ -80,8 +84,18 @@ class SamplingFields(OpenAIBody):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream shall end with a count of tokens."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        """Whether a stream shall end with a count of tokens; one that counts in every chunk does unless told."""
+        options = self.stream_options
+        if options is None:
+            return False
+        return bool(options.continuous_usage_stats if options.include_usage is None else options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream shall count the tokens so far of its choice; vLLM's rule."""
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
 
     def check_stream_options(self) -> None:
         """Raise InvalidRequest when they are given without a stream."""
