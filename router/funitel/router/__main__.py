@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import os
 import socket
 import sys
 from contextlib import ExitStack
@@ -58,6 +59,8 @@ def serve(settings: RouterSettings) -> None:
             listeners = [stack.enter_context(bind(address, port)) for port in ports]
         build = partial(build_app, settings, connect)
         server = Server(settings, build, max_connections(settings.max_connections, allow_open_files()))
+        for descriptor in (*settings.listen_fd, *([] if settings.ready_fd is None else [settings.ready_fd])):
+            os.set_inheritable(descriptor, False)  # the launcher's way to pass it leaves it so, and uvloop closes none
         for listener in listeners:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             logger.info("listening on %s port %d", *listener.getsockname()[:2])

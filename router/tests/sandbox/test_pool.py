@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -35,13 +34,10 @@ def answer(question):
         os.kill(os.getpid(), signal.SIGKILL)
     return "a" * value if verb == "repeat" else value
 
-def prepare(deaths):
-    for death in Path(deaths).iterdir() if deaths else ():
-        death.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return answer
-
-serve(prepare)
+for death in Path(__file__).with_name("deaths").glob("*"):
+    death.unlink()
+    os.kill(os.getpid(), signal.SIGKILL)
+serve(lambda setup: answer)
 """
 
 Pools = Callable[..., SandboxPool]
@@ -51,12 +47,12 @@ Pools = Callable[..., SandboxPool]
 async def pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pools]:
     """`pools(most=1, **limits)`: processes that do as they are told, ended at the end."""
     (tmp_path / "obedient_worker.py").write_text(WORKER)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.syspath_prepend(tmp_path)
     made: list[SandboxPool] = []
 
-    def make(most: int = 1, setup: Any = None, **limits: Any) -> SandboxPool:
+    def make(most: int = 1, **limits: Any) -> SandboxPool:
         limits = {"time_limit": TIME_LIMIT, "memory_limit": MEMORY_LIMIT} | limits
-        made.append(SandboxPool("obedient_worker", setup, most=most, **limits))
+        made.append(SandboxPool("obedient_worker", None, most=most, **limits))
         return made[-1]
 
     async with asyncio.timeout(PATIENCE_SECONDS):
@@ -129,7 +125,7 @@ async def test_what_somebody_else_kills_as_it_starts_is_started_again(
     deaths.mkdir()
     for number in range(num_deaths):
         (deaths / str(number)).touch()
-    asked = pools(setup=str(deaths)).run(("say", "well"))
+    asked = pools().run(("say", "well"))
     if is_ready:
         assert await asked == "well"
     else:

@@ -5,11 +5,14 @@ the processes ahead of their turns, so that many are answered in one iteration o
 """
 
 import asyncio
+import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from funitel.router.sandbox.process import SandboxProcess, SandboxTask
+
+logger = logging.getLogger(__name__)
 
 START_LIMIT_SECONDS = 60.0
 MAX_START_DEATHS = 8  # in a row, of processes that the system killed before they were ready
@@ -42,6 +45,7 @@ class SandboxPool:
         time_limit: float,
         memory_limit: int,
         max_answer_bytes: int = 1 << 20,
+        readable: Sequence[str] = (),
     ) -> None:
         """Start nothing yet.
 
@@ -51,6 +55,7 @@ class SandboxPool:
             time_limit: seconds for a task, from when it is the first in its process.
             memory_limit: bytes of address space of a process.
             max_answer_bytes: a process that answers with more is killed.
+            readable: files and folders that a process may read, beside those from which Python imports.
         """
         self.time_limit = time_limit
         self._module = module
@@ -58,6 +63,8 @@ class SandboxPool:
         self._most = most
         self._memory_limit = memory_limit
         self._max_answer_bytes = max_answer_bytes
+        self._readable = readable
+        self._missing: list[str] = []  # layers of confinement, as the last process reported
         self._waiting: OrderedDict[SandboxTask, None] = OrderedDict()  # in their order
         self._processes: set[SandboxProcess] = set()  # including those that start or end
         self._starting: set[asyncio.Task[WorkerUnavailable | None]] = set()
@@ -141,12 +148,16 @@ class SandboxPool:
         setup.num_deaths = MAX_DEATHS  # it is not moved to another process
         try:
             async with asyncio.timeout(START_LIMIT_SECONDS):
-                await process.start(self._module, self._memory_limit)
+                await process.start(self._module, self._memory_limit, self._readable)
                 process.assign(setup)
-                return await setup.answer
+                problem, missing = await setup.answer
         except asyncio.CancelledError:
             process.kill_soon()
             raise
+        if missing != self._missing:
+            logger.debug("the sandbox of %s goes without %s", self._module, " and ".join(missing))
+            self._missing = missing
+        return problem
 
     def _dispatch(self) -> None:
         """Assign waiting tasks to processes, and start a process if some have to wait."""

@@ -10,12 +10,14 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 AHEAD_BYTES = 1 << 16  # of tasks assigned to a process at a time, unless one alone is larger: the capacity of a pipe
 HEAD_BYTES = 4
+# Where Python and the C library find packages, and the local time.
+KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ", "TZDIR")
 
 
 class SandboxTask:
@@ -67,11 +69,12 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         self._transport: asyncio.SubprocessTransport | None = None
         self._end = self._loop.create_future()
 
-    async def start(self, module: str, memory_limit: int) -> None:
+    async def start(self, module: str, memory_limit: int, readable: Sequence[str]) -> None:
         """Run a module that calls `sandbox.worker.serve`. Raises OSError if it cannot be run."""
         await self._loop.subprocess_exec(
             lambda: self,
-            *(sys.executable, "-m", module, str(memory_limit), str(os.getpid())),
+            *(sys.executable, "-P", "-m", module, str(memory_limit), str(os.getpid()), *readable),
+            env=environment(os.environ),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
@@ -167,3 +170,15 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         self._transport.close()
         self._end.set_result(None)
         self._on_exit(self)
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Make the environment of a sandbox process: where it finds packages and the local time, nothing secret."""
+    kept = {name: environ[name] for name in KEPT_VARIABLES if name in environ}
+    return kept | {"PYTHONPATH": os.pathsep.join(_search_path())}
+
+
+def _search_path() -> list[str]:
+    """Where this process imports from; not the working folder, unless funitel is imported from it."""
+    folders = [os.path.abspath(folder) for folder in sys.path if folder]
+    return [folder for folder in folders if folder != os.getcwd() or __file__.startswith(folder + os.sep)]

@@ -1,47 +1,40 @@
 """The main loop of a sandbox process, which `sandbox.pool` may kill at any moment.
 
 It reads frames from stdin, each a length of four bytes and as many bytes of JSON, and answers each with a frame. The
-first one sets it up; the answer says what is wrong with that, or is null. It ends with its stdin, with its parent, and
-when it is out of memory. It cannot write files.
+first one sets it up; the answer is what is wrong with that, or null, and the layers of confinement that the kernel
+lacks. It ends with its stdin, with its parent, and when it is out of memory. `confinement` says what it cannot do.
 """
 
 import json
 import os
-import resource
 import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from funitel.proto.errors import FunitelError
 from funitel.proto.process.parent import stop_with_parent
+from funitel.router.sandbox.confinement import confine
 
 Answer = Callable[[Any], Any]
 
 
 def serve(prepare: Callable[[Any], Answer]) -> None:
     """Answer tasks until stdin ends; `prepare` makes the answering function of the setup, or raises FunitelError."""
-    memory_limit, parent = map(int, sys.argv[1:3])
-    stop_with_parent(parent)
-    _confine(memory_limit)
+    memory_limit, parent, *readable = sys.argv[1:]
+    stop_with_parent(int(parent))
+    missing = confine(int(memory_limit), readable)
     tasks, answers = sys.stdin.buffer, sys.stdout.buffer
     try:
         try:
             answer = prepare(_read(tasks))
         except FunitelError as error:
-            _write(answers, error.message)
+            _write(answers, [error.message, missing])
             return
-        _write(answers, None)
+        _write(answers, [None, missing])
         while (task := _read(tasks)) is not None:
             _write(answers, answer(task))
     except MemoryError:
         os._exit(1)  # the state of the process is unknown
-
-
-def _confine(memory_limit: int) -> None:
-    """Limit the memory, files and core dumps of this process."""
-    limits = {resource.RLIMIT_AS: memory_limit, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
-    for limit, maximum in limits.items():
-        resource.setrlimit(limit, (maximum, maximum))
 
 
 def _read(tasks: BinaryIO) -> Any:

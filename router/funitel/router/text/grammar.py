@@ -43,6 +43,7 @@ class GrammarChecker:
             most=NUM_WORKERS,
             time_limit=time_limit,
             memory_limit=memory_limit,
+            readable=[str(tokenizer_path)],
         )
 
     async def check(self, grammar: Grammar, field: str = "grammar") -> None:
