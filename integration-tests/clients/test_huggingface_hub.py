@@ -93,3 +93,22 @@ async def test_async(server: Server) -> None:
         assert "".join(pieces).removesuffix("<|im_end|>") == text
         answer = await client.chat_completion(MESSAGES, temperature=0, max_tokens=30)
         assert "Paris" in answer.choices[0].message.content
+
+
+def test_b3_encoders_on_a_bare_url(encoder: Server) -> None:
+    client = huggingface_hub.InferenceClient(model=encoder.url, timeout=60)
+    one = client.feature_extraction("The sea is deep.")
+    assert one.shape == (1, 384)
+    assert float((one * one).sum()) == pytest.approx(1, abs=1e-5)
+    wishes = {"normalize": False, "truncate": True, "truncation_direction": "left", "dimensions": 64}
+    assert client.feature_extraction("sea " * 400, **wishes).shape == (1, 64)
+    near, far = client.sentence_similarity("The sea is deep.", ["The ocean is deep.", "Birds fly over the house."])
+    assert 1 >= near > 0.5 > far > -1
+    with pytest.raises(huggingface_hub.errors.HfHubHTTPError, match="must have at most 256 tokens"):
+        client.feature_extraction("sea " * 400)
+
+
+async def test_b3_encoders_on_a_bare_url_async(encoder: Server) -> None:
+    async with huggingface_hub.AsyncInferenceClient(model=encoder.url, timeout=60) as client:
+        assert (await client.feature_extraction("The sea is deep.")).shape == (1, 384)
+        assert await client.sentence_similarity("sea", ["sea"]) == [pytest.approx(1, abs=1e-5)]

@@ -83,3 +83,10 @@ def test_huggingface(packages: Path, server: Server) -> None:
     assert len(got["pieces"]) > 3
     assert "Paris" in got["chat"]
     assert got["chatStreamed"] == got["chat"]
+
+
+def test_b3_huggingface_encoders_on_a_bare_url(packages: Path, encoder: Server) -> None:
+    got = run(packages, "huggingface_encoders.mjs", encoder.url)
+    assert [len(row) for row in got["features"]] == [384]
+    near, far = got["similarity"]
+    assert 1 >= near > 0.5 > far > -1

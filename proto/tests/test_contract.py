@@ -153,7 +153,14 @@ TGI_METHODS = ("Info", "ServiceDiscovery", "ClearCache", "FilterBatch", "Warmup"
 OUR_MESSAGES = {"CompileGrammarRequest", "CompileGrammarResponse", "LogitBias", "RowUpdate", "Columns", "BlockCopy"}
 OUR_MESSAGES |= {"DismissRequest", "DismissResponse"}
 OUR_MESSAGES |= {"EncoderFacts", "EncoderInput", "EncodeRequest", "EncodeResponse"}
-OUR_ENUMS = {"EncoderTask": {"ENCODER_TASK_EMBED": 0, "ENCODER_TASK_CLASSIFY": 1, "ENCODER_TASK_FILL": 2}}
+OUR_ENUMS = {
+    "EncoderTask": {
+        "ENCODER_TASK_EMBED": 0,
+        "ENCODER_TASK_CLASSIFY": 1,
+        "ENCODER_TASK_FILL": 2,
+        "ENCODER_TASK_EMBED_ALL": 3,
+    }
+}
 
 Fields = dict[int, str]
 

@@ -130,6 +130,7 @@ FACTS = st.builds(
     labels=some(TEXT),
     is_multi_label=st.booleans(),
     pooling=TEXT,
+    token_width=U32,
 )
 ENCODER_INPUTS = st.builds(
     EncoderInput,

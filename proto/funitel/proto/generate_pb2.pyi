@@ -12,6 +12,7 @@ class EncoderTask(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ENCODER_TASK_EMBED: _ClassVar[EncoderTask]
     ENCODER_TASK_CLASSIFY: _ClassVar[EncoderTask]
     ENCODER_TASK_FILL: _ClassVar[EncoderTask]
+    ENCODER_TASK_EMBED_ALL: _ClassVar[EncoderTask]
 
 class GrammarType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -27,6 +28,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 ENCODER_TASK_EMBED: EncoderTask
 ENCODER_TASK_CLASSIFY: EncoderTask
 ENCODER_TASK_FILL: EncoderTask
+ENCODER_TASK_EMBED_ALL: EncoderTask
 GRAMMAR_TYPE_NONE: GrammarType
 GRAMMAR_TYPE_JSON: GrammarType
 GRAMMAR_TYPE_REGEX: GrammarType
@@ -105,7 +107,7 @@ class InfoResponse(_message.Message):
     def __init__(self, requires_padding: _Optional[bool] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: _Optional[bool] = ..., use_prefix_caching: _Optional[bool] = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sharded_weight_bytes: _Optional[int] = ..., total_sharded_weight_bytes: _Optional[int] = ..., encoder: _Optional[_Union[EncoderFacts, _Mapping]] = ..., step_socket: _Optional[str] = ..., num_opening_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class EncoderFacts(_message.Message):
-    __slots__ = ("tasks", "width", "max_tokens", "labels", "is_multi_label", "pooling", "usual_tokens")
+    __slots__ = ("tasks", "width", "max_tokens", "labels", "is_multi_label", "pooling", "usual_tokens", "token_width")
     TASKS_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +115,7 @@ class EncoderFacts(_message.Message):
     IS_MULTI_LABEL_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
     USUAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_WIDTH_FIELD_NUMBER: _ClassVar[int]
     tasks: _containers.RepeatedScalarFieldContainer[EncoderTask]
     width: int
     max_tokens: int
@@ -120,7 +123,8 @@ class EncoderFacts(_message.Message):
     is_multi_label: bool
     pooling: str
     usual_tokens: int
-    def __init__(self, tasks: _Optional[_Iterable[_Union[EncoderTask, str]]] = ..., width: _Optional[int] = ..., max_tokens: _Optional[int] = ..., labels: _Optional[_Iterable[str]] = ..., is_multi_label: _Optional[bool] = ..., pooling: _Optional[str] = ..., usual_tokens: _Optional[int] = ...) -> None: ...
+    token_width: int
+    def __init__(self, tasks: _Optional[_Iterable[_Union[EncoderTask, str]]] = ..., width: _Optional[int] = ..., max_tokens: _Optional[int] = ..., labels: _Optional[_Iterable[str]] = ..., is_multi_label: _Optional[bool] = ..., pooling: _Optional[str] = ..., usual_tokens: _Optional[int] = ..., token_width: _Optional[int] = ...) -> None: ...
 
 class EncoderInput(_message.Message):
     __slots__ = ("input_ids", "type_ids", "dimensions", "is_normalized", "mask_place", "top_n")

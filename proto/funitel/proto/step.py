@@ -28,6 +28,7 @@ class EncoderTask(IntEnum):
     EMBED = 0  # a vector for each text
     CLASSIFY = 1  # scores of every class
     FILL = 2  # the likeliest tokens in place of one
+    EMBED_ALL = 3  # a vector for each token of each text
 
 
 class GrammarType(IntEnum):
@@ -249,6 +250,7 @@ class EncoderFacts:
     labels: tuple[str, ...] = ()  # of the classes, in the order of their scores
     is_multi_label: bool = False  # a text may belong to several classes
     pooling: str = ""
+    token_width: int = 0  # EMBED_ALL: of the vector of a token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +269,7 @@ class EncoderInput:
 class EncoderResult:
     """A row of `width` numbers for each input, float32 and little-endian; for FILL the tokens they belong to.
 
-    `broken` are rows that are not finite.
+    For EMBED_ALL a row for each token of each input. `broken` are inputs with numbers that are not finite.
     """
 
     width: int

@@ -39,11 +39,12 @@ class EncoderExecutor:
             EncoderTask.CLASSIFY: self._classifier,
             EncoderTask.FILL: self._filler,
         }
+        heads[EncoderTask.EMBED_ALL] = heads[EncoderTask.EMBED]
         return frozenset(task for task, head in heads.items() if head is not None)
 
     @torch.inference_mode()
     def encode(self, task: EncoderTask, inputs: Sequence[EncoderInput]) -> EncoderResult:
-        """Compute one batch; rows of the result are in the order of `inputs`.
+        """Compute one batch; rows of the result are in the order of `inputs`, and of their tokens.
 
         Raises:
             InvalidRequest: a text is empty or too long, names a token that is not there, or the task is none of this
@@ -56,16 +57,21 @@ class EncoderExecutor:
         packed = pack(inputs, self._device)
         hidden = self._encoder(packed)
         ids: tuple[int, ...] = ()
+        lengths = torch.ones_like(packed.lengths)  # rows of each input
         if task is EncoderTask.EMBED:
             values = _shaped(self._embedding(hidden, packed)[packed.order], inputs)
         elif task is EncoderTask.CLASSIFY:
             assert self._classifier is not None
             values = self._classifier(hidden, packed)[packed.order]
+        elif task is EncoderTask.EMBED_ALL:
+            lengths = packed.lengths[packed.order]
+            values = hidden[_token_rows(packed)].float()
         else:
             values, found = self._fill(hidden, packed, inputs)
             ids = tuple(found.flatten().tolist())
         values = values.cpu()
-        broken = (~values.isfinite().all(1)).nonzero()[:, 0].tolist()
+        owners = torch.arange(len(inputs)).repeat_interleave(lengths.cpu())
+        broken = sorted(set(owners[~values.isfinite().all(1)].tolist()))
         data = values.contiguous().numpy().tobytes()
         return EncoderResult(values.shape[1], data, ids, tuple(broken), time.perf_counter_ns() - began)
 
@@ -89,6 +95,13 @@ class EncoderExecutor:
                 raise InvalidRequest(f"token ids must be < {spec.vocab_size}, given {max(text.input_ids)}")
             if len(text.type_ids) not in (0, count) or not 0 <= text.mask_place < count:
                 raise InvalidRequest("type ids and the place of the mask must be those of the text's tokens")
+
+
+def _token_rows(packed: Packed) -> torch.Tensor:
+    """The row of every token in the packed batch, in the order of the inputs: [num_tokens]."""
+    lengths = packed.lengths[packed.order]
+    shifts = packed.starts[packed.order] - (lengths.cumsum(0) - lengths)  # from a place there to one here
+    return shifts.repeat_interleave(lengths) + torch.arange(int(lengths.sum()), device=lengths.device)
 
 
 def _shaped(values: torch.Tensor, inputs: Sequence[EncoderInput]) -> torch.Tensor:

@@ -78,6 +78,7 @@ def load_encoder(settings: ModelServerSettings, folder: Path) -> tuple[EncoderEx
         labels=spec.labels if classifier is not None else (),
         is_multi_label=spec.is_multi_label,
         pooling=",".join(embedding.pools),
+        token_width=spec.hidden_size,
     )
     info = ShardInfo(dtype=str(dtype), device_type=device.type, encoder=facts, weight_bytes=weights.held_bytes)
     return executor, info

@@ -38,7 +38,7 @@ def load(folder: Path, **settings: Any) -> tuple[EncoderExecutor, ShardInfo]:
 def rows(executor: EncoderExecutor, task: EncoderTask, inputs: list[EncoderInput]) -> torch.Tensor:
     result = executor.encode(task, inputs)
     assert result.broken == ()
-    return torch.tensor(struct.unpack(f"<{len(result.values) // 4}f", result.values)).view(len(inputs), result.width)
+    return torch.tensor(struct.unpack(f"<{len(result.values) // 4}f", result.values)).view(-1, result.width)
 
 
 def alone(model: Any, inputs: list[EncoderInput]) -> list[Any]:
@@ -60,9 +60,20 @@ def test_embeddings_equal_transformers(family: str, tmp_path: Path) -> None:
     inputs = texts()
     expected = torch.stack([out.last_hidden_state[0].mean(0) for out in alone(model, inputs)])
     assert info.encoder is not None
-    assert info.encoder.tasks == {EncoderTask.EMBED}
+    assert info.encoder.tasks == {EncoderTask.EMBED, EncoderTask.EMBED_ALL}
     assert info.encoder.max_tokens == 40 - (2 if FAMILIES[family].get("pad_token_id") == 1 else 0)
     torch.testing.assert_close(rows(executor, EncoderTask.EMBED, inputs), expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_b3_vectors_of_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
+    executor, info = load(save_tiny_encoder(family, "Model", tmp_path))
+    model = getattr(transformers, f"{family}Model").from_pretrained(tmp_path)
+    inputs = texts()
+    expected = torch.cat([out.last_hidden_state[0] for out in alone(model, inputs)])
+    assert info.encoder is not None
+    assert info.encoder.token_width == 24
+    torch.testing.assert_close(rows(executor, EncoderTask.EMBED_ALL, inputs), expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.skipif("amx_bf16" not in cpu_flags(), reason="needs AMX")
@@ -124,7 +135,7 @@ def test_what_stands_behind_a_mask_equals_transformers(family: str, tmp_path: Pa
         for place, text in enumerate(texts())
     ]
     assert info.encoder is not None
-    assert info.encoder.tasks == {EncoderTask.EMBED, EncoderTask.FILL}
+    assert info.encoder.tasks == {EncoderTask.EMBED, EncoderTask.EMBED_ALL, EncoderTask.FILL}
     result = executor.encode(EncoderTask.FILL, inputs)
     assert result.width == len(inputs)
     found = rows(executor, EncoderTask.FILL, inputs)
@@ -195,6 +206,7 @@ def test_rows_that_are_not_finite_are_named(tmp_path: Path) -> None:
     executor._encoder.tokens[9] = float("nan")
     inputs = [EncoderInput(input_ids=(6, 7)), EncoderInput(input_ids=(8, 9, 6)), EncoderInput(input_ids=(7,))]
     assert executor.encode(EncoderTask.EMBED, inputs).broken == (1,)
+    assert executor.encode(EncoderTask.EMBED_ALL, inputs).broken == (1,)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +245,7 @@ def test_a_checkpoint_of_the_bare_encoder_fills_no_masks(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text(json.dumps(config))
     _, info = load(tmp_path)
     assert info.encoder is not None
-    assert info.encoder.tasks == {EncoderTask.EMBED}
+    assert info.encoder.tasks == {EncoderTask.EMBED, EncoderTask.EMBED_ALL}
 
 
 def test_missing_tensors_are_named(tmp_path: Path) -> None:

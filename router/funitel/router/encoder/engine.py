@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
 
 from funitel.proto.errors import (
@@ -41,10 +42,14 @@ BYTES = 4  # of a float32
 
 @dataclass(slots=True)
 class Encoded:
-    """The rows of one request, in the order of its texts: float32, little-endian; for FILL with their tokens."""
+    """The numbers of each text of one request: float32, little-endian; for FILL with their tokens.
+
+    A row of `width` numbers each; for EMBED_ALL a row for each of its tokens.
+    """
 
     rows: list[bytes]
     ids: list[tuple[int, ...]]
+    width: int = 0
     timings: Timings = field(default_factory=Timings)
 
 
@@ -264,9 +269,11 @@ class EncoderEngine(Membership[Member]):
 
     def _settle(self, texts: Sequence[QueuedText], result: EncoderResult) -> None:
         size, broken = result.width * BYTES, frozenset(result.broken)
-        if len(result.values) != size * len(texts):
-            raise StepFailed(f"the shard gave {len(result.values)} bytes for {len(texts)} rows of {size}")
-        for row, (submission, place) in enumerate(texts):
+        is_by_token = texts[0].submission.task is EncoderTask.EMBED_ALL
+        ends = list(accumulate(len(text.input.input_ids) if is_by_token else 1 for text in texts))
+        if len(result.values) != size * ends[-1]:
+            raise StepFailed(f"the shard gave {len(result.values)} bytes for {ends[-1]} rows of {size}")
+        for row, ((submission, place), start, end) in enumerate(zip(texts, [0, *ends], ends, strict=False)):
             pending = self._pending.get(submission)
             if pending is None:  # its client has left
                 continue
@@ -275,7 +282,8 @@ class EncoderEngine(Membership[Member]):
             else:
                 ids = result.ids[row * result.width : (row + 1) * result.width]
                 submission.num_losses = 0
-                pending.take(place, result.values[row * size : (row + 1) * size], ids)
+                pending.encoded.width = result.width
+                pending.take(place, result.values[start * size : end * size], ids)
 
     def _fail(self, texts: Sequence[QueuedText], error: FunitelError) -> None:
         for submission in {text.submission for text in texts}:

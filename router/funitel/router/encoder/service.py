@@ -55,7 +55,7 @@ class EncoderService:
         """Describe its task in a word."""
         if EncoderTask.CLASSIFY in self.facts.tasks:
             return "ranks" if self.is_ranker else "classes"
-        return " and ".join(_WORDS[task] for task in sorted(self.facts.tasks))
+        return " and ".join(_WORDS[task] for task in sorted(_WORDS.keys() & self.facts.tasks))
 
     def check_task(self, *tasks: EncoderTask) -> EncoderTask:
         """Return the first of some tasks that the model does.

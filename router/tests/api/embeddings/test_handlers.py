@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import math
 import struct
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +23,14 @@ from funitel.router.telemetry.metrics import Metrics
 from funitel_testing.words import word_tokenizer
 
 WIDTH = 4
-EMBEDS = EncoderFacts(tasks=frozenset([EncoderTask.EMBED]), width=WIDTH, max_tokens=20, usual_tokens=12, pooling="mean")
+EMBEDS = EncoderFacts(
+    tasks=frozenset([EncoderTask.EMBED, EncoderTask.EMBED_ALL]),
+    width=WIDTH,
+    max_tokens=20,
+    usual_tokens=12,
+    pooling="mean",
+    token_width=3,
+)
 RANKS = EncoderFacts(
     tasks=frozenset([EncoderTask.CLASSIFY]), width=WIDTH, max_tokens=20, usual_tokens=20, labels=("score",)
 )
@@ -42,6 +50,7 @@ class FakeEncoder:
     batches: list[list[EncoderInput]] = field(default_factory=list)
     errors: list[FunitelError] = field(default_factory=list)  # of the next calls
     poison: int | None = None  # a token that makes a batch fail
+    has_units: bool = False  # whether vectors get length 1 when asked to
     broken: int | None = None  # a token that makes a row no number
     pause: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -57,15 +66,22 @@ class FakeEncoder:
         if any(self.poison in text.input_ids for text in inputs):
             raise StepFailed("a poisoned batch")
         broken = tuple(row for row, text in enumerate(inputs) if self.broken in text.input_ids)
-        if task is EncoderTask.FILL:
+        if task is EncoderTask.EMBED_ALL:
+            rows = [[float(id), place + 0.5, 0.0] for text in inputs for place, id in enumerate(text.input_ids)]
+        elif task is EncoderTask.FILL:
             width = max(text.top_n for text in inputs)
             rows = [[0.5**place for place in range(1, width + 1)] for _ in inputs]
             return EncoderResult(width, _bytes(rows), tuple(5 + i for _ in inputs for i in range(width)), broken)
-        if task is EncoderTask.CLASSIFY:
+        elif task is EncoderTask.CLASSIFY:
             rows = [[len(text.input_ids) - 6.0 + place for place in range(len(self.facts.labels))] for text in inputs]
         else:
-            rows = [[float(text.input_ids[-2]), float(len(text.input_ids)), 0.0, 0.0] for text in inputs]
+            rows = [self._vector(text, self.has_units) for text in inputs]
         return EncoderResult(len(rows[0]), _bytes(rows), (), broken)
+
+    @staticmethod
+    def _vector(text: EncoderInput, is_unit: bool) -> list[float]:
+        found = [float(text.input_ids[-2]), float(len(text.input_ids)), 0.0, 0.0]
+        return [number / math.hypot(*found) for number in found] if is_unit and text.is_normalized else found
 
     async def health(self) -> None:
         pass
@@ -322,6 +338,9 @@ async def test_what_the_model_is_not_for_is_refused(
         ("/rerank", {"query": "sea", "texts": ["sea"]}),
         ("/predict", {"inputs": "sea"}),
         ("/v1/embeddings", {"input": "sea"}),
+        ("/embed_all", {"inputs": "sea"}),
+        ("/similarity", {"inputs": {"source_sentence": "sea", "sentences": ["sea"]}}),
+        ("/v1/rerank", {"query": "sea", "documents": ["sea"]}),
     ],
 )
 async def test_a_model_that_generates_refuses_what_encoders_do(serve: Serve, path: str, body: Any) -> None:
@@ -506,3 +525,217 @@ async def test_a_refusal_by_the_shard_is_the_clients(encoding: Any) -> None:
     async with encoding(FakeEncoder(errors=[InvalidRequest("no such token")])) as client:
         response = await client.post("/embed", json={"inputs": "sea"})
     assert response.status_code == 422
+
+
+# `POST /`, `/similarity`, `/embed_all`, `/v1/rerank`
+
+SEA = {"source_sentence": "sea", "sentences": ["sea", "the blue deep sea", "it"]}
+
+
+async def test_b3_similarity_is_the_cosine_of_vectors(encoding: Any) -> None:
+    shard = FakeEncoder(has_units=True)
+    async with encoding(shard) as client:
+        answer = await client.post("/similarity", json={"inputs": SEA, "parameters": {}})
+        cut = {"truncate": True, "truncation_direction": "left", "prompt_name": "query"}
+        long = {"inputs": {"source_sentence": "the " * 30, "sentences": ["sea " * 30]}, "parameters": cut}
+        assert (await client.post("/similarity", json=long)).json() == [pytest.approx(0.9972, abs=1e-3)]
+    vectors = [(6, 3), (6, 3), (6, 6), (15, 3)]
+    first = vectors[0]
+    expected = [(first[0] * x + first[1] * y) / math.hypot(*first) / math.hypot(x, y) for x, y in vectors[1:]]
+    assert answer.json() == pytest.approx(expected, abs=1e-6)
+    assert answer.headers["x-compute-tokens"] == "15"
+    assert len(shard.batches[0]) == 4
+
+
+async def test_b3_embed_all_gives_each_token_a_vector(encoding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("funitel.router.api.embeddings.similarity.SLICE", 6)  # two tokens
+    shard = FakeEncoder()
+    async with encoding(shard) as client:
+        answer = await client.post("/embed_all", json={"inputs": ["sea", "the blue sea"]})
+        one = (await client.post("/embed_all", json={"inputs": "sea", "prompt_name": "query"})).json()
+        ids = (await client.post("/embed_all", json={"inputs": [[9, 8]]})).json()
+    assert answer.headers["x-compute-tokens"] == "8"
+    assert [[token[0] for token in text] for text in answer.json()] == [[2, 6, 3], [2, 5, 10, 6, 3]]
+    assert [token[1:] for token in answer.json()[1]] == [[place + 0.5, 0.0] for place in range(5)]
+    assert (len(one), len(one[0])) == (1, 5)
+    assert ids == [[[9, 0.5, 0], [8, 1.5, 0]]]
+
+
+async def test_b3_embed_all_is_bounded_by_the_numbers_of_its_answer(
+    encoding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("funitel.router.api.embeddings.similarity.MAX_NUMBERS", 20)
+    shard = FakeEncoder()
+    async with encoding(shard) as client:
+        assert (await client.post("/embed_all", json={"inputs": ["sea", "sea"]})).status_code == 200
+        refused = await client.post("/embed_all", json={"inputs": ["sea", "the sea"]})
+    assert refused.status_code == 422
+    assert "`inputs` must have at most 6 tokens, each of which gets a vector. Given: 7" in refused.json()["error"]
+    assert len(shard.batches) == 1
+
+
+async def test_b3_tokens_and_texts_are_not_mixed_in_a_batch(encoding: Any) -> None:
+    shard = FakeEncoder()
+    shard.pause.clear()
+    async with encoding(shard, pipeline_steps=1) as client:
+        asking = [asyncio.create_task(client.post("/embed", json={"inputs": "it"}))]
+        await eventually(lambda: _true(shard.batches), "the first batch")
+        for path in ("/embed", "/embed_all", "/embed"):
+            asking.append(asyncio.create_task(client.post(path, json={"inputs": "sea"})))
+
+        async def all_wait() -> bool:
+            return "tgi_queue_size 3.0" in (await client.get("/metrics")).text
+
+        await eventually(all_wait, "three texts that wait")
+        shard.pause.set()
+        answers = [(await task).json() for task in asking]
+    assert answers[1] == answers[3] == [[6, 3, 0, 0]]
+    assert answers[2] == [[[2, 0.5, 0], [6, 1.5, 0], [3, 2.5, 0]]]
+    assert [len(batch) for batch in shard.batches] == [1, 2, 1]
+
+
+RERANK = {"model": "any", "query": "sea", "documents": ["the", {"text": "the blue sea", "title": "x"}, "is it"]}
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank"])
+async def test_b3_documents_are_ranked_in_the_shape_of_other_services(path: str, encoding: Any) -> None:
+    shard = FakeEncoder(RANKS)
+    async with encoding(shard) as client:
+        answer = (await client.post(path, json=RERANK)).json()
+        best = (await client.post(path, json=RERANK | {"top_n": 1, "return_documents": False})).json()
+        raw = (await client.post(path, json=RERANK | {"use_activation": False, "top_n": 0})).json()
+        own = (await client.post("/rerank", json={"query": "sea", "texts": ["the", "the blue sea", "is it"]})).json()
+    assert answer.pop("id").startswith("rerank-")
+    results = answer.pop("results")
+    assert answer == {"object": "list", "model": "any", "usage": {"prompt_tokens": 18, "total_tokens": 18}}
+    assert [result["index"] for result in results] == [1, 2, 0]
+    assert [result["document"] for result in results] == [{"text": "the blue sea"}, {"text": "is it"}, {"text": "the"}]
+    assert [result["relevance_score"] for result in results] == [rank["score"] for rank in own]
+    assert best["results"] == [{"index": 1, "relevance_score": results[0]["relevance_score"]}]
+    assert [result["relevance_score"] for result in raw["results"]] == [1.0, 0.0, -1.0]
+
+
+async def test_b3_an_embedding_model_ranks_by_cosine(encoding: Any) -> None:
+    async with encoding(FakeEncoder(has_units=True)) as client:
+        answer = (await client.post("/v1/rerank", json=RERANK)).json()
+        near = (
+            await client.post(
+                "/similarity",
+                json={"inputs": {"source_sentence": "sea", "sentences": ["the", "the blue sea", "is it"]}},
+            )
+        ).json()
+    assert {result["index"]: result["relevance_score"] for result in answer["results"]} == dict(enumerate(near))
+    scores = [result["relevance_score"] for result in answer["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert answer["usage"]["total_tokens"] == 3 + 3 + 5 + 4
+
+
+async def test_b3_long_documents_are_cut_when_asked(encoding: Any) -> None:
+    body = {"query": "sea", "documents": ["the " * 40]}
+    async with encoding(FakeEncoder(RANKS)) as client:
+        for wish in ({"truncate_prompt_tokens": -1}, {"max_tokens_per_doc": 4096}):
+            answer = await client.post("/v1/rerank", json=body | wish)
+            assert answer.json()["usage"]["total_tokens"] == 20
+        refused = [
+            (await client.post("/v1/rerank", json=body | wish)).json()["error"]["message"]
+            for wish in ({}, {"max_tokens_per_doc": 5}, {"truncate_prompt_tokens": 7})
+        ]
+    assert "must have at most 20 tokens. Given: 44" in refused[0]
+    assert "`max_tokens_per_doc` must be >= 20" in refused[1]
+    assert "truncate_prompt_tokens" in refused[2]
+
+
+@pytest.mark.parametrize(
+    ("facts", "path", "body", "words"),
+    [
+        (EMBEDS, "/similarity", {"inputs": "sea"}, "inputs: must be an object. Given: 'sea'"),
+        (EMBEDS, "/similarity", {"inputs": SEA | {"sentences": []}}, "`inputs.sentences` cannot be empty"),
+        (
+            EMBEDS,
+            "/similarity",
+            {"inputs": SEA | {"sentences": ["a", ""]}},
+            "item 1 of `inputs.sentences` cannot be empty",
+        ),
+        (EMBEDS, "/similarity", {"inputs": SEA | {"source_sentence": ""}}, "`inputs.source_sentence` cannot be empty"),
+        (EMBEDS, "/similarity", {"inputs": SEA | {"source_sentence": "a " * 20}}, "`inputs.source_sentence` must have"),
+        (EMBEDS, "/similarity", {"inputs": SEA | {"sentences": ["a"] * 9}}, "may hold at most 8 texts. Given: 9"),
+        (EMBEDS, "/similarity", {"inputs": SEA, "parameters": {"prompt_name": "x"}}, "`prompt_name` must be one of"),
+        (RANKS, "/similarity", {"inputs": SEA}, "an encoder for ranks"),
+        (EMBEDS, "/embed_all", {"inputs": []}, "inputs: must not be empty"),
+        (EMBEDS, "/embed_all", {"inputs": "sea " * 11}, "`inputs` must have at most 12 tokens. Given: 13"),
+        (CLASSES, "/embed_all", {"inputs": "sea"}, "an encoder for classes"),
+        (RANKS, "/v1/rerank", {"query": "sea", "documents": []}, "`documents` cannot be empty"),
+        (RANKS, "/v1/rerank", {"query": "", "documents": ["a"]}, "`query` cannot be empty"),
+        (RANKS, "/v1/rerank", {"query": "sea", "documents": ["a", 5]}, "documents.1: must be a string, or an object"),
+        (EMBEDS, "/v1/rerank", {"query": "sea", "documents": ["a", ""]}, "item 1 of `documents` cannot be empty"),
+        (RANKS, "/v1/rerank", {"documents": ["a"]}, "query: this field is required"),
+        (
+            RANKS,
+            "/v1/rerank",
+            {"query": "sea", "documents": ["a"], "top_n": -1},
+            "top_n: must be greater than or equal",
+        ),
+        (
+            RANKS,
+            "/v1/rerank",
+            {"query": "sea", "documents": ["a"], "rank_fields": ["b"]},
+            "rank_fields: is not supported",
+        ),
+        (CLASSES, "/v1/rerank", {"query": "sea", "documents": ["a"]}, "an encoder for classes; ranks need"),
+        (EMBEDS, "/", {"inputs": {"sentences": ["a"]}}, "inputs.source_sentence: this field is required"),
+        (EMBEDS, "/", {"inputs": []}, "inputs: must not be empty"),
+        (EMBEDS, "/", {}, "inputs: this field is required"),
+        (RANKS, "/", {"inputs": "sea"}, "query: this field is required"),
+    ],
+)
+async def test_b3_what_is_wrong_is_said_in_one_line(
+    facts: EncoderFacts, path: str, body: Any, words: str, encoding: Any
+) -> None:
+    async with encoding(FakeEncoder(facts), max_client_texts=8) as client:
+        response = await client.post(path, json=body)
+    assert response.status_code in (400, 422)
+    error = response.json()["error"]
+    assert words in (error["message"] if path.startswith("/v") else error)
+
+
+async def test_b3_a_bare_url_is_for_what_the_model_does(encoding: Any) -> None:
+    tasks: list[tuple[EncoderFacts, Any, str]] = [
+        (EMBEDS, {"inputs": ["sea", "the sea"], "normalize": False}, "/embed"),
+        (FILLS, {"inputs": "sea"}, "/embed"),
+        (EMBEDS, {"inputs": SEA}, "/similarity"),
+        (RANKS, {"query": "sea", "texts": ["the", "it is"]}, "/rerank"),
+        (CLASSES, {"inputs": [["sea"], ["sea", "it"]]}, "/predict"),
+    ]
+    for facts, body, path in tasks:
+        async with encoding(FakeEncoder(facts, has_units=True)) as client:
+            direct, bare, invoked = [await client.post(each, json=body) for each in (path, "/", "/invocations")]
+            metrics = (await client.get("/metrics")).text
+        assert direct.status_code == 200, direct.text
+        assert bare.json() == invoked.json() == direct.json()
+        assert bare.headers["x-compute-tokens"] == direct.headers["x-compute-tokens"]
+        assert "tgi_request_count 3.0" in metrics
+        assert "tgi_request_success 3.0" in metrics
+
+
+async def test_b3_keys_and_limits_hold_for_every_route_of_encoders(encoding: Any) -> None:
+    shard = FakeEncoder()
+    paths = {
+        "/": {"inputs": "sea"},
+        "/embed_all": {"inputs": "sea"},
+        "/similarity": {"inputs": SEA},
+        "/v1/rerank": {"query": "sea", "documents": ["sea"]},
+    }
+    async with encoding(shard, api_key="secret", max_concurrent_requests=1, payload_limit=200) as client:
+        key = {"authorization": "Bearer secret"}
+        shard.pause.clear()
+        running = asyncio.create_task(client.post("/embed", json={"inputs": "sea"}, headers=key))
+        await eventually(lambda: _true(shard.batches), "the first batch")
+        for path, body in paths.items():
+            assert (await client.post(path, json=body)).status_code == 401
+            assert (await client.post(path, json=body, headers=key)).status_code == 429
+        shard.pause.set()
+        assert (await running).status_code == 200
+        for path, body in paths.items():
+            assert (await client.post(path, json=body | {"model": "a" * 300}, headers=key)).status_code == 413
+            assert (await client.post(path, content=b"{", headers=key)).status_code in (400, 415, 422)
+            assert (await client.post(path, json=body, headers=key)).status_code == 200

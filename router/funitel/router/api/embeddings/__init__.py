@@ -1,8 +1,10 @@
 """Routes of encoders: TEI's and OpenAI's."""
 
 from funitel.router.api.common.route_kinds import native_work, openai_work
-from funitel.router.api.embeddings import handlers
+from funitel.router.api.embeddings import handlers, similarity
 from funitel.router.api.embeddings.schema import (
+    EmbedAllRequest,
+    EmbedAllResponse,
     EmbeddingsRequest,
     EmbeddingsResponse,
     EmbedRequest,
@@ -11,10 +13,27 @@ from funitel.router.api.embeddings.schema import (
     PredictResponse,
     RerankRequest,
     RerankResponse,
+    SimilarityRequest,
+    SimilarityResponse,
 )
+from funitel.router.api.embeddings.schema_rerank import DocumentsRequest, DocumentsResponse
 
 ROUTES = (
     native_work("/embed", handlers.embed, "Encoders: a vector for each text", EmbedRequest, EmbedResponse),
+    native_work(
+        "/embed_all",
+        similarity.embed_all,
+        "Encoders: a vector for each token of each text",
+        EmbedAllRequest,
+        EmbedAllResponse,
+    ),
+    native_work(
+        "/similarity",
+        similarity.similarity,
+        "Encoders: how near sentences are to one",
+        SimilarityRequest,
+        SimilarityResponse,
+    ),
     native_work(
         "/rerank", handlers.rerank, "Encoders: texts by how well they answer a query", RerankRequest, RerankResponse
     ),
@@ -25,7 +44,20 @@ ROUTES = (
         PredictRequest,
         PredictResponse,
     ),
-    openai_work(
-        "/v1/embeddings", handlers.embeddings, "Encoders: a vector for each text", EmbeddingsRequest, EmbeddingsResponse
+    *(
+        openai_work(
+            path, handlers.embeddings, "Encoders: a vector for each text", EmbeddingsRequest, EmbeddingsResponse
+        )
+        for path in ("/v1/embeddings", "/embeddings")
+    ),
+    *(
+        openai_work(
+            path,
+            similarity.rerank_documents,
+            "Encoders: documents by how well they answer a query, in the shape of Cohere, Jina and vLLM",
+            DocumentsRequest,
+            DocumentsResponse,
+        )
+        for path in ("/v1/rerank", "/v2/rerank")
     ),
 )

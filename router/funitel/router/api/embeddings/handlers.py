@@ -48,10 +48,10 @@ async def embed(incoming: IncomingRequest) -> Response:
     body = await incoming.read(EmbedRequest)
     prompt = call.encoder.prompts.pick(body.prompt_name)
     options = TokenizeOptions("inputs", body.cut)
-    encodings = await _encodings(call, body.texts, prompt, options)
+    encodings = await encodings_of(call, body.texts, prompt, options)
     width = _width(call.encoder, body.dimensions)
-    encoded = await _embed(incoming.http, call, encodings, width, is_normalized=body.normalize)
-    answer = EmbedResponse.model_construct([list(_numbers(row, width)) for row in encoded.rows])
+    encoded = await embed_texts(incoming.http, call, encodings, width, is_normalized=body.normalize)
+    answer = EmbedResponse.model_construct([list(numbers(row, width)) for row in encoded.rows])
     return json_answer(answer, call.headers(encoded))
 
 
@@ -63,9 +63,9 @@ async def embeddings(incoming: IncomingRequest) -> Response:
     body = await incoming.read(EmbeddingsRequest)
     if body.priority is not None:
         call.priority = body.priority
-    encodings = await _encodings(call, body.texts, call.encoder.prompts.default, TokenizeOptions("input"))
+    encodings = await encodings_of(call, body.texts, call.encoder.prompts.default, TokenizeOptions("input"))
     width = _width(call.encoder, body.dimensions)
-    encoded = await _embed(incoming.http, call, encodings, width, is_normalized=True)
+    encoded = await embed_texts(incoming.http, call, encodings, width, is_normalized=True)
     answer = EmbeddingsResponse.model_construct(
         data=[
             Embedding.model_construct(index=place, embedding=_shown(row, width, body.encoding_format))
@@ -90,9 +90,9 @@ async def rerank(incoming: IncomingRequest) -> Response:
     encodings = await call.encoder.tokens_of(pairs, TokenizeOptions("texts", body.cut))
     inputs = [EncoderInput(input_ids=each.ids, type_ids=each.type_ids) for each in encodings]
     encoded = await call.encode(incoming.http, EncoderTask.CLASSIFY, inputs)
-    scores = [_numbers(row, 1)[0] for row in encoded.rows]
+    scores = [numbers(row, 1)[0] for row in encoded.rows]
     if not body.raw_scores:
-        scores = [_sigmoid(score) for score in scores]
+        scores = [sigmoid(score) for score in scores]
     places = sorted(range(len(scores)), key=lambda place: -scores[place])
     ranks = [
         Rank(index=place, score=scores[place], text=body.texts[place] if body.return_text else None) for place in places
@@ -118,7 +118,12 @@ async def predict(incoming: IncomingRequest) -> Response:
 # What a call is made of
 
 # GenAI's word for a task, where it has one.
-_OPERATIONS = {EncoderTask.EMBED: "embeddings", EncoderTask.CLASSIFY: "classify", EncoderTask.FILL: "fill_mask"}
+_OPERATIONS = {
+    EncoderTask.EMBED: "embeddings",
+    EncoderTask.EMBED_ALL: "embeddings",
+    EncoderTask.CLASSIFY: "classify",
+    EncoderTask.FILL: "fill_mask",
+}
 
 
 @dataclass(slots=True)
@@ -182,7 +187,7 @@ class EncoderCall:
         }
 
 
-async def _encodings(
+async def encodings_of(
     call: EncoderCall, given: Sequence[GivenPrompt], prompt: str, options: TokenizeOptions
 ) -> list[EncodedText]:
     """The tokens of texts behind a prompt; tokens that are given are taken as they are."""
@@ -215,9 +220,10 @@ def _width(encoder: EncoderService, dimensions: int | None) -> int:
     return dimensions or width
 
 
-async def _embed(
+async def embed_texts(
     http: HttpRequest, call: EncoderCall, encodings: Sequence[EncodedText], width: int, *, is_normalized: bool
 ) -> Encoded:
+    """Have the vector of each text computed, of which `width` numbers are kept."""
     inputs = [EncoderInput(input_ids=each.ids, dimensions=width, is_normalized=is_normalized) for each in encodings]
     return await call.encode(http, EncoderTask.EMBED, inputs)
 
@@ -230,10 +236,10 @@ async def _classify(
     encoded = await call.encode(http, EncoderTask.CLASSIFY, inputs)
     predictions = []
     for row in encoded.rows:
-        scores: Sequence[float] = _numbers(row, len(facts.labels))
+        scores: Sequence[float] = numbers(row, len(facts.labels))
         if not body.raw_scores:
             is_each_alone = facts.is_multi_label or len(facts.labels) == 1
-            scores = [_sigmoid(score) for score in scores] if is_each_alone else _softmax(scores)
+            scores = [sigmoid(score) for score in scores] if is_each_alone else _softmax(scores)
         pairs = sorted(zip(scores, facts.labels, strict=True), key=lambda pair: -pair[0])
         predictions.append([Prediction(score=score, label=label) for score, label in pairs[: body.top_k]])
     return encoded, predictions
@@ -257,12 +263,12 @@ async def _fill(
     predictions = []
     for row, ids in zip(encoded.rows, encoded.ids, strict=True):
         words = await call.encoder.texts.words(ids[:count])
-        rows = zip(_numbers(row, len(words)), words, ids, strict=False)
+        rows = zip(numbers(row, len(words)), words, ids, strict=False)
         predictions.append([Prediction(score=score, label=word, token=token_id) for score, word, token_id in rows])
     return encoded, predictions
 
 
-def _numbers(row: bytes, count: int) -> tuple[float, ...]:
+def numbers(row: bytes, count: int) -> tuple[float, ...]:
     """The first numbers of a row."""
     return struct.unpack(f"<{count}f", row[: count * BYTES])
 
@@ -271,10 +277,11 @@ def _shown(row: bytes, count: int, encoding_format: str | None) -> list[float] |
     """The first numbers of a row in an encoding format of OpenAI's."""
     if encoding_format == "base64":
         return base64.b64encode(row[: count * BYTES]).decode()
-    return list(_numbers(row, count))
+    return list(numbers(row, count))
 
 
-def _sigmoid(score: float) -> float:
+def sigmoid(score: float) -> float:
+    """Return a score of a classifier as a number within 0..1."""
     power = math.exp(-abs(score))
     return (1 if score >= 0 else power) / (1 + power)
 

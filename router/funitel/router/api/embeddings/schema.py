@@ -18,7 +18,9 @@ DEFAULT_TOP_K = 5  # of what may stand behind a mask
 class TruncatingBody(NativeBody):
     """What bodies say alike of texts that are too long."""
 
-    truncate: bool = Field(default=False, description="Whether texts that are too long are cut, instead of refused.")
+    truncate: bool | None = Field(
+        default=None, description="Whether texts that are too long are cut, instead of refused."
+    )
     truncation_direction: Direction = Field(default="Right", description="The end at which they are cut.")
 
     @property
@@ -27,15 +29,16 @@ class TruncatingBody(NativeBody):
         return self.truncation_direction.lower() if self.truncate else None
 
 
-class EmbedRequest(TruncatingBody):
-    """Texts to embed."""
+class PromptedBody(TruncatingBody):
+    """Bodies with texts that a prompt of the model is put before."""
+
+    prompt_name: str | None = Field(default=None, description="The prompt of the model that texts are put behind.")
+
+
+class EmbedAllRequest(PromptedBody):
+    """Texts of which each token gets a vector."""
 
     inputs: Prompts = Field(description="A text, texts, the tokens of a text, or those of several.")
-    normalize: bool = Field(default=True, description="Whether vectors have length 1.")
-    prompt_name: str | None = Field(default=None, description="The prompt of the model that texts are put behind.")
-    dimensions: Annotated[U32, Field(ge=1)] | None = Field(
-        default=None, description="Keep the first so many numbers of each vector."
-    )
 
     @property
     def texts(self) -> list[GivenPrompt]:
@@ -43,8 +46,39 @@ class EmbedRequest(TruncatingBody):
         return given_prompts(self.inputs)
 
 
+class EmbedAllResponse(RootModel[list[list[list[float]]]]):
+    """For each text, in their order, a vector for each of its tokens, special ones included."""
+
+
+class EmbedRequest(EmbedAllRequest):
+    """Texts to embed."""
+
+    normalize: bool = Field(default=True, description="Whether vectors have length 1.")
+    dimensions: Annotated[U32, Field(ge=1)] | None = Field(
+        default=None, description="Keep the first so many numbers of each vector."
+    )
+
+
 class EmbedResponse(RootModel[list[list[float]]]):
     """A vector for each text, in their order."""
+
+
+class SimilarityInput(NativeBody):
+    """A sentence, and those to compare with it."""
+
+    source_sentence: str
+    sentences: list[str]
+
+
+class SimilarityRequest(NativeBody):
+    """Sentences to compare with one sentence."""
+
+    inputs: SimilarityInput
+    parameters: PromptedBody | None = None
+
+
+class SimilarityResponse(RootModel[list[float]]):
+    """The cosine between the vectors of the sentence and of each other one, in their order."""
 
 
 class RerankRequest(TruncatingBody):

@@ -4,7 +4,6 @@ from funitel.router.api.common.route_kinds import native_read, native_work
 from funitel.router.api.native import generate, tokenize
 from funitel.router.api.native.schema import (
     ChatTokenizeResponse,
-    CompatGenerateRequest,
     GenerateRequest,
     GenerateResponse,
     StreamResponse,
@@ -13,15 +12,6 @@ from funitel.router.api.native.schema import (
 from funitel.router.api.openai.schema_chat import ChatRequest
 
 ROUTES = (
-    native_work(
-        "/",
-        generate.compat_generate,
-        "Generate; streamed if `stream` is true, else an array of one completion",
-        CompatGenerateRequest,
-        GenerateResponse,
-        event=StreamResponse,
-        is_array=True,
-    ),
     native_work("/generate", generate.generate, "Generate a completion", GenerateRequest, GenerateResponse),
     native_work(
         "/generate_stream",

@@ -1,4 +1,4 @@
-"""Handle TGI's native routes `POST /`, `/generate` and `/generate_stream`."""
+"""Handle TGI's native routes `/generate` and `/generate_stream`, and the old form of `POST /`."""
 
 from functools import partial
 from typing import Any

@@ -1,8 +1,10 @@
 """Routes of hosting platforms: KServe, SageMaker, Vertex AI."""
 
 from funitel.router.api.common.route_kinds import native_fact, native_probe, native_work
-from funitel.router.api.platforms import kserve, sagemaker_vertex
+from funitel.router.api.native.schema import GenerateResponse, StreamResponse
+from funitel.router.api.platforms import bare_url, kserve, sagemaker_vertex
 from funitel.router.api.platforms.schema import (
+    BareUrlRequest,
     KserveLive,
     KserveMetadata,
     KserveRequest,
@@ -19,6 +21,15 @@ VERTEX = native_work(
     "/vertex", sagemaker_vertex.vertex, "Vertex AI: the texts of all instances", VertexRequest, VertexResponse
 )
 ROUTES = (
+    native_work(
+        "/",
+        bare_url.serve_task,
+        "Generate; streamed if `stream` is true, else an array of one completion. Encoders: what they are for",
+        BareUrlRequest,
+        GenerateResponse,
+        event=StreamResponse,
+        is_array=True,
+    ),
     native_work(
         "/invocations",
         sagemaker_vertex.invocations,

@@ -2,16 +2,18 @@
 
 from itertools import chain
 
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, NoInstances
 from funitel.router.api.common.body import json_answer, read_json
-from funitel.router.api.common.handler import Handler, IncomingRequest, generation_route
+from funitel.router.api.common.handler import Handler, IncomingRequest, generation_route, service_of
 from funitel.router.api.native import generate
 from funitel.router.api.native.schema import GenerateParameters, GenerateRequest
 from funitel.router.api.openai import chat as openai
 from funitel.router.api.openai import completions
 from funitel.router.api.openai.schema_chat import ChatRequest
+from funitel.router.api.platforms import bare_url
 from funitel.router.api.platforms.schema import VertexRequest, VertexResponse
 from funitel.router.chat.run import prepare_chat
 from funitel.router.serving.arrival import Arrival
@@ -28,9 +30,13 @@ _HANDLERS: tuple[tuple[str, Handler], ...] = (
 )
 
 
+async def invocations(http: HttpRequest) -> Response:
+    """`/invocations`: what the route answers that the body is meant for; of an encoder as `POST /`."""
+    return await (bare_url.serve_task if service_of(http).is_encoder else _generate)(http)
+
+
 @generation_route
-async def invocations(incoming: IncomingRequest) -> Response:
-    """`/invocations`: what the route answers that the body is meant for."""
+async def _generate(incoming: IncomingRequest) -> Response:
     content = await read_json(incoming.http, incoming.service.settings.payload_limit)
     if not isinstance(content, dict):
         raise InvalidRequest("the body must be an object")

@@ -8,6 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, RootModel, Tag
 
 from funitel.router.api.common.schema_base import NativeBody
+from funitel.router.api.embeddings.schema import (
+    EmbedRequest,
+    PredictRequest,
+    RerankRequest,
+    SimilarityRequest,
+)
 from funitel.router.api.native.schema import (
     CompatGenerateRequest,
     GenerateParameters,
@@ -18,6 +24,15 @@ from funitel.router.api.native.schema import (
 from funitel.router.api.openai.schema_answers import ChatCompletion, ChatCompletionChunk
 from funitel.router.api.openai.schema_chat import ChatRequest
 from funitel.router.api.openai.schema_completions import Completion, CompletionChunk, CompletionRequest
+
+# Clients that know the address only
+
+
+class BareUrlRequest(
+    RootModel[CompatGenerateRequest | EmbedRequest | SimilarityRequest | RerankRequest | PredictRequest]
+):
+    """A prompt; of an encoder the body of `/embed`, `/similarity`, `/rerank` or `/predict`."""
+
 
 # SageMaker: told apart by the field that only one of them has.
 
