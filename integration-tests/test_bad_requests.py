@@ -169,8 +169,6 @@ WRONG_CHATS: dict[str, tuple[Any, tuple[str, ...]]] = {
         chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}),
         ("messages.0.content.0.type", "image_url"),
     ),
-    "unknown field": (chat(temprature=1), ("temprature", "unknown field")),
-    "unknown field of a message": (chat({"role": "user", "content": "Hi", "colour": 1}), ("messages.0.colour",)),
     "lone surrogate": (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', ("messages.0.content",)),
     "max_tokens 0": (chat(max_tokens=0), ("max_tokens",)),
     "max_tokens negative": (chat(max_tokens=-5), ("max_tokens",)),

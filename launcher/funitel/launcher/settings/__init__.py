@@ -126,6 +126,7 @@ class LauncherSettings:
     disable_grammar_support: bool = _router("disable_grammar_support")
     tool_call_parser: str = _router("tool_call_parser")
     reasoning_parser: str = _router("reasoning_parser")
+    strict_fields: bool = _router("strict_fields")
     payload_limit: int = _router("payload_limit")
     max_connections: int | None = _router("max_connections")
     max_header_bytes: int = _router("max_header_bytes")

@@ -38,8 +38,8 @@ class Operation:
         failures: statuses a failure can have, besides `KEY_FAILURES` of a protected route.
         is_array: whether the answer is an array of `answer`.
         access: whether an API key is asked for.
-        is_native: whether it is one of TGI's routes: a refused key is answered without a body, unknown fields are
-            ignored, and an error has TGI's shape.
+        is_native: whether it is one of TGI's routes: a refused key is answered without a body, and an error has TGI's
+            shape.
     """
 
     path: str

@@ -125,6 +125,9 @@ class RouterSettings:
         "auto", "Format of the model's reasoning; auto detects it from the chat template.", choices=REASONING_PARSERS
     )
     validation_workers: int = setting(2, "Threads that tokenize prompts.", bounds=POSITIVE)
+    strict_fields: bool = setting(
+        False, "Refuse bodies with unknown fields, instead of ignoring those with one warning a name."
+    )
     payload_limit: int = setting(2_000_000, "Maximum size of a request body in bytes.", bounds=POSITIVE)
     max_connections: int | None = setting(
         None,

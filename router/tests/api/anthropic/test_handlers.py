@@ -282,8 +282,6 @@ async def test_values_that_ask_for_nothing_are_accepted(client: httpx.AsyncClien
         ({"stop_sequences": [""]}, "stop_sequences.0: "),
         ({"stop_sequences": ["a"] * 5}, "`stop_sequences` supports up to 4 stop sequences. Given: 5"),
         ({"stop_sequences": "a"}, "stop_sequences: "),
-        ({"misspelt": 1}, "misspelt: unknown field"),
-        ({"n": 2}, "n: unknown field"),
         ({"container": "c"}, "container: is not supported"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers: is not supported"),
         ({"output_config": {"effort": "low"}}, "output_config.effort: must be 'high'"),
@@ -302,7 +300,6 @@ async def test_values_that_ask_for_nothing_are_accepted(client: httpx.AsyncClien
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0: type `bash_20250124` is not supported"),
         ({"system": 5}, "system: "),
         ({"system": [{"type": "image"}]}, "system.0: type `image` is not supported"),
-        ({"prompt": "x"}, "prompt: unknown field"),
         ({"max_tokens": 190}, "`messages` tokens + `max_tokens` must be <= 200"),
     ],
 )
@@ -327,12 +324,10 @@ RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "sunny"}
         ([{"role": "user", "content": 5}], "messages.0.content: "),
         ([{"role": "user", "content": ""}], "messages.0.content: cannot be empty"),
         ([{"role": "user", "content": []}], "messages.0.content: cannot be empty"),
-        ([{"role": "user", "content": "Hi", "name": "me"}], "messages.0.name: unknown field"),
         (
             [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "http://x"}}]}],
             "messages.0.content.0: type `image` is not supported",
         ),
-        ([{"role": "user", "content": [{"type": "text", "text": "a", "colour": 1}]}], "messages.0.content.0.colour: "),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text: this field is required"),
         ([{"role": "user", "content": [USE]}], "messages.0.content.0: type `tool_use` belongs"),
         ([{"role": "assistant", "content": [RESULT]}], "messages.0.content.0: type `tool_result` belongs"),
@@ -437,10 +432,9 @@ async def test_versions(client: httpx.AsyncClient) -> None:
         )
 
 
-async def test_count_tokens_takes_no_more_than_the_prompt(client: httpx.AsyncClient) -> None:
+async def test_count_tokens_ignores_what_makes_no_prompt(client: httpx.AsyncClient) -> None:
     response = await client.post(COUNT, json=ask())
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].endswith("max_tokens: unknown field")
+    assert response.status_code == 200, response.text
 
 
 async def test_a_ping_keeps_an_idle_stream_alive(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ async def test_json_of_another_shape(client: httpx.AsyncClient, path: str, conte
 
 WRONG = [
     ("inputs", 5, "inputs: must be a valid string. Given: 5"),
-    ("inputs", None, "inputs: must be a valid string"),
+    ("inputs", None, "inputs: this field is required"),
     ("inputs", ["a"], "inputs: must be a valid string"),
     ("inputs", "\ud800", "inputs: must be valid Unicode"),
     ("inputs", "a\udfff", "inputs: must be valid Unicode"),
@@ -232,34 +232,3 @@ async def test_a_body_of_nothing_but_errors_holds_up_nobody(
     assert response.status_code in (400, 422)
     assert len(response.text) < 1000
     assert longest < 0.4
-
-
-@pytest.mark.parametrize(
-    ("path", "template", "param"),
-    [
-        ("/generate", '{"inputs": "a", %s}', ""),
-        ("/generate", '{"inputs": "a", "parameters": {%s}}', "parameters: "),
-        ("/chat_tokenize", '{"messages": [{"role": "user", "content": "a", %s}]}', "messages.0: "),
-        ("/v1/chat/completions", '{"messages": [], %s}', ""),
-        ("/v1/messages", '{"model": "m", "max_tokens": 1, "messages": [{"role": "user", %s}]}', "messages.0: "),
-    ],
-)
-async def test_a_body_of_nothing_but_unknown_fields_is_refused_at_once(
-    client: httpx.AsyncClient, path: str, template: str, param: str
-) -> None:
-    fields = ",".join(f'"u{number}":1' for number in range(100_000))
-    begin = time.process_time()  # the machine may have others to serve
-    response = await client.post(path, content=template % fields, headers=JSON)
-    seconds = time.process_time() - begin
-    assert response.status_code in (400, 422)
-    error = response.json()["error"]
-    message = error if isinstance(error, str) else error["message"]
-    assert f"{param}must have at most 10" in message
-    assert "fields. Given: 1000" in message
-    assert seconds < 0.4
-
-
-async def test_every_message_may_have_its_own_unknown_fields_on_native_routes(client: httpx.AsyncClient) -> None:
-    messages = [{"role": "user", "content": "a", f"unknown_{i}": 1} for i in range(60)]
-    response = await client.post("/chat_tokenize", json={"messages": messages})
-    assert response.status_code == 200, response.text

@@ -221,16 +221,6 @@ async def test_lengths_are_checked_before_the_grammar(client: httpx.AsyncClient)
         assert word in response.json()["error"]
 
 
-async def test_unknown_fields_are_ignored_with_one_warning(
-    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    body = {"inputs": "Hi", "use_cache_xyz": 1, "parameters": {"stop_sequences_xyz": ["a"]}}
-    for _ in range(2):
-        assert (await client.post("/generate", json=body)).status_code == 200
-    warned = [record.getMessage() for record in caplog.records if "xyz" in record.getMessage()]
-    assert warned == ["ignoring unknown field 'use_cache_xyz'", "ignoring unknown field 'stop_sequences_xyz'"]
-
-
 async def test_a_client_that_leaves_a_stream_ends_its_sequence(
     listening: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

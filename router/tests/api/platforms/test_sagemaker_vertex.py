@@ -184,31 +184,6 @@ async def test_a_path_that_vertex_takes_over_is_its_alone(serve: Serve) -> None:
         assert (await client.get("/health")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/chat_tokenize", CHAT | {"made_up_a": 1}),
-        ("/invocations", CHAT | {"made_up_a": 1}),
-        ("/invocations", {"messages": [{"role": "user", "content": "Hi", "made_up_a": 1}]}),
-        ("/vertex", {"instances": [CHAT | {"made_up_a": 1}]}),
-        ("/vertex", {"instances": [{"inputs": "Hi", "made_up_a": 1}]}),
-    ],
-)
-async def test_native_routes_ignore_unknown_fields_of_chats_too(
-    client: httpx.AsyncClient,
-    path: str,
-    body: dict[str, Any],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("funitel.router.api.common.body._warned_fields", set())
-    response = await client.post(path, json=body)
-    assert response.status_code == 200, response.text
-    assert "ignoring unknown field 'made_up_a'" in caplog.text
-    refused = await client.post("/v1/chat/completions", json=CHAT | {"made_up_a": 1})
-    assert refused.status_code == 422
-
-
 async def test_what_else_is_wrong_beside_an_unknown_field_is_told(client: httpx.AsyncClient) -> None:
     response = await client.post("/chat_tokenize", json={"messages": 5, "made_up_b": 1})
     assert response.status_code == 422

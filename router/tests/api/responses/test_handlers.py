@@ -240,7 +240,7 @@ async def test_values_that_ask_for_nothing_are_accepted(client: httpx.AsyncClien
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"input": None}, "input", "must be a valid list"),
+        ({"input": None}, "input", "this field is required"),
         ({"input": []}, "input", "at least 1 item"),
         ({"input": [{"content": "a"}]}, "input.0.role", "required"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input.0.role", "must be 'user'"),
@@ -250,7 +250,6 @@ async def test_values_that_ask_for_nothing_are_accepted(client: httpx.AsyncClien
             "input.0.content.0",
             "type `input_image` is not supported",
         ),
-        ({"input": [{"role": "user", "content": "a", "colour": 1}]}, "input.0.colour", "unknown field"),
         ({"input": [RESULT]}, "input.0.call_id", "no function_call has this id. Given: 'c1'"),
         ({"input": [CALL]}, "input", "each function_call must have its function_call_output: `c1`"),
         ({"input": [CALL | {"arguments": "["}, RESULT]}, "input.0.arguments", "JSON text of an object"),
@@ -281,8 +280,6 @@ async def test_values_that_ask_for_nothing_are_accepted(client: httpx.AsyncClien
         ({"metadata": {"k": "v" * 513}}, "metadata.k", "at most 512"),
         ({"metadata": {str(place): "v" for place in range(17)}}, "metadata", "at most 16"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options", "needs `stream`"),
-        ({"messages": []}, "messages", "unknown field"),
-        ({"max_tokens": 5}, "max_tokens", "unknown field"),
     ],
 )
 async def test_what_is_refused(client: httpx.AsyncClient, fields: Any, param: str, says: str) -> None:

@@ -1,14 +1,15 @@
 """Request bodies of Anthropic's Messages API as typed records.
 
-As under all of `/v1`, unknown fields are errors; fields that only concern Anthropic's service are accepted; known
-fields that would change the answer and are not supported are refused by name unless they ask for nothing.
+Fields that only concern Anthropic's service are accepted; known fields that would change the answer and are not
+supported are refused by name unless they ask for nothing; `FieldPolicy` decides on unknown ones.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
-from funitel.router.api.common.schema_base import F32, U32, ClosedBody, Refused, by_type
+from funitel.router.api.common.field_policy import Unsupported
+from funitel.router.api.common.schema_base import F32, U32, Body, by_type
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
@@ -16,23 +17,23 @@ ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 # Content of messages
 
 
-class CacheControl(ClosedBody):
+class CacheControl(Body):
     """Accepted: every prefix is cached anyway."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class TextBlock(ClosedBody):
+class TextBlock(Body):
     """Text of a message, of the system prompt or of a tool's result."""
 
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
-    citations: Refused = None
+    citations: Any = Field(default=None, description="Accepted as they were answered.")
 
 
-class ToolUseBlock(ClosedBody):
+class ToolUseBlock(Body):
     """A call the assistant made."""
 
     type: Literal["tool_use"]
@@ -53,7 +54,7 @@ TextBlocks = Annotated[
 ]
 
 
-class ToolResultBlock(ClosedBody):
+class ToolResultBlock(Body):
     """What a call the assistant made has brought."""
 
     type: Literal["tool_result"]
@@ -69,7 +70,7 @@ class ToolResultBlock(ClosedBody):
         return f"Error: {text}" if self.is_error else text
 
 
-class ThinkingBlock(ClosedBody):
+class ThinkingBlock(Body):
     """What the assistant thought; its signature is not looked at."""
 
     type: Literal["thinking"]
@@ -92,7 +93,7 @@ Blocks = Annotated[
 ]
 
 
-class InputMessage(ClosedBody):
+class InputMessage(Body):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -107,8 +108,10 @@ def joined(blocks: list[TextBlock]) -> str:
 # Requests
 
 
-class Tool(ClosedBody):
+class Tool(Body):
     """A tool of the client's that the model may call."""
+
+    unsupported: ClassVar = {"input_examples": Unsupported("the model is not shown examples of inputs")}
 
     type: Literal["custom"] | None = None
     name: ToolName
@@ -119,10 +122,9 @@ class Tool(ClosedBody):
     eager_input_streaming: bool | None = Field(default=None, description="Accepted: input is always streamed.")
     allowed_callers: list[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
-    input_examples: Refused = None
 
 
-class _ParallelChoice(ClosedBody):
+class _ParallelChoice(Body):
     disable_parallel_tool_use: bool = False
 
 
@@ -145,7 +147,7 @@ class ToolChoiceTool(_ParallelChoice):
     name: str
 
 
-class ToolChoiceNone(ClosedBody):
+class ToolChoiceNone(Body):
     """The model must not call a tool."""
 
     type: Literal["none"]
@@ -160,7 +162,7 @@ ToolChoice = Annotated[
 ]
 
 
-class _Display(ClosedBody):
+class _Display(Body):
     display: Literal["summarized", "omitted"] | None = Field(
         default=None, description="`omitted` leaves the text of thinking blocks out; it is never summarized."
     )
@@ -179,7 +181,7 @@ class ThinkingAdaptive(_Display):
     type: Literal["adaptive"]
 
 
-class ThinkingDisabled(ClosedBody):
+class ThinkingDisabled(Body):
     """The model answers at once, if its template can say so."""
 
     type: Literal["disabled"]
@@ -193,27 +195,27 @@ Thinking = Annotated[
 ]
 
 
-class OutputFormat(ClosedBody):
+class OutputFormat(Body):
     """The answer's text shall be JSON of this schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(ClosedBody):
+class OutputConfig(Body):
     """What the answer shall be like."""
 
     effort: Literal["high"] | None = Field(default=None, description="No other effort is supported.")
     format: OutputFormat | None = None
 
 
-class Metadata(ClosedBody):
+class Metadata(Body):
     """Accepted; nothing is made of it."""
 
     user_id: str | None = None
 
 
-class CountTokensRequest(ClosedBody):
+class CountTokensRequest(Body):
     """A conversation to count the tokens of, and the part of a request that makes the prompt."""
 
     model: str = Field(description="Any name; echoed in the answer.")
@@ -232,6 +234,11 @@ class CountTokensRequest(ClosedBody):
 class MessagesRequest(CountTokensRequest):
     """A conversation to answer."""
 
+    unsupported: ClassVar = {
+        "container": Unsupported("no code is run here"),
+        "mcp_servers": Unsupported("tools are called by the client"),
+    }
+
     max_tokens: Annotated[U32, Field(ge=1)]
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     stream: bool = False
@@ -240,9 +247,7 @@ class MessagesRequest(CountTokensRequest):
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    # Refused when they ask for something.
-    container: Refused = None
-    diagnostics: Refused = None
-    inference_geo: Refused = None
-    context_management: Refused = None
-    mcp_servers: Refused = None
+    # Accepted: they concern Anthropic's service, or shorten conversations that are longer than ours can be.
+    diagnostics: Any = None
+    inference_geo: Any = None
+    context_management: Any = None

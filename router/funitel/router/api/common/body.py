@@ -1,11 +1,9 @@
 """Read a JSON body into a record, or refuse it with a status and the reason; write records as JSON answers."""
 
 import json
-import logging
 import re
 import reprlib
 import sys
-import time
 from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -15,9 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, MalformedBody, PayloadTooLarge, UnsupportedMediaType
-from funitel.router.api.common.schema_base import Body, NativeBody, unsupported_type
+from funitel.router.api.common.field_policy import FIELD_ERROR, FieldPolicy
+from funitel.router.api.common.schema_base import Body, unsupported_type
 from funitel.router.middleware.auth import check_model
-from funitel.router.middleware.operation import is_native
+from funitel.router.middleware.operation import route_of
+from funitel.router.settings import RouterSettings
 from funitel.router.transport.memory_budget import CLIENT, Client
 
 
@@ -26,7 +26,6 @@ def json_answer(body: BaseModel, headers: Mapping[str, str] | None = None, *, st
     return Response(body.model_dump_json(), status, headers, "application/json")
 
 
-logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=Body)
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -34,16 +33,11 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # In a request's scope: its body. A route may look at it before it hands the request on.
 _RAW, _PARSED = "funitel.bytes", "funitel.body"
 
-LENIENT_SECONDS = 0.25  # for finding the unknown fields of one body
 
-MAX_WARNED_FIELDS = 100  # a client that invents names must not fill the log
-_warned_fields: set[str] = set()
+async def read_body(request: Request, model: type[B], settings: RouterSettings) -> B:
+    """Read and check a request's body of at most `payload_limit` bytes.
 
-
-async def read_body(request: Request, model: type[B], limit: int) -> B:
-    """Read and check a request's body of at most `limit` bytes.
-
-    On native routes unknown fields are ignored, with one warning for each name.
+    Unknown fields are ignored, with one warning for each name; with `strict_fields` they are errors.
 
     Raises:
         UnsupportedMediaType: it is not declared as JSON.
@@ -52,40 +46,14 @@ async def read_body(request: Request, model: type[B], limit: int) -> B:
         Forbidden: it asks for a model that the API key is not for.
         InvalidRequest: it is JSON of another shape; names the first field at fault.
     """
-    content = await read_json(request, limit)
+    content = await read_json(request, settings.payload_limit)
+    policy = FieldPolicy(settings.strict_fields)
     try:
-        body = _validated(content, model, is_lenient=is_native(request.scope))
+        body = model.model_validate(content, context=policy)
     except ValidationError as error:
         raise shape_error(error, content) from None
-    if isinstance(body, NativeBody):
-        _warn_of_unknown(body.unknown_fields)
+    policy.warn(route_of(request.scope))
     return body
-
-
-def _validated(content: Any, model: type[B], *, is_lenient: bool) -> B:
-    """Check a body; a lenient route drops from it the unknown fields of records that are strict elsewhere.
-
-    Each look at a body finds those of one item of a list, so there are several; not for ever.
-    """
-    deadline = time.monotonic() + LENIENT_SECONDS
-    while True:
-        try:
-            return model.model_validate(content)
-        except ValidationError as error:
-            if not is_lenient or time.monotonic() > deadline or not _drop_unknown(error, content):
-                raise
-
-
-def _drop_unknown(error: ValidationError, content: Any) -> bool:
-    """Remove the unknown fields an error names from `content`; False if it names none."""
-    unknown = [_path(detail, content) for detail in error.errors() if detail["type"] == "extra_forbidden"]
-    for *steps, name in unknown:
-        holder = content
-        for step in steps:
-            holder = holder[step]
-        holder.pop(name, None)
-    _warn_of_unknown([str(name) for *_, name in unknown])
-    return bool(unknown)
 
 
 async def read_json(request: Request, limit: int) -> Any:
@@ -187,14 +155,18 @@ def shape_error(error: ValidationError, content: Any) -> InvalidRequest:
 
 def _path(detail: ErrorDetails, content: Any) -> list[int | str]:
     """The steps from the body to the field; pydantic adds the names of a union's branches, which no client knows."""
+    *steps, last = detail["loc"] or ("",)
     path: list[int | str] = []
     value = content
-    for step in detail["loc"]:
+    for step in detail["loc"] if detail["type"] != "missing" else steps:
         if isinstance(value, dict) and step in value or isinstance(value, list) and isinstance(step, int):
             path.append(step)
             value = value[step]  # type: ignore[index]
-    if detail["type"] == "missing":
-        path.append(detail["loc"][-1])
+    match detail["type"]:
+        case "missing":
+            path.append(last)
+        case _ if detail["type"] == FIELD_ERROR:
+            path.append(detail["ctx"]["name"])
     return path
 
 
@@ -202,21 +174,14 @@ def _explain(detail: ErrorDetails) -> str:
     match detail["type"]:
         case "missing":
             return "this field is required"
-        case "extra_forbidden":
-            return "unknown field"
         case "model_type":
             return f"must be an object. Given: {reprlib.repr(detail['input'])}"
         case "unsupported_type":
             return unsupported_type(detail["input"], detail["msg"])
         case "value_error":
             return detail["msg"].removeprefix("Value error, ")
+        case kind if kind == FIELD_ERROR:
+            return detail["msg"]
         case _:
             message = detail["msg"].replace("Input should", "must")
             return f"{message}. Given: {reprlib.repr(detail['input'])}"
-
-
-def _warn_of_unknown(names: list[str]) -> None:
-    for name in names:
-        if name not in _warned_fields and len(_warned_fields) < MAX_WARNED_FIELDS:
-            _warned_fields.add(name)
-            logger.warning("ignoring unknown field %s", reprlib.repr(name))

@@ -32,7 +32,7 @@ class IncomingRequest:
 
     async def read(self, model: type[B]) -> B:
         """Read and check the body; raises as `read_body`."""
-        return await read_body(self.http, model, self.service.settings.payload_limit)
+        return await read_body(self.http, model, self.service.settings)
 
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]

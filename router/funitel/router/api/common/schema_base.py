@@ -3,7 +3,8 @@
 Types are strict as TGI's are: "5" is no number, true is no integer; an integer is a float.
 """
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     AfterValidator,
@@ -14,11 +15,13 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ValidationInfo,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
+from funitel.router.api.common.field_policy import FIELD_ERROR, FieldPolicy, Unsupported
 from funitel.router.core.request import MAX_PRIORITY
 
 F32_MAX = 3.4028234663852886e38
@@ -40,8 +43,6 @@ def is_none(value: Any) -> bool:
     """For fields that are left out, not null, when there is nothing to say."""
     return value is None
 
-
-MAX_UNKNOWN_FIELDS = 1000  # of one record; each would be an error, or a warning
 
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
@@ -66,38 +67,45 @@ def _fail_fast(schema: Any) -> None:
 class Body(BaseModel):
     """A body, or a part of one. Strict types, finite numbers; a list is read up to its first wrong item.
 
-    Otherwise a body of a million wrong items, or unknown fields, would make a million errors and block the loop for
-    seconds.
+    Otherwise a body of a million wrong items would make a million errors and block the loop for seconds.
+
+    Where the context of a validation is a `FieldPolicy`, as it is for a client's body, a field that is null is unset, a
+    field of `unsupported` is refused unless its value asks for nothing, and the policy decides on unknown fields.
     """
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, serialize_by_alias=True)
+    unsupported: ClassVar[Mapping[str, Unsupported]] = {}
+    _known: ClassVar[frozenset[str]]
+
+    @classmethod
+    def __pydantic_on_complete__(cls) -> None:
+        cls._known = frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @model_validator(mode="before")
     @classmethod
-    def _check_size(cls, content: Any) -> Any:
-        max_fields = len(cls.model_fields) + MAX_UNKNOWN_FIELDS
-        if isinstance(content, dict) and len(content) > max_fields:
-            raise ValueError(f"must have at most {max_fields} fields. Given: {len(content)}")
+    def _take_known_fields(cls, content: Any, info: ValidationInfo) -> Any:
+        policy: FieldPolicy | None = info.context
+        if policy is None or not isinstance(content, dict):
+            return content
+        if None in content.values():
+            content = {name: value for name, value in content.items() if value is not None}
+        if not content.keys() <= cls._known:
+            cls._check_other_fields(content, policy)
         return content
+
+    @classmethod
+    def _check_other_fields(cls, content: dict[str, Any], policy: FieldPolicy) -> None:
+        for name in cls.unsupported.keys() & content.keys():
+            refusal = cls.unsupported[name]
+            if not refusal.is_neutral(content[name]):
+                raise PydanticCustomError(FIELD_ERROR, "is not supported: {why}", {"name": name, "why": refusal.why})
+        policy.note(cls.__name__, content, cls._known | cls.unsupported.keys())
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         schema = handler(source)
         _fail_fast(schema)
         return schema
-
-
-class NativeBody(Body):
-    """A body that keeps unknown fields aside, to warn of them (TGI ignores them)."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @property
-    def unknown_fields(self) -> list[str]:
-        """Names of unknown fields, here and in the parts."""
-        values = [item for value in self.__dict__.values() for item in (value if isinstance(value, list) else [value])]
-        parts = [value for value in values if isinstance(value, NativeBody)]
-        return [*(self.model_extra or {}), *(name for part in parts for name in part.unknown_fields)]
 
 
 class Documented:
@@ -117,12 +125,6 @@ class Documented:
 
 ABOVE_0 = Documented(exclusiveMinimum=0)
 WITHIN_0_AND_1 = Documented(exclusiveMinimum=0, exclusiveMaximum=1)
-
-
-class ClosedBody(Body):
-    """A body, or a part of one, that refuses unknown fields; fields are named as clients name them."""
-
-    model_config = ConfigDict(extra="forbid", serialize_by_alias=True)
 
 
 def by_type(*supported: str, default: str | None = None) -> Discriminator:
@@ -151,12 +153,3 @@ def unsupported_type(value: Any, message: str) -> str:
     """What to say of a value that a union has no record for."""
     kind = value.get("type") if isinstance(value, dict) else None
     return f"type `{kind}` is not supported: {message}" if isinstance(kind, str) else message
-
-
-def _refuse(value: Any) -> None:
-    if value not in (None, [], {}):
-        raise ValueError("is not supported")
-
-
-Refused = Annotated[None, BeforeValidator(_refuse, json_schema_input_type=None)]
-"""A known field that is refused when it asks for something."""

@@ -6,16 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, RootModel
 
-from funitel.router.api.common.schema_base import U32, NativeBody, Priority, is_none
+from funitel.router.api.common.schema_base import U32, Body, Priority, is_none
 from funitel.router.api.openai.schema_completions import GivenPrompt, Prompts, given_prompts
-from funitel.router.api.openai.schema_messages import OpenAIBody
 
 Direction = Literal["Left", "Right", "left", "right"]
 MAX_TOP_K = 100
 DEFAULT_TOP_K = 5  # of what may stand behind a mask
 
 
-class TruncatingBody(NativeBody):
+class TruncatingBody(Body):
     """What bodies say alike of texts that are too long."""
 
     truncate: bool | None = Field(
@@ -63,14 +62,14 @@ class EmbedResponse(RootModel[list[list[float]]]):
     """A vector for each text, in their order."""
 
 
-class SimilarityInput(NativeBody):
+class SimilarityInput(Body):
     """A sentence, and those to compare with it."""
 
     source_sentence: str
     sentences: list[str]
 
 
-class SimilarityRequest(NativeBody):
+class SimilarityRequest(Body):
     """Sentences to compare with one sentence."""
 
     inputs: SimilarityInput
@@ -168,7 +167,7 @@ class PredictResponse(RootModel[list[Prediction] | list[list[Prediction]]]):
 # OpenAI's
 
 
-class EmbeddingsRequest(OpenAIBody):
+class EmbeddingsRequest(Body):
     """Texts to embed, in OpenAI's words."""
 
     input: Prompts = Field(description="A text, texts, the tokens of a text, or those of several.")

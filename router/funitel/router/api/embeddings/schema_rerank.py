@@ -1,13 +1,13 @@
 """Request and answer records of `/v1/rerank`, in the shape that Cohere, Jina and vLLM share."""
 
 import reprlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
 from funitel.proto.errors import InvalidRequest
-from funitel.router.api.common.schema_base import U32, Priority, Refused, is_none
-from funitel.router.api.openai.schema_messages import OpenAIBody
+from funitel.router.api.common.field_policy import Unsupported
+from funitel.router.api.common.schema_base import U32, Body, Priority, is_none
 
 WHOLE = -1  # of `truncate_prompt_tokens`: what the model takes
 
@@ -29,8 +29,13 @@ class RankedDocument(BaseModel):
 Text = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | RankedDocument)]
 
 
-class DocumentsRequest(OpenAIBody):
+class DocumentsRequest(Body):
     """A query, and documents to rank by how well they answer it."""
+
+    unsupported: ClassVar = {
+        "rank_fields": Unsupported("a document is ranked by its `text`"),
+        "max_chunks_per_doc": Unsupported("a document is one chunk"),
+    }
 
     query: Text
     documents: list[Text] = Field(description="Texts, or objects with a `text`.")
@@ -47,8 +52,6 @@ class DocumentsRequest(OpenAIBody):
         default=None, description="At least the tokens that the model takes, at which longer ones are cut then."
     )
     priority: Priority | None = Field(default=None, description="Lower is sooner. Wins over the header.")
-    rank_fields: Refused = None
-    max_chunks_per_doc: Refused = None
     # Accepted: it concerns the operators of other services.
     user: Any = None
 

@@ -18,8 +18,8 @@ from funitel.router.api.common.schema_base import (
     U32,
     U64,
     WITHIN_0_AND_1,
+    Body,
     Documented,
-    NativeBody,
     Priority,
     StopList,
     TargetLanguage,
@@ -31,7 +31,7 @@ from funitel.router.serving.sampling_request import SamplingRequest
 # Requests
 
 
-class GenerateParameters(NativeBody):
+class GenerateParameters(Body):
     """How to generate; an absent parameter is off."""
 
     best_of: Annotated[U32, ABOVE_0] | None = Field(
@@ -119,7 +119,7 @@ class GenerateParameters(NativeBody):
         return self.details or self.decoder_input_details
 
 
-class GenerateRequest(NativeBody):
+class GenerateRequest(Body):
     """A prompt and how to go on from it."""
 
     inputs: str = Field(description="The prompt.")

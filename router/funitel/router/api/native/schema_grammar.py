@@ -4,39 +4,39 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from funitel.router.api.common.schema_base import NativeBody
+from funitel.router.api.common.schema_base import Body
 from funitel.router.core.grammar import Grammar
 
 
-class JsonGrammar(NativeBody):
+class JsonGrammar(Body):
     """A JSON schema, as an object or as text that is one."""
 
     type: Literal["json", "json_object"]
     value: Any = Field(description="A JSON schema, or text that is one.")
 
 
-class RegexGrammar(NativeBody):
+class RegexGrammar(Body):
     """A regular expression that the whole text matches."""
 
     type: Literal["regex"]
     value: str
 
 
-class NamedSchema(NativeBody):
+class NamedSchema(Body):
     """A JSON schema with a name."""
 
     schema_: Any = Field(alias="schema", description="The JSON schema.")
     name: str | None = None
 
 
-class JsonSchemaGrammar(NativeBody):
+class JsonSchemaGrammar(Body):
     """A JSON schema with a name, as OpenAI writes it."""
 
     type: Literal["json_schema"]
     value: NamedSchema
 
 
-class ChoiceGrammar(NativeBody):
+class ChoiceGrammar(Body):
     """One of a few texts."""
 
     type: Literal["choice"]

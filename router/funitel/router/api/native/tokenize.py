@@ -23,7 +23,7 @@ async def tokenize(incoming: IncomingRequest) -> Response:
 async def chat_tokenize(incoming: IncomingRequest) -> Response:
     """`/chat_tokenize`: the prompt that the template makes of a chat, and its tokens."""
     body = await incoming.read(ChatRequest)
-    body.refuse_unsupported()
+    body.check()
     text = (await render_prompt(incoming.service, body.call)).text
     encoding = await incoming.service.tokenizer.encode(text, add_special_tokens=False)
     answer = ChatTokenizeResponse(tokenize_response=_listed(encoding), templated_text=text)

@@ -65,7 +65,7 @@ MIN_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
 async def chat_completions(incoming: IncomingRequest) -> Response:
     """`/v1/chat/completions`: the answer to a chat, whole or streamed."""
     body = await incoming.read(ChatRequest)
-    body.refuse_unsupported()
+    body.check()
     if body.stream:
         chat = await _prepare(incoming.service, body, incoming.arrived)
         stream = partial(_stream, incoming.service, chat, body)

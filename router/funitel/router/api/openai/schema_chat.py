@@ -2,32 +2,22 @@
 
 Every field of OpenAI's chat request is known here and falls in one of three groups: it is honoured; it only
 concerns OpenAI's service and is accepted; or it would change the answer and is refused by name, unless it
-asks for nothing.
+asks for nothing (`unsupported_fields`). `FieldPolicy` decides on unknown ones.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
 from funitel.proto.errors import InvalidRequest
-from funitel.router.api.common.schema_base import F32, TARGET_LANGUAGE, U32, Priority, StopList, TargetLanguage
-from funitel.router.api.openai.schema_messages import Message, OpenAIBody
+from funitel.router.api.common.schema_base import F32, TARGET_LANGUAGE, U32, Body, Priority, StopList, TargetLanguage
+from funitel.router.api.openai.schema_messages import Message
 from funitel.router.api.openai.schema_tools import ResponseFormat, ToolChoiceObject, ToolDefinition, tools_and_choice
+from funitel.router.api.openai.unsupported_fields import CHAT, SAMPLING
 from funitel.router.chat.call import ChatCall
 from funitel.router.serving.sampling_request import U64_RANGE, SamplingRequest
 
 MAX_CHOICES = 128  # OpenAI's
-
-# Fields that would change the answer, with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, [], ["text"]),
-    "audio": (None,),
-    "verbosity": (None, "medium"),
-    "web_search_options": (None,),
-    "moderation": (None,),
-}
 
 
 def _no_list(value: Any) -> Any:
@@ -42,7 +32,7 @@ LogitBias = Annotated[
 ]
 
 
-class StreamOptions(OpenAIBody):
+class StreamOptions(Body):
     """What a stream carries besides text."""
 
     include_usage: bool | None = Field(default=None, description="Whether the last chunk counts tokens.")
@@ -53,8 +43,10 @@ class StreamOptions(OpenAIBody):
     include_obfuscation: bool | None = Field(default=None, description="Accepted; chunks are never padded.")
 
 
-class SamplingFields(OpenAIBody):
+class SamplingFields(Body):
     """What chats and completions say alike of how tokens are chosen."""
+
+    unsupported: ClassVar = SAMPLING
 
     model: str | None = Field(default=None, description="Any name; echoed in the answer.")
     max_tokens: U32 | None = None
@@ -128,6 +120,8 @@ class SamplingFields(OpenAIBody):
 class ChatRequest(SamplingFields):
     """A chat to answer."""
 
+    unsupported: ClassVar = CHAT
+
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Annotated[U32, Field(ge=1)] | None = Field(
         default=None, description="Wins over `max_tokens`."
@@ -148,14 +142,6 @@ class ChatRequest(SamplingFields):
     )
     add_generation_prompt: bool | None = Field(default=None, description="Whether the prompt begins the answer.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables for the template.")
-    # Refused when they ask for something.
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
-    moderation: Any = None
     # Accepted: they concern OpenAI's service, or help without changing the answer.
     user: Any = None
     metadata: Any = None
@@ -167,11 +153,8 @@ class ChatRequest(SamplingFields):
     prompt_cache_retention: Any = None
     prediction: Any = None
 
-    def refuse_unsupported(self) -> None:
-        """Raise InvalidRequest for the first field that asks for what is not there."""
-        for name, neutral in _UNSUPPORTED.items():
-            if getattr(self, name) not in neutral:
-                raise InvalidRequest(f"`{name}` is not supported", name)
+    def check(self) -> None:
+        """Raise InvalidRequest for fields that contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`logprobs` must be true when `top_logprobs` is set", "top_logprobs")
         self.check_stream_options()

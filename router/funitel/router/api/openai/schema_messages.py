@@ -3,19 +3,13 @@
 import json
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from funitel.router.api.common.schema_base import Body
 from funitel.router.chat.call import ChatMessage, PastToolCall
 
 
-class OpenAIBody(Body):
-    """A body that refuses unknown fields."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class ContentPart(OpenAIBody):
+class ContentPart(Body):
     """A part of a message's content; text, or a refusal sent back, is the only kind."""
 
     type: str
@@ -54,7 +48,7 @@ def _as_values(arguments: Any) -> Any:
     return values
 
 
-class SentFunction(OpenAIBody):
+class SentFunction(Body):
     """The function of an earlier call."""
 
     name: str
@@ -65,7 +59,7 @@ class SentFunction(OpenAIBody):
     parsed_arguments: Any = None  # the openai package's parsed answers carry it
 
 
-class SentToolCall(OpenAIBody):
+class SentToolCall(Body):
     """A call the assistant made earlier, as the answer had it."""
 
     id: str = ""
@@ -81,7 +75,7 @@ class SentToolCall(OpenAIBody):
         return value
 
 
-class Message(OpenAIBody):
+class Message(Body):
     """One message of a chat. Fields copied from answers are accepted where they ask for nothing."""
 
     role: str

@@ -7,14 +7,14 @@ from pydantic import Field, field_validator, model_validator
 
 from funitel.proto.errors import InvalidRequest, ToolError
 from funitel.proto.step import GrammarType
-from funitel.router.api.openai.schema_messages import OpenAIBody
+from funitel.router.api.common.schema_base import Body
 from funitel.router.chat.call import Tool, ToolChoice, ToolMode
 from funitel.router.core.grammar import Grammar
 
 ANY_OBJECT = '{"type": "object"}'
 
 
-class FunctionDefinition(OpenAIBody):
+class FunctionDefinition(Body):
     """A function the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -24,7 +24,7 @@ class FunctionDefinition(OpenAIBody):
     strict: bool | None = Field(default=None, description="Forced calls always follow the schema; others never must.")
 
 
-class ToolDefinition(OpenAIBody):
+class ToolDefinition(Body):
     """A tool; functions are the only kind."""
 
     type: str = "function"
@@ -45,27 +45,27 @@ class ToolDefinition(OpenAIBody):
         return Tool(name=function.name, description=function.description, parameters=parameters)
 
 
-class FunctionName(OpenAIBody):
+class FunctionName(Body):
     """A function by its name."""
 
     name: str
 
 
-class NamedTool(OpenAIBody):
+class NamedTool(Body):
     """A tool by its name."""
 
     type: Literal["function"] = "function"
     function: FunctionName
 
 
-class AllowedTools(OpenAIBody):
+class AllowedTools(Body):
     """Which tools may be called, and whether one must be."""
 
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1)
 
 
-class ToolChoiceObject(OpenAIBody):
+class ToolChoiceObject(Body):
     """One function that must be called, or the tools that may be."""
 
     type: Literal["function", "allowed_tools"] = "function"
@@ -104,7 +104,7 @@ def tools_and_choice(
     return tuple(tool for tool in tools if tool.name in allowed), ToolChoice(ToolMode(choice.allowed_tools.mode))
 
 
-class JsonSchemaFormat(OpenAIBody):
+class JsonSchemaFormat(Body):
     """A JSON schema with a name; the text always follows it, whatever `strict` says."""
 
     name: str | None = None
@@ -113,7 +113,7 @@ class JsonSchemaFormat(OpenAIBody):
     strict: bool | None = None
 
 
-class ResponseFormat(OpenAIBody):
+class ResponseFormat(Body):
     """What the text must follow: OpenAI's shapes, or TGI's with `value`."""
 
     type: Literal["text", "json_object", "json_schema", "json", "regex"]

@@ -41,7 +41,7 @@ async def _generate(incoming: IncomingRequest) -> Response:
     if not isinstance(content, dict):
         raise InvalidRequest("the body must be an object")
     for field, handler in _HANDLERS:
-        if field in content:
+        if content.get(field) is not None:
             return await handler(incoming.http)
     fields = ", ".join(f"`{field}`" for field, _ in _HANDLERS)
     raise InvalidRequest(f"the body must have one of {fields}")
@@ -77,7 +77,7 @@ async def _job(service: Service, instance: GenerateRequest | ChatRequest, arrive
 
 
 async def _chat_job(service: Service, body: ChatRequest, arrived: Arrival) -> GenerationJob:
-    body.refuse_unsupported()
+    body.check()
     chat = await prepare_chat(service, body.call, stream=False, arrived=arrived)
     if len(chat.jobs) != 1:
         raise InvalidRequest(f"`n` must be 1: an instance has one prediction. Given: {len(chat.jobs)}", "n")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, RootModel, Tag
 
-from funitel.router.api.common.schema_base import NativeBody
+from funitel.router.api.common.schema_base import Body
 from funitel.router.api.embeddings.schema import (
     EmbedRequest,
     PredictRequest,
@@ -62,7 +62,7 @@ VertexInstance = Annotated[
 ]
 
 
-class VertexRequest(NativeBody):
+class VertexRequest(Body):
     """Prompts and chats to answer side by side."""
 
     instances: list[VertexInstance] = Field(description="At least one.")
@@ -79,7 +79,7 @@ class VertexResponse(BaseModel):
 Byte = Annotated[int, Field(ge=0, le=255)]
 
 
-class KserveInput(NativeBody):
+class KserveInput(Body):
     """One prompt: its bytes in UTF-8, as TGI takes them, or a list of one string, as the protocol says."""
 
     name: str
@@ -93,13 +93,13 @@ class KserveInput(NativeBody):
         return any(isinstance(item, str) for item in self.data)
 
 
-class KserveWanted(NativeBody):
+class KserveWanted(Body):
     """Name of one output."""
 
     name: str
 
 
-class KserveRequest(NativeBody):
+class KserveRequest(Body):
     """As many prompts as wanted outputs; all are generated with the same parameters."""
 
     id: str = ""

@@ -1,21 +1,23 @@
 """Request records of OpenAI's Responses API: items of a conversation and how to continue it.
 
-Unknown fields are errors; fields that only concern OpenAI's service are accepted; known fields that would change the
-answer and are not supported are refused by name unless they ask for nothing.
+Fields that only concern OpenAI's service are accepted; known fields that would change the answer and are not supported
+are refused by name unless they ask for nothing; `FieldPolicy` decides on unknown ones.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, Tag
 
-from funitel.router.api.common.schema_base import F32, U32, ClosedBody, Refused, by_type
+from funitel.router.api.common.field_policy import Unsupported
+from funitel.router.api.common.schema_base import F32, U32, Body, by_type
 
 Status = Literal["in_progress", "completed", "incomplete"]
+_NAMESPACE = {"namespace": Unsupported("functions have no namespaces here")}
 
 # Items of a conversation: what clients send, and what is kept of what was sent and answered
 
 
-class InputText(ClosedBody):
+class InputText(Body):
     """Text that was given."""
 
     type: Literal["input_text"]
@@ -23,7 +25,7 @@ class InputText(ClosedBody):
     prompt_cache_breakpoint: dict[str, Any] | None = Field(default=None, description="Accepted.")
 
 
-class OutputTextPart(ClosedBody):
+class OutputTextPart(Body):
     """Text that was answered."""
 
     type: Literal["output_text"]
@@ -32,7 +34,7 @@ class OutputTextPart(ClosedBody):
     logprobs: list[Any] | None = Field(default=None, description="Accepted as they were answered.")
 
 
-class RefusalPart(ClosedBody):
+class RefusalPart(Body):
     """A refusal that was answered elsewhere."""
 
     type: Literal["refusal"]
@@ -57,7 +59,7 @@ TextPart = Annotated[
 TextParts = Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])]
 
 
-class _Item(ClosedBody):
+class _Item(Body):
     id: str | None = None
     status: Status | None = None
 
@@ -80,22 +82,24 @@ class MessageItem(_Item):
 class FunctionCallItem(_Item):
     """A call of a function; `arguments` is JSON text."""
 
+    unsupported: ClassVar = _NAMESPACE
+
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    namespace: Refused = None
     caller: dict[str, Any] | None = Field(default=None, description="Accepted as it was answered.")
 
 
 class FunctionCallOutputItem(_Item):
     """What a call has brought."""
 
+    unsupported: ClassVar = _NAMESPACE
+
     type: Literal["function_call_output"]
     call_id: str
     output: TextParts
     name: str | None = None
-    namespace: Refused = None
     caller: dict[str, Any] | None = Field(default=None, description="Accepted as it was answered.")
 
     @property
@@ -104,14 +108,14 @@ class FunctionCallOutputItem(_Item):
         return "\n".join(part.text for part in self.output)
 
 
-class SummaryText(ClosedBody):
+class SummaryText(Body):
     """A summary of reasoning."""
 
     type: Literal["summary_text"]
     text: str
 
 
-class ReasoningText(ClosedBody):
+class ReasoningText(Body):
     """The text of reasoning."""
 
     type: Literal["reasoning_text"]
@@ -121,10 +125,11 @@ class ReasoningText(ClosedBody):
 class ReasoningItem(_Item):
     """What the model thought before it went on."""
 
+    unsupported: ClassVar = {"encrypted_content": Unsupported("it cannot be read here")}
+
     type: Literal["reasoning"]
     summary: list[SummaryText] = Field(default_factory=list)
     content: list[ReasoningText] | None = None
-    encrypted_content: Refused = None
 
     @property
     def text(self) -> str:
@@ -132,7 +137,7 @@ class ReasoningItem(_Item):
         return "".join(part.text for part in self.content or self.summary)
 
 
-class ItemReference(ClosedBody):
+class ItemReference(Body):
     """An item of a response that is stored."""
 
     type: Literal["item_reference"]
@@ -157,7 +162,7 @@ def _as_items(value: Any) -> Any:
 # How to go on
 
 
-class FunctionTool(ClosedBody):
+class FunctionTool(Body):
     """A function the model may call."""
 
     type: Literal["function"]
@@ -167,17 +172,17 @@ class FunctionTool(ClosedBody):
     strict: bool | None = Field(default=None, description="Forced calls always follow the schema; others never must.")
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
-    output_schema: Refused = None
+    output_schema: dict[str, Any] | None = Field(default=None, description="Accepted; the model is not shown it.")
 
 
-class FunctionChoice(ClosedBody):
+class FunctionChoice(Body):
     """This function must be called."""
 
     type: Literal["function"]
     name: str
 
 
-class AllowedToolsChoice(ClosedBody):
+class AllowedToolsChoice(Body):
     """Which functions may be called, and whether one must be."""
 
     type: Literal["allowed_tools"]
@@ -190,7 +195,7 @@ def _as_choice(value: Any) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 
-class ModeChoice(ClosedBody):
+class ModeChoice(Body):
     """Whether a function may, must or must not be called."""
 
     type: Literal["auto", "none", "required"]
@@ -209,19 +214,19 @@ Choice = Annotated[
 ]
 
 
-class PlainFormat(ClosedBody):
+class PlainFormat(Body):
     """Any text."""
 
     type: Literal["text"]
 
 
-class ObjectFormat(ClosedBody):
+class ObjectFormat(Body):
     """A JSON object."""
 
     type: Literal["json_object"]
 
 
-class SchemaFormat(ClosedBody):
+class SchemaFormat(Body):
     """JSON of a schema; the text always follows it, whatever `strict` says."""
 
     type: Literal["json_schema"]
@@ -239,14 +244,14 @@ Format = Annotated[
 ]
 
 
-class TextConfig(ClosedBody):
+class TextConfig(Body):
     """What the text of the answer shall be like."""
 
     format: Format = Field(default_factory=lambda: PlainFormat(type="text"))
     verbosity: Literal["medium"] | None = Field(default=None, description="No other is supported.")
 
 
-class ReasoningConfig(ClosedBody):
+class ReasoningConfig(Body):
     """How the model shall reason."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
@@ -260,7 +265,7 @@ class ReasoningConfig(ClosedBody):
     mode: Literal["standard"] | None = None
 
 
-class ResponseStreamOptions(ClosedBody):
+class ResponseStreamOptions(Body):
     """What a stream carries besides."""
 
     include_obfuscation: bool | None = Field(default=None, description="Accepted; events are never padded.")
@@ -281,8 +286,12 @@ Metadata = Annotated[
 ]
 
 
-class InputTokensRequest(ClosedBody):
+class InputTokensRequest(Body):
     """A conversation to count the tokens of, and the part of a request that makes the prompt."""
+
+    unsupported: ClassVar = {
+        "conversation": Unsupported("conversations are not stored here; use `previous_response_id`")
+    }
 
     input: Annotated[
         list[AnyItem], BeforeValidator(_as_items, json_schema_input_type=str | list[AnyItem]), Field(min_length=1)
@@ -296,11 +305,17 @@ class InputTokensRequest(ClosedBody):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     truncation: Literal["disabled"] | None = None
-    conversation: Refused = None
 
 
 class ResponsesRequest(InputTokensRequest):
     """A conversation to go on with."""
+
+    unsupported: ClassVar = {
+        **InputTokensRequest.unsupported,
+        "prompt": Unsupported("prompts are not stored here"),
+        "moderation": Unsupported("answers are not moderated here"),
+        "image": Unsupported("no images are made here"),
+    }
 
     max_output_tokens: Annotated[U32, Field(ge=1)] | None = None
     temperature: Annotated[F32, Field(ge=0, le=2)] | None = Field(default=None, description="0 takes the likeliest.")
@@ -313,12 +328,9 @@ class ResponsesRequest(InputTokensRequest):
     metadata: Metadata | None = None
     # Refused when they ask for something.
     background: Literal[False] | None = None
-    prompt: Refused = None
-    context_management: Refused = None
-    moderation: Refused = None
-    image: Refused = None
-    access_programs: Refused = None
-    # Accepted: they concern OpenAI's service, or tools that are not there.
+    # Accepted: they concern OpenAI's service, tools that are not there, or conversations longer than ours can be.
+    access_programs: Any = None
+    context_management: Any = None
     max_tool_calls: U32 | None = None
     user: str | None = None
     safety_identifier: str | None = None

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
-from funitel.router.api.common.schema_base import ClosedBody
+from funitel.router.api.common.schema_base import Body
 from funitel.router.api.responses.schema_request import Choice, FunctionTool, Item, Status, TextConfig
 
 # Output items
@@ -113,7 +113,7 @@ class IncompleteDetails(BaseModel):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class ResponseReasoning(ClosedBody):
+class ResponseReasoning(Body):
     """How the model was asked to reason."""
 
     effort: str | None

@@ -1,0 +1,45 @@
+"""Fields of chats and completions that would change the answer and are refused: OpenAI's, and other servers'."""
+
+from funitel.router.api.common.field_policy import NOTHING, Unsupported
+
+_SAMPLER = "there is no such sampler here"
+
+SAMPLING: dict[str, Unsupported] = {
+    # vLLM's.
+    "use_beam_search": Unsupported("answers are sampled; `best_of` of completions chooses the likeliest"),
+    "length_penalty": Unsupported("it is for beam search", (*NOTHING, 1.0)),
+    "allowed_token_ids": Unsupported("use `logit_bias` or a grammar"),
+    "logits_processors": Unsupported("code of clients is not run"),
+    "logprob_token_ids": Unsupported("use `logprobs`"),
+    "prompt_embeds": Unsupported("prompts are text or token ids"),
+    "repetition_detection": Unsupported("use `repetition_penalty`"),
+    "thinking_token_budget": Unsupported("reasoning has no limit of its own; use `max_tokens`", (*NOTHING, -1)),
+    "kv_transfer_params": Unsupported("each replica computes its own prompts"),
+    "return_tokens_as_token_ids": Unsupported("use `return_token_ids`"),
+    # Those of llama.cpp, SGLang and others.
+    "mirostat": Unsupported(_SAMPLER, (*NOTHING, 0)),
+    "mirostat_mode": Unsupported(_SAMPLER, (*NOTHING, 0)),
+    "tfs_z": Unsupported(_SAMPLER, (*NOTHING, 1.0)),
+    "top_a": Unsupported(_SAMPLER, (*NOTHING, 0)),
+    "dry_multiplier": Unsupported(_SAMPLER, (*NOTHING, 0)),
+    "xtc_probability": Unsupported(_SAMPLER, (*NOTHING, 0)),
+    "num_beams": Unsupported("answers are sampled", (*NOTHING, 1)),
+    "custom_logit_processor": Unsupported("code of clients is not run"),
+    "ebnf": Unsupported("use a JSON schema, a regular expression or a choice"),
+    "lora_path": Unsupported("no adapter is loaded"),
+    "adapter_id": Unsupported("no adapter is loaded"),
+}
+
+CHAT: dict[str, Unsupported] = SAMPLING | {
+    # OpenAI's.
+    "functions": Unsupported("use `tools`"),
+    "function_call": Unsupported("use `tool_choice`", (*NOTHING, "none", "auto")),
+    "modalities": Unsupported("answers are text", (*NOTHING, ["text"])),
+    "audio": Unsupported("answers are text"),
+    "verbosity": Unsupported("the model cannot be told", (*NOTHING, "medium")),
+    "web_search_options": Unsupported("nothing is searched here", ()),
+    "moderation": Unsupported("answers are not moderated here"),
+    # vLLM's.
+    "echo": Unsupported("a chat's answer never begins with its messages"),
+    "chat_template": Unsupported("templates of clients are not run; start the server with another"),
+}
