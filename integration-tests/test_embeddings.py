@@ -86,6 +86,7 @@ def test_the_server_says_what_it_is_for(server: Server) -> None:
         most = client.post("/embed", json={"inputs": ["a"] * 10_000})
         assert "may hold at most 2048 texts. Given: 10000" in most.json()["error"]
     assert server.metrics()["funitel_forward_tokens_total"] > 256
+    assert server.metrics()['funitel_memory_bytes{kind="resident",rank="0"}'] > 0
     assert "/v1/embeddings" in server.out.read_text()
 
 

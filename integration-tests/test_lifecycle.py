@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -392,3 +393,19 @@ def _is_healthy(port: int) -> bool:
         return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
     except httpx.TransportError:
         return False
+
+
+async def test_a8_an_address_space_bounds_the_pool_and_idle_memory_is_told(start: Start, demo_model: Path) -> None:
+    """As `prlimit --as=2500000000` would start it: the usual pool of the demo model would not fit."""
+    server = start("--model-id", str(demo_model))
+    limit = 2_500_000_000
+    resource.prlimit(server.process.pid, resource.RLIMIT_AS, (limit, limit))  # before it has children
+    server.wait_ready()
+    assert len(await answers(server)) == 5
+    metrics = server.metrics()
+    assert 0 < metrics['funitel_kv_bytes{rank="0"}'] < limit / 4
+    assert metrics['funitel_memory_bytes{kind="resident",rank="0"}'] > 0
+    log = server.tail(10**6)
+    assert "RLIMIT_AS (ulimit -v) leaves" in log
+    assert "memory idle resident_bytes=" in log
+    assert server.stop() == 0

@@ -1,9 +1,11 @@
 """What each replica gets for itself."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from funitel.launcher.config.child_commands import Commands
 from funitel.launcher.config.replica_settings import environ_of_replica, further_addresses, settings_of_replica
 from funitel.launcher.config.resolve import ResolvedSettings, resolve
 from funitel.launcher.config.sockets import claim, free_ports
@@ -44,11 +46,12 @@ def test_the_cores_are_shared_out_over_all_shards(monkeypatch: pytest.MonkeyPatc
     assert (resolved(num_threads=7).num_threads, resolved(num_threads=7).most_threads) == (7, None)
 
 
-def test_memory_of_a_host_is_shared_and_that_of_gpus_is_not() -> None:
-    shared = settings_of_replica(resolved(cuda_memory_fraction=0.75), 1)
-    assert shared.cuda_memory_fraction == pytest.approx(0.25)
-    alone = settings_of_replica(resolved(tuple("012345"), cuda_memory_fraction=0.75), 1)
-    assert alone.cuda_memory_fraction == 0.75
+def test_the_shards_of_a_replica_are_told_how_many_share_the_host() -> None:
+    settings = resolved(cuda_memory_fraction=0.75)
+    shared = settings_of_replica(settings, 1)
+    assert (settings.replicas_on_host, shared.replicas_on_host, shared.cuda_memory_fraction) == (1, 3, 0.75)
+    argv = Commands().shard(shared, Path("/model"), 0)
+    assert argv[argv.index("--replicas-on-host") + 1] == "3"
 
 
 def test_each_replica_sees_its_own_gpus() -> None:

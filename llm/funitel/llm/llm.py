@@ -42,7 +42,7 @@ class LLM:
         num_shard: int = 1,
         num_threads: int | None = None,
         block_size: int = 16,
-        cuda_memory_fraction: float = 1.0,
+        cuda_memory_fraction: float | None = None,
         max_total_tokens: int | None = None,
         max_batch_prefill_tokens: int | None = None,
         max_batch_total_tokens: int | None = None,
@@ -60,7 +60,7 @@ class LLM:
             num_shard: only 1 here; a server splits a model over several processes.
             num_threads: of compute threads.
             block_size: tokens per KV block.
-            cuda_memory_fraction: of the GPU's memory, or of the default KV pool on a CPU.
+            cuda_memory_fraction: of the GPU's memory, or on a CPU of half of the available memory.
             max_total_tokens: maximum of tokens in a prompt and its completion.
             max_batch_prefill_tokens: maximum of prompt tokens in one step.
             max_batch_total_tokens: size of the KV pool in tokens.

@@ -111,7 +111,8 @@ def test_the_peak_of_a_step_and_recorded_steps_are_set_aside() -> None:
     assert recording.order == ["record", "forget"] * 2
     assert (memory.step_bytes, memory.graph_bytes) == (5_000, 2 * 400 + 3 * 7)
     usable = int(100_000 * USABLE)
-    assert memory.pool_bytes() == usable - 20_000 - 10_000 - 5_000 - 821
+    room = memory.room(0)
+    assert room.most == room.usual == usable - 20_000 - 10_000 - 5_000 - 821
 
 
 def test_a_largest_step_without_memory_is_one_line() -> None:

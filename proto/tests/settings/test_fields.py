@@ -342,7 +342,8 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "kv_host_gb": st.floats(0, 1000),
     "attention": st.none() | st.sampled_from(ATTENTIONS),
     "cuda_graphs": st.none() | st.frozensets(st.integers(1, MAX_ROWS)).map(BatchSizes),
-    "cuda_memory_fraction": st.floats(0, 1, exclude_min=True),
+    "cuda_memory_fraction": st.none() | st.floats(0, 1, exclude_min=True),
+    "replicas_on_host": COUNT,
     "num_threads": st.none() | COUNT,
     "most_threads": st.none(),  # and a number where "num_threads" is none
     "thread_spin_us": st.none() | st.integers(0, MAX_SPIN_US),

@@ -234,6 +234,10 @@ DIFFERENT: dict[tuple[Program, str], tuple[Any, str]] = {
     ("router", "--prometheus-port"): (None, "TGI opens 9000 and answers nothing there"),
     ("launcher", "--hostname"): (None, "loopback where there is no key; the image keeps TGI's by DEFAULT_HOSTNAME"),
     ("router", "--hostname"): (None, "the same"),
+    ("launcher", "--cuda-memory-fraction"): (
+        None,
+        "1 on a GPU; on a CPU a pool of 16 contexts and a quarter of the memory",
+    ),
 }
 POSITIONAL: dict[Program, tuple[str, ...]] = {
     "shard": ("model_id",),

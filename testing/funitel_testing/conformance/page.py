@@ -33,6 +33,11 @@ STARTS = (
     ("--shard-uds-path", "another when it is taken", "two instances run side by side"),
     ("--shard-uds-path", "sockets are accessible to their owner only", "access to a shard allows running the model"),
     ("--prometheus-port", "none", "TGI opens 9000 and answers nothing there"),
+    (
+        "--cuda-memory-fraction",
+        "on a CPU 16 contexts of the model and at most a quarter of the available memory; 1 on a GPU",
+        "a server on a CPU shares its memory with other programs ([cpu](cpu.md#memory))",
+    ),
 )
 
 

@@ -10,18 +10,16 @@ from funitel.launcher.config.sockets import path_of_replica, socket_of
 def settings_of_replica(settings: ResolvedSettings, replica: int) -> ResolvedSettings:
     """The settings of one replica's shards; those of a single replica are the deployment's.
 
-    Replicas without GPUs size their KV pools on one host independently of each other, so each gets an equal part of
-    the deployment's memory fraction.
+    Replicas without GPUs size their KV pools on one host independently of each other, so each is told of the others.
     """
-    fraction = settings.cuda_memory_fraction
     first = replica * settings.num_shard
     return dataclasses.replace(
         settings,
         num_replicas=1,
+        replicas_on_host=settings.num_replicas,
         shard_uds_path=path_of_replica(settings.shard_uds_path, replica),
         master_port=settings.master_ports[replica],
         core_assignments=settings.core_assignments[first : first + settings.num_shard],
-        cuda_memory_fraction=fraction if settings.gpus else fraction / settings.num_replicas,
     )
 
 

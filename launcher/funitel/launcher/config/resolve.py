@@ -50,6 +50,7 @@ class ResolvedSettings(LauncherSettings):
     most_threads: int | None = None  # of each shard, where the shard itself decides the number
     core_assignments: tuple[ShardPlacement, ...] = ()  # of every shard of every replica, with --numa
     gpus: tuple[str, ...] = ()  # divided among several replicas, as CUDA names them
+    replicas_on_host: int = 1  # of the deployment, in the settings of one of them
     task: str = "generate"  # of the model: "generate", "embed" or "classify"
 
 

@@ -78,7 +78,7 @@ class LauncherSettings:
     disable_forced_spans: bool = _shard("disable_forced_spans")
     watermark_gamma: float = _shard("watermark_gamma")
     watermark_delta: float = _shard("watermark_delta")
-    cuda_memory_fraction: float = _shard("cuda_memory_fraction")
+    cuda_memory_fraction: float | None = _shard("cuda_memory_fraction")
     max_concurrent_requests: int = _router("max_concurrent_requests")
     max_queued_tokens: int | None = _router("max_queued_tokens")
     max_best_of: int = _router("max_best_of")

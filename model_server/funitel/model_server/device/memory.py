@@ -1,13 +1,23 @@
 """The memory of this process and its device: what is free, what is in use, and errors that say there is none left."""
 
 import ctypes
+import functools
 import gc
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import torch
 
+from funitel.model_server.device.host_memory import available_memory
 from funitel.proto.errors import NotEnoughMemory
+from funitel.proto.step import ShardMemory
+
+logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # What torch and the C++ library say of memory that is not there, in errors of no class of its own.
 _WORDS_OF_NO_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory", "Cannot allocate memory")
@@ -15,23 +25,6 @@ _WORDS_OF_NO_MEMORY = ("can't allocate memory", "bad_alloc", "out of memory", "C
 
 MEMORY_ERRORS = (RuntimeError, OSError, MemoryError, NotEnoughMemory)
 """What may say that there is no memory left; `is_out_of_memory` tells whether it does."""
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory this process can still get: of a GPU, of the host, or of its control group if that allows less."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    if (group / "memory.max").is_file() and (group / "memory.stat").is_file():
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            # Pages of files just read, such as the checkpoint, count as used but are given back on demand.
-            used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            available = min(available, int(limit) - used)
-    return max(available, 0)
 
 
 def resident_bytes() -> int:
@@ -44,6 +37,20 @@ def resident_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
+def process_memory() -> ShardMemory:
+    """Host memory that this process holds now, and the most it ever held; files that it maps are included."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    resident, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+    return ShardMemory(resident, peak)
+
+
+def log_idle_memory() -> None:
+    """Log what this process holds before its first request, once freed memory is given back."""
+    _trim()
+    memory = process_memory()
+    logger.info("memory idle resident_bytes=%d peak_bytes=%d", memory.resident_bytes, memory.peak_bytes)
+
+
 def bytes_in_use(device: torch.device) -> int:
     """Memory this process holds where weights on `device` lie."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
@@ -54,6 +61,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError | NotEnoughMemory):
         return True
     return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in _WORDS_OF_NO_MEMORY)
+
+
+def within_memory(load: Callable[P, T]) -> Callable[P, T]:
+    """`load`, raising NotEnoughMemory with the memory that is left where it fails for want of memory."""
+
+    @functools.wraps(load)
+    def wrapped(*given: P.args, **named: P.kwargs) -> T:
+        try:
+            return load(*given, **named)
+        except NotEnoughMemory:
+            raise
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+            raise NotEnoughMemory(f"the model does not fit in the {available_memory()}: {error}") from error
+
+    return wrapped
 
 
 def release_memory(device: torch.device) -> None:

@@ -27,10 +27,11 @@ class ExecutorOptions:
     device: torch.device
     dtype: torch.dtype
     block_size: int
-    memory_fraction: float
+    memory_fraction: float | None
     allow_prefill_logprobs: bool
     eos_token_ids: frozenset[int]
     watermark: Watermark = Watermark()
+    num_replicas: int = 1  # that share a host's memory
     host_bytes: int = 0  # of the host's memory for evicted blocks
     step_bytes: Callable[[int], int] | None = None  # memory of a step of so many tokens, where that is known before
     forces_spans: bool = True  # tokens that alone can follow in a grammar are taken without a forward each

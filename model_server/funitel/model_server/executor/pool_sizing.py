@@ -5,19 +5,37 @@ before there is a pool; the arithmetic knows no device."""
 
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
-from funitel.model_server.device.memory import MEMORY_ERRORS, Gpu, GpuState, free_bytes, is_out_of_memory
+from funitel.model_server.device.host_memory import AvailableMemory, available_memory
+from funitel.model_server.device.memory import MEMORY_ERRORS, Gpu, GpuState, is_out_of_memory
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.forward.batch import RecordingForward
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.proto.errors import NotEnoughMemory, SettingsError
 
-_CPU = torch.device("cpu")
-CPU_SHARE = 0.5  # of free memory: it is shared with the activations of later steps, and with all else on the host
+USUAL_CONTEXTS = 16  # of a pool on a host, where no setting says how large it is to be
+USUAL_SHARE = 0.25  # of the available memory, likewise
+FRACTION_SHARE = 0.5  # that --cuda-memory-fraction is a fraction of, on a host
+USUAL_BATCH_SIZE = 128  # sequences, where the router does not say how many
+MAX_SHARE = 0.9  # of what is asked for in tokens
 MAX_POOL_TOKENS = 2**31 - 1  # as many as the wire can say: a state of a few kilobytes stands for thousands
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRoom:
+    """Bytes that the pool of a rank may take: `most` at all, `usual` where no number of tokens is asked for.
+
+    The usual pool holds at most `contexts` of the model's, if that is given. In words, `limit` is what sets the usual
+    bytes, and `memory` is the memory that is available.
+    """
+
+    most: int
+    usual: int
+    contexts: int | None
+    limit: str
+    memory: str
 
 
 class PoolMemory(Protocol):
@@ -31,18 +49,25 @@ class PoolMemory(Protocol):
     def profile_recording(self, decoder: RecordingForward, cache: KVCache) -> None:
         """Record the largest step over `cache`, and forget it again."""
 
-    def pool_bytes(self) -> int:
-        """Bytes the pool may take."""
+    def room(self, step_bytes: int) -> PoolRoom:
+        """What the pool may take, where the largest step is known to take `step_bytes` on a host."""
 
 
 class HostPoolMemory:
-    """The memory of a host, shared fairly with the ranks that are on it too; nothing of it is measured."""
+    """The memory of a host, shared fairly with the ranks and replicas that are on it too; nothing of it is measured.
+
+    Args:
+        fraction: as asked for, of half of the available memory; None for the usual size.
+        parallel: the ranks.
+        num_replicas: that share the host.
+    """
 
     is_measured = False
 
-    def __init__(self, fraction: float, parallel: TensorParallel) -> None:
+    def __init__(self, fraction: float | None, parallel: TensorParallel, num_replicas: int = 1) -> None:
         self._fraction = fraction
         self._parallel = parallel
+        self._num_replicas = num_replicas
 
     def profile(self, step: Callable[[], None], what: str) -> None:
         """Compute a step, so that memory is touched and kernels are there."""
@@ -51,38 +76,76 @@ class HostPoolMemory:
     def profile_recording(self, decoder: RecordingForward, cache: KVCache) -> None:
         """Nothing is measured on a host."""
 
-    def pool_bytes(self) -> int:
-        """Bytes the pool of this rank may take."""
+    def room(self, step_bytes: int) -> PoolRoom:
+        """What the pool of this rank may take."""
         hosts = self._parallel.exchange(socket.gethostname())
-        return host_share(free_bytes(_CPU), self._fraction, hosts.count(hosts[self._parallel.rank]))
+        num_ranks = hosts.count(hosts[self._parallel.rank]) * self._num_replicas
+        return host_room(available_memory(), self._fraction, num_ranks, step_bytes)
 
 
-def num_pool_blocks(max_blocks: int, free: int, block_size: int, asked_tokens: int | None) -> int:
-    """Blocks of a pool, at most the `max_blocks` that all ranks have memory for; for `asked_tokens`, if given.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolDemand:
+    """What a pool is for: sequences of at most `context` tokens, `num_rows` of them at once, in blocks of `block_size`.
+
+    `asked_tokens` is the size that was asked for. Else a sequence of `longest` tokens has room, if that was asked for.
+    """
+
+    context: int
+    block_size: int
+    num_rows: int
+    longest: int | None = None
+    asked_tokens: int | None = None
+
+    def usual(self, room: PoolRoom, usual_blocks: int) -> tuple[int, str]:
+        """Blocks where no size is asked for, at most `usual_blocks`, and what limits them."""
+        if room.contexts is None:
+            return usual_blocks, room.limit
+        # A block may be a whole context, such as a state.
+        contexts = max(room.contexts, self.num_rows) if self.block_size >= self.context else room.contexts
+        most = contexts * -(-self.context // self.block_size)
+        if usual_blocks <= most:
+            return usual_blocks, room.limit
+        return most, f"{contexts} contexts of {self.context} tokens; --max-batch-total-tokens sets another size"
+
+
+def num_pool_blocks(demand: PoolDemand, room: PoolRoom, max_blocks: int, usual_blocks: int) -> tuple[int, str]:
+    """Blocks of a pool and what limits them; `max_blocks` and `usual_blocks` have room on every rank.
 
     Raises:
-        NotEnoughMemory: of the `free` bytes none, or fewer than are asked for, have room.
+        NotEnoughMemory: there is room for fewer than are asked for, or for none.
         SettingsError: what is asked for is less than a block.
     """
-    max_blocks = min(max_blocks, MAX_POOL_TOKENS // block_size)
+    size, asked_tokens = demand.block_size, demand.asked_tokens
+    max_blocks = min(max_blocks, MAX_POOL_TOKENS // size)
     if asked_tokens is None:
-        if max_blocks < 1:
-            raise NotEnoughMemory(f"{free} bytes are left for the KV pool, less than one block of {block_size} tokens")
-        return max_blocks
-    asked = asked_tokens // block_size
+        found, limit = demand.usual(room, min(usual_blocks, max_blocks))
+        longest = min(max_blocks, -(-(demand.longest or 0) // size))
+        if max(found, longest) < 1:
+            raise NotEnoughMemory(
+                f"{room.usual} bytes are left for the KV pool, less than one block of {size} tokens: {room.limit}"
+            )
+        return (found, limit) if found >= longest else (longest, f"--max-total-tokens {demand.longest}")
+    asked = asked_tokens // size
     if asked > max_blocks:
         raise NotEnoughMemory(
             f"--max-batch-total-tokens {asked_tokens} needs more memory than there is: "
-            f"at most {max(0, max_blocks) * block_size} tokens fit"
+            f"at most {max(0, max_blocks) * size} tokens fit in the {room.memory}"
         )
     if asked < 1:
-        raise SettingsError(f"--max-batch-total-tokens {asked_tokens} must be >= the block size of {block_size}")
-    return asked
+        raise SettingsError(f"--max-batch-total-tokens {asked_tokens} must be >= the block size of {size}")
+    return asked, "--max-batch-total-tokens"
 
 
-def host_share(free: int, fraction: float, num_ranks: int) -> int:
-    """Bytes that the pool of each of `num_ranks` on a host may take of the `free` ones."""
-    return max(0, int(free * CPU_SHARE * fraction / num_ranks))
+def host_room(available: AvailableMemory, fraction: float | None, num_ranks: int, step_bytes: int = 0) -> PoolRoom:
+    """What the pool of each of `num_ranks` on a host may take; see `HostPoolMemory` for `fraction`."""
+    part, share = 1.0, USUAL_SHARE
+    contexts: int | None = USUAL_CONTEXTS
+    if fraction is not None:
+        part, share, contexts = fraction, FRACTION_SHARE, None
+    bytes_of_rank = available.num_bytes * part / num_ranks
+    most = max(0, int(bytes_of_rank * MAX_SHARE) - step_bytes)
+    limit = f"{part * share:.0%} of the {available}" + ("" if num_ranks == 1 else f", divided by {num_ranks}")
+    return PoolRoom(most, max(0, min(most, int(bytes_of_rank * share))), contexts, limit, str(available))
 
 
 # Of the GPU. The rest is for what is not counted: contexts of this and other processes, kernels that are loaded late.
@@ -118,9 +181,9 @@ class GpuPoolMemory:
 
     is_measured = True
 
-    def __init__(self, gpu: Gpu, fraction: float) -> None:
+    def __init__(self, gpu: Gpu, fraction: float | None) -> None:
         self._gpu = gpu
-        self._fraction = fraction
+        self._fraction = 1.0 if fraction is None else fraction
         self.step_bytes = 0
         self.graph_bytes = 0
 
@@ -154,7 +217,9 @@ class GpuPoolMemory:
             decoder.forget_recordings()
         self.graph_bytes = graph_bytes(before, after, decoder.num_recordings)
 
-    def pool_bytes(self) -> int:
-        """Bytes the pool may take."""
+    def room(self, step_bytes: int) -> PoolRoom:
+        """What the pool may take beside what was measured."""
         self._gpu.release_cached()
-        return pool_budget(self._gpu.state(), self._fraction, self.step_bytes + self.graph_bytes)
+        budget = pool_budget(self._gpu.state(), self._fraction, self.step_bytes + self.graph_bytes)
+        memory = f"{budget / 1e6:.0f} MB that the GPU leaves"
+        return PoolRoom(budget, budget, None, memory, memory)

@@ -7,14 +7,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from funitel.model_server.device.memory import Gpu
+from funitel.model_server.device.memory import MEMORY_ERRORS, Gpu, is_out_of_memory, log_idle_memory
 from funitel.model_server.device.pinned_memory import page_locked
 from funitel.model_server.executor.admit import RowAdmission
 from funitel.model_server.executor.interface import StepSampling
 from funitel.model_server.executor.model_runner import ModelRunner
-from funitel.model_server.executor.pool_sizing import GpuPoolMemory, HostPoolMemory, PoolMemory, num_pool_blocks
+from funitel.model_server.executor.pool_sizing import (
+    USUAL_BATCH_SIZE,
+    GpuPoolMemory,
+    HostPoolMemory,
+    PoolDemand,
+    PoolMemory,
+    num_pool_blocks,
+)
 from funitel.model_server.forward.batch import RecordingForward, RowSpan
-from funitel.model_server.kv_cache.pool import HostBlocks
+from funitel.model_server.kv_cache.pool import HostBlocks, KVCache
 from funitel.model_server.sampling.sampler import SamplingState, token_logprobs
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher, TextCodec
 from funitel.model_server.sequence.table import SequenceState
@@ -23,7 +30,6 @@ from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams, Wa
 
 logger = logging.getLogger(__name__)
 
-USUAL_BATCH_SIZE = 128  # sequences, where the router does not say how many
 MAX_PROFILED_ROWS = 1024  # sequences: beyond that each takes more than it can pay back
 TOP_N = 5
 # Every filter there is, and the model's own scores kept beside those that it changes.
@@ -94,7 +100,7 @@ class Warmup:
         self, runner: ModelRunner, admission: RowAdmission, sampling: StepSampling[Any], codec: TextCodec
     ) -> None:
         options = runner.options
-        self.memory: PoolMemory = HostPoolMemory(options.memory_fraction, runner.parallel)
+        self.memory: PoolMemory = HostPoolMemory(options.memory_fraction, runner.parallel, options.num_replicas)
         if options.device.type == "cuda":
             self.memory = GpuPoolMemory(Gpu(options.device), options.memory_fraction)
         self._runner = runner
@@ -136,11 +142,13 @@ class Warmup:
         if max_input >= max_total:
             raise SettingsError(f"--max-input-tokens {max_input} must be < --max-total-tokens {max_total}")
         runner.table.reset(max_blocks=-(-context // runner.options.block_size) + 1)
+        host_blocks = self._make_host_blocks()
+        log_idle_memory()
         return WarmupResult(
             pool_tokens=pool_tokens,
             max_input_tokens=max_input if max_prompt is None else min(max_input, max_prompt),
             max_total_tokens=max_total,
-            host_blocks=self._make_host_blocks(),
+            host_blocks=host_blocks,
             kv_bytes=runner.pool.num_bytes,
             total_kv_bytes=runner.pool.num_blocks * runner.pools.total_bytes_per_block,
         )
@@ -183,18 +191,41 @@ class Warmup:
 
     def _size_pool(self, limits: WarmupLimits) -> int:
         """Allocate the pool; every rank the same number of blocks. Returns its size in tokens."""
-        runner, options = self._runner, self._runner.options
-        size = options.block_size
-        free = self.memory.pool_bytes()
+        runner, options, most_tokens = self._runner, self._runner.options, limits.max_prefill_tokens
+        step_bytes = 0 if options.step_bytes is None else options.step_bytes(most_tokens)
+        room, block_bytes = self.memory.room(step_bytes), runner.pools.bytes_per_block
+        demand = PoolDemand(
+            context=runner.spec.max_position_embeddings,
+            block_size=options.block_size,
+            num_rows=num_rows(limits.max_batch_size),
+            longest=limits.max_total_tokens,
+            asked_tokens=limits.max_batch_total_tokens,
+        )
         # Ranks hold different heads and read free memory at different moments: agree before anything may be refused.
-        max_blocks = runner.parallel.smallest(free // runner.pools.bytes_per_block - 1)  # block 0 is no sequence's
-        num_blocks = num_pool_blocks(max_blocks, free, size, limits.max_batch_total_tokens)
-        runner.cache = runner.pools.make(num_blocks + 1)
-        logger.info("KV pool tokens=%d bytes=%d dtype=%s", num_blocks * size, runner.pool.num_bytes, options.dtype)
+        most, usual = (
+            runner.parallel.smallest(num_bytes // block_bytes - 1)  # block 0 is no sequence's
+            for num_bytes in (room.most, room.usual)
+        )
+        num_blocks, limit = num_pool_blocks(demand, room, most, usual)
+        tokens = num_blocks * demand.block_size
+        runner.cache = self._make_pool(num_blocks + 1, tokens)
+        message = "KV pool tokens=%d bytes=%d dtype=%s contexts=%.1f limit=%s"
+        logger.info(message, tokens, runner.pool.num_bytes, options.dtype, tokens / demand.context, limit)
         if options.step_bytes is not None:
-            most = limits.max_prefill_tokens
-            logger.info("memory predicted_step_bytes=%d most_tokens=%d", options.step_bytes(most), most)
-        return num_blocks * size
+            logger.info("memory predicted_step_bytes=%d most_tokens=%d", step_bytes, most_tokens)
+        return tokens
+
+    def _make_pool(self, num_blocks: int, tokens: int) -> KVCache:
+        try:
+            return self._runner.pools.make(num_blocks)
+        except MEMORY_ERRORS as error:
+            if not is_out_of_memory(error):
+                raise
+            num_bytes = num_blocks * self._runner.pools.bytes_per_block
+            raise NotEnoughMemory(
+                f"there is no memory for a KV pool of {tokens} tokens ({num_bytes} bytes): "
+                "--max-batch-total-tokens sets another size"
+            ) from None
 
     def _make_host_blocks(self) -> int:
         """Have room for evicted blocks in the host's memory, as much on every rank; returns for how many."""

@@ -129,6 +129,7 @@ def options_of(
         dtype=loaded.kv_dtype,
         block_size=settings.block_size,
         memory_fraction=settings.cuda_memory_fraction,
+        num_replicas=settings.replicas_on_host,
         allow_prefill_logprobs=settings.enable_prefill_logprobs,
         eos_token_ids=eos_token_ids,
         watermark=Watermark(settings.watermark_gamma, settings.watermark_delta),

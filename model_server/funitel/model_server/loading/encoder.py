@@ -7,6 +7,7 @@ import torch
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.build import CannotBuild
+from funitel.model_server.device.memory import log_idle_memory
 from funitel.model_server.executor.encoder import EncoderExecutor
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import cache_folder
@@ -69,6 +70,7 @@ def load_encoder(settings: ModelServerSettings, folder: Path) -> tuple[EncoderEx
         ",".join(sorted(task.name.lower() for task in executor.tasks)),
         ",".join(embedding.pools),
     )
+    log_idle_memory()
     warn_of_spin(settings)
     facts = EncoderFacts(
         tasks=executor.tasks,

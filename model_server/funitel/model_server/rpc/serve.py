@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from funitel.model_server.device.memory import within_memory
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.hub.resolve import resolve
 from funitel.model_server.loading.encoder import holds_encoder, load_encoder
@@ -115,10 +116,10 @@ async def serve(settings: ModelServerSettings) -> FunitelError | None:
     servicer: Servicer | EncoderServicer
     call_server: CallServer | None = None
     if holds_encoder(folder):
-        encoder, info = await loop.run_in_executor(compute, load_encoder, settings, folder)
+        encoder, info = await loop.run_in_executor(compute, within_memory(load_encoder), settings, folder)
         servicer, leave = EncoderServicer(encoder, info, [url], compute), encoder.parallel.leave
     else:
-        executor, info = await loop.run_in_executor(compute, load_generator, settings, folder)
+        executor, info = await loop.run_in_executor(compute, within_memory(load_generator), settings, folder)
         urls = await loop.run_in_executor(compute, executor.parallel.exchange, url)
         info = replace(info, step_socket=step_socket_path(settings))
         call_server = CallServer(executor, info.world_size, info.step_socket, compute, fail)

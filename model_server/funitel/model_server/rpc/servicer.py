@@ -9,11 +9,11 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import Executor as ThreadExecutor
-from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
 
+from funitel.model_server.device.memory import process_memory
 from funitel.model_server.executor.encoder import EncoderExecutor
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.rpc.dispatcher import Dispatcher, Q, R, ReplyCallbacks
@@ -23,7 +23,7 @@ from funitel.proto import generate_pb2 as pb
 from funitel.proto.errors import FunitelError, StartupError, StepFailed, translating
 from funitel.proto.process.private_socket import keeping_private
 from funitel.proto.security.tls import MutualTls
-from funitel.proto.step import ShardInfo, ShardMemory
+from funitel.proto.step import ShardInfo
 from funitel.proto.step_socket import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MAX_BYTES
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class ShardServicer(generate_pb2_grpc.TextGenerationServiceServicer):
 
     async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
         """Answer at once: the process lives and its event loop turns. Says what memory it holds, and if it computes."""
-        health = wire.encode_memory(_memory())
+        health = wire.encode_memory(process_memory())
         health.busy_ns = self.busy_ns
         return health
 
@@ -72,12 +72,6 @@ class ShardServicer(generate_pb2_grpc.TextGenerationServiceServicer):
     ) -> pb.ServiceDiscoveryResponse:
         """Addresses of all ranks."""
         return pb.ServiceDiscoveryResponse(urls=self._urls)
-
-
-def _memory() -> ShardMemory:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    resident, peak = (int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-    return ShardMemory(resident, peak)
 
 
 async def abort(context: Context, error: FunitelError) -> NoReturn:

@@ -171,8 +171,11 @@ class ModelsSettings:
     model_spec: str | None = setting(None, "JSON file that describes the model.", env=None)
     trust_remote_code: bool = setting(False, "Run the code that comes with a model no other way serves.", env=None)
     block_size: int = setting(16, "Tokens per KV block.", env=None, bounds=POSITIVE)
-    cuda_memory_fraction: float = setting(
-        1.0, "Share of a whole GPU's memory, or of the KV pool's on a CPU, as for serving.", env=None, bounds=SHARE
+    cuda_memory_fraction: float | None = setting(
+        None,
+        "Share of a whole GPU's memory, or of half of the available memory on a CPU, as for serving.",
+        env=None,
+        bounds=SHARE,
     )
     json: bool = setting(False, "Print one JSON object.", env=None)
 
@@ -242,10 +245,15 @@ class ModelServerSettings:
         bounds=Bounds(above=0, maximum=MAX_STRETCH),
     )
     block_size: int = setting(16, "Tokens per KV block.", bounds=POSITIVE)
-    cuda_memory_fraction: float = setting(
-        1.0,
-        "Fraction of the GPU's memory that a shard may use, with weights and activations; on a CPU, of the KV pool's.",
+    cuda_memory_fraction: float | None = setting(
+        None,
+        "Fraction of the GPU's memory that a shard may use, with weights and activations, 1 when not given; on a CPU "
+        "the KV pool's fraction of half of the available memory. When not given there, the pool has at most 16 "
+        "contexts and a quarter of that memory.",
         bounds=SHARE,
+    )
+    replicas_on_host: int = setting(
+        1, "Replicas that share this host's memory; on a CPU each takes an equal part.", env=None, bounds=POSITIVE
     )
     cpu_offload_gb: float = setting(
         0.0,

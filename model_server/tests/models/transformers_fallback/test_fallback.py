@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from funitel.model_server.executor.executor import Executor
+from funitel.model_server.executor.pool_sizing import PoolRoom
 from funitel.model_server.loading import transformers as loading
 from funitel.model_server.loading.decoder import load
 from funitel.model_server.models.transformers_fallback.cache_adapters import CacheAdapter, choose_adapter
@@ -216,7 +217,7 @@ def test_a_pool_of_small_states_is_no_larger_than_the_wire_can_say(
 ) -> None:
     folder = save(UNLISTED["mamba"], tmp_path)
     executor, _ = load(settings(folder), folder)
-    monkeypatch.setattr(executor.profiler.memory, "pool_bytes", lambda: 10**12)
+    monkeypatch.setattr(executor.profiler.memory, "room", lambda _: PoolRoom(10**12, 10**12, None, "much", "much"))
     monkeypatch.setattr(
         type(executor.runner.pools), "make", lambda pools, num_blocks: FallbackPool(pools, min(num_blocks, 9))
     )

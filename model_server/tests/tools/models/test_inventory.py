@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from funitel.model_server.device.host_memory import AvailableMemory
+from funitel.model_server.executor import pool_sizing
 from funitel.model_server.loading.decoder import load
 from funitel.model_server.loading.generator import load_generator
 from funitel.model_server.registry.decoders import FAMILIES
@@ -16,6 +18,8 @@ from funitel.model_server.settings import ModelServerSettings, ModelsSettings
 from funitel.model_server.tools.models import needs
 from funitel.model_server.tools.models.report import list_all, served_architectures, tell_needs
 from funitel.proto.errors import SettingsError, WeightsError
+from funitel.proto.step import WarmupLimits
+from funitel_testing.executors import start
 from funitel_testing.fallback import UNLISTED, split_form
 from funitel_testing.tiny import byte_tokenizer, save_tiny
 from funitel_testing.tiny_seq2seq import FAMILIES as TINY_SEQ2SEQ
@@ -26,7 +30,7 @@ FREE = 10**9
 
 @pytest.fixture(autouse=True)
 def _known_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "free_bytes", lambda device: FREE)
+    monkeypatch.setattr(needs, "available_memory", lambda: AvailableMemory(FREE, "a test"))
 
 
 def told(folder: Path, **given: Any) -> dict[str, Any]:
@@ -55,7 +59,9 @@ def test_the_list_has_every_row_of_the_tables_and_what_transformers_has_besides(
 
 @pytest.mark.parametrize("given", [{}, {"dtype": "float32"}, {"dtype": "bfloat16"}], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_model_takes_what_was_told(family: str, given: dict[str, Any], tmp_path: Path) -> None:
+def test_a_model_takes_what_was_told(
+    family: str, given: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save_tiny(family, tmp_path)
     found = told(folder, **given)
     settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1, block_size=4, **given)
@@ -63,7 +69,8 @@ def test_a_model_takes_what_was_told(family: str, given: dict[str, Any], tmp_pat
     assert found["weights"] == [info.weight_bytes]
     assert found["blocks"] == [executor.runner.pools.bytes_per_block]
     assert found["precision"] == info.dtype.removeprefix("torch.")
-    assert found["pool"] == ((FREE - info.weight_bytes) // 2 // executor.runner.pools.bytes_per_block - 1) * 4
+    monkeypatch.setattr(pool_sizing, "available_memory", lambda: AvailableMemory(FREE - info.weight_bytes, "a test"))
+    assert found["pool"] == executor.warmup([start(0, range(20))], WarmupLimits(max_prefill_tokens=64)).pool_tokens
 
 
 def test_ranks_share_weights_and_memory(tmp_path: Path) -> None:
@@ -111,7 +118,7 @@ def test_an_encoder_decoder_takes_what_was_told(family: str, tmp_path: Path) -> 
 
 def test_what_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_tiny("llama", tmp_path)
-    monkeypatch.setattr(needs, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(needs, "available_memory", lambda: AvailableMemory(1000, "a test"))
     text, fits = tell_needs(ModelsSettings(model_id=str(folder), device="cpu"))
     assert not fits
     assert text.splitlines()[-1].split() == ["fits", "no"]

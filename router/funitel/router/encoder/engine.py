@@ -86,6 +86,18 @@ class _Pending:
             self.done.set_exception(error)
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Member(Member):
+    """One encoder, which reports the memory that it holds."""
+
+    metrics: Metrics
+
+    async def health(self) -> None:
+        """See `Member`."""
+        (memory,) = await self.shards.health()
+        self.metrics.set_memory(self.slot.index, memory)
+
+
 class EncoderEngine(Membership[Member]):
     """The replicas of one encoder, each a single shard."""
 
@@ -103,7 +115,7 @@ class EncoderEngine(Membership[Member]):
         self._left = asyncio.Event()  # set whenever a request ends
         self._device_type = replicas[0].infos[0].device_type
         for index, shards in enumerate(replicas):
-            self._add(Member(slot=Slot(index=index), shards=shards))
+            self._add(_Member(slot=Slot(index=index), shards=shards, metrics=metrics))
 
     @property
     def compute_type(self) -> str:
@@ -320,7 +332,7 @@ class EncoderEngine(Membership[Member]):
     async def _rejoin(self, lost: Member, shards: Shards) -> Member:
         if len(shards.infos) != 1 or shards.infos[0].encoder != self.facts:
             raise StartupError("what answers there is another model")
-        return Member(slot=lost.slot, shards=shards)
+        return _Member(slot=lost.slot, shards=shards, metrics=self._metrics)
 
     def fail_all(self, error: FunitelError) -> None:
         """End whatever waits for its rows; clients get the error."""

@@ -5,8 +5,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from funitel.model_server.device.memory import Gpu, GpuState, free_bytes
-from funitel.model_server.executor.pool_sizing import MAX_POOL_TOKENS, host_share, pool_budget
+from funitel.model_server.device.host_memory import AvailableMemory, available_memory
+from funitel.model_server.device.memory import Gpu, GpuState
+from funitel.model_server.executor.pool_sizing import (
+    MAX_POOL_TOKENS,
+    USUAL_BATCH_SIZE,
+    PoolDemand,
+    PoolRoom,
+    host_room,
+    pool_budget,
+)
 from funitel.model_server.kv_cache.pool import Pools
 from funitel.model_server.loading.common import choose_device
 from funitel.model_server.settings import ModelsSettings
@@ -37,16 +45,24 @@ class Needs:
 def with_memory(facts: Needs, settings: ModelsSettings, pools: Sequence[Pools] = ()) -> Needs:
     """The needs with the memory that is free, and with the pool that fits beside the weights where ranks have one."""
     device = choose_device(settings.device, 0)
-    free, fraction = free_bytes(device), settings.cuda_memory_fraction
+    fraction = settings.cuda_memory_fraction
+    if device.type == "cpu":
+        available = available_memory()
+        free = available.num_bytes
+        left = AvailableMemory(free - sum(facts.weights), available.limit)
+        room = host_room(left, fraction, len(facts.weights))
+    else:  # each rank has a GPU of its own; what a step takes is known when it is loaded
+        gpu, held = Gpu(device).state(), max(facts.weights)
+        free = gpu.free
+        state = GpuState(total=gpu.total, free=free - held, held=held)
+        budget = pool_budget(state, 1.0 if fraction is None else fraction, 0)
+        room = PoolRoom(budget, budget, None, "", "")
     if not pools:
         return replace(facts, free=free)
     size = pools[0].block_size
-    if device.type == "cpu":
-        share = host_share(free - sum(facts.weights), fraction, len(facts.weights))
-    else:  # each rank has a GPU of its own; what a step takes is known when it is loaded
-        held = max(facts.weights)
-        share = pool_budget(GpuState(total=Gpu(device).state().total, free=free - held, held=held), fraction, 0)
-    num_blocks = min(share // each.bytes_per_block for each in pools) - 1  # block 0 is never a sequence's
+    num_blocks = min(room.usual // each.bytes_per_block for each in pools) - 1  # block 0 is never a sequence's
+    demand = PoolDemand(context=facts.context, block_size=size, num_rows=USUAL_BATCH_SIZE)
+    num_blocks, _ = demand.usual(room, num_blocks)
     return replace(
         facts,
         blocks=tuple(each.bytes_per_block for each in pools),
