@@ -128,7 +128,7 @@ class Chats:
         except TemplateError as error:
             expected = f"error: {error.message}"
         try:
-            found = await self._renderers[place].render(**chat)
+            found = (await self._renderers[place].render(**chat)).text
         except TemplateError as error:
             found = f"error: {error.message}"
         return "" if found == expected else f"another prompt: {found[:500]!r} {expected[:500]!r}"

@@ -47,6 +47,7 @@ class LLM:
         max_batch_prefill_tokens: int | None = None,
         max_batch_total_tokens: int | None = None,
         max_batch_size: int | None = None,
+        chat_special_tokens: bool = False,
     ) -> None:
         """Fetch or convert the model if necessary, load it and size its pool. None means the server's default.
 
@@ -65,6 +66,7 @@ class LLM:
             max_batch_prefill_tokens: maximum of prompt tokens in one step.
             max_batch_total_tokens: size of the KV pool in tokens.
             max_batch_size: maximum of running sequences.
+            chat_special_tokens: whether control tokens in the texts of a conversation are control tokens.
 
         Raises:
             StartupError: an argument is invalid for the model or the machine.
@@ -107,7 +109,7 @@ class LLM:
             )
         except StartupError as error:
             raise type(error)(_with_argument_names(error.message)) from error
-        self._encoder = PromptEncoder(folder, self._model.vocab_size)
+        self._encoder = PromptEncoder(folder, self._model.vocab_size, chat_special_tokens=chat_special_tokens)
         self._default_params = _recommended(folder)
 
     def generate(

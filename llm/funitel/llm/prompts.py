@@ -11,7 +11,10 @@ import tokenizers
 from funitel.proto.errors import ContextTooLong, FunitelError, InvalidRequest, TemplateError, translating
 from funitel.router.core.request import Limits
 from funitel.router.text.chat_template import ChatTemplate
+from funitel.router.text.control_text import ROLES, ControlText, RenderedChat
+from funitel.router.text.control_tokens import ControlTokenGuard
 from funitel.router.text.model_files import ModelFiles
+from funitel.router.text.template_renderer import TemplateTexts
 from funitel.router.text.tokenizer import NO_TEMPLATE
 
 Prompt: TypeAlias = str | Sequence[int]
@@ -29,12 +32,15 @@ class EncodedPrompt:
 class PromptEncoder:
     """The tokenizer and chat template of a model folder; thread-safe."""
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
+    def __init__(self, folder: Path, vocab_size: int, *, chat_special_tokens: bool = False) -> None:
         files = ModelFiles(folder)
         self._tokenizer = files.tokenizer()
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._template = _template(files, self._tokenizer)
+        texts = files.template_texts(self._tokenizer)
+        self._control = ControlText(()) if texts is None or chat_special_tokens else texts.control
+        self._guard = ControlTokenGuard(self._tokenizer, self._control)
+        self._template = _template(texts)
         self._vocab_size = vocab_size
 
     def prompts(self, given: Prompt | Sequence[Prompt]) -> list[EncodedPrompt]:
@@ -45,7 +51,7 @@ class PromptEncoder:
         """
         prompts = [_as_prompt(place, item) for place, item in enumerate(_as_list(given))]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encodings = iter(self._encode(texts, add_special_tokens=True))
+        encodings = iter(self._encode(texts, self._tokenizer, add_special_tokens=True))
         encoded = [
             EncodedPrompt(prompt, next(encodings)) if isinstance(prompt, str) else EncodedPrompt(None, prompt)
             for prompt in prompts
@@ -67,15 +73,20 @@ class PromptEncoder:
             raise InvalidRequest(
                 f"messages must be a list of messages or of conversations, given {given!r}", "messages"
             )
-        texts = [self._render(place, messages) for place, messages in enumerate(conversations)]
-        encodings = self._encode(texts, add_special_tokens=False)  # the template wrote them
-        return [EncodedPrompt(text, ids) for text, ids in zip(texts, encodings, strict=True)]
+        chats = [self._render(place, messages) for place, messages in enumerate(conversations)]
+        guarded = [self._guard.guarded(chat.text, chat.plain) for chat in chats]
+        encodings = self._encode([chat.text for chat in guarded], self._guard.tokenizer, add_special_tokens=False)
+        return [
+            EncodedPrompt(chat.text, tuple(self._guard.ids(ids))) for chat, ids in zip(chats, encodings, strict=True)
+        ]
 
-    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[tuple[int, ...]]:
+    def _encode(
+        self, texts: Sequence[str], tokenizer: tokenizers.Tokenizer, *, add_special_tokens: bool
+    ) -> list[tuple[int, ...]]:
         if not texts:
             return []
         with translating(lambda error: InvalidRequest(f"tokenizer error {error}", "prompts")):
-            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+            encodings = tokenizer.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [tuple(encoding.ids) for encoding in encodings]
 
     def _check_ids(self, place: int, ids: Sequence[int]) -> None:
@@ -87,7 +98,7 @@ class PromptEncoder:
                     f"prompt {place}: token ids must be within 0..{self._vocab_size - 1}, given {token_id}", "prompts"
                 )
 
-    def _render(self, place: int, messages: Any) -> str:
+    def _render(self, place: int, messages: Any) -> RenderedChat:
         if isinstance(self._template, TemplateError):
             raise TemplateError(self._template.message)
         knows_developers = "developer" in self._template.source
@@ -95,14 +106,14 @@ class PromptEncoder:
             checked = [_message(number, message, knows_developers) for number, message in enumerate(_listed(messages))]
             last = checked[-1]
             is_begun = last["role"] == "assistant" and not last.get("tool_calls")
-            return self._template.render(checked, continues=is_begun)
+            chat = {"messages": checked, "continues": is_begun}
+            return self._template.render_without_control(self._control, chat)
         except FunitelError as error:
             raise numbered("conversation", place, error) from error
 
 
-def _template(files: ModelFiles, tokenizer: tokenizers.Tokenizer) -> ChatTemplate | TemplateError:
+def _template(texts: TemplateTexts | None) -> ChatTemplate | TemplateError:
     """The compiled chat template, or the error; it runs in this process, in jinja's sandbox without other limits."""
-    texts = files.template_texts(tokenizer)
     if texts is None:
         return TemplateError(NO_TEMPLATE)
     try:
@@ -165,6 +176,9 @@ def _message(number: int, message: Any, knows_developers: bool) -> dict[str, Any
     """A message for the template: its role, its content as text, and its other fields."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"message {number} must have a role, given {message!r}", "messages")
+    if message["role"] not in ROLES:
+        known = ", ".join(ROLES)
+        raise InvalidRequest(f"message {number}: role must be one of {known}, given {message['role']!r}", "messages")
     role = "system" if message["role"] == "developer" and not knows_developers else message["role"]
     return {**message, "role": role, "content": _text(number, message.get("content"))}
 

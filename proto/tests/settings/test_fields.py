@@ -280,6 +280,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "disable_grammar_support": st.booleans(),
     "tool_call_parser": st.sampled_from(TOOL_CALL_PARSERS),
     "reasoning_parser": st.sampled_from(REASONING_PARSERS),
+    "chat_special_tokens": st.booleans(),
     "validation_workers": COUNT,
     "payload_limit": COUNT,
     "max_connections": st.none() | COUNT,

@@ -59,7 +59,7 @@ async def test_a_prompt_is_what_the_template_makes_of_the_chat(renderer: Rendere
     source = CHAT_TEMPLATE + "{{ bos_token }}{{ tools | tojson }}{{ nice }}"
     wishes: dict[str, Any] = {"tools": [{"é": 1.5}], "variables": {"nice": "\U0001f600"}, "continues": False}
     expected = ChatTemplate(source, {"bos_token": "<s>"}).render([USER], **wishes)
-    assert await renderer(source, bos_token="<s>").render([USER], **wishes) == expected
+    assert (await renderer(source, bos_token="<s>").render([USER], **wishes)).text == expected
 
 
 BOMBS = {
@@ -96,9 +96,9 @@ async def test_a_bomb_ends_in_one_clear_error(renderer: Renderer, name: str) -> 
 
 async def test_what_a_client_sends_may_be_the_bomb(renderer: Renderer) -> None:
     greedy = renderer("{{ 'a' * width }}{% for i in range(width) %}{% for j in range(width) %}{% endfor %}{% endfor %}")
-    assert await greedy.render([USER], variables={"width": 3}) == "aaa"
+    assert (await greedy.render([USER], variables={"width": 3})).text == "aaa"
     assert "more than" in await refusal(greedy, variables={"width": 99_999})
-    assert await greedy.render([USER], variables={"width": 3}) == "aaa"
+    assert (await greedy.render([USER], variables={"width": 3})).text == "aaa"
 
 
 async def two_are_ready(renderer: TemplateRenderer) -> None:
@@ -114,7 +114,7 @@ async def test_others_are_answered_meanwhile_and_the_loop_goes_on(renderer: Rend
     await two_are_ready(both)
     bomb = asyncio.create_task(refusal(both, variables={"loops": True}))
     await asyncio.sleep(0.05)
-    assert await both.render([USER]) == "Hi"
+    assert (await both.render([USER])).text == "Hi"
     assert not bomb.done()
     assert await bomb == "it takes more than 1 s to render this chat"
 
@@ -142,7 +142,7 @@ async def test_a_template_that_is_none_is_said_once(renderer: Renderer, caplog: 
 async def test_a_prompt_has_a_largest_size(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PROMPT_CHARACTERS", 1000)
     long = renderer("{{ messages[0].content * 3 }}")
-    assert len(await long.render([{"role": "user", "content": "é" * 333}])) == 999
+    assert len((await long.render([{"role": "user", "content": "é" * 333}])).text) == 999
     message = await refusal(long, {"role": "user", "content": "é" * 334})
     assert message == "the prompt must have at most 1000 characters, given 1002"
 

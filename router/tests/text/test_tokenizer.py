@@ -23,7 +23,7 @@ def render(source: str, *messages: dict[str, Any], **special_tokens: str) -> str
 async def prompt(folder: Path, config_path: str | None = None) -> str:
     tokenizer = Tokenizer.load(str(folder), config_path, 1)
     try:
-        return await tokenizer.chat_prompt([USER])
+        return (await tokenizer.chat_prompt([USER])).text
     finally:
         await tokenizer.close()
 
@@ -179,8 +179,8 @@ async def test_a_chat_with_tools_takes_the_template_for_it(tmp_path: Path, is_fi
         (tmp_path / "additional_chat_templates").mkdir()
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named[0]["template"])
     tokenizer = Tokenizer.load(str(tmp_path), None, 1)
-    assert await tokenizer.chat_prompt([USER], tools=["it"]) == "with it"
-    assert await tokenizer.chat_prompt([USER]) == "plain"
+    assert (await tokenizer.chat_prompt([USER], tools=["it"])).text == "with it"
+    assert (await tokenizer.chat_prompt([USER])).text == "plain"
     assert tokenizer.template_source(with_tools=True).startswith("with")
     assert tokenizer.template_source(with_tools=False) == "plain"
     await tokenizer.close()

@@ -152,6 +152,13 @@ CHATS = (
     ),
     _chat(
         "6.3",
+        "control tokens in a content are text",
+        {"usage.prompt_tokens": len("[user] <|end|>\n[assistant]")},
+        "TGI's clients can end their message and write those of another role",
+        content="<|end|>",
+    ),
+    _chat(
+        "6.3",
         "a final assistant message is continued",
         {"usage.prompt_tokens": len("[user] Hi\n[assistant] So")},
         body={
@@ -274,6 +281,17 @@ CHATS = (
     _no_chat("6.1", "n 0", "n", n=0),
     _no_chat("5.4", "over the context", "<= 512", max_tokens=1000),
     _no_chat("6.3", "an image", "image_url", content=[{"type": "image_url", "image_url": {"url": "x"}}]),
+    Row(
+        section="6.3",
+        claim="a role that is none",
+        path=CHAT_PATH,
+        body={"messages": [{"role": "user</s>", "content": "Hi"}]},
+        status=422,
+        error_type="validation",
+        says=("messages.0.role", "must be one of system, developer, user"),
+        answer={"error.param": "messages.0.role"},
+        differs="TGI takes any text, which a template writes between control tokens",
+    ),
     _no_chat(
         "6.4",
         "an unknown tool by name",

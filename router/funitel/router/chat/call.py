@@ -22,8 +22,8 @@ class PastToolCall:
 class ChatMessage:
     """One message of the conversation.
 
-    `role` is `system`, `developer`, `user`, `assistant`, `tool` or whatever else the model's template knows. A `tool`
-    message carries the result of the call `tool_call_id`.
+    `role` is one of `control_text.ROLES`: a template writes it between control tokens. A `tool` message carries the
+    result of the call `tool_call_id`.
     """
 
     role: str

@@ -30,7 +30,6 @@ class ScoredToken:
     text: str
     logprob: float
     top: tuple["ScoredToken", ...] = ()
-    id: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,31 +6,41 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from funitel.proto.errors import InvalidRequest, ToolError
 from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolMode
 from funitel.router.chat.reasoning_parser import REASONING_FORMATS, ReasoningFormat, detect_reasoning
-from funitel.router.chat.tool_formats import BY_NAME, ToolFormat, detect_tool_format
+from funitel.router.chat.tool_formats import BY_NAME, TOOL_FORMATS, ToolFormat, detect_tool_format
 from funitel.router.chat.tool_grammar import forced_calls
 from funitel.router.core.grammar import Grammar
 from funitel.router.serving.prepare import NO_NAMES
 from funitel.router.serving.sampling_request import BrokenRule
 from funitel.router.serving.service import Service
+from funitel.router.text.control_text import Spans
 
 TOOL_PROMPT = (
     "You may call the functions above. To call one, answer with nothing but a JSON object of its name and its "
     'arguments: {"name": "...", "arguments": {...}}'
 )
 _RESERVED = ("messages", "tools", "add_generation_prompt", "documents", "bos_token", "eos_token")
+# What an answer may contain where it was not parsed, and so a message of the assistant.
+_ANSWER_MARKERS = (
+    *(marker for known in REASONING_FORMATS.values() for marker in (known.opening, known.closing)),
+    *(marker for known in TOOL_FORMATS for marker in known.markers),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A prompt, the grammar its answer must follow, and the formats to look for in it."""
+    """A prompt, the grammar its answer must follow, and the formats to look for in it.
+
+    `plain` are the spans of its text in which control tokens, which a client wrote, are ordinary text.
+    """
 
     text: str
+    plain: Spans = field(default_factory=list)
     tools: tuple[Tool, ...] = ()  # those the model may call
     grammar: Grammar | None = None
     tool_format: ToolFormat | None = None
@@ -68,13 +78,15 @@ async def _render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
         messages = [_with_calls_as_text(message) for message in messages]
     if tools and (not knows_tools or call.tool_prompt is not None):
         messages = _with_tool_prompt(messages, tools, call.tool_prompt, list_tools=not knows_tools)
-    text = await service.tokenizer.chat_prompt(
+    rendered = await service.tokenizer.chat_prompt(
         [_variables(message, template) for message in messages],
         tools=[_tool_variables(tool) for tool in tools] if tools and knows_tools else None,
         variables=_template_variables(call, template),
         continues=_continues(call),
         add_generation_prompt=call.add_generation_prompt,
+        answer_markers=_ANSWER_MARKERS,
     )
+    text = rendered.text
     reasoning = _reasoning_format(service, template)
     is_thinking = reasoning is not None and _is_thinking(reasoning, call, text)
     if reasoning is not None and is_thinking and grammar is not None:  # a grammar leaves no room for thoughts
@@ -83,7 +95,7 @@ async def _render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
     tool_format = None
     if tools:
         tool_format = BY_NAME["json"] if is_forced else _tool_format(service, template, knows_tools)
-    return ChatPrompt(text, tools, grammar, tool_format, reasoning, is_thinking)
+    return ChatPrompt(text, rendered.plain, tools, grammar, tool_format, reasoning, is_thinking)
 
 
 def _offered(call: ChatCall) -> tuple[Tool, ...]:

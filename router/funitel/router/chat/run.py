@@ -92,7 +92,7 @@ async def prepare_chat(
     check_count(call.n, service)
     prompt = await render_prompt(service, call, names)
     sampling = replace(call.sampling, grammar=prompt.grammar)
-    text = Prompt(prompt.text, add_special_tokens=False)
+    text = Prompt(prompt.text, add_special_tokens=False, plain=prompt.plain)
     if prompt.tools:  # a grammar is made of their schemas
         names = {**names, "grammar": _TOOL_GRAMMAR}
     try:
@@ -117,4 +117,5 @@ async def count_prompt_tokens(service: Service, call: ChatCall, names: Mapping[s
     """Return how many tokens the prompt of a conversation has; raises as `prepare_chat` does."""
     prompt = await render_prompt(service, call, names)
     field = names.get("inputs", "inputs")
-    return len((await service.tokenizer.encode(prompt.text, add_special_tokens=False, field=field)).ids)
+    encoding = await service.tokenizer.encode(prompt.text, add_special_tokens=False, field=field, plain=prompt.plain)
+    return len(encoding.ids)

@@ -12,17 +12,22 @@ from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
 from funitel.router.serving.service import Service
 from funitel.router.serving.validation import build_request, check_parameters, check_prompt_ids, check_token_ids
+from funitel.router.text.control_text import Spans
 
 NO_NAMES: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What to go on from, and how it enters the model: its tokens if they are given, else those of its text."""
+    """What to go on from, and how it enters the model: its tokens if they are given, else those of its text.
+
+    `plain`, of a chat: the spans of its text in which control tokens are ordinary text.
+    """
 
     text: str
     add_special_tokens: bool = True
     ids: tuple[int, ...] | None = None
+    plain: Spans | None = None
 
 
 @dataclass(slots=True)
@@ -95,7 +100,6 @@ async def prepare(
         deadline=arrived.deadline,
         request_id=context.request_id,
         key_name=context.key_name,
-        cache_owner=b"" if service.settings.share_prefixes else arrived.cache_owner,
     )
     context.operation, context.request = "text_completion", context.request or request
     return GenerationJob(service, request, arrived)
@@ -113,7 +117,9 @@ async def _checked(
     input_ids = prompt.ids
     if input_ids is None:
         field = names.get("inputs", "inputs")
-        encoding = await tokenizer.encode(prompt.text, add_special_tokens=prompt.add_special_tokens, field=field)
+        encoding = await tokenizer.encode(
+            prompt.text, add_special_tokens=prompt.add_special_tokens, field=field, plain=prompt.plain
+        )
         input_ids = encoding.ids
         check_prompt_ids(input_ids, tokenizer.num_tokens)
     return build_request(

@@ -127,7 +127,11 @@ class Service:
         settings = self.settings
         folder = await asyncio.to_thread(find_model_folder, settings.tokenizer_name, settings.revision)
         self._tokenizer = await asyncio.to_thread(
-            Tokenizer.load, str(folder), settings.tokenizer_config_path, settings.validation_workers
+            Tokenizer.load,
+            str(folder),
+            settings.tokenizer_config_path,
+            settings.validation_workers,
+            chat_special_tokens=settings.chat_special_tokens,
         )
         self._warming = asyncio.create_task(self._tokenizer.warm_up())
         self._grammars = GrammarChecker(folder / "tokenizer.json")

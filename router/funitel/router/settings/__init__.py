@@ -124,6 +124,9 @@ class RouterSettings:
     reasoning_parser: str = setting(
         "auto", "Format of the model's reasoning; auto detects it from the chat template.", choices=REASONING_PARSERS
     )
+    chat_special_tokens: bool = setting(
+        False, "Read control tokens such as <|im_end|> in the texts of chats as control tokens, as TGI does."
+    )
     validation_workers: int = setting(2, "Threads that tokenize prompts.", bounds=POSITIVE)
     strict_fields: bool = setting(
         False, "Refuse bodies with unknown fields, instead of ignoring those with one warning a name."
@@ -172,9 +175,6 @@ class RouterSettings:
     api_key_file: str | None = setting(
         None,
         "File of API keys, one a line; requests must carry one of them. Reloaded when it changes; see docs/access.md.",
-    )
-    share_prefixes: bool = setting(
-        False, "Share cached prefixes between all API keys; by default only keys of one group share them."
     )
     protect_all_routes: bool = setting(
         False, "Require a key on every route except health checks: also /metrics, /info, /docs and /v1/models."

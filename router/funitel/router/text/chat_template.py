@@ -6,6 +6,7 @@ Source: `transformers/utils/chat_template_utils.py` (`_compile_jinja_template`, 
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from funitel.proto.errors import TemplateError
 from funitel.router.sandbox.worker import Answer, serve
+from funitel.router.text.control_text import ControlText, HiddenChat, RenderedChat
 
 # What a template can make jinja2 and the functions it calls raise.
 _TEMPLATE_FAILURES = (
@@ -125,6 +127,20 @@ class ChatTemplate:
             return self._render(earlier, more, True)
         return _cut_after(self._render(messages, more, begins), last["content"])
 
+    def render_without_control(
+        self, control: ControlText, chat: Mapping[str, Any], answer_markers: Sequence[str] = ()
+    ) -> RenderedChat:
+        """Render a chat so that its control text is told from the template's; arguments as `HiddenChat` takes them.
+
+        Raises:
+            TemplateError: as `render` and `HiddenChat`.
+        """
+        hidden = HiddenChat(control, chat, answer_markers, template=self.source + self.for_tools.source)
+        try:
+            return hidden.reveal(self.render(**hidden.chat))
+        except TemplateError as error:
+            raise TemplateError(hidden.reveal(error.message).text) from error
+
     def _render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], add_generation_prompt: bool
     ) -> str:
@@ -148,16 +164,18 @@ def _cut_after(prompt: str, content: str) -> str:
 def prepare(setup: dict[str, Any]) -> Answer:
     """Compile the template; raises TemplateError if it is none."""
     template = ChatTemplate(**setup["texts"])
+    control = ControlText(**{name: tuple(texts) for name, texts in setup["control"].items()})
     max_characters: int = setup["max_characters"]
 
-    def answer(chat: dict[str, Any]) -> dict[str, str]:
+    def answer(task: dict[str, Any]) -> dict[str, Any]:
         try:
-            text = template.render(**chat)
+            prompt = template.render_without_control(control, task["chat"], task["answer_markers"])
         except TemplateError as error:
             return {"error": error.message}
-        if len(text) > max_characters:
-            return {"error": f"the prompt must have at most {max_characters} characters, given {len(text)}"}
-        return {"text": text}
+        length = len(prompt.text)
+        if length > max_characters:
+            return {"error": f"the prompt must have at most {max_characters} characters, given {length}"}
+        return asdict(prompt)
 
     return answer
 

@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from funitel.proto.errors import StartupError, translating
+from funitel.router.text.control_tokens import control_text
 from funitel.router.text.template_renderer import TemplateTexts
 
 _SHA = re.compile(r"[0-9a-f]{40}")
@@ -151,7 +152,9 @@ class ModelFiles:
         source = self._template_source("default")
         if source is None:
             return None
-        return TemplateTexts(source, self.special_tokens(tokenizer), self._template_source(_TOOL_USE))
+        tool_source = self._template_source(_TOOL_USE)
+        control = control_text(tokenizer, source, tool_source)
+        return TemplateTexts(source, self.special_tokens(tokenizer), tool_source, control)
 
     def _template_source(self, name: str) -> str | None:
         """A config the user gave comes first; then files of their own, chat_template.json, tokenizer_config.json."""

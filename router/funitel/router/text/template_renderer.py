@@ -13,6 +13,7 @@ from typing import Any
 
 from funitel.proto.errors import TemplateError
 from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
+from funitel.router.text.control_text import ControlText, RenderedChat
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class TemplateTexts:
     source: str
     special_tokens: Mapping[str, str]
     tool_source: str | None = None
+    control: ControlText = ControlText(())  # of clients, to be told from the template's
 
 
 class TemplateRenderer:
@@ -47,9 +49,11 @@ class TemplateRenderer:
         self.texts = texts
         self._refusal = ""  # why the template cannot be used,
         self._refused_until = 0.0  # and how long that holds, on the monotonic clock
+        described = asdict(texts)
+        control = described.pop("control")
         self._pool = SandboxPool(
             "funitel.router.text.chat_template",
-            {"texts": asdict(texts), "max_characters": MAX_PROMPT_CHARACTERS},
+            {"texts": described, "control": control, "max_characters": MAX_PROMPT_CHARACTERS},
             most=most,
             time_limit=time_limit,
             memory_limit=memory_limit,
@@ -63,8 +67,12 @@ class TemplateRenderer:
         except WorkerUnavailable as problem:
             self._refuse(problem)
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], *, answer_markers: Sequence[str] = (), **options: Any
+    ) -> RenderedChat:
         """Return the prompt of a chat, with the options `ChatTemplate.render` takes.
+
+        `answer_markers`: control tokens that messages of the assistant may contain, as `HiddenChat` takes them.
 
         Raises:
             TemplateError: the template cannot be used, refused the messages, or took too much time or memory.
@@ -73,7 +81,8 @@ class TemplateRenderer:
         if time.monotonic() < self._refused_until:
             raise TemplateError(self._refusal)
         try:
-            answer: dict[str, str] = await self._pool.run({"messages": list(messages), **options})
+            chat = {"messages": list(messages), **options}
+            answer: dict[str, Any] = await self._pool.run({"chat": chat, "answer_markers": answer_markers})
         except Killed as limit:
             raise TemplateError(f"{limit} to render this chat") from None
         except WorkerUnavailable as problem:
@@ -81,7 +90,7 @@ class TemplateRenderer:
             raise TemplateError(self._refusal) from None
         if "error" in answer:
             raise TemplateError(answer["error"])
-        return answer["text"]
+        return RenderedChat(**answer)
 
     def _refuse(self, problem: WorkerUnavailable) -> None:
         now = time.monotonic()

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -13,6 +13,8 @@ from typing import Any
 import tokenizers
 
 from funitel.proto.errors import InvalidRequest, TemplateError, translating
+from funitel.router.text.control_text import ControlText, RenderedChat, Spans
+from funitel.router.text.control_tokens import ControlTokenGuard
 from funitel.router.text.languages import Languages
 from funitel.router.text.model_files import ModelFiles
 from funitel.router.text.template_renderer import TemplateRenderer, TemplateTexts
@@ -65,36 +67,47 @@ class Tokenizer:
         self._num_tokens = num_tokens if model_vocab_size is None else min(num_tokens, model_vocab_size)
         self.languages = Languages.of(tokenizer)
         self._renderer = None if template is None else TemplateRenderer(template, workers)
+        self._guard = ControlTokenGuard(tokenizer, ControlText(()) if template is None else template.control)
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
 
     @classmethod
-    def load(cls, folder: str, config_path: str | None, workers: int) -> "Tokenizer":
+    def load(
+        cls, folder: str, config_path: str | None, workers: int, *, chat_special_tokens: bool = False
+    ) -> "Tokenizer":
         """Read a model folder.
 
         Args:
             folder: has tokenizer.json, and may have config.json, tokenizer_config.json and a chat template.
             config_path: a file to use instead of the folder's tokenizer_config.json.
             workers: threads that encode, and processes that render chats.
+            chat_special_tokens: whether what clients write as control tokens in a chat are control tokens.
 
         Raises:
             StartupError: a file is missing or unreadable.
         """
         files = ModelFiles(Path(folder), Path(config_path) if config_path else None)
         tokenizer = files.tokenizer()
-        return cls(tokenizer, files.template_texts(tokenizer), workers, files.model_vocab_size())
+        template = files.template_texts(tokenizer)
+        if template is not None and chat_special_tokens:
+            template = replace(template, control=ControlText(()))
+        return cls(tokenizer, template, workers, files.model_vocab_size())
 
     @property
     def num_tokens(self) -> int:
         """Tokens that tokenizer and model both know, special ones included; ids are below it."""
         return self._num_tokens
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True, field: str = "inputs") -> Encoding:
-        """Tokenize the text of a `field`.
+    async def encode(
+        self, text: str, *, add_special_tokens: bool = True, field: str = "inputs", plain: Spans | None = None
+    ) -> Encoding:
+        """Tokenize the text of a `field`; of a chat, with the spans in which control tokens are ordinary text.
 
         Raises:
             InvalidRequest: the tokenizer cannot represent it.
         """
         loop = asyncio.get_running_loop()
+        if plain or (plain is not None and self._guard.is_always_needed):
+            return await loop.run_in_executor(self._workers, self._encode_guarded, text, plain, field)
         return await loop.run_in_executor(self._workers, self._encode, text, add_special_tokens, field)
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -110,8 +123,8 @@ class Tokenizer:
         texts = self._renderer.texts
         return texts.tool_source if with_tools and texts.tool_source is not None else texts.source
 
-    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Render a chat with the options `ChatTemplate.render` takes; encode the result without special tokens.
+    async def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> RenderedChat:
+        """Render a chat with the options `TemplateRenderer.render` takes.
 
         Raises: as `TemplateRenderer.render`, and TemplateError where there is no template.
         """
@@ -134,3 +147,9 @@ class Tokenizer:
         with translating(partial(cannot_tokenize, field)):
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return Encoding(text, tuple(encoding.ids), tuple(encoding.offsets))
+
+    def _encode_guarded(self, text: str, plain: Spans, field: str) -> Encoding:
+        guarded = self._guard.guarded(text, plain)
+        with translating(partial(cannot_tokenize, field)):
+            encoding = self._guard.tokenizer.encode(guarded.text, add_special_tokens=False)
+        return Encoding(text, tuple(self._guard.ids(encoding.ids)), tuple(guarded.offsets(encoding.offsets)))

@@ -24,9 +24,9 @@ async def chat_tokenize(incoming: IncomingRequest) -> Response:
     """`/chat_tokenize`: the prompt that the template makes of a chat, and its tokens."""
     body = await incoming.read(ChatRequest)
     body.check()
-    text = (await render_prompt(incoming.service, body.call)).text
-    encoding = await incoming.service.tokenizer.encode(text, add_special_tokens=False)
-    answer = ChatTokenizeResponse(tokenize_response=_listed(encoding), templated_text=text)
+    prompt = await render_prompt(incoming.service, body.call)
+    encoding = await incoming.service.tokenizer.encode(prompt.text, add_special_tokens=False, plain=prompt.plain)
+    answer = ChatTokenizeResponse(tokenize_response=_listed(encoding), templated_text=prompt.text)
     return json_answer(answer)
 
 
