@@ -3,10 +3,11 @@
 import json
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from funitel.router.api.common.schema_base import Body
 from funitel.router.chat.call import ChatMessage, PastToolCall
+from funitel.router.text.control_text import ROLES
 
 
 class ContentPart(Body):
@@ -75,10 +76,16 @@ class SentToolCall(Body):
         return value
 
 
+def _check_role(role: str) -> str:
+    if role not in ROLES:
+        raise ValueError(f"must be one of {', '.join(ROLES)}. Given: {role[:50]!r}")
+    return role
+
+
 class Message(Body):
     """One message of a chat. Fields copied from answers are accepted where they ask for nothing."""
 
-    role: str
+    role: Annotated[str, AfterValidator(_check_role), Field(description=f"One of {', '.join(ROLES)}.")]
     content: Annotated[
         list[ContentPart] | None, BeforeValidator(_as_parts, json_schema_input_type=str | list[ContentPart] | None)
     ] = None
