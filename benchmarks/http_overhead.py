@@ -106,7 +106,8 @@ class Run:
 async def stream(port: int, prompt: str, tokens: int) -> int:
     """One streamed request; reads to the end and returns how many tokens came."""
     body = json.dumps({"inputs": prompt, "parameters": {"max_new_tokens": tokens}}).encode()
-    head = f"POST /generate_stream HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = "POST /generate_stream HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + b"\r\n\r\n" + body)
     answer = bytearray()

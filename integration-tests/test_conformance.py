@@ -17,7 +17,7 @@ from funitel_testing.servers import Server, serving
 ROOT = Path(__file__).parents[1]
 LIMITS = ("--dtype", "float32", "--max-batch-total-tokens", "4096")
 FLAGS = {
-    "open": ("--enable-prefill-logprobs",),
+    "open": ("--enable-prefill-logprobs", "--hostname", "0.0.0.0"),  # on loopback, browsers are kept out
     "guarded": (
         *("--api-key", "secret"),
         *("--cors-allow-origin", "http://mine"),

@@ -28,7 +28,7 @@ MAX_SLOW_READERS = 1000  # each has the router write megabytes
 PATIENCE_SECONDS = 120.0
 
 BODY = json.dumps({"inputs": "the sea", "parameters": {"max_new_tokens": 5}}).encode()
-POST = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n"
+POST = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n"
 CROWDS = {
     "say nothing": (b"", MAX_BYTES_OF_A_CONNECTION),
     "send half a header": (POST, MAX_BYTES_OF_A_CONNECTION),
@@ -130,7 +130,7 @@ def test_what_nobody_reads_is_bounded(server: Server, count: int) -> None:
     size = len(httpx.get(f"{server.url}/openapi.json").content)
     assert count * size > 3 * MAX_UNREAD_BYTES, "it would not all be kept"
     num_bytes = router.num_bytes
-    with crowd(server, count, b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 4, receive_buffer=4096):
+    with crowd(server, count, b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n" * 4, receive_buffer=4096):
         wait_until(lambda: cut(server) > 0, PATIENCE_SECONDS, "those that read least are cut")
         ask(server)
         assert router.num_bytes - num_bytes <= MAX_UNREAD_BYTES + SLACK_BYTES + count * MAX_BYTES_OF_A_CONNECTION
@@ -143,7 +143,8 @@ def cut(server: Server) -> float:
 
 def test_a_slow_reader_holds_its_blocks_no_longer_than_others(server: Server) -> None:
     body = json.dumps({"inputs": "the sea", "parameters": {"max_new_tokens": 400, "ignore_eos": True}}).encode()
-    head = f"POST /generate_stream HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = "POST /generate_stream HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}"
     before = server.metrics()["tgi_request_success"]
     with crowd(server, 1, f"{head}\r\nconnection: close\r\n\r\n".encode() + body, receive_buffer=4096) as (client,):
         wait_until(lambda: server.metrics()["tgi_request_success"] > before, PATIENCE_SECONDS, "all is computed")

@@ -43,12 +43,18 @@ def serve(model: Path) -> Serve:
 
     @asynccontextmanager
     async def serving(
-        engine: FakeEngine, *, connect: Connect | None = None, ready: bool = True, **settings: Any
+        engine: FakeEngine,
+        *,
+        connect: Connect | None = None,
+        ready: bool = True,
+        is_local: bool = False,
+        **settings: Any,
     ) -> AsyncIterator[httpx.AsyncClient]:
-        app = build_app(RouterSettings(**{"tokenizer_name": str(model)} | settings), connect or engine.connect)
+        given = RouterSettings(**{"tokenizer_name": str(model)} | settings)
+        app = build_app(given, connect or engine.connect, is_local=is_local)
         transport = httpx.ASGITransport(app)
         async with app.router.lifespan_context(app), asyncio.timeout(PATIENCE_SECONDS):
-            async with httpx.AsyncClient(transport=transport, base_url="http://funitel") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
 
                 async def is_started() -> bool:
                     return not ready or (await client.get("/info")).status_code != 503

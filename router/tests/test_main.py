@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -200,6 +201,33 @@ def test_a4_a_child_of_the_router_would_inherit_neither_its_port_nor_the_launche
     assert inherited <= {"0", "1", "2"}, inherited
     os.close(write_end)
     os.close(read_end)
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_local"),
+    [
+        pytest.param((), True, id="loopback without a key"),
+        pytest.param(("--hostname", "localhost"), True, id="localhost"),
+        pytest.param(("--hostname", "0.0.0.0"), False, id="every address"),
+        pytest.param(("--api-key", "sesame"), False, id="a key"),
+        pytest.param(("--hostname", "0.0.0.0", "--listen-fd"), True, id="a descriptor on loopback"),
+    ],
+)
+def test_a5_browsers_are_kept_out_where_only_this_machine_is_let_in(
+    flags: tuple[str, ...], is_local: bool, start: Start, port: int
+) -> None:
+    with ExitStack() as stack:
+        passed: tuple[int, ...] = ()
+        if "--listen-fd" in flags:
+            passed = (stack.enter_context(socket.create_server(("127.0.0.1", port))).fileno(),)
+        start(*flags, *map(str, passed), pass_fds=passed)
+        wait_for(port, 200)
+        foreign = {"host": f"evil.example:{port}", "origin": "http://evil.example"}
+        answer = httpx.get(f"http://127.0.0.1:{port}/health", headers=foreign)
+        assert answer.status_code == (403 if is_local else 200)
+        assert answer.headers.get("access-control-allow-origin") == (None if is_local else "*")
+        for host in ("localhost", f"127.0.0.1:{port}"):
+            assert httpx.get(f"http://127.0.0.1:{port}/health", headers={"host": host}).status_code == 200
 
 
 def test_one_router_takes_over_from_another_and_no_request_fails(start: Start, port: int) -> None:

@@ -182,7 +182,7 @@ class Target:
         content = json.dumps(body).encode()
         lines = [
             f"POST {path} HTTP/1.1",
-            "Host: x",
+            "Host: localhost",
             "Content-Type: application/json",
             f"Content-Length: {len(content)}",
         ]
@@ -218,7 +218,7 @@ class Target:
     def _ended(self, logged: int) -> str:
         """A connection that was closed is right for what is no HTTP, as long as the server goes on."""
         with socket.create_connection(("127.0.0.1", self._server.port), timeout=MAX_SECONDS) as sock:
-            sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             head = sock.recv(64)
         return "" if head.startswith(b"HTTP/1.1 200 ") and not self._is_logged(logged) else f"not healthy: {head!r}"
 

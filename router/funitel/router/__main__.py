@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
 
@@ -13,7 +14,7 @@ import typer
 
 from funitel.proto.process import logs
 from funitel.proto.settings.fields import as_command, run_app
-from funitel.proto.settings.listen_address import LOCAL_ONLY, is_local_by_default, listen_address
+from funitel.proto.settings.listen_address import LOCAL_ONLY, is_local_by_default, is_loopback, listen_address
 from funitel.proto.tracing.export import export
 from funitel.router.api.routes import document
 from funitel.router.app import build_app
@@ -38,6 +39,11 @@ def _address(settings: RouterSettings) -> str:
     return listen_address(*asked, is_guarded=is_guarded(settings))
 
 
+def _is_local(settings: RouterSettings, listeners: Iterable[socket.socket]) -> bool:
+    """Whether nothing but this machine is to reach the server, which authenticates no client."""
+    return not is_guarded(settings) and all(is_loopback(listener.getsockname()[0]) for listener in listeners)
+
+
 def collect_garbage_rarely() -> None:
     """Exempt what is imported by now from garbage collection, and collect the rest seldom."""
     gc.collect()
@@ -57,7 +63,7 @@ def serve(settings: RouterSettings) -> None:
         else:
             address = _address(settings)
             listeners = [stack.enter_context(bind(address, port)) for port in ports]
-        build = partial(build_app, settings, connect)
+        build = partial(build_app, settings, connect, is_local=_is_local(settings, listeners))
         server = Server(settings, build, max_connections(settings.max_connections, allow_open_files()))
         for descriptor in (*settings.listen_fd, *([] if settings.ready_fd is None else [settings.ready_fd])):
             os.set_inheritable(descriptor, False)  # the launcher's way to pass it leaves it so, and uvloop closes none

@@ -19,6 +19,7 @@ from funitel.router.api.routes import operations, pages
 from funitel.router.auth.accounts import Accounts
 from funitel.router.core.file_watch import Reloadable, reload_on_change
 from funitel.router.middleware.access_log import AccessLog
+from funitel.router.middleware.host_check import LOOPBACK_ORIGIN, HostCheck
 from funitel.router.middleware.metrics_port import MetricsPort
 from funitel.router.middleware.operation import Operation
 from funitel.router.middleware.route_gate import RouteGate
@@ -38,6 +39,8 @@ def build_app(
     connect: Connect,
     on_failure: Callable[[FunitelError], None] = _log_failure,
     refreshed: Sequence[Reloadable] = (),
+    *,
+    is_local: bool = False,
 ) -> Starlette:
     """Make the application.
 
@@ -48,6 +51,7 @@ def build_app(
         connect: makes the engine, in seconds or minutes; started with the application.
         on_failure: called when that fails; the application continues to answer 503.
         refreshed: further sources to reload when their files change.
+        is_local: only this machine is to reach it, without a key: pages of other sites in its browsers are not.
 
     Raises:
         SettingsError: the file of API keys is not valid.
@@ -69,14 +73,15 @@ def build_app(
             await asyncio.gather(*tasks, return_exceptions=True)
             await service.close()
 
-    listed = operations(settings)
+    listed, allowed = operations(settings), settings.allowed_host
     app = Starlette(
         routes=[_route(operation, accounts, service) for operation in listed],
         middleware=[
             Middleware(AccessLog, metrics=service.metrics, drain=service.drain),
             *([] if settings.otlp_endpoint is None else [Middleware(TracingMiddleware, model=service.model_id)]),
             *([] if settings.prometheus_port is None else [Middleware(MetricsPort, port=settings.prometheus_port)]),
-            _cors(settings.cors_allow_origin),
+            *([Middleware(HostCheck, allowed=allowed, answer=answer_error)] if is_local or allowed else []),
+            _cors(settings.cors_allow_origin, is_local=is_local),
             Middleware(ErrorBoundary),
         ],
         exception_handlers={FunitelError: answer_error, HTTPException: answer_http_exception},
@@ -94,11 +99,12 @@ def _route(operation: Operation, accounts: Accounts, service: Service) -> Route:
     return Route(operation.path, operation.handler, methods=[operation.method], middleware=[gate])
 
 
-def _cors(origins: tuple[str, ...]) -> Middleware:
-    """TGI's rules, save that a browser may send a key and may delete."""
+def _cors(origins: tuple[str, ...], *, is_local: bool) -> Middleware:
+    """TGI's rules, save that a browser may send a key and may delete; of a local server, only pages of this machine."""
     return Middleware(
         CORSMiddleware,
-        allow_origins=list(origins) or ["*"],
+        allow_origins=origins or ([] if is_local else ["*"]),
+        allow_origin_regex=LOOPBACK_ORIGIN if is_local and not origins else None,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],  # clients in browsers send many of their own
     )

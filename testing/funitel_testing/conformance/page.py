@@ -28,6 +28,11 @@ STARTS = (
         "outside the image, 127.0.0.1 when neither it nor a key is given",
         "without authentication the server listens on loopback by default ([access](access.md))",
     ),
+    (
+        "--cors-allow-origin",
+        "on loopback without a key, by default pages of this machine; and any `Host` but loopback is refused",
+        "else every web page could use the server in its visitor's machine ([access](access.md))",
+    ),
     ("--model-id", "smollm2-135m-instruct", "small enough to try on any machine"),
     ("--master-port", "a free one", "two instances run side by side"),
     ("--shard-uds-path", "another when it is taken", "two instances run side by side"),

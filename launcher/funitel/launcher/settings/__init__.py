@@ -153,6 +153,7 @@ class LauncherSettings:
     )
     tls_probe_key: str | None = setting(None, "PEM file of the key of --tls-probe-cert.")
     cors_allow_origin: tuple[str, ...] = _router("cors_allow_origin")
+    allowed_host: tuple[str, ...] = _router("allowed_host")
     otlp_endpoint: str | None = _router("otlp_endpoint")
     otlp_service_name: str = _router(
         "otlp_service_name", help="Service name of the spans; when not given, that of the shards ends in .server."

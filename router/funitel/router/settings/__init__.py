@@ -191,7 +191,16 @@ class RouterSettings:
     shard_tls_ca: str | None = setting(
         None, "PEM file of authorities: a shard on TCP must show a certificate of theirs.", env=None
     )
-    cors_allow_origin: tuple[str, ...] = setting((), "Allowed CORS origin, repeatable; any when not given.")
+    cors_allow_origin: tuple[str, ...] = setting(
+        (),
+        "Allowed CORS origin, repeatable; when not given, any, or those of this machine if the server listens on "
+        "loopback without a key.",
+    )
+    allowed_host: tuple[str, ...] = setting(
+        (),
+        "Host that requests may name beside loopback, repeatable, * for any; when not given, any, or none if the "
+        "server listens on loopback without a key.",
+    )
     aip_predict_route: str | None = setting(None, "A further path of /vertex; Vertex AI names it in this variable.")
     aip_health_route: str | None = setting(None, "A further path of /health; Vertex AI names it in this variable.")
     compute_type: str | None = setting(None, "Value of `x-compute-type`; shards and device when not given.")
