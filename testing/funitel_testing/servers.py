@@ -128,10 +128,11 @@ class Footprint:
     ports: tuple[int, ...]
     uds_path: str
     shared_memory: frozenset[str]  # what was there before it started
+    processes: frozenset[int] = frozenset()  # also those without the mark: sandboxes inherit no environment
 
     def left(self) -> list[str]:
         """What of it is still there."""
-        found = [f"process {pid}: {_command(pid)}" for pid in marked(self.mark)]
+        found = [f"process {pid}: {_command(pid)}" for pid in marked(self.mark) | alive({*self.processes})]
         found += [f"port {port}" for port in self.ports if listens(port)]
         found += [f"shared memory {name}" for name in shared_memory() - self.shared_memory]
         lock = Path(f"{self.uds_path}.lock")
@@ -258,7 +259,7 @@ class Server:
         uds_path = flag_value(shards[0], "--uds-path")
         assert uds_path is not None, "the shard was given no socket path"
         ports = (self.port, *(int(port) for port in master_ports if port))
-        return Footprint(self.mark, ports, uds_path, self._shared_memory)
+        return Footprint(self.mark, ports, uds_path, self._shared_memory, frozenset(descendants(self.process.pid)))
 
     def router_pid(self) -> int:
         """Process id of the router."""

@@ -3,17 +3,20 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from funitel.launcher.cli.keys import (
+    GroupKeySettings,
     ListKeysSettings,
     NewKeySettings,
     RevokeKeySettings,
     list_all,
     make,
+    regroup,
     revoke,
 )
 from funitel.proto.errors import SettingsError
@@ -67,6 +70,7 @@ def test_a_key_may_end_at_a_date(path: str, capsys: pytest.CaptureFixture[str]) 
     ("bounds", "why"),
     [
         ({"name": "a b"}, "`name` must match"),
+        ({"group": "a b"}, "`group` must match"),
         ({"expires": "soon"}, "`expires` must be like"),
         ({"expires": "0d"}, "--expires must be in the future, given 0d"),
         ({"expires": "2020-01-01"}, "--expires must be in the future"),
@@ -109,6 +113,23 @@ def test_what_is_not_there_cannot_be_revoked(path: str, capsys: pytest.CaptureFi
     revoke(RevokeKeySettings(api_key_file=path, name="team-a"))
     with pytest.raises(SettingsError, match="no key named 'team-a'"):
         revoke(RevokeKeySettings(api_key_file=path, name="team-a"))
+
+
+def test_a2_a_key_is_put_into_a_group_and_out_of_it(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    new(path, capsys, group="research", tokens_per_minute=5)
+    [made] = read_keys(path)
+    assert made.group == "research"
+    list_all(ListKeysSettings(api_key_file=path))
+    assert "group=research  tokens_per_minute=5" in capsys.readouterr().out
+    for group in ("sales", None):
+        regroup(GroupKeySettings(api_key_file=path, name="team-a", group=group))
+        assert read_keys(path) == [replace(made, group=group)]
+    before = Path(path).read_text()
+    with pytest.raises(SettingsError, match="`group` must match"):
+        regroup(GroupKeySettings(api_key_file=path, name="team-a", group="a b"))
+    with pytest.raises(SettingsError, match="no key named 'b' to put into a group"):
+        regroup(GroupKeySettings(api_key_file=path, name="b", group="g"))
+    assert Path(path).read_text() == before
 
 
 def test_the_list_says_what_each_may_do(path: str, capsys: pytest.CaptureFixture[str]) -> None:

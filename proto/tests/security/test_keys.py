@@ -21,6 +21,7 @@ WHOLE = Key(
     expires=datetime(2027, 2, 19, 23, 0, 0, tzinfo=UTC),
     routes=("/v1/*",),
     models=("my-llama", "mine/*"),
+    group="research",
     requests_per_minute=60,
     tokens_per_minute=20_000,
     max_concurrent_requests=8,
@@ -48,8 +49,8 @@ def test_bare_keys_are_read_as_ever_and_are_for_everything(tmp_path: Path) -> No
     path = tmp_path / "keys"
     path.write_text(f"first\n\n  second \n{record()}\nsécret # with words\n")
     first, second, hashed, last = read_keys(str(path))
-    assert first == Key(name="line-1", digest=digest_of(b"first"))
-    assert second == Key(name="line-3", digest=digest_of(b"second"))
+    assert first == Key(name="line-1", digest=digest_of(b"first"), is_bare=True)
+    assert second == Key(name="line-3", digest=digest_of(b"second"), is_bare=True)
     assert hashed.name == "a"
     assert last.digest == digest_of("sécret # with words".encode())
 

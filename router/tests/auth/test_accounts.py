@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from funitel.proto.errors import Forbidden, RateLimited, SettingsError
-from funitel.proto.security.keys import Key, digest_of, line_of
+from funitel.proto.security.keys import Key, digest_of, keys_of, line_of, read_keys
 from funitel.router.auth.accounts import Account, Accounts, owner_of
 from funitel.router.telemetry.metrics import Metrics
 
@@ -77,6 +77,56 @@ def test_without_keys_nobody_is_asked() -> None:
     assert not Accounts(None, None, Metrics()).is_asked_for
     assert Accounts("", None, Metrics()).is_asked_for
     assert Accounts("", None, Metrics()).find((b"",)) is None
+
+
+# Cached prefixes
+
+
+def test_a2_cached_prefixes_belong_to_a_group_or_to_a_key_by_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+
+    def owners() -> list[bytes]:
+        return [key.cache_owner for key in keys_of("first", str(path))]
+
+    other = replace(KEY, digest=digest_of(b"other"))
+    lines = [line_of(KEY), line_of(replace(other, name="team-b")), "bare", "naked"]
+    path.write_text("\n".join(lines))
+    before = owners()
+    assert len({*before}) == 5
+    assert {len(owner) for owner in before} == {32}
+    path.write_text(
+        "\n".join([line_of(other), line_of(replace(KEY, name="team-b", expires=datetime.now(UTC))), "naked"])
+    )
+    assert owners() == [before[0], before[1], before[2], before[4]], "neither a new hash nor another line matters"
+
+    grouped = [replace(KEY, group="g"), replace(other, name="team-b", group="g"), replace(other, name="g")]
+    path.write_text("\n".join(map(line_of, grouped)))
+    _, first, second, named = owners()
+    assert first == second != named
+    assert first not in before
+
+
+def test_a2_a_group_counts_as_soon_as_the_file_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "keys", KEY)
+    accounts = Accounts(None, str(path), Metrics())
+    found = accounts.find((b"sesame",))
+    assert found is not None
+    alone = found.key.cache_owner
+    written(path, replace(KEY, group="g", name="renamed"))
+    os.utime(path, (1, 1))
+    accounts.refresh()
+    assert found.key.cache_owner not in (alone, replace(KEY, name="renamed").cache_owner)
+
+
+@pytest.mark.parametrize(("group", "why"), [('"a b"', "`group` must match"), ("7", "`group` must match"), ("null", "")])
+def test_a2_a_group_is_named_as_a_key_is(group: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(line_of(KEY)[:-1] + f', "group": {group}}}')
+    if why:
+        with pytest.raises(SettingsError, match=why):
+            read_keys(str(path))
+    else:
+        assert read_keys(str(path)) == [KEY]
 
 
 # What for

@@ -218,6 +218,39 @@ async def test_what_is_stored_is_there_for_its_key_only(serve: Serve, keys: Path
         assert (await client.get(path, headers=BEARER)).json() == made
 
 
+ROUTES = {
+    "/": GENERATE,
+    "/generate": GENERATE,
+    "/generate_stream": GENERATE,
+    "/v1/completions": {"prompt": "hi", "max_tokens": 4},
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"model": "m", **CHAT},
+    "/invocations": GENERATE,
+    "/vertex": {"instances": [GENERATE]},
+}
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+async def test_a2_every_route_finds_prefixes_of_its_own_key_only(
+    share_prefixes: bool, serve: Serve, keys: Path
+) -> None:
+    engine = FakeEngine()
+    settings = {"api_key": "other", "api_key_file": hold(keys), "share_prefixes": share_prefixes}
+    async with serve(engine, **settings) as client:
+        for path, body in ROUTES.items():
+            owners = []
+            for headers in (BEARER, {"x-api-key": "other"}):
+                answer = await client.post(path, json=body, headers=headers)
+                assert answer.status_code == 200, answer.text
+                owners.append(engine.requests[-1].cache_owner)
+            assert (len(set(owners)) == 2, b"" in owners) == (not share_prefixes, share_prefixes), path
+    engine = FakeEngine()
+    async with serve(engine) as client:
+        await client.post("/generate", json=GENERATE, headers=BEARER)
+    assert engine.requests[-1].cache_owner == b"", "keys are not asked for"
+
+
 async def test_a_revoked_key_is_out_within_seconds(serve: Serve, keys: Path) -> None:
     async with serve(FakeEngine(), api_key_file=hold(keys)) as client:
         assert (await client.post("/generate", json=GENERATE, headers=BEARER)).status_code == 200

@@ -54,6 +54,20 @@ async def test_a_prompt_goes_where_its_beginning_is_computed(tmp_path: Path) -> 
             assert len(run_.replicas[1 - home][0].steps) == before
 
 
+async def test_a2_another_owners_prefix_attracts_no_prompt(tmp_path: Path) -> None:
+    async with running(tmp_path) as run_:
+        asked = replace(request(25), cache_owner=b"a" * 32)
+        await asyncio.gather(run(run_.fleet, request(25, first=200)), run(run_.fleet, asked))
+        homes = []
+        for owner in (b"a" * 32, b"b" * 32):
+            before = [len(replica[0].steps) for replica in run_.replicas]
+            async with run_.fleet.submit(replace(request(25), cache_owner=owner)) as stream:
+                await stream.last()
+            after = [len(replica[0].steps) for replica in run_.replicas]
+            homes.append((stream.num_cached_tokens, [new > old for new, old in zip(after, before, strict=True)]))
+        assert homes == [(24, [False, True]), (0, [True, False])]
+
+
 async def test_an_overloaded_replica_is_spared(tmp_path: Path) -> None:
     async with running(tmp_path) as run_:
         await run(run_.fleet, request(9))  # the first replica has computed two blocks: they make up for 32 tokens

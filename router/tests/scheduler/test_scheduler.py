@@ -469,6 +469,46 @@ def test_salts_part_tenants_and_logprobs_of_the_prompt_need_computing() -> None:
     assert lengths == [0, 0, 16, 0, 16, 0]
 
 
+def test_a2_owners_share_nothing_whatever_their_salts() -> None:
+    scheduler, shard = cached_scheduler(), FakeShard()
+    a, b = bytes(32), b"b" * 32
+    asked: list[tuple[dict[str, object], int]] = [
+        ({"cache_owner": a}, 0),
+        ({"cache_owner": b}, 0),
+        ({"cache_owner": a}, 16),
+        ({"cache_owner": b}, 16),
+        ({}, 0),
+        ({"cache_owner": a, "cache_salt": "s"}, 0),
+        ({"cache_owner": b, "cache_salt": "s"}, 0),
+        ({"cache_salt": "s"}, 0),
+        ({"cache_owner": b, "cache_salt": "s"}, 16),
+    ]
+    for i, (fields, expected) in enumerate(asked):
+        scheduler.add(make_sequence(i, 18, 1, **fields))
+        assert (run_to_end(scheduler, shard)[0].cache_len, i) == (expected, i)
+
+
+def test_a2_owners_share_nothing_in_the_host_tier() -> None:
+    policy = SchedulerPolicy(max_batch_prefill_tokens=64, has_prefix_cache=True)
+    scheduler, shard = Scheduler(policy, BlockPool(8, BLOCK, host_blocks=20)), FakeShard()
+    for i, (owner, num_prompt) in enumerate(((b"a", 17), (b"c", 30))):
+        scheduler.add(make_sequence(i, num_prompt, 1, cache_owner=owner * 32))
+        run_to_end(scheduler, shard)
+    assert scheduler.blocks.host.num_saved >= 4
+    asked = {owner: make_sequence(9, 17, 1, cache_owner=owner * 32) for owner in (b"a", b"b", b"")}
+    found = {owner: scheduler._prefill.prefix(sequence) for owner, sequence in asked.items()}
+    assert {owner: len(prefix) for owner, prefix in found.items()} == {b"a": 4, b"b": 0, b"": 0}
+    assert found[b"a"].keys
+
+
+def test_a2_a_prompt_does_not_wait_for_the_same_prompt_of_another_owner() -> None:
+    scheduler, shard = cached_scheduler(max_batch_prefill_tokens=8), FakeShard()
+    for i in range(4):
+        scheduler.add(make_sequence(i, 30, 3, cache_owner=bytes([i]) * 32))
+    assert [start.cache_len for start in run_to_end(scheduler, shard)] == [0] * 4
+    assert shard.num_computed == 4 * (30 + 2)
+
+
 def test_siblings_wait_for_the_first_ones_prompt_and_others_pass_them() -> None:
     scheduler, shard = cached_scheduler(max_batch_prefill_tokens=8), FakeShard()
     for i in range(4):

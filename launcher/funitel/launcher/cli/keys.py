@@ -1,4 +1,4 @@
-"""`funitel key`: create, list and revoke the API keys of a file; a running router reloads it."""
+"""`funitel key`: create, list, group and revoke the API keys of a file; a running router reloads it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +12,7 @@ from funitel.proto.security.keys import (
     SCOPES,
     Key,
     check_limit,
+    check_name,
     check_pattern,
     digest_of,
     editing,
@@ -60,10 +61,19 @@ class RevokeKeySettings(KeyFileSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupKeySettings(KeyFileSettings):
+    """Put a key into a group, or take it out of its group; keys of one group share cached prefixes."""
+
+    name: str
+    group: str | None = _flag(None, "Name of the group; no group when not given.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class NewKeySettings(KeyFileSettings):
     """Create a key: print it once, and add its hash to the file."""
 
     name: str | None = _flag(None, "Name of the key in logs and metrics.")
+    group: str | None = _flag(None, "Group of the key: keys of one group share cached prefixes, all others do not.")
     expires: str | None = _flag(
         None, "Expiry: a time from now such as 90d, 12h or 30m, or a UTC date or time; never when not given."
     )
@@ -98,16 +108,28 @@ def list_all(settings: ListKeysSettings) -> None:
 
 def revoke(settings: RevokeKeySettings) -> None:
     """Mark a key as revoked; its line stays in the file."""
-    with editing(settings.path) as lines:
-        parse(lines, settings.path)
+    _change(settings.path, settings.name, "revoke; delete the line of a bare key", revoked=datetime.now(UTC))
+
+
+def regroup(settings: GroupKeySettings) -> None:
+    """Change the group of a key."""
+    try:
+        group = None if settings.group is None else check_name(settings.group, "group")
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+    _change(settings.path, settings.name, "put into a group; a bare key has none", group=group)
+
+
+def _change(path: str, name: str, purpose: str, **fields: Any) -> None:
+    """Replace fields of the valid key of a name; raises SettingsError, with the purpose, if there is none."""
+    with editing(path) as lines:
+        parse(lines, path)
         for index, line in enumerate(lines):
-            key = next(iter(parse([line], settings.path)), None)
-            if key is not None and line.lstrip().startswith("{") and key.name == settings.name and not key.revoked:
-                lines[index] = line_of(replace(key, revoked=datetime.now(UTC)))
+            key = next(iter(parse([line], path)), None)
+            if key is not None and not key.is_bare and key.name == name and not key.revoked:
+                lines[index] = line_of(replace(key, **fields))
                 return
-        raise SettingsError(
-            f"{FLAG} {settings.path} has no key named {settings.name!r} to revoke; delete the line of a bare key"
-        )
+        raise SettingsError(f"{FLAG} {path} has no key named {name!r} to {purpose}")
 
 
 # Parsing and formatting
@@ -125,11 +147,13 @@ def _described(settings: NewKeySettings, digest: bytes, now: datetime) -> Key:
         for field in LIMITS:
             if bounds[field] is not None:
                 check_limit(bounds[field], field)
+        if settings.group is not None:
+            check_name(settings.group, "group")
         expires = None if settings.expires is None else _instant(settings.expires, now)
     except ValueError as error:
         raise SettingsError(str(error)) from error
     require(expires is None or expires > now, f"--expires must be in the future, given {settings.expires}")
-    return Key(name=settings.name or "", digest=digest, created=now, expires=expires, **bounds)
+    return Key(name=settings.name or "", digest=digest, created=now, expires=expires, group=settings.group, **bounds)
 
 
 def _split(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -157,12 +181,13 @@ def _state(key: Key, now: datetime) -> str:
 
 def _bounds(key: Key) -> str:
     scopes = {"routes": " ".join(key.routes) or "all", "models": " ".join(key.models) or "all"}
-    limits = {field: getattr(key, field) for field in LIMITS if getattr(key, field) is not None}
+    limits = {field: getattr(key, field) for field in ("group", *LIMITS) if getattr(key, field) is not None}
     return "  ".join(f"{field}={value}" for field, value in (scopes | limits).items())
 
 
 KEY_COMMANDS: Mapping[str, Callable[..., None]] = {
     "new": as_command(NewKeySettings, make),
     "list": as_command(ListKeysSettings, list_all),
+    "group": as_command(GroupKeySettings, regroup, {"name": "Name of the key."}),
     "revoke": as_command(RevokeKeySettings, revoke, {"name": "Name of the key."}),
 }

@@ -142,6 +142,7 @@ class LauncherSettings:
     max_stored_response_bytes: int = _router("max_stored_response_bytes")
     api_key: str | None = _router("api_key")
     api_key_file: str | None = _router("api_key_file")
+    share_prefixes: bool = _router("share_prefixes")
     protect_all_routes: bool = _router("protect_all_routes")
     tls_cert: str | None = _router("tls_cert")
     tls_key: str | None = _router("tls_key")

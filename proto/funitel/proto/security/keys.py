@@ -43,6 +43,8 @@ class Key:
         name: in messages, logs and metrics.
         routes: paths as in the table of routes; a final `*` matches every continuation.
         models: names of models, with the same patterns.
+        group: keys of one group share cached prefixes.
+        is_bare: it has no record, so that its name depends on its line.
     """
 
     name: str
@@ -55,6 +57,17 @@ class Key:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_concurrent_requests: int | None = None
+    group: str | None = None
+    is_bare: bool = False
+
+    @property
+    def cache_owner(self) -> bytes:
+        """The group or the key that cached prefixes belong to, as a SHA-256; a key replaced under its name keeps it."""
+        if self.group is not None:
+            owner = f"group {self.group}"
+        else:
+            owner = f"key {self.digest.hex()}" if self.is_bare else f"name {self.name}"
+        return hashlib.sha256(owner.encode()).digest()
 
 
 def covers(patterns: Sequence[str], name: str) -> bool:
@@ -79,7 +92,7 @@ def digest_of(key: bytes) -> bytes:
 
 def keys_of(key: str | None, path: str | None) -> list[Key]:
     """The keys of a router: the one given as a setting, and those of a file; raises as `read_keys`."""
-    setting = [] if key is None else [Key(name=SETTING_NAME, digest=digest_of(key.encode()))]
+    setting = [] if key is None else [Key(name=SETTING_NAME, digest=digest_of(key.encode()), is_bare=True)]
     return setting + ([] if path is None else read_keys(path))
 
 
@@ -116,7 +129,7 @@ def parse(lines: Sequence[str], path: str) -> list[Key]:
         if not text:
             continue
         if not text.startswith("{"):
-            keys.append(Key(name=f"line-{number}", digest=digest_of(text.encode())))
+            keys.append(Key(name=f"line-{number}", digest=digest_of(text.encode()), is_bare=True))
             continue
         try:
             key = _parse_record(text)
@@ -135,8 +148,10 @@ def _parse_record(text: str) -> Key:
     except (ValueError, RecursionError):
         raise ValueError("a line that begins with { must be a JSON object") from None
     fields = dict(record)
-    name, digest = _text(fields, "name", _NAME), _text(fields, "sha256", _DIGEST)
-    known: dict[str, Any] = {field: _instant(fields, field) for field in TIMES}
+    name, digest = check_name(fields.pop("name", None), "name"), _text(fields, "sha256", _DIGEST)
+    group = fields.pop("group", None)
+    known: dict[str, Any] = {"group": None if group is None else check_name(group, "group")}
+    known |= {field: _instant(fields, field) for field in TIMES}
     known |= {field: _names(fields, field) for field in SCOPES}
     known |= {field: _limit(fields, field) for field in LIMITS}
     if fields:
@@ -178,6 +193,13 @@ def _names(fields: dict[str, Any], field: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+def check_name(value: object, field: str) -> str:
+    """Return a valid name of a key or a group; raises ValueError for anything else."""
+    if not isinstance(value, str) or not _NAME.fullmatch(value):
+        raise ValueError(f"`{field}` must match {_NAME.pattern}. Given: {value!r}")
+    return value
+
+
 def check_pattern(pattern: object, field: str) -> None:
     """Raise ValueError unless this is a pattern of routes or models."""
     is_text = isinstance(pattern, str) and 0 < len(pattern) <= 256 and "*" not in pattern[:-1]
@@ -205,6 +227,7 @@ def line_of(key: Key) -> str:
     """Format a key as a line of its file."""
     times = {field: getattr(key, field) for field in TIMES}
     record: dict[str, Any] = {"name": key.name, "sha256": key.digest.hex()}
+    record |= {} if key.group is None else {"group": key.group}
     record |= {field: shown(instant) for field, instant in times.items() if instant is not None}
     record |= {field: list(getattr(key, field)) for field in SCOPES if getattr(key, field)}
     record |= {field: getattr(key, field) for field in LIMITS if getattr(key, field) is not None}

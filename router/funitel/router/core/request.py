@@ -30,7 +30,8 @@ class Request:
     top_n_tokens: int = 0
     inputs: str = ""
     add_special_tokens: bool = True
-    cache_salt: str = ""  # only requests of the same salt share computed prefixes
+    cache_salt: str = ""  # only requests of the same salt share computed prefixes,
+    cache_owner: bytes = field(default=b"", repr=False)  # and of the same owner; a hash, empty for none
     key: bytes = field(default=b"", repr=False)  # of the API key or token it is charged to; a hash, empty for none
     priority: int = 0  # lower is sooner
     deadline: float | None = None  # instant of the monotonic clock after which the answer is of no use
@@ -112,11 +113,11 @@ class Sequence:
     def block_key(self, index: int, block_size: int) -> bytes:
         """Key of the content of block `index`, all of known tokens: SHA-256 over the block before it and its tokens.
 
-        The key before the first is the hash of the salt, so that tenants with different salts share nothing.
+        The key before the first is the hash of owner and salt, so that those with different ones share nothing.
         """
         while len(self._block_keys) <= index:
             count = len(self._block_keys)
-            parent = self._block_keys[-1] if count else hashlib.sha256(self.request.cache_salt.encode()).digest()
+            parent = self._block_keys[-1] if count else self._root_key()
             first, end = count * block_size, (count + 1) * block_size
             tokens = array("I", self.request.input_ids[first:end])
             num_given = len(self.request.input_ids)
@@ -124,3 +125,7 @@ class Sequence:
                 tokens.extend(self.output_ids[max(0, first - num_given) : end - num_given])
             self._block_keys.append(hashlib.sha256(parent + tokens.tobytes()).digest())
         return self._block_keys[index]
+
+    def _root_key(self) -> bytes:
+        request = self.request
+        return hashlib.sha256(request.cache_owner + request.cache_salt.encode()).digest()

@@ -36,6 +36,11 @@ class Arrival:
             self.reservation.release()
 
     @property
+    def cache_owner(self) -> bytes:
+        """The owner of the prefixes that it finds in the cache and leaves there; empty where no key was asked for."""
+        return b"" if self.account is None else self.account.key.cache_owner
+
+    @property
     def incoming(self) -> Request:
         """The request as far as admission can be asked about it."""
         return incoming_request(self.key, self.priority, self.deadline)

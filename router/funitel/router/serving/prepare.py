@@ -100,6 +100,7 @@ async def prepare(
         deadline=arrived.deadline,
         request_id=context.request_id,
         key_name=context.key_name,
+        cache_owner=b"" if service.settings.share_prefixes else arrived.cache_owner,
     )
     context.operation, context.request = "text_completion", context.request or request
     return GenerationJob(service, request, arrived)

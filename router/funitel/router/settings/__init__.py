@@ -176,6 +176,9 @@ class RouterSettings:
         None,
         "File of API keys, one a line; requests must carry one of them. Reloaded when it changes; see docs/access.md.",
     )
+    share_prefixes: bool = setting(
+        False, "Share cached prefixes between all API keys; by default only keys of one group share them."
+    )
     protect_all_routes: bool = setting(
         False, "Require a key on every route except health checks: also /metrics, /info, /docs and /v1/models."
     )
