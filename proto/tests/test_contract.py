@@ -151,7 +151,7 @@ TGI_ENUMS = {
 TGI_METHODS = ("Info", "ServiceDiscovery", "ClearCache", "FilterBatch", "Warmup", "Prefill", "Decode", "Health")
 
 OUR_MESSAGES = {"CompileGrammarRequest", "CompileGrammarResponse", "LogitBias", "RowUpdate", "Columns", "BlockCopy"}
-OUR_MESSAGES |= {"DismissRequest", "DismissResponse"}
+OUR_MESSAGES |= {"DismissRequest", "DismissResponse", "PromptTop"}
 OUR_MESSAGES |= {"EncoderFacts", "EncoderInput", "EncodeRequest", "EncodeResponse"}
 OUR_ENUMS = {
     "EncoderTask": {

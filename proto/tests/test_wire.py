@@ -23,6 +23,7 @@ from funitel.proto.step import (
     GeneratedText,
     Generation,
     GrammarType,
+    PromptTop,
     RowUpdate,
     SamplingParams,
     SequenceStart,
@@ -85,6 +86,7 @@ STARTS = st.builds(
     cache_len=U32,
     chunk_len=st.none() | U32,
     prefill_logprobs=st.booleans(),
+    prompt_logprobs=st.none() | U32,
     top_n_tokens=U32,
     inputs=TEXT,
     truncate=U32,
@@ -101,13 +103,17 @@ REASONS = st.sampled_from(FinishReason)
 FINISHED = st.builds(GeneratedText, TEXT, U32, REASONS, seed=st.none() | U64) | st.builds(
     GeneratedText, TEXT, U32, REASONS, st.none() | U64, stop_index=U32, stop_start=U32
 )
-GENERATIONS = st.builds(
-    Generation,
-    request_id=U64,
-    tokens=TOKENS,
-    top_tokens=some(TOKENS),
-    prefill_tokens=st.none() | TOKENS,
-    finished=st.none() | FINISHED,
+TOP_OF_TWO = st.builds(PromptTop, st.just(0), st.just(()), st.just(()), st.tuples(U32), st.just({})) | st.builds(
+    PromptTop,
+    st.just(2),
+    st.just((5, 3)),
+    st.tuples(FLOAT, FLOAT),
+    st.tuples(U32),
+    st.builds(lambda a, b: {5: a, 3: b}, TEXT, TEXT),
+)
+PLAIN_PARTS = {"request_id": U64, "tokens": TOKENS, "top_tokens": some(TOKENS), "finished": st.none() | FINISHED}
+GENERATIONS = st.builds(Generation, prefill_tokens=st.none() | TOKENS, **PLAIN_PARTS) | st.builds(
+    Generation, prefill_tokens=TWO, prompt_top=TOP_OF_TWO, **PLAIN_PARTS
 )
 RESULTS = st.builds(
     StepResult,

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from funitel.proto.errors import FunitelError, Overloaded, TemplateError
-from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
+from funitel.proto.step import FinishReason, GeneratedText, Generation, PromptTop, Tokens
 from funitel.router.core.request import Limits, Request
 from funitel.router.core.stream import TokenStream
 from funitel.router.engine.snapshot import EngineView
@@ -170,7 +170,26 @@ def scripted(request: Request, pieces: Sequence[str], stride: int = 1, logprob: 
         count = len(request.input_ids)
         prefill = Tokens(request.input_ids, (float("nan"), *(-1.0,) * (count - 1)), ("?",) * count)
         steps[0] = replace(steps[0], prefill_tokens=prefill)
+    if request.prompt_logprobs is not None:
+        steps[0] = replace(steps[0], **scored_prompt(request.input_ids, request.prompt_logprobs))
     return steps
+
+
+def scored_prompt(ids: Sequence[int], width: int) -> dict[str, Any]:
+    """Scores of a prompt of `byte_tokenizer`: at each place the likeliest tokens are 0, 1, 2 and so on."""
+    decode = byte_tokenizer().decode
+    count, likeliest = len(ids), tuple(range(width))
+    special = tuple(token_id >= 256 for token_id in ids)
+    texts = tuple(decode([token_id], skip_special_tokens=False) for token_id in ids)
+    top = PromptTop(
+        width=width,
+        ids=likeliest * (count - 1),
+        logprobs=tuple(-0.25 - token_id for token_id in likeliest) * (count - 1),
+        ranks=(7,) * (count - 1),
+        texts={token_id: decode([token_id]) for token_id in likeliest},
+    )
+    prefill = Tokens(tuple(ids), (float("nan"), *(-1.0,) * (count - 1)), texts, special)
+    return {"prefill_tokens": prefill, "prompt_top": top}
 
 
 def _generation(request: Request, texts: list[str], places: range, logprob: float) -> Generation:

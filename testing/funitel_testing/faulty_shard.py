@@ -156,7 +156,7 @@ class FaultyForward:
     def _spoil(self, logits: Any, fault: Fault) -> None:
         at = 0
         for row, count in self.rows:
-            size = count if row.owes_prompt_logprobs else int(count == row.num_pending)
+            size = count if row.owes_prompt_scores else int(count == row.num_pending)
             if self._is_struck(row, fault):
                 logits[at : at + size, 7] = float(fault.kind)
             at += size

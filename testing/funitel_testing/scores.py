@@ -132,22 +132,23 @@ async def check_completions(client: httpx.AsyncClient, truth: Truth, prompt: str
     """`/v1/completions`, with the prompt echoed: log-probabilities of the model's own scores."""
     native, openai = PAIRS[pair]
     ids, tokens = truth.encode(prompt), await _native_ids(client, prompt, native)
-    scores = truth.scores(ids + [token["id"] for token in tokens])
-    logprobs = raw_logprobs(scores[len(ids) - 1 : -1])
+    full = ids + [token["id"] for token in tokens]
+    scores = truth.scores(full)
     body = {"model": "any", "prompt": ids, "max_tokens": MAX_NEW_TOKENS, "logprobs": NUM_TOP, "echo": True, **openai}
     (choice,) = (await post(client, "/v1/completions", body))["choices"]
     found, where = choice["logprobs"], f"/v1/completions, {pair}, {prompt[:20]!r}"
-    assert found["token_logprobs"][0] is None
-    prompt_part = found["token_logprobs"][1 : len(ids)]
-    checked.note_values(f"{where}, prompt", prompt_part, truth.prompt_logprobs(scores, ids))
-    plain = [(token, row) for token, row in zip(tokens, logprobs, strict=True) if not token["special"]]
-    assert found["tokens"][len(ids) :] == [token["text"] for token, _ in plain]
-    values = [float(row[token["id"]]) for token, row in plain]
-    checked.note_values(where, found["token_logprobs"][len(ids) :], values)
-    for place, ((token, row), top) in enumerate(zip(plain, found["top_logprobs"][len(ids) :], strict=True)):
-        # Tokens of one text are one entry; the likeliest of them counts.
-        best = {truth.text_of(each): float(row[each]) for each in reversed(row.topk(NUM_TOP).indices.tolist())}
-        truly = {token["text"]: float(row[token["id"]])} | best
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    assert found["tokens"][len(ids) :] == [token["text"] for token in tokens]
+    checked.note_values(where, found["token_logprobs"][1:], truth.prompt_logprobs(scores, full))
+    rows = raw_logprobs(scores[:-1])
+    places = zip(full[1:], rows, found["tokens"][1:], found["top_logprobs"][1:], strict=True)
+    for place, (own, row, text, top) in enumerate(places):
+        assert len(top) >= NUM_TOP
+        truly = {text: float(row[own])}
+        for each in row.topk(NUM_TOP).indices.tolist():
+            if each != own:  # of tokens of one text, others than the first are named by their ids
+                name = truth.text_of(each)
+                truly[f"token_id:{each}" if name in truly else name] = float(row[each])
         wrong = [text for text in truly | top if abs(truly.get(text, 1.0) - top.get(text, 2.0)) >= CLOSE]
         checked.note(f"{where}, place {place}", f"{wrong} of {top}, truly {truly}" if wrong else None)
 

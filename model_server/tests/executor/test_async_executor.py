@@ -48,6 +48,7 @@ PLAIN: tuple[dict[str, Any], ...] = (
     {"ignore_eos": False, "presence_penalty": 0.5, "count_penalty": 0.3, "top_n_tokens": 3},
     {"stop_sequences": ("a", "e", "i"), "do_sample": True},
     {"prefill_logprobs": True, "top_n_tokens": 2},
+    {"prompt_logprobs": 3},
     {"raw_logprobs": True, "logit_bias": ((5, 2.0), (9, -3.0)), "frequency_penalty": 0.4},
 )
 FOLLOWED: tuple[dict[str, Any], ...] = (

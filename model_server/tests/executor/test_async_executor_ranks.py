@@ -44,6 +44,7 @@ PLAIN: tuple[dict[str, Any], ...] = (
 )
 IN_WORDS: tuple[dict[str, Any], ...] = (
     {"top_n_tokens": 2, "prefill_logprobs": True},
+    {"prompt_logprobs": 3},
     {"grammar": "(yes|no), (certainly|never)", "grammar_type": GrammarType.REGEX, "ignore_eos": False},
 )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from funitel.model_server.device.memory import GpuState
-from funitel.model_server.executor import warmup
+from funitel.model_server.executor import prompt_scores, warmup
 from funitel.model_server.executor.async_sampling import AsyncSampling
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.executor.pool_sizing import (
@@ -156,13 +156,13 @@ def on_card(folder: Path, gpu: FakeGpu, **settings: Any) -> tuple[Executor, Watc
     return executor, watched
 
 
-@pytest.mark.parametrize("has_logprobs", [False, True])
-def test_the_pool_is_what_the_largest_step_leaves(folder: Path, has_logprobs: bool) -> None:
+def test_the_pool_is_what_the_largest_step_leaves(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(4_000_000)
-    executor, watched = on_card(folder, gpu, enable_prefill_logprobs=has_logprobs)
+    executor, watched = on_card(folder, gpu)
+    monkeypatch.setattr(prompt_scores, "MAX_LOGITS_BYTES", 4 * executor.spec.vocab_size * 11)
     limits = WarmupLimits(max_prefill_tokens=50, max_batch_size=7, max_total_tokens=80)
     result = executor.warmup([start(0, range(40)), start(0, range(40))], limits)
-    assert watched.steps == [(57, 7, 57 if has_logprobs else 9)]
+    assert watched.steps == [(57, 7, 9), (11, 0, 11)], "the largest step, and the largest scores of a prompt"
     left = int(4_000_000 * USABLE) - 57_000
     assert result.pool_tokens == (left // executor.runner.pools.bytes_per_block - 1) * 4
 

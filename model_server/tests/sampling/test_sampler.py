@@ -19,7 +19,7 @@ from transformers import (
 
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.logits_processors import keep_min_p
-from funitel.model_server.sampling.sampler import SampledToken, SamplingState, Watermark, sample, token_logprobs
+from funitel.model_server.sampling.sampler import SampledToken, SamplingState, Watermark, sample
 from funitel.proto.step import SamplingParams
 
 VOCAB = 200
@@ -313,14 +313,6 @@ def test_rounding_errors_seldom_change_a_draw() -> None:
     first, second = (sample(scores, states, [5] * rows) for scores in (logits, wrong))
     assert 100 < sum(token.id != 0 for token in first) < rows, "few draws fall into the tail"
     assert sum(a.id != b.id for a, b in zip(first, second, strict=True)) == 0
-
-
-def test_token_logprobs_are_raw() -> None:
-    logits = make_logits(4)
-    ids = torch.tensor([1, 2, 3, 4])
-    expected = logits.log_softmax(-1)[range(4), ids]
-    assert torch.allclose(token_logprobs(logits, ids), expected, atol=1e-5)
-    assert not math.isnan(SampledToken(1, -0.5).logprob)
 
 
 # Scores that are no numbers

@@ -3,6 +3,7 @@
 Standard library only, without protobuf and torch. `wire` converts these to messages.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
@@ -139,6 +140,7 @@ class SequenceStart:
     cache_len: int = 0
     chunk_len: int | None = None
     prefill_logprobs: bool = False
+    prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt; beats prefill_logprobs
     top_n_tokens: int = 0
     inputs: str = ""
     truncate: int = 0
@@ -186,6 +188,23 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTop:
+    """The likeliest tokens at each place of a prompt from its second on, by the model's own scores."""
+
+    width: int  # tokens at each place
+    ids: tuple[int, ...]  # [places * width], of each place the likeliest first
+    logprobs: tuple[float, ...]  # [places * width]
+    ranks: tuple[int, ...]  # [places] of the prompt's own tokens, 1 for the likeliest
+    texts: Mapping[int, str]  # of every id
+
+    def at(self, place: int) -> list[tuple[int, str, float]]:
+        """The likeliest tokens at one place, from 0 for the prompt's second token: ids, texts, log-probabilities."""
+        begin, end = place * self.width, (place + 1) * self.width
+        ids = self.ids[begin:end]
+        return list(zip(ids, [self.texts[each] for each in ids], self.logprobs[begin:end], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class GeneratedText:
     """How a sequence ended. `stop_start` is where the matched stop begins in `text`, in characters."""
 
@@ -210,6 +229,7 @@ class Generation:
     tokens: Tokens
     top_tokens: tuple[Tokens, ...] = ()
     prefill_tokens: Tokens | None = None
+    prompt_top: PromptTop | None = None  # beside prefill_tokens, where it was asked for
     finished: GeneratedText | None = None
 
     @property

@@ -15,6 +15,7 @@ from funitel.proto.step import (
     GeneratedText,
     Generation,
     GrammarType,
+    PromptTop,
     RowUpdate,
     SamplingParams,
     SequenceStart,
@@ -254,9 +255,10 @@ def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _encode_generation(generation: Generation) -> pb.Generation:
-    prefill_tokens, finished = generation.prefill_tokens, generation.finished
+    prefill_tokens, finished, top = generation.prefill_tokens, generation.finished, generation.prompt_top
     return pb.Generation(
         request_id=generation.request_id,
+        prompt_top=None if top is None else to_message(pb.PromptTop, top, texts=dict(top.texts)),
         prefill_tokens=None if prefill_tokens is None else _encode_tokens(prefill_tokens),
         tokens=_encode_tokens(generation.tokens),
         generated_text=None if finished is None else _encode_finished(finished),
@@ -290,8 +292,20 @@ def _decode_generation(message: pb.Generation, vocab_size: int) -> Generation:
         tokens=tokens,
         top_tokens=tuple(map(_decode_tokens, message.top_tokens[:])),
         prefill_tokens=_decode_tokens(message.prefill_tokens) if message.HasField("prefill_tokens") else None,
+        prompt_top=_decode_top(message) if message.HasField("prompt_top") else None,
         finished=finished,
     )
+
+
+def _decode_top(message: pb.Generation) -> PromptTop:
+    found = message.prompt_top
+    top = PromptTop(found.width, tuple(found.ids), tuple(found.logprobs), tuple(found.ranks), dict(found.texts))
+    places, values = max(0, len(message.prefill_tokens.ids) - 1), len(top.ids)
+    if not (len(top.ranks) == places and values == places * top.width == len(top.logprobs)):
+        raise ValueError(f"{places} places of a prompt have {len(top.ranks)} ranks and {values} tokens of {top.width}")
+    if not top.texts.keys() >= set(top.ids):
+        raise ValueError("a likely token of a prompt has no text")
+    return top
 
 
 # Facts and warm-up --------------------------------------------------------------------------------------------------

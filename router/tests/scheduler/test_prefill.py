@@ -35,7 +35,14 @@ def start_of(scheduler: Scheduler, sequence: Sequence) -> SequenceStart:
     return start
 
 
-ASKED = {"prefill_logprobs": True, "top_n_tokens": 2, "inputs": "text", "add_special_tokens": False, "request_id": "r"}
+ASKED = {
+    "prefill_logprobs": True,
+    "prompt_logprobs": 3,
+    "top_n_tokens": 2,
+    "inputs": "text",
+    "add_special_tokens": False,
+    "request_id": "r",
+}
 
 
 def test_a_shard_is_told_all_of_a_sequence() -> None:
@@ -49,6 +56,7 @@ def test_a_shard_is_told_all_of_a_sequence() -> None:
         cache_len=0,
         chunk_len=5,
         prefill_logprobs=True,
+        prompt_logprobs=3,
         top_n_tokens=2,
         add_special_tokens=False,
         name="r",
@@ -66,6 +74,7 @@ def test_a_plain_shard_is_told_the_text_and_the_slots() -> None:
         blocks=(1, 2, 3),
         slots=slots,
         prefill_logprobs=True,
+        prompt_logprobs=3,
         top_n_tokens=2,
         inputs="text",
         truncate=6,

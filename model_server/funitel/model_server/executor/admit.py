@@ -185,9 +185,15 @@ class RowAdmission:
             sampling=sampling,
             detokenizer=detokenizer,
             stops=stops,
-            wants_prompt_logprobs=(
-                start.prefill_logprobs and self._options.allow_prefill_logprobs and not start.output_ids
-            ),
+            prompt_top=self._prompt_top(start),
             grammar=grammar if self._samples else None,
             source_len=len(beginning.source),
         )
+
+    def _prompt_top(self, start: SequenceStart) -> int | None:
+        """How many likeliest tokens at each place of its prompt a sequence wants; None where it wants no scores."""
+        if start.output_ids:  # it had them with its first token
+            return None
+        if start.prompt_logprobs is not None:
+            return start.prompt_logprobs
+        return 0 if start.prefill_logprobs and self._options.allow_prefill_logprobs else None

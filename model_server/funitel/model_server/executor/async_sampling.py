@@ -24,7 +24,8 @@ import torch
 from funitel.model_server.executor.interface import ActiveRow, BegunStep, ComputedStep, PendingStep
 from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
-from funitel.model_server.executor.sync_sampling import agree, wants_words
+from funitel.model_server.executor.prompt_scores import PromptScores, Scored, forward_scored
+from funitel.model_server.executor.sync_sampling import agree_in_words, wants_words
 from funitel.model_server.gpu_sampling.ops import ScoreMaths
 from funitel.model_server.gpu_sampling.plan import RowStates
 from funitel.model_server.gpu_sampling.result_copy import Copy, HostCopy, SampledBatch, read_plain
@@ -39,24 +40,24 @@ from funitel.proto.step import CachedBatch, StepResult
 class Launch:
     """The work of one step in flight: the rows due a token, and the one copy that brings those that are sampled.
 
-    `sampled` is None on ranks that do not sample; `prompts` are rows with the number of log-probabilities of their
-    prompts that come behind it.
+    `sampled` is None on ranks that do not sample; `prompts` are scores of which the numbers come behind it.
     """
 
     due: list[DueRow]
     copy: Copy
     sampled: SampledBatch | None
-    prompts: list[tuple[SequenceState, int]]
+    prompts: list[PromptScores]
     is_shared_in_words: bool  # by the rank that sampled, once it has read
+    num_forwards: int
 
     def read(self) -> list[SampledToken]:
-        """The tokens sampled, once they are there; of prompts, rows get the log-probabilities. Once only."""
+        """The tokens sampled, once they are there; rows get the scores of their prompts. Once only."""
         numbers = self.copy.wait()
-        at = len(numbers) - sum(count for _, count in self.prompts)
+        at = len(numbers) - sum(prompt.numbers.numel() for prompt in self.prompts)
         tokens = read_plain(numbers[:at]) if self.sampled is None else self.sampled.read(numbers[:at])
-        for row, count in self.prompts:
-            row.prompt_logprobs += numbers[at : at + count].tolist()
-            at += count
+        for row, scores in self.prompts:
+            row.prompt_scores.append(numbers[at : at + scores.numel()].reshape(scores.shape))
+            at += scores.numel()
         return tokens
 
 
@@ -168,29 +169,27 @@ class AsyncSampling:
     @torch.inference_mode()
     def compute(self, active: Sequence[ActiveRow]) -> Launch:
         """Launch the forward of all active rows, sample for those with no known token left, begin to copy that."""
-        due, logits = Due(), None
+        due, scored = Due(), Scored(None, [], [], 0)
         if active:
             self.states.reserve(1 + max(row.index for row, _ in active))
-            spans = self._runner.spans(active)
-            logits = self._runner.forward(spans, self.states.tokens)
+            scored = forward_scored(self._runner, active, self.states.tokens)
             if any(row.num_placeholders and follows_tokens(row.start.sampling) for row, _ in active):
                 self._finish(self._in_flight[-1])
-            due = due_of(active, [span.logits for span in spans], logits, self._runner.rules.forced)
+            due = due_of(active, scored.has_logits, self._runner.rules.forced)
         rows, sampled = due.sampled, None
-        if rows and logits is not None:
-            sampled = self._sampler.sample(rows, due.places, logits)
+        if rows and scored.logits is not None:
+            sampled = self._sampler.sample(rows, due.places, scored.logits)
         self._sampler.force(due.forced)
         in_words = self._runner.parallel.size > 1 and wants_words(rows)
         numbers = self._sampler.shared(rows, sampled, in_words=in_words)
-        if due.prompts:
-            numbers = torch.cat([numbers, *(logprobs.double() for _, logprobs in due.prompts)])
+        if scored.prompts:
+            numbers = torch.cat([numbers, *(prompt.numbers.flatten() for prompt in scored.prompts)])
         for row, count in active:
             row.num_cached += count
         for row, _ in due.rows:
             row.num_placeholders += 1
             row.is_over = row.num_generated + row.num_placeholders >= row.start.stopping.max_new_tokens
-        prompts = [(row, len(logprobs)) for row, logprobs in due.prompts]
-        return Launch(due.rows, self._copy(numbers), sampled, prompts, in_words)
+        return Launch(due.rows, self._copy(numbers), sampled, scored.prompts, in_words, scored.num_forwards)
 
     def finish(self, step: BegunStep, computed: Launch) -> PendingStep:
         """See StepSampling; the step's result is described later."""
@@ -241,7 +240,9 @@ class AsyncSampling:
         self._last_ready = step.ready
         decode_ns = time.perf_counter_ns() - begin
         total_ns = forward_ns + decode_ns
-        result = begun.result(batch, active, forward_ns=forward_ns, decode_ns=decode_ns, total_ns=total_ns)
+        result = begun.result(
+            batch, active, launch.num_forwards, forward_ns=forward_ns, decode_ns=decode_ns, total_ns=total_ns
+        )
         step.described = ComputedStep(self._output, [one for one in processed if one is not None], result).describe
         for find in step.then:
             find()
@@ -254,7 +255,7 @@ class AsyncSampling:
             for row, token in zip(rows, launch.read(), strict=False)
         ]
         if launch.is_shared_in_words:
-            following = agree(self._runner.parallel, self._runner.options.device, rows, following)
+            following = agree_in_words(self._runner.parallel, rows, following)
         sampled = iter(following)
         return [
             (

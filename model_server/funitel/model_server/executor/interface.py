@@ -75,7 +75,14 @@ class BegunStep:
     concat_ns: int | None
 
     def result(
-        self, batch: CachedBatch | None, active: Sequence[ActiveRow], *, forward_ns: int, decode_ns: int, total_ns: int
+        self,
+        batch: CachedBatch | None,
+        active: Sequence[ActiveRow],
+        num_forwards: int,
+        *,
+        forward_ns: int,
+        decode_ns: int,
+        total_ns: int,
     ) -> StepResult:
         """Its result, without generations; `active` are the rows that count."""
         return StepResult(
@@ -85,7 +92,7 @@ class BegunStep:
             decode_ns=decode_ns,
             total_ns=total_ns,
             concat_ns=self.concat_ns,
-            num_forwards=1 if active else 0,
+            num_forwards=num_forwards if active else 0,
             num_forward_rows=len(active),
             num_forward_tokens=sum(count for _, count in active),
         )

@@ -9,12 +9,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.sampling.sampler import SampledToken
-from funitel.model_server.sequence.detokenizer import StopMatch, TextCodec
+from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatch, TextCodec
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.process import logs
-from funitel.proto.step import FinishReason, GeneratedText, Generation, Tokens
+from funitel.proto.step import FinishReason, GeneratedText, Generation, PromptTop, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class OutputProcessor:
             if row.finish_reason is not None:
                 break
         if row.request_id % self.parallel.size != self.parallel.rank:
+            row.prompt_scores.clear()
             return None
         return StepOutput(row, tuple(tokens[:count]), pieces, is_first, row.num_generated, row.finish_reason, match)
 
@@ -101,6 +104,9 @@ class OutputProcessor:
             pieces = [row.detokenizer.push(token.id) for token in tokens]
             if output.finish_reason is not None:
                 pieces[-1] += row.detokenizer.flush()
+        prompt, prompt_top = None, None
+        if row.prompt_top is not None and output.is_first:
+            prompt, prompt_top = self._prompt(row)
         return Generation(
             request_id=row.request_id,
             tokens=Tokens(
@@ -114,7 +120,8 @@ class OutputProcessor:
                 if row.sampling.top_n
                 else ()
             ),
-            prefill_tokens=self._prompt_tokens(row) if row.wants_prompt_logprobs and output.is_first else None,
+            prefill_tokens=prompt,
+            prompt_top=prompt_top,
             finished=_ending(output),
         )
 
@@ -133,15 +140,41 @@ class OutputProcessor:
         specials = tuple(self.codec.special_text(token_id) is not None for token_id in ids)
         return Tokens(tuple(ids), tuple(logprobs), texts, specials)
 
-    def _prompt_tokens(self, row: SequenceState) -> Tokens:
-        """Prompt tokens with log-probabilities.
+    def _prompt(self, row: SequenceState) -> tuple[Tokens, PromptTop | None]:
+        """Prompt tokens with log-probabilities, and where it is asked for the likeliest at each place.
 
-        NaN for the first, for those with KV from the cache, and for those that an encoder reads.
+        NaN, and rank 0, for the first, for those with KV from the cache, and for those that an encoder reads.
         """
-        prompt = row.tokens[: row.source_len or row.prompt_len]
-        unknown = [math.nan] * (len(prompt) - len(row.prompt_logprobs))
-        described = self._describe(prompt, unknown + row.prompt_logprobs)
-        return Tokens(described.ids, described.logprobs, described.texts)
+        ids = tuple(row.tokens[: row.source_len or row.prompt_len])
+        known = np.concatenate(row.prompt_scores or [np.zeros((0, 2))])
+        row.prompt_scores = []
+        unknown = np.zeros((len(ids) - 1 - len(known), known.shape[1]))
+        unknown[:, 0] = np.nan
+        scores = np.concatenate([unknown, known])
+        logprobs = (math.nan, *scores[:, 0].tolist())
+        if row.start.prompt_logprobs is None:
+            return Tokens(ids, logprobs, tuple(self.codec.decode([each]) for each in ids)), None
+        is_special = tuple(self.codec.special_text(token_id) is not None for token_id in ids)
+        return Tokens(ids, logprobs, self._pieces(ids), is_special), self._prompt_top(scores)
+
+    def _pieces(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """Texts of tokens that together are the text of all, special ones included."""
+        detokenizer = Detokenizer(self.codec, ())
+        pieces = [detokenizer.push(token_id) for token_id in ids]
+        pieces[-1] += detokenizer.flush()
+        return tuple(pieces)
+
+    def _prompt_top(self, scores: np.ndarray) -> PromptTop:
+        """The likeliest tokens of `scores` [places, 2 + 2 * width], see `prompt_scores.score`."""
+        width = scores.shape[1] // 2 - 1
+        ids = scores[:, 2 : 2 + width].astype(np.int64)
+        return PromptTop(
+            width=width,
+            ids=tuple(ids.flatten().tolist()),
+            logprobs=tuple(scores[:, 2 + width :].flatten().tolist()),
+            ranks=tuple(scores[:, 1].astype(np.int64).tolist()),
+            texts={token_id: self.codec.decode([token_id]) for token_id in np.unique(ids).tolist()},
+        )
 
 
 def _ending(output: StepOutput) -> GeneratedText | None:

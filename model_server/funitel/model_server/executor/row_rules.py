@@ -57,7 +57,7 @@ class RowRules:
     def span(self, row: SequenceState, count: int, block_table: np.ndarray) -> RowSpan:
         """What a row computes in a step of `count` of its tokens."""
         wanted = "last" if count == row.num_pending else "none"
-        if row.owes_prompt_logprobs:
+        if row.owes_prompt_scores:
             wanted = "all"
         return RowSpan(row.next_tokens(count), row.num_cached, block_table, wanted, row.prompt_len)
 

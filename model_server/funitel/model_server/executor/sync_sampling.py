@@ -7,16 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel.model_server.executor.interface import ActiveRow, BegunStep, ComputedStep, PendingStep
 from funitel.model_server.executor.model_runner import ModelRunner
 from funitel.model_server.executor.output import OutputProcessor
-from funitel.model_server.forward.batch import RowSpan
+from funitel.model_server.executor.prompt_scores import forward_scored
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
-from funitel.model_server.sampling.sampler import SampledToken, sample, token_logprobs
+from funitel.model_server.sampling.sampler import SampledToken, sample
 from funitel.model_server.sequence.table import CachedBatches, SequenceState
 from funitel.proto.step import CachedBatch
 
@@ -29,6 +30,7 @@ class Computed(NamedTuple):
     due: list[SequenceState]
     following: list[list[SampledToken]]
     begin: int
+    num_forwards: int
 
 
 class SyncSampling:
@@ -63,24 +65,23 @@ class SyncSampling:
         """See StepSampling; what follows in a row are the token sampled, and those its grammar forces after it."""
         begin = time.perf_counter_ns()
         if not active:
-            return Computed([], [], begin)
-        spans = self._runner.spans(active)
-        logits = self._runner.forward(spans)
+            return Computed([], [], begin, 0)
+        scored = forward_scored(self._runner, active)
+        for prompt in scored.prompts:
+            prompt.row.prompt_scores.append(prompt.numbers.cpu().numpy())
         due = [row for row, count in active if row.num_pending == count]
         following: list[list[SampledToken]] = []
-        if logits is not None:
-            logits = _take_prompt_logprobs(active, spans, logits)
-            if due:
-                following = self._sample(due, logits)
+        if scored.logits is not None and due:
+            following = self._sample(due, scored.logits)
         following = agree(self._runner.parallel, self._runner.options.device, due, following)
         for row, count in active:
             row.num_cached += count
-        return Computed(due, following, begin)
+        return Computed(due, following, begin, scored.num_forwards)
 
     def finish(self, step: BegunStep, computed: Computed) -> PendingStep:
         """See StepSampling; keeps the batch unless every row has finished."""
         output_begin = time.perf_counter_ns()
-        due, following, forward_begin = computed
+        due, following, forward_begin, num_forwards = computed
         processed = [self._output.process(row, tokens) for row, tokens in zip(due, following, strict=True)]
         for row in due:
             row.is_over = row.finish_reason is not None
@@ -92,7 +93,9 @@ class SyncSampling:
             batch = self._batches.describe(step.batch_id)
         end = time.perf_counter_ns()
         spent = output_begin - forward_begin, end - output_begin, end - step.begin
-        result = step.result(batch, step.active, forward_ns=spent[0], decode_ns=spent[1], total_ns=spent[2])
+        result = step.result(
+            batch, step.active, num_forwards, forward_ns=spent[0], decode_ns=spent[1], total_ns=spent[2]
+        )
         return ComputedStep(self._output, [one for one in processed if one is not None], result)
 
     def profile(self, rows: Sequence[SequenceState], logits: torch.Tensor) -> None:
@@ -122,21 +125,17 @@ class SyncSampling:
 
 def wants_words(due: Sequence[SequenceState]) -> bool:
     """Whether a step says more of some row due than one token and its log-probability."""
-    return any(row.sampling.top_n or row.owes_prompt_logprobs or row.start.sampling.grammar for row in due)
+    return any(row.sampling.top_n or row.owes_prompt_scores or row.start.sampling.grammar for row in due)
 
 
 def agree(
     parallel: TensorParallel, device: torch.device, due: Sequence[SequenceState], following: list[list[SampledToken]]
 ) -> list[list[SampledToken]]:
-    """Give every rank what rank 0 sampled, and the log-probabilities of prompts that are complete."""
+    """Give every rank what rank 0 sampled, and the scores of prompts that are complete."""
     if parallel.size == 1 or not due:
         return following
     if wants_words(due):
-        notes = [(list(map(astuple, tokens)), row.prompt_logprobs) for row, tokens in zip(due, following, strict=False)]
-        shared = json.loads(parallel.share(json.dumps(notes)))
-        for row, (_, prompt_logprobs) in zip(due, shared, strict=True):
-            row.prompt_logprobs = prompt_logprobs
-        return [[SampledToken(*fields) for fields in tokens] for tokens, _ in shared]
+        return agree_in_words(parallel, due, following)
     pairs = torch.zeros(len(due), 2, dtype=torch.float64)
     if following:
         pairs = torch.tensor([(token.id, token.logprob) for (token,) in following], dtype=torch.float64)
@@ -144,19 +143,17 @@ def agree(
     return [[SampledToken(int(token_id), logprob)] for token_id, logprob in pairs.tolist()]
 
 
-def _take_prompt_logprobs(active: Sequence[ActiveRow], spans: Sequence[RowSpan], logits: torch.Tensor) -> torch.Tensor:
-    """Note the log-probabilities of prompt tokens where asked for; return the logits of the rows due."""
-    if not any(span.logits == "all" for span in spans):
-        return logits
-    kept, at = [], 0
-    for (row, count), span in zip(active, spans, strict=True):
-        size = {"none": 0, "last": 1, "all": count}[span.logits]
-        part = logits[at : at + size]
-        at += size
-        if span.logits == "all":
-            following = row.tokens[span.start + 1 : span.end + 1]  # the token after each computed one, if known
-            ids = torch.tensor(following, dtype=torch.int64, device=part.device)
-            row.prompt_logprobs += token_logprobs(part[: len(following)], ids).tolist()
-        if row.num_pending == count:
-            kept.append(part[-1:])
-    return torch.cat(kept) if kept else logits[:0]
+def agree_in_words(
+    parallel: TensorParallel, due: Sequence[SequenceState], following: list[list[SampledToken]]
+) -> list[list[SampledToken]]:
+    """The same for any rows: rank 0 tells all of it as text."""
+    notes = [
+        (list(map(astuple, tokens)), [part.tolist() for part in row.prompt_scores] if row.is_scored_first else [])
+        for row, tokens in zip(due, following, strict=False)
+    ]
+    shared = json.loads(parallel.share(json.dumps(notes)))
+    if parallel.rank:
+        for row, (_, scores) in zip(due, shared, strict=True):
+            if scores:
+                row.prompt_scores = list(map(np.array, scores))
+    return [[SampledToken(*fields) for fields in tokens] for tokens, _ in shared]

@@ -20,9 +20,10 @@ from funitel.model_server.executor.pool_sizing import (
     PoolMemory,
     num_pool_blocks,
 )
+from funitel.model_server.executor.prompt_scores import max_scored_tokens, score
 from funitel.model_server.forward.batch import RecordingForward, RowSpan
 from funitel.model_server.kv_cache.pool import HostBlocks, KVCache
-from funitel.model_server.sampling.sampler import SamplingState, token_logprobs
+from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher, TextCodec
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.errors import InvalidRequest, NotEnoughMemory, SettingsError
@@ -67,11 +68,6 @@ def profiled_rows(count: int, codec: TextCodec) -> list[SequenceState]:
         )
         for i in range(count)
     ]
-
-
-def describe_prompts(logits: torch.Tensor) -> None:
-    """Take log-probabilities of prompts, from the logits of their tokens [num_logits, vocab_size]."""
-    token_logprobs(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def prompts_within(prompts: Iterable[list[int]], budget: int) -> list[list[int]]:
@@ -165,26 +161,34 @@ class Warmup:
         if not prompts:
             raise InvalidRequest("Warmup needs at least one prompt token")
         tables = _block_tables([-(-len(prompt) // size) for prompt in prompts])
-        wanted = "all" if is_measured and runner.options.allow_prefill_logprobs else "last"
         spans = [
-            rules.profile_prompt(prompt, table, size, wanted, is_measured=is_measured)
+            rules.profile_prompt(prompt, table, size, "last", is_measured=is_measured)
             for prompt, table in zip(prompts, tables, strict=True)
         ]
+        most = max_scored_tokens(runner.spec.vocab_size)
+        scored = rules.profile_prompt(prompts[0][:most], tables[0], size, "all", is_measured=is_measured)
         if is_measured:
             spans += [rules.profile_decode()] * num_rows
         runner.cache = pool = runner.pools.make(sum(map(len, tables)))
         what = f"lower --max-batch-prefill-tokens {max_prefill_tokens} or --max-batch-size"
-        self.memory.profile(lambda: self._compute(spans, num_rows), what)
+        self.memory.profile(lambda: self._compute(spans, scored, num_rows), what)
         if isinstance(runner.decoder, RecordingForward):
             self.memory.profile_recording(runner.decoder, pool)
         runner.cache = None
 
     @torch.inference_mode()
-    def _compute(self, spans: Sequence[RowSpan], num_rows: int) -> None:
+    def _compute(self, spans: Sequence[RowSpan], scored: RowSpan, num_rows: int) -> None:
         logits = self._runner.forward(spans)
-        if logits is not None and self.memory.is_measured:
-            describe_prompts(logits[: len(logits) - num_rows])
+        if not self.memory.is_measured:
+            return
+        if logits is not None:
             self._sampling.profile(profiled_rows(num_rows, self._codec), logits[len(logits) - num_rows :])
+            del logits
+        if scored.logits == "all":
+            logits = self._runner.forward([scored])
+            if logits is not None:
+                ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+                score(logits, ids, TOP_N)
 
     def _prompt_of(self, start: SequenceStart) -> list[int]:
         return self._admission.prompt_of(start)[: self._runner.spec.max_position_embeddings]

@@ -17,7 +17,7 @@ from funitel.model_server.gpu_sampling.plan import RowStates, SamplingPlan
 from funitel.model_server.gpu_sampling.result_copy import SampledBatch
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_keys
-from funitel.model_server.sampling.sampler import Watermark, token_logprobs
+from funitel.model_server.sampling.sampler import Watermark
 from funitel.model_server.sequence.table import SequenceState
 from funitel.proto.step import SamplingParams
 
@@ -118,11 +118,10 @@ DueRow = tuple[SequenceState, int | None]
 
 @dataclass(slots=True)
 class Due:
-    """Of a step's logits: the rows due a token, places of those to be sampled, and log-probabilities of prompts."""
+    """Of a step's logits: the rows due a token, and places of those to be sampled."""
 
     rows: list[DueRow] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    prompts: list[tuple[SequenceState, torch.Tensor]] = field(default_factory=list)
 
     @property
     def sampled(self) -> list[SequenceState]:
@@ -137,27 +136,20 @@ class Due:
 
 def due_of(
     active: Sequence[tuple[SequenceState, int]],
-    wanted: Sequence[str],
-    logits: torch.Tensor | None,
+    has_logits: Sequence[bool],
     forced: Callable[[SequenceState], int | None],
 ) -> Due:
     """Which rows are due a token. Of a row that the host follows it is known by now whether it has ended."""
-    due, at = Due(), 0
-    for (row, count), which in zip(active, wanted, strict=True):
-        num_logits = {"none": 0, "last": 1, "all": count}[which]
-        at += num_logits
-        if which == "all" and logits is not None:
-            first = row.num_cached + 1
-            following = row.tokens[first : first + count]  # the token after each computed one, if known
-            ids = upload(np.array(following, dtype=np.int64), logits.device)
-            own = logits[at - count : at - count + len(following)]
-            due.prompts.append((row, token_logprobs(own, ids)))
+    due = Due()
+    with_logits = [each for each, has in zip(active, has_logits, strict=True) if has]
+    for place, (row, count) in enumerate(with_logits):
         has_ended = row.finish_reason is not None and follows_tokens(row.start.sampling)
-        if num_logits and row.num_pending == count and not has_ended:
-            token_id = forced(row)
-            due.rows.append((row, token_id))
-            if token_id is None:
-                due.places.append(at - 1)
+        if row.num_pending != count or has_ended:
+            continue
+        token_id = forced(row)
+        due.rows.append((row, token_id))
+        if token_id is None:
+            due.places.append(place)
     return due
 
 

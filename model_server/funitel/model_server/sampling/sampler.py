@@ -211,8 +211,3 @@ def top_of(scores: torch.Tensor, normaliser: float, count: int) -> tuple[tuple[i
     values = scores[ids]
     order = values.argsort(descending=True, stable=True)
     return tuple(ids[order].tolist()), tuple((values[order] - normaliser).tolist())
-
-
-def token_logprobs(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probability of `ids` [rows] under raw `logits` [rows, vocab_size]."""
-    return logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(dim=1)

@@ -30,10 +30,10 @@ class SequenceState:
     sampling: SamplingState
     detokenizer: Detokenizer
     stops: StopMatcher
-    wants_prompt_logprobs: bool = False
+    prompt_top: int | None = None  # so many likeliest tokens at each place of the prompt are wanted; None: no scores
     num_blocks: int = 0
     finish_reason: FinishReason | None = None
-    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_scores: list[np.ndarray] = field(default_factory=list)  # see `executor/prompt_scores`
     grammar: GrammarState | None = None  # on the rank that samples
     source_len: int = 0
     is_over: bool = False  # it takes part in no further step
@@ -67,9 +67,14 @@ class SequenceState:
         return 0 if self.is_over else len(self.tokens) + self.num_placeholders - self.num_cached
 
     @property
-    def owes_prompt_logprobs(self) -> bool:
-        """Whether log-probabilities of its prompt were asked for and its first token is still to come."""
-        return self.wants_prompt_logprobs and self.num_generated + self.num_placeholders == 0
+    def owes_prompt_scores(self) -> bool:
+        """Whether scores of its prompt were asked for and no step that brings its first token was launched."""
+        return self.prompt_top is not None and self.num_generated + self.num_placeholders == 0
+
+    @property
+    def is_scored_first(self) -> bool:
+        """Whether scores of its prompt come with the next token that it takes."""
+        return self.prompt_top is not None and self.num_generated == 0
 
     @property
     def num_generated(self) -> int:

@@ -309,7 +309,11 @@ class ModelServerSettings:
     prefix_caching: bool = setting(
         True, "Share cached KV blocks among sequences with a common prefix.", takes_value=True
     )
-    enable_prefill_logprobs: bool = setting(False, "Allow log-probabilities of prompt tokens.", env="REQUEST_LOGPROBS")
+    enable_prefill_logprobs: bool = setting(
+        False,
+        "Allow `decoder_input_details`: log-probabilities of prompt tokens on native routes.",
+        env="REQUEST_LOGPROBS",
+    )
     disable_forced_spans: bool = setting(
         False, "Compute each token in its own step, also tokens that a grammar forces."
     )

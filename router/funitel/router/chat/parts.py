@@ -30,6 +30,7 @@ class ScoredToken:
     text: str
     logprob: float
     top: tuple["ScoredToken", ...] = ()
+    id: int = -1
 
 
 @dataclass(frozen=True, slots=True)

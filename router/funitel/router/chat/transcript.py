@@ -32,10 +32,17 @@ class Transcript:
     """The text of one answer before it is parsed. Whole and streamed answers are both made of what it returns."""
 
     def __init__(
-        self, stop_sequences: Sequence[str], num_top: int = 0, markers: Sequence[str] = (), *, keeps_tokens: bool = True
+        self,
+        stop_sequences: Sequence[str],
+        num_top: int = 0,
+        markers: Sequence[str] = (),
+        *,
+        keeps_tokens: bool = True,
+        keeps_special: bool = False,
     ) -> None:
-        """`keeps_tokens`: whether anyone will take the tokens; without, there are none to take."""
+        """`keeps_tokens`: whether anyone will take the tokens, `keeps_special`: the special ones too."""
         self._keeps_tokens = keeps_tokens
+        self._keeps_special = keeps_special
         self._holdback = StopHoldback(stop_sequences)
         self._num_top = num_top
         self._markers = tuple(markers)
@@ -68,6 +75,8 @@ class Transcript:
             if special:
                 marker = next((marker for marker in self._markers if text.endswith(marker)), None)
                 if marker is None:
+                    if self._keeps_special:
+                        self._keep(generation, place)
                     continue
                 text = text.removesuffix(marker)  # what was left of a character that never became whole
                 self._num_plain += len(text)
@@ -75,11 +84,13 @@ class Transcript:
                 self._num_marked += len(marker)
             else:
                 if self._keeps_tokens:
-                    start = self._num_plain + self._num_marked
-                    self._pending.append(PlacedToken(start, self._scored(generation, place)))
+                    self._keep(generation, place)
                 self._num_plain += len(text)
             pieces.append(text)
         return "".join(pieces)
+
+    def _keep(self, generation: Generation, place: int) -> None:
+        self._pending.append(PlacedToken(self._num_plain + self._num_marked, self._scored(generation, place)))
 
     def _with_markers(self, text: str, place: int) -> str:
         """Put back the markers that stand before the end of a text, which begins at `place`."""
@@ -96,9 +107,9 @@ class Transcript:
     def _scored(self, generation: Generation, place: int) -> ScoredToken:
         tokens = generation.tokens
         top = _scored_tokens(generation.top_tokens[place])[: self._num_top] if generation.top_tokens else ()
-        return ScoredToken(tokens.texts[place], tokens.logprobs[place], top)
+        return ScoredToken(tokens.texts[place], tokens.logprobs[place], top, tokens.ids[place])
 
-    def placed_before(self, end: int) -> list[PlacedToken]:
+    def placed_before(self, end: float) -> list[PlacedToken]:
         """Take the tokens that begin before a character and were not taken yet."""
         taken = []
         while self._pending and self._pending[0].start < end:
@@ -111,4 +122,7 @@ class Transcript:
 
 
 def _scored_tokens(tokens: Tokens) -> tuple[ScoredToken, ...]:
-    return tuple(ScoredToken(text, logprob) for text, logprob in zip(tokens.texts, tokens.logprobs, strict=True))
+    return tuple(
+        ScoredToken(text, logprob, id=token_id)
+        for token_id, text, logprob in zip(tokens.ids, tokens.texts, tokens.logprobs, strict=True)
+    )

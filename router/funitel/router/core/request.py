@@ -27,6 +27,7 @@ class Request:
     sampling: SamplingParams
     stopping: StoppingParams
     prefill_logprobs: bool = False
+    prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
     top_n_tokens: int = 0
     inputs: str = ""
     add_special_tokens: bool = True

@@ -165,6 +165,7 @@ class PrefillPlanner:
             cache_len=sequence.num_cached,
             chunk_len=None if is_plain else count,
             prefill_logprobs=request.prefill_logprobs,
+            prompt_logprobs=request.prompt_logprobs,
             top_n_tokens=request.top_n_tokens,
             inputs=request.inputs if is_plain else "",
             truncate=len(request.input_ids) if is_plain else 0,

@@ -5,9 +5,10 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import FakeEngine, Serve
+from fakes import EOS, FakeEngine, Serve
 
 from funitel.proto.errors import ShardFailed
+from funitel.router.api.openai.completion_text import named_logprobs
 
 ROUTE = "/v1/completions"
 TEXT = "Hello world!"
@@ -143,31 +144,89 @@ async def test_the_best_of_several(serve: Serve) -> None:
 
 async def test_logprobs(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     (choice,) = (await whole(client, logprobs=2))["choices"]
+    texts = ["Hello", " wor", "ld", "!", EOS]
     assert choice["logprobs"] == {
-        "tokens": ["Hello", " wor", "ld", "!"],
-        "token_logprobs": [-0.5] * 4,
-        "top_logprobs": [{text: -0.5, "x": -9999.0} for text in ("Hello", " wor", "ld", "!")],
-        "text_offset": [0, 5, 9, 11],
+        "tokens": texts,
+        "token_logprobs": [-0.5] * 5,
+        "top_logprobs": [{text: -0.5, "x": -9999.0} for text in texts],
+        "text_offset": [0, 5, 9, 11, 12],
     }
-    (choice,) = (await whole(client, logprobs=0))["choices"]
-    assert choice["logprobs"]["top_logprobs"] is None
     assert engine.requests[0].sampling.raw_logprobs
 
 
-async def test_logprobs_of_the_prompt(client: httpx.AsyncClient, engine: FakeEngine) -> None:
-    (choice,) = (await whole(client, echo=True, logprobs=1, max_tokens=1))["choices"]
-    assert engine.requests[0].prefill_logprobs
-    assert choice["text"] == "HiHello"
+async def test_b2_logprobs_0_is_the_chosen_token_alone(client: httpx.AsyncClient) -> None:
+    (choice,) = (await whole(client, logprobs=0, echo=True, max_tokens=1))["choices"]
     logprobs = choice["logprobs"]
-    assert logprobs["token_logprobs"] == [None, -1.0, -1.0, -0.5]
-    assert logprobs["top_logprobs"] == [None, None, None, {"Hello": -0.5}]
-    assert logprobs["text_offset"][-1] == 2
+    assert logprobs["top_logprobs"] == [
+        None,
+        *({text: value} for text, value in zip(logprobs["tokens"][1:], logprobs["token_logprobs"][1:], strict=True)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "offsets"),
+    [
+        ("Hi", ["<s>", "H", "i", "Hello"], [0, 0, 1, 2]),
+        ([39, 72], ["H", "i", "Hello"], [0, 1, 2]),
+        ([256, 39, 256, 72], ["<s>", "H", "<s>", "i", "Hello"], [0, 3, 4, 7, 8]),
+    ],
+)
+@pytest.mark.parametrize("width", [0, 1, 3, 5])
+async def test_b2_logprobs_of_the_prompt(
+    client: httpx.AsyncClient, engine: FakeEngine, prompt: Any, tokens: list[str], offsets: list[int], width: int
+) -> None:
+    (choice,) = (await whole(client, prompt=prompt, echo=True, logprobs=width, max_tokens=1))["choices"]
+    assert engine.requests[0].prompt_logprobs == width
+    assert engine.requests[0].prefill_logprobs, "no cached prefix: its tokens have scores too"
+    logprobs, num_prompt = choice["logprobs"], len(tokens) - 1
+    assert logprobs["tokens"] == tokens
+    assert logprobs["token_logprobs"] == [None, *[-1.0] * (num_prompt - 1), -0.5]
+    assert logprobs["text_offset"] == offsets
+    for token, at in list(zip(tokens, offsets, strict=True))[1:]:
+        assert choice["text"].startswith(token, at)
+    first, *others = logprobs["top_logprobs"]
+    assert first is None
+    for token, logprob, top in zip(tokens[1:], logprobs["token_logprobs"][1:], others[:-1], strict=False):
+        assert top[token] == logprob
+        assert len(top) >= max(width, 1)
+        assert sorted(top.values(), reverse=True)[:width][:1] in ([], [-0.25])
+
+
+def test_b2_tokens_of_one_text_have_a_name_each() -> None:
+    named = named_logprobs(3, "a", -2.0, [(1, "b", -1.0), (2, "a", -1.5)])
+    assert named == {"a": -2.0, "b": -1.0, "token_id:2": -1.5}
+    named = named_logprobs(3, "?", -1.0, [(3, "!", -1.0), (2, "b", -1.5)])
+    assert named == {"?": -1.0, "b": -1.5}, "the token that was taken is among the likeliest"
+
+
+async def test_b2_prompts_side_by_side_and_streamed(client: httpx.AsyncClient) -> None:
+    fields = {"prompt": ["Hi", "Hoho"], "echo": True, "logprobs": 2, "max_tokens": 1, "n": 2}
+    choices = (await whole(client, **fields))["choices"]
+    assert [choice["text"] for choice in choices] == ["HiHello"] * 2 + ["HohoHello"] * 2
+    assert [len(choice["logprobs"]["top_logprobs"]) for choice in choices] == [4, 4, 6, 6]
+    for chunk in await chunks(client, **fields):
+        (choice,) = chunk["choices"]
+        assert choice["logprobs"] == choices[choice["index"]]["logprobs"]
+
+
+async def test_b2_the_token_that_ends_a_text_is_scored(serve: Serve) -> None:
+    async with serve(FakeEngine([])) as client:
+        (choice,) = (await whole(client, echo=True, logprobs=1, max_tokens=1))["choices"]
+    assert choice["text"] == "Hi"
+    assert choice["logprobs"]["tokens"] == ["<s>", "H", "i", EOS], "lm-eval takes the last one for the completion's"
+    assert choice["logprobs"]["text_offset"] == [0, 0, 1, 2]
+
+
+async def test_b2_a_stop_that_was_cut_off_has_no_tokens(client: httpx.AsyncClient) -> None:
+    (choice,) = (await whole(client, stop=["ld!"], logprobs=0))["choices"]
+    assert (choice["text"], choice["logprobs"]["tokens"]) == ("Hello wor", ["Hello", " wor"])
 
 
 async def test_only_the_prompt(client: httpx.AsyncClient) -> None:
     answer = await whole(client, echo=True, max_tokens=0, logprobs=0)
     assert answer["choices"][0]["text"] == "Hi"
     assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+    assert len(answer["choices"][0]["logprobs"]["top_logprobs"]) == 3
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 0
 

@@ -1,5 +1,6 @@
 """Handle OpenAI's `/v1/completions`: texts that continue prompts, whole or streamed."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -141,7 +142,8 @@ async def _job(
         service, sampling, Prompt(text, ids=prompt.ids), stream=bool(body.stream), arrived=arrived, names=FIELDS
     )
     if body.echo and body.logprobs is not None:
-        job.request = replace(job.request, prefill_logprobs=True)
+        # The first is for shards that know TGI's fields alone, which have no likeliest tokens for a prompt.
+        job.request = replace(job.request, prefill_logprobs=True, prompt_logprobs=body.logprobs)
     return job
 
 
@@ -158,7 +160,12 @@ async def _complete(service: Service, body: CompletionRequest, arrived: Arrival)
     batch = await _prepare(service, body, arrived)
     answers = await collect_all(batch.jobs)
     usage = batch.usage(sum(answer.finished.num_tokens for answer in answers))
-    choices = [_choice(index, _text(batch, job, answer)) for index, (job, answer) in enumerate(_best(batch, answers))]
+    best = _best(batch, answers)
+    if body.echo and body.logprobs is not None:  # long prompts have many: other requests go on meanwhile
+        additions = await asyncio.to_thread(_texts, batch, best)
+    else:
+        additions = _texts(batch, best)
+    choices = [_choice(index, addition) for index, addition in enumerate(additions)]
     completion = Completion(**batch.head, choices=choices, usage=usage)
     return completion, summed_headers(batch.jobs, answers)
 
@@ -171,6 +178,10 @@ def _best(batch: _Batch, answers: Sequence[Answer]) -> list[tuple[GenerationJob,
     if each > n:
         groups = [sorted(group, key=lambda pair: pair[1].mean_logprob, reverse=True)[:n] for group in groups]
     return [pair for group in groups for pair in group]
+
+
+def _texts(batch: _Batch, best: Sequence[tuple[GenerationJob, Answer]]) -> list[Addition]:
+    return [_text(batch, job, answer) for job, answer in best]
 
 
 def _text(batch: _Batch, job: GenerationJob, answer: Answer) -> Addition:

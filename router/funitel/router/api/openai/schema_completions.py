@@ -76,7 +76,9 @@ class CompletionRequest(SamplingFields):
         default=None, description="Sequences to generate for each prompt; the `n` likeliest are answered."
     )
     echo: bool | None = Field(default=None, description="Whether the prompt begins the text.")
-    logprobs: U32 | None = Field(default=None, description="So many of the likeliest tokens at each place.")
+    logprobs: U32 | None = Field(
+        default=None, description="So many of the likeliest tokens at each place, beside the one that is there."
+    )
     suffix: str | None = Field(default=None, description="Not supported.")
     # Accepted: it concerns OpenAI's service.
     user: Any = None
@@ -117,7 +119,9 @@ class CompletionLogprobs(BaseModel):
 
     tokens: list[str] = Field(default_factory=list)
     token_logprobs: list[float | None] = Field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: list[dict[str, float] | None] = Field(
+        default_factory=list, description="Of tokens of one text, others than the first are named `token_id:<id>`."
+    )
     text_offset: list[int] = Field(default_factory=list)
 
 
