@@ -13,7 +13,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.grammar import compile_grammar
+from funitel.proto.grammar.compiler import compile_grammar
 from funitel.proto.step import GrammarType, SamplingParams
 
 CAPACITY = 32  # grammars kept, of some 30 MB at most; a running sequence keeps its own

@@ -10,7 +10,7 @@ from typing import Any
 from llguidance import LLTokenizer
 
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.grammar import compile_grammar
+from funitel.proto.grammar.compiler import compile_grammar
 from funitel.proto.step import GrammarType
 from funitel.router.sandbox.worker import Answer, serve
 

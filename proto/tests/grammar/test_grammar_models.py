@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.grammar import compile_grammar
+from funitel.proto.grammar.compiler import compile_grammar
 from funitel.proto.step import GrammarType
 from funitel_testing.tiny import byte_tokenizer
 
@@ -178,7 +178,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"type": "object", "properties": {"a": {}}, "propertyNames": {"enum": ["a"]}}, "propertyNames"),
     ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-    ({"type": "object", "allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({"type": "object", "anyOf": [{"properties": {"a": {}}}], "unevaluatedProperties": {}}, "unevaluatedProperties"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
 ]
 

@@ -7,7 +7,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.grammar import MAX_GRAMMAR_BYTES, compile_grammar
+from funitel.proto.grammar.compiler import MAX_GRAMMAR_BYTES, compile_grammar
 from funitel.proto.step import GrammarType
 from funitel_testing.schemas import SCHEMAS
 from funitel_testing.tiny import byte_tokenizer
