@@ -105,8 +105,9 @@ class InvalidRequest(FunitelError):
     grpc_status = grpc.StatusCode.INVALID_ARGUMENT
     metric = "validation"
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, code: str = "") -> None:
         super().__init__(message)
+        self.code = code  # OpenAI's, of this one error
         self.param = None if param is None else shortened(param, MAX_PARAM_CHARACTERS)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from funitel.proto.version import version
 from funitel.router.api import anthropic, embeddings, native, openai, openapi, operators, platforms, responses
+from funitel.router.api.common.route_kinds import with_openai_errors
 from funitel.router.api.operators import DEBUG_ROUTES, HEALTH
 from funitel.router.api.platforms import VERTEX
 from funitel.router.middleware.operation import Access, Operation
@@ -34,7 +35,12 @@ def operations(settings: RouterSettings) -> tuple[Operation, ...]:
         chosen.append(replace(HEALTH, path=settings.aip_health_route))
     taken = {(operation.method, operation.path) for operation in chosen}
     usual = OPERATIONS + DEBUG_ROUTES if settings.debug_routes else OPERATIONS
-    listed = (*chosen, *(operation for operation in usual if (operation.method, operation.path) not in taken))
+    listed: tuple[Operation, ...] = (
+        *chosen,
+        *(operation for operation in usual if (operation.method, operation.path) not in taken),
+    )
+    if settings.openai_errors:
+        listed = tuple(map(with_openai_errors, listed))
     if not settings.protect_all_routes:
         return listed
     return tuple(

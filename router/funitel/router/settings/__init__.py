@@ -131,6 +131,9 @@ class RouterSettings:
     strict_fields: bool = setting(
         False, "Refuse bodies with unknown fields, instead of ignoring those with one warning a name."
     )
+    openai_errors: bool = setting(
+        False, "Answer errors of /v1 routes that TGI has with OpenAI's statuses, error body and bounds, not TGI's."
+    )
     payload_limit: int = setting(2_000_000, "Maximum size of a request body in bytes.", bounds=POSITIVE)
     max_connections: int | None = setting(
         None,

@@ -195,7 +195,7 @@ async def test_what_is_wrong_is_said_in_one_line(
 ) -> None:
     async with encoding(FakeEncoder(), max_client_texts=8) as client:
         response = await client.post(path, json=body)
-    assert response.status_code == 422
+    assert response.status_code == (422 if path == "/embed" else 400)
     error = response.json()["error"]
     if path == "/embed":
         assert words in error
@@ -320,7 +320,7 @@ async def test_what_the_model_is_not_for_is_refused(
 ) -> None:
     async with encoding(FakeEncoder(facts)) as client:
         response = await client.post(path, json=body)
-    assert response.status_code == 422
+    assert response.status_code == (400 if path.startswith("/v1/embeddings") or path.startswith("/v1/rerank") else 422)
     answer = response.json()
     if path.startswith("/v1"):
         assert words in answer["error"]["message"]
@@ -345,7 +345,7 @@ async def test_what_the_model_is_not_for_is_refused(
 async def test_a_model_that_generates_refuses_what_encoders_do(serve: Serve, path: str, body: Any) -> None:
     async with serve(FakeEngine()) as client:
         response = await client.post(path, json=body)
-    assert response.status_code == 422
+    assert response.status_code == (400 if path.startswith("/v1") else 422)
     assert "the model served here generates text" in str(response.json()["error"])
 
 

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, MalformedBody, PayloadTooLarge, UnsupportedMediaType
+from funitel.router.api.common.error_codes import openai_code
 from funitel.router.api.common.field_policy import FIELD_ERROR, FieldPolicy
 from funitel.router.api.common.schema_base import Body, unsupported_type
 from funitel.router.middleware.auth import check_model
@@ -150,7 +151,8 @@ def shape_error(error: ValidationError, content: Any) -> InvalidRequest:
     """Say in one line what is wrong with the first field of `content` at fault."""
     first = error.errors(include_url=False)[0]
     param = ".".join(map(str, _path(first, content)))
-    return InvalidRequest(f"{param}: {_explain(first)}" if param else _explain(first), param or None)
+    message = f"{param}: {_explain(first)}" if param else _explain(first)
+    return InvalidRequest(message, param or None, openai_code(first))
 
 
 def _path(detail: ErrorDetails, content: Any) -> list[int | str]:

@@ -1,4 +1,4 @@
-"""Error records of the three protocols: TGI's, OpenAI's and Anthropic's."""
+"""Error records of the protocols: TGI's, OpenAI's and Anthropic's. A route's record decides the statuses, too."""
 
 from typing import Literal
 
@@ -26,12 +26,17 @@ class OpenAIError(BaseModel):
 
 
 class OpenAIErrorResponse(BaseModel):
-    """Any failure of an OpenAI route; `error_type` is TGI's word for it."""
+    """Any failure of an OpenAI route that TGI does not have, with OpenAI's status."""
 
     error: OpenAIError
-    error_type: str
     queue_position: int | None = Field(default=None, exclude_if=is_none, description="Where it would have stood.")
     estimated_wait_seconds: float | None = Field(default=None, exclude_if=is_none)
+
+
+class TgiOpenAIErrorResponse(OpenAIErrorResponse):
+    """Any failure of an OpenAI route that TGI has, with TGI's status; `error_type` is TGI's word for it."""
+
+    error_type: str
 
 
 class AnthropicErrorDetail(BaseModel):

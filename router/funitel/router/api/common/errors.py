@@ -1,11 +1,13 @@
-"""Answer errors: TGI's `{error, error_type}` on native routes, OpenAI's object under `/v1`, Anthropic's on its routes.
+"""Answer errors as the protocol of a route does: its row of the table names the record, `_STYLES` the rest.
 
-Anthropic's is also for requests under `/v1` with the header `anthropic-version`.
+Requests outside TGI's routes with the header `anthropic-version` are answered in Anthropic's shape.
 """
 
 import logging
 import math
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -17,20 +19,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from funitel.proto.errors import MAX_PARAM_CHARACTERS, Cancelled, FunitelError, InvalidRequest, ModelNotFound
 from funitel.proto.printable import shortened
 from funitel.router.api.common.body import json_answer
+from funitel.router.api.common.error_codes import INVALID_VALUE
 from funitel.router.api.common.error_schemas import (
     AnthropicErrorDetail,
     AnthropicErrorResponse,
     ErrorResponse,
     OpenAIError,
     OpenAIErrorResponse,
+    TgiOpenAIErrorResponse,
 )
 from funitel.router.core import request_context
-from funitel.router.middleware.operation import is_native
+from funitel.router.middleware.operation import is_native, operation_of
 
 logger = logging.getLogger(__name__)
 
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1, 3600
 _OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_OPENAI_STATUSES = {422: 400, 424: 500}  # where OpenAI's are not ours, which are TGI's
 # Our statuses as Anthropic's status and type; what is not here is its own status and an invalid request, or 500.
 _ANTHROPIC = {
     401: (401, "authentication_error"),
@@ -51,26 +56,32 @@ def native_error(error: FunitelError) -> ErrorResponse:
     return ErrorResponse(error=error.public_message, error_type=error.error_type, **_place(error))
 
 
+def tgi_openai_error(error: FunitelError) -> TgiOpenAIErrorResponse:
+    """The shape of the OpenAI routes that TGI has."""
+    described = _openai_error(error, error.openai_code or error.error_type)
+    return TgiOpenAIErrorResponse(error=described, error_type=error.error_type, **_place(error))
+
+
 def openai_error(error: FunitelError) -> OpenAIErrorResponse:
-    """The shape of OpenAI's routes."""
+    """The shape of OpenAI's other routes."""
+    code = error.code if isinstance(error, InvalidRequest) else ""
+    if not code and type(error) is InvalidRequest:
+        code = INVALID_VALUE
+    described = _openai_error(error, code or error.openai_code or error.error_type)
+    return OpenAIErrorResponse(error=described, **_place(error))
+
+
+def _openai_error(error: FunitelError, code: str) -> OpenAIError:
+    status = error.http_status
     param = error.param if isinstance(error, InvalidRequest | ModelNotFound) else None
-    answer = _openai_error(error.public_message, error.http_status, error.error_type, param, error.openai_code)
-    return answer.model_copy(update=_place(error))
+    kind = _OPENAI_TYPES.get(status, "server_error" if error.is_ours else "invalid_request_error")
+    return OpenAIError(message=error.public_message, type=kind, param=param, code=code)
 
 
 def _place(error: FunitelError) -> dict[str, Any]:
     """The queue position a refused request would have had, and its estimated wait."""
     wait = None if error.wait_seconds is None else round(error.wait_seconds, 3)
     return {"queue_position": error.position, "estimated_wait_seconds": wait}
-
-
-def _openai_error(
-    message: str, status: int, error_type: str, param: str | None = None, code: str = ""
-) -> OpenAIErrorResponse:
-    is_ours = status >= 500 or status == 424
-    kind = _OPENAI_TYPES.get(status, "server_error" if is_ours else "invalid_request_error")
-    error = OpenAIError(message=message, type=kind, param=param, code=code or error_type)
-    return OpenAIErrorResponse(error=error, error_type=error_type)
 
 
 def anthropic_error(error: FunitelError, request_id: str) -> AnthropicErrorResponse:
@@ -92,6 +103,33 @@ def new_request_id() -> str:
     return f"req_{uuid.uuid4().hex}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Style:
+    """How errors are answered: the record, and its status for one of our errors."""
+
+    record: Callable[[FunitelError], BaseModel]
+    status: Callable[[FunitelError], int]
+
+
+_STYLES: dict[type[BaseModel], _Style] = {
+    ErrorResponse: _Style(native_error, lambda error: error.http_status),
+    TgiOpenAIErrorResponse: _Style(tgi_openai_error, lambda error: error.http_status),
+    OpenAIErrorResponse: _Style(openai_error, lambda error: _OPENAI_STATUSES.get(error.http_status, error.http_status)),
+}
+
+
+def error_record(scope: Scope) -> Callable[[FunitelError], BaseModel]:
+    """Makes the record of an error, as the route of a request answers it; not for Anthropic's routes."""
+    return _STYLES[_record_of(scope)].record
+
+
+def _record_of(scope: Scope) -> type[BaseModel]:
+    operation = operation_of(scope)
+    if operation is not None:
+        return operation.error
+    return ErrorResponse if is_native(scope) else TgiOpenAIErrorResponse
+
+
 async def answer_error(request: Request, error: Exception) -> Response:
     """Answer a FunitelError; registered with the application, which would call what is no coroutine in a thread."""
     assert isinstance(error, FunitelError)
@@ -101,13 +139,16 @@ async def answer_error(request: Request, error: Exception) -> Response:
         headers["www-authenticate"] = "Bearer"
         if is_native(request.scope):  # TGI's answer has no body
             return Response(status_code=401, headers=headers)
+    return _answer(request, error, headers)
+
+
+def _answer(request: Request, error: FunitelError, headers: dict[str, str]) -> Response:
     if _is_anthropic(request):
         request_id = new_request_id()
         status, _ = _anthropic_kind(error.http_status, error.anthropic_type)
         return json_answer(anthropic_error(error, request_id), headers | {"request-id": request_id}, status=status)
-    return json_answer(
-        native_error(error) if is_native(request.scope) else openai_error(error), headers, status=error.http_status
-    )
+    style = _STYLES[_record_of(request.scope)]
+    return json_answer(style.record(error), headers, status=style.status(error))
 
 
 def _retry_headers(error: FunitelError) -> dict[str, str]:
@@ -123,21 +164,21 @@ def _retry_headers(error: FunitelError) -> dict[str, str]:
     return headers
 
 
+class _NoRoute(FunitelError):
+    """No route takes the request: an unknown path, a method a path does not have."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.http_status = status  # type: ignore[misc]
+        self.error_type = _HTTP_TYPES.get(status, "http")  # type: ignore[misc]
+
+
 async def answer_http_exception(request: Request, error: Exception) -> Response:
-    """Answer what the router of routes refuses: an unknown path, a method a path does not have."""
+    """Answer what the router of routes refuses."""
     assert isinstance(error, HTTPException)
     path = shortened(request.scope["path"], MAX_PARAM_CHARACTERS)
-    message = f"{request.method} {path}: {error.detail}"
-    error_type = _HTTP_TYPES.get(error.status_code, "http")
-    headers = dict(error.headers or {})
-    body: BaseModel = ErrorResponse(error=message, error_type=error_type)
-    if _is_anthropic(request):
-        headers["request-id"] = new_request_id()
-        detail = AnthropicErrorDetail(type=_anthropic_kind(error.status_code)[1], message=message)
-        body = AnthropicErrorResponse(error=detail, request_id=headers["request-id"])
-    elif not is_native(request.scope):
-        body = _openai_error(message, error.status_code, error_type)
-    return json_answer(body, headers, status=error.status_code)
+    refused = _NoRoute(f"{request.method} {path}: {error.detail}", error.status_code)
+    return _answer(request, refused, dict(error.headers or {}))
 
 
 def _is_anthropic(request: Request) -> bool:

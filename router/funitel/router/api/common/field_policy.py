@@ -55,7 +55,7 @@ class FieldPolicy:
             if name in known:
                 continue
             if self.is_strict:
-                raise PydanticCustomError(FIELD_ERROR, "unknown field", {"name": name})
+                raise PydanticCustomError(FIELD_ERROR, "unknown field", {"name": name, "code": "unknown_parameter"})
             self.unknown[reprlib.repr(name)] = record
             if len(self.unknown) >= MAX_WARNED_FIELDS:
                 return

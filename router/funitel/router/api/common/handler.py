@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TypeVar, cast
 
+from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from funitel.proto.errors import FunitelError
 from funitel.router.api.common.body import read_body, receive_body
+from funitel.router.api.common.errors import error_record
 from funitel.router.api.common.schema_base import Body
 from funitel.router.engine.interface import Admits
 from funitel.router.serving.arrival import ARRIVAL, Arrival
@@ -29,6 +32,11 @@ class IncomingRequest:
     http: HttpRequest
     service: Service
     arrived: Arrival
+
+    @property
+    def error_record(self) -> Callable[[FunitelError], BaseModel]:
+        """Makes the record of an error that ends a stream, as the route answers errors."""
+        return error_record(self.http.scope)
 
     async def read(self, model: type[B]) -> B:
         """Read and check the body; raises as `read_body`."""

@@ -1,12 +1,20 @@
 """Kinds of routes by protocol: the error record, the access and the failures of a row of the table."""
 
+from dataclasses import replace
 from functools import partial
 
-from funitel.router.api.common.error_schemas import AnthropicErrorResponse, ErrorResponse, OpenAIErrorResponse
+from funitel.router.api.common.error_schemas import (
+    AnthropicErrorResponse,
+    ErrorResponse,
+    OpenAIErrorResponse,
+    TgiOpenAIErrorResponse,
+)
 from funitel.router.middleware.operation import Access, Operation
 
 READ_FAILURES = (400, 413, 415, 422, 429, 503)  # of a route that reads a body and needs the model's files
 GENERATION_FAILURES = (*READ_FAILURES, 424, 500, 504)
+OPENAI_READ_FAILURES = (400, 413, 415, 429, 503)
+OPENAI_FAILURES = (*OPENAI_READ_FAILURES, 500, 504)
 ANTHROPIC_FAILURES = (400, 413, 415, 500, 503, 504, 529)
 
 native = partial(Operation, error=ErrorResponse, is_native=True)
@@ -16,9 +24,20 @@ native_fact = partial(native, method="GET", access=Access.FACT)
 native_state = partial(native, method="GET", access=Access.FACT, failures=(503,))
 native_probe = partial(native, method="GET", access=Access.PROBE)
 
-openai_read = partial(Operation, error=OpenAIErrorResponse, method="POST", failures=READ_FAILURES)
-openai_work = partial(Operation, error=OpenAIErrorResponse, method="POST", failures=GENERATION_FAILURES)
-openai_stored = partial(Operation, error=OpenAIErrorResponse, failures=(404, 422))
-openai_fact = partial(Operation, error=OpenAIErrorResponse, method="GET", access=Access.FACT)
+# OpenAI's routes that TGI has: OpenAI's error object with TGI's statuses.
+tgi_openai_work = partial(Operation, error=TgiOpenAIErrorResponse, method="POST", failures=GENERATION_FAILURES)
+tgi_openai_fact = partial(Operation, error=TgiOpenAIErrorResponse, method="GET", access=Access.FACT)
+
+openai_read = partial(Operation, error=OpenAIErrorResponse, method="POST", failures=OPENAI_READ_FAILURES)
+openai_work = partial(Operation, error=OpenAIErrorResponse, method="POST", failures=OPENAI_FAILURES)
+openai_stored = partial(Operation, error=OpenAIErrorResponse, failures=(400, 404))
 
 anthropic_work = partial(Operation, error=AnthropicErrorResponse, method="POST", failures=ANTHROPIC_FAILURES)
+
+
+def with_openai_errors(operation: Operation) -> Operation:
+    """The same route with OpenAI's statuses and error record, where it is OpenAI's and TGI has it."""
+    if operation.error is not TgiOpenAIErrorResponse:
+        return operation
+    failures = OPENAI_FAILURES if operation.failures == GENERATION_FAILURES else operation.failures
+    return replace(operation, error=OpenAIErrorResponse, failures=failures)

@@ -98,7 +98,8 @@ class Body(BaseModel):
         for name in cls.unsupported.keys() & content.keys():
             refusal = cls.unsupported[name]
             if not refusal.is_neutral(content[name]):
-                raise PydanticCustomError(FIELD_ERROR, "is not supported: {why}", {"name": name, "why": refusal.why})
+                context = {"name": name, "why": refusal.why, "code": "unsupported_parameter"}
+                raise PydanticCustomError(FIELD_ERROR, "is not supported: {why}", context)
         policy.note(cls.__name__, content, cls._known | cls.unsupported.keys())
 
     @classmethod

@@ -1,6 +1,6 @@
 """The OpenAI chat and completions APIs."""
 
-from funitel.router.api.common.route_kinds import openai_fact, openai_work
+from funitel.router.api.common.route_kinds import tgi_openai_fact, tgi_openai_work
 from funitel.router.api.openai import chat, completions, models
 from funitel.router.api.openai.models import Model, ModelList
 from funitel.router.api.openai.schema_answers import ChatCompletion, ChatCompletionChunk
@@ -8,7 +8,7 @@ from funitel.router.api.openai.schema_chat import ChatRequest
 from funitel.router.api.openai.schema_completions import Completion, CompletionChunk, CompletionRequest
 
 ROUTES = (
-    openai_work(
+    tgi_openai_work(
         "/v1/chat/completions",
         chat.chat_completions,
         "Answer a chat; streamed if `stream` is true",
@@ -16,7 +16,7 @@ ROUTES = (
         ChatCompletion,
         event=ChatCompletionChunk,
     ),
-    openai_work(
+    tgi_openai_work(
         "/v1/completions",
         completions.completions,
         "Go on from one prompt or several; streamed if `stream` is true",
@@ -24,6 +24,6 @@ ROUTES = (
         Completion,
         event=CompletionChunk,
     ),
-    openai_fact("/v1/models", models.models, "The model", answer=ModelList),
-    openai_fact("/v1/models/{model:path}", models.model, "The model, by its name", answer=Model, failures=(404,)),
+    tgi_openai_fact("/v1/models", models.models, "The model", answer=ModelList),
+    tgi_openai_fact("/v1/models/{model:path}", models.model, "The model, by its name", answer=Model, failures=(404,)),
 )

@@ -10,8 +10,8 @@ from typing import Any
 from starlette.responses import Response
 
 from funitel.router.api.common.body import json_answer
-from funitel.router.api.common.errors import openai_error
 from funitel.router.api.common.handler import IncomingRequest, generation_route
+from funitel.router.api.openai.openai_bounds import check_openai_bounds
 from funitel.router.api.openai.schema_answers import (
     AnsweredToolCall,
     AnswerMessage,
@@ -66,10 +66,12 @@ async def chat_completions(incoming: IncomingRequest) -> Response:
     """`/v1/chat/completions`: the answer to a chat, whole or streamed."""
     body = await incoming.read(ChatRequest)
     body.check()
+    if incoming.service.settings.openai_errors:
+        check_openai_bounds(body)
     if body.stream:
         chat = await _prepare(incoming.service, body, incoming.arrived)
         stream = partial(_stream, incoming.service, chat, body)
-        return EventStream(stream, openai_error, done=True, headers=chat.stream_headers)
+        return EventStream(stream, incoming.error_record, done=True, headers=chat.stream_headers)
     completion, headers = await run_until_disconnect(
         incoming.http.receive, _complete(incoming.service, body, incoming.arrived)
     )

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from funitel.proto.errors import BatchSizeExceeded, InvalidRequest
 from funitel.proto.step import Generation
 from funitel.router.api.common.body import json_answer
-from funitel.router.api.common.errors import openai_error
 from funitel.router.api.common.handler import IncomingRequest, generation_route
 from funitel.router.api.openai.completion_text import Addition, CompletionText, joined
+from funitel.router.api.openai.openai_bounds import check_openai_bounds
 from funitel.router.api.openai.schema_answers import PromptTokensDetails, Usage
 from funitel.router.api.openai.schema_completions import (
     Completion,
@@ -41,9 +41,13 @@ FIELDS = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "l
 async def completions(incoming: IncomingRequest) -> Response:
     """`/v1/completions`: the texts that go on from one prompt or several."""
     body = await incoming.read(CompletionRequest)
+    if incoming.service.settings.openai_errors:
+        check_openai_bounds(body)
     if body.stream:
         batch = await _prepare(incoming.service, body, incoming.arrived)
-        return EventStream(partial(_stream, batch), openai_error, done=True, headers=stream_headers(*batch.jobs))
+        return EventStream(
+            partial(_stream, batch), incoming.error_record, done=True, headers=stream_headers(*batch.jobs)
+        )
     completion, headers = await run_until_disconnect(
         incoming.http.receive, _complete(incoming.service, body, incoming.arrived)
     )
