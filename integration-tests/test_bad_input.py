@@ -167,7 +167,8 @@ def test_a_demo_model_with_another_hash(cache: Path) -> None:
     package = next(source for source in CATALOGUE[DEMO] if isinstance(source, IndexPackage))
     spoiled = cache / f"{Path(package.member).stem}-{package.sha256[:16]}.gguf"
     spoiled.write_bytes(b"GGUF" + bytes(10_000))
-    _assert_one_line(launch_model(DEMO, cache), 1, spoiled.name, "sha256", "delete")
+    unreachable = {"PIP_NO_INDEX": "1"}
+    _assert_one_line(launch_model(DEMO, cache, environ=unreachable), 1, spoiled.name, "sha256", "delete")
     assert spoiled.stat().st_size == 10_004, "a file the user may want to look at is left alone"
 
 

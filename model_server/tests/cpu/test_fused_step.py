@@ -1,5 +1,6 @@
 """The fused CPU step: a row's bits depend on nothing but the row; its library is built once; torch is the fallback."""
 
+import ctypes
 import logging
 import os
 import subprocess
@@ -18,6 +19,7 @@ from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.precision import MatrixKind, Tier, choose_tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
+from funitel.model_server.files.manifest import MANIFEST, VERIFIED
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.loading.decoder import load
@@ -253,6 +255,49 @@ print(build.build(Path({str(tmp_path / "cache")!r})))
     assert [shard.returncode for shard in shards] == [0, 0, 0]
     assert len({text.splitlines()[-1] for text in said}) == 1
     assert sum("built the fused CPU step" in text for text in said) == 1
+
+
+def _damaged(content: bytes, kind: str) -> bytes:
+    middle = len(content) // 2
+    return {
+        "empty": b"",
+        "cut": content[: len(content) // 3],
+        "0xff": content[:middle] + b"\xff" * (len(content) - middle),
+        "one bit": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["empty", "cut", "0xff", "one bit"])
+@pytest.mark.parametrize("name", [building.LIBRARY, MANIFEST])
+def test_a6_a_damaged_library_is_built_again_and_never_opened(
+    name: str, kind: str, small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = build(tmp_path / "cache")
+    right = library.read_bytes()
+    held = ctypes.CDLL(str(library))  # as a shard that runs has it
+    spoiled = library.with_name(name)
+    content = spoiled.read_bytes()
+    spoiled.rename(spoiled.with_name("other"))  # the shard's own bytes stay
+    spoiled.write_bytes(_damaged(content, kind))
+    with monkeypatch.context() as patch:
+        patch.setattr(building, "COMPILERS", ("no-such-compiler",))
+        with pytest.raises(CannotBuild, match="there is no C"):
+            build(tmp_path / "cache")
+    assert build(tmp_path / "cache") == library
+    assert library.read_bytes() == right
+    assert ctypes.CDLL(str(library)).answer() == held.answer() == 42
+    assert {path.name for path in library.parent.iterdir()} == {building.LIBRARY, MANIFEST, VERIFIED}
+    assert {path.name for path in library.parent.parent.iterdir()} == {".locks", library.parent.name}
+
+
+def test_a6_a_library_without_checksums_is_of_an_older_version_and_built_again(
+    small_source: Path, tmp_path: Path
+) -> None:
+    library = build(tmp_path / "cache")
+    library.write_bytes(b"not this")
+    library.with_name(MANIFEST).unlink()
+    assert build(tmp_path / "cache") == library
+    assert ctypes.CDLL(str(library)).answer() == 42
 
 
 def test_what_cannot_be_built_says_why(small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

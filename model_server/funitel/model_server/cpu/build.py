@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from funitel.model_server.files.atomic_folder import exclusive, install, scratch
+from funitel.model_server.files.manifest import Damaged, has_manifest, verify, write_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -57,22 +58,26 @@ def build(cache_dir: Path, instruction_set: str | None = None, *, source: str = 
     try:
         compiler = find_compiler()
     except CannotBuild:
-        built = sorted((cache_dir / "cpu").glob(f"{stem}-*/{LIBRARY}"))
-        if not built:
+        folders = sorted(path.parent for path in (cache_dir / "cpu").glob(f"{stem}-*/{LIBRARY}"))
+        found = next(filter(_is_sound, folders), None)
+        if found is None:
             raise
-        return built[0]
+        return found / LIBRARY
     command = [compiler, *FLAGS, *flags]
     target = cache_dir / "cpu" / f"{stem}-{_compiler_digest(compiler)}"
     library = target / LIBRARY
-    if library.is_file():
+    if _is_sound(target):
         return library
     try:
         with exclusive(target):
-            if not library.is_file():
+            if not _is_sound(target):
+                if has_manifest(target):
+                    logger.warning("%s is damaged; the fused CPU step is built again", target)
                 with scratch(target) as folder:
                     # A name of its own: the compiler of a process that was killed may still be writing.
                     done = folder / f"done-{os.getpid()}"
                     _compile(command, source, done / LIBRARY)
+                    write_manifest(done)
                     install(done, target)
         return library
     except OSError as error:
@@ -80,6 +85,18 @@ def build(cache_dir: Path, instruction_set: str | None = None, *, source: str = 
     folder = Path(tempfile.mkdtemp(prefix="funitel-cpu-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return _compile(command, source, folder / LIBRARY)
+
+
+def _is_sound(folder: Path) -> bool:
+    """Whether a folder has its library as it was built; loading a damaged one would end this process."""
+    if not has_manifest(folder):  # there is none, or it is of an older version
+        return False
+    try:
+        verify(folder)
+    except Damaged as error:
+        logger.info("%s", error)
+        return False
+    return (folder / LIBRARY).is_file()
 
 
 def cpu_flags() -> frozenset[str]:

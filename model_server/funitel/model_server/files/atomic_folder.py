@@ -40,12 +40,25 @@ def scratch(target: Path) -> Iterator[Path]:
 
 
 def install(finished: Path, target: Path) -> None:
-    """Move a finished file or folder to `target` once it is on the disk, in one step."""
+    """Move a finished file or folder to `target` once it is on the disk, in one step; a folder there is removed.
+
+    Processes that have files of that folder open or mapped keep them.
+    """
     paths = [finished, *finished.rglob("*")] if finished.is_dir() else [finished]
     for path in paths:
         _sync(path)
+    remove(target)
     finished.rename(target)
     _sync(target.parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, if it is there, so that it is never seen with some of its files only."""
+    if folder.is_dir() and not folder.is_symlink():
+        doomed = folder.parent / f".{folder.name}.removed"
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

