@@ -50,13 +50,16 @@ def score(logits: torch.Tensor, ids: torch.Tensor, num_top: int) -> torch.Tensor
     """Score `ids` [rows] under raw `logits` [rows, vocab_size]: [rows, 2 + 2 * num_top] float64.
 
     Of each row its log-probability, its rank from 1 on, the ids of the likeliest tokens and their log-probabilities.
+
+    The sum over the vocabulary is that of `log_softmax`, as in transformers. On a CPU it errs by about 6e-6 in one
+    direction: with a more exact sum, loglikelihoods of texts would differ from those of transformers by 1e-4 and more.
     """
-    normaliser = logits.logsumexp(dim=1)
-    own = logits.gather(1, ids[:, None])
-    parts = [own - normaliser[:, None], (logits > own).sum(dim=1, keepdim=True) + 1]
+    logprobs = logits.log_softmax(dim=1)
+    own = ids[:, None]
+    parts = [logprobs.gather(1, own), (logits > logits.gather(1, own)).sum(dim=1, keepdim=True) + 1]
     if num_top := min(num_top, logits.shape[1]):
-        top = logits.topk(num_top, dim=1)
-        parts += [top.indices, top.values - normaliser[:, None]]
+        likeliest = logits.topk(num_top, dim=1).indices
+        parts += [likeliest, logprobs.gather(1, likeliest)]
     return torch.cat([part.double() for part in parts], dim=1)
 
 
