@@ -38,14 +38,21 @@ def eventually(claim: Callable[[], object], what: str) -> None:
 class Launched:
     """One launcher process and what its children noted in their diary."""
 
-    def __init__(self, folder: Path, flags: tuple[str, ...], fake: dict[str, Any], environ: dict[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        flags: tuple[str, ...],
+        fake: dict[str, Any],
+        environ: dict[str, str],
+        prefix: tuple[str, ...] = (),
+    ) -> None:
         self.port = free_port()
         self.uds_path = str(folder / "socket")
         self.diary = folder / "diary.jsonl"
         self._stdout, self._stderr = folder / "stdout", folder / "stderr"
         with self._stdout.open("w") as stdout, self._stderr.open("w") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, str(FAKE_LAUNCHER), *self._flags(flags)],
+                [*prefix, sys.executable, str(FAKE_LAUNCHER), *self._flags(flags)],
                 env=self._environ(fake) | environ,
                 stdout=stdout,
                 stderr=stderr,
@@ -119,11 +126,16 @@ Launch = Callable[..., Launched]
 
 @pytest.fixture
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """Start launchers: `launch("--num-shard", "2", fake={"shard-1": {...}}, environ={...})`."""
+    """Start launchers: `launch("--num-shard", "2", fake={"shard-1": {...}}, environ={...})`; `prefix` runs them."""
     all_launched: list[Launched] = []
 
-    def start(*flags: str, fake: dict[str, Any] | None = None, environ: dict[str, str] | None = None) -> Launched:
-        all_launched.append(Launched(tmp_path_factory.mktemp("l"), flags, fake or {}, environ or {}))
+    def start(
+        *flags: str,
+        fake: dict[str, Any] | None = None,
+        environ: dict[str, str] | None = None,
+        prefix: tuple[str, ...] = (),
+    ) -> Launched:
+        all_launched.append(Launched(tmp_path_factory.mktemp("l"), flags, fake or {}, environ or {}, prefix))
         return all_launched[-1]
 
     yield start

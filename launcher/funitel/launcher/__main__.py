@@ -14,6 +14,7 @@ from funitel.launcher.config.resolve import resolve, shards_and_gpus
 from funitel.launcher.config.sockets import claim, listen
 from funitel.launcher.config.upgrade import next_settings
 from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.supervisor.pid_one import end_at_early_sigterm, is_pid_one
 from funitel.launcher.supervisor.supervisor import NextDeployment, Supervisor
 from funitel.proto.errors import SettingsError
 from funitel.proto.process import logs
@@ -63,6 +64,8 @@ def main() -> None:
         del sys.argv[1]
     elif sys.argv[1:2] and sys.argv[1] in (*CLIENTS, *TORCH_COMMANDS, KEYS):
         run_client()
+    if is_pid_one():
+        end_at_early_sigterm()
     app = launcher_app(sys.argv[1:], os.environ, serve, configure_logs)
     run_app(app)
 

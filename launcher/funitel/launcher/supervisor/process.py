@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from funitel.launcher.supervisor.pid_one import OwnChildren
 from funitel.proto.printable import printable
 from funitel.proto.process.logs import json_event
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_LINE_BYTES = 1 << 20  # longer lines are split
 OUTPUT_SECONDS = 1.0  # for the last output of a child that has exited
 STOP_AGAIN_SECONDS = 0.5
+OWN_CHILDREN = OwnChildren()
 
 
 class Child:
@@ -75,15 +77,17 @@ class Child:
         read_end, write_end = os.pipe()
         reader = await _open_reader(read_end)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._argv,
-                env=self._environ,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=write_end,
-                stderr=None if self._stderr_through else asyncio.subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=self._pass_fds,
-            )
+            with OWN_CHILDREN.starting():
+                process = await asyncio.create_subprocess_exec(
+                    *self._argv,
+                    env=self._environ,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=write_end,
+                    stderr=None if self._stderr_through else asyncio.subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=self._pass_fds,
+                )
+                OWN_CHILDREN.pids.add(process.pid)
         finally:
             os.close(write_end)
         self._pid = process.pid
@@ -155,6 +159,7 @@ class Child:
     async def _forward_output(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> int:
         reading = asyncio.create_task(self._read(reader))
         code = await process.wait()
+        OWN_CHILDREN.pids.discard(process.pid)
         self._signal(os.killpg, signal.SIGKILL)  # processes that it left behind
         await asyncio.wait({reading}, timeout=OUTPUT_SECONDS)
         reading.cancel()

@@ -24,7 +24,8 @@ from funitel.launcher.config.resolve import ResolvedSettings, describe, fit_to_m
 from funitel.launcher.supervisor.announce import announce
 from funitel.launcher.supervisor.deployment import Deployment, end
 from funitel.launcher.supervisor.download import Download
-from funitel.launcher.supervisor.process import stop_child
+from funitel.launcher.supervisor.pid_one import OrphanReaper, is_pid_one
+from funitel.launcher.supervisor.process import OWN_CHILDREN, stop_child
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.process import logs
 
@@ -188,6 +189,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
+        if is_pid_one():
+            OrphanReaper(OWN_CHILDREN)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number is signal.SIGHUP and self._is_ready and not self._has_lost_terminal():
