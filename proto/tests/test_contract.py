@@ -151,7 +151,7 @@ TGI_ENUMS = {
 TGI_METHODS = ("Info", "ServiceDiscovery", "ClearCache", "FilterBatch", "Warmup", "Prefill", "Decode", "Health")
 
 OUR_MESSAGES = {"CompileGrammarRequest", "CompileGrammarResponse", "LogitBias", "RowUpdate", "Columns", "BlockCopy"}
-OUR_MESSAGES |= {"DismissRequest", "DismissResponse", "PromptTop"}
+OUR_MESSAGES |= {"DismissRequest", "DismissResponse", "PromptTop", "TokenSequence"}
 OUR_MESSAGES |= {"EncoderFacts", "EncoderInput", "EncodeRequest", "EncodeResponse"}
 OUR_ENUMS = {
     "EncoderTask": {
@@ -227,6 +227,7 @@ def test_nothing_is_packed_in_another_way_than_proto3s() -> None:
 
 def test_enums() -> None:
     found: dict[str, dict[str, int]] = {enum.name: values(enum) for enum in definition().enum_type}
+    assert found["GrammarType"].pop("GRAMMAR_TYPE_LARK") >= FIRST_ADDITION
     assert found == TGI_ENUMS | OUR_ENUMS
 
 

@@ -300,6 +300,41 @@ def test_a_stop_across_tokens_is_found_and_located(executor: Executor) -> None:
     assert len(found) < len(plain)
 
 
+def test_b6_a_stop_token_ends_a_completion_and_its_text(executor: Executor) -> None:
+    plain = run_alone(executor, start(1, PROMPT, 20))
+    ids = ids_of(plain)
+    place = next(i for i in range(2, 20) if ids[i] not in ids[:i])
+    found = run_alone(executor, start(1, PROMPT, 20, stop_token_ids=(ids[place],)))
+    assert ids_of(found) == ids[: place + 1]
+    finished = found[-1].finished
+    assert finished is not None
+    assert finished.finish_reason is FinishReason.EOS_TOKEN
+    assert finished.stop_start == len("".join(g.tokens.texts[0] for g in found[:-1]))
+    later = run_alone(executor, start(1, PROMPT, 20, stop_token_ids=(ids[place],), min_new_tokens=place + 2))
+    assert len(later) > place + 1
+    assert ids[place] not in ids_of(later)[: place + 2]
+
+
+def test_b6_no_stop_is_found_before_the_least_length(executor: Executor) -> None:
+    plain = run_alone(executor, start(1, PROMPT, 20))
+    assert plain[-1].finished is not None
+    text = plain[-1].finished.text
+    clean = [i for i in range(2, len(text) - 3) if "\ufffd" not in text[i : i + 3]]
+    stop = text[clean[0] : clean[0] + 3]
+    finished = run_alone(executor, start(1, PROMPT, 20, stop_sequences=(stop,), min_new_tokens=20))[-1].finished
+    assert finished is not None
+    assert finished.num_tokens == 20
+    assert finished.text.startswith(text[: clean[0] + 3])
+
+
+def test_b6_banned_and_allowed_tokens(executor: Executor) -> None:
+    ids = ids_of(run_alone(executor, start(1, PROMPT, 20)))
+    banned = ids_of(run_alone(executor, start(1, PROMPT, 20, banned_tokens=((ids[0], ids[1]),))))
+    assert banned[0] == ids[0]
+    assert banned[1] != ids[1]
+    assert set(ids_of(run_alone(executor, start(1, PROMPT, 20, allowed_token_ids=(40, 41))))) <= {40, 41}
+
+
 def test_prompt_logprobs_equal_transformers_however_chunked(executor: Executor, folder: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():

@@ -19,6 +19,7 @@ class GrammarType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     GRAMMAR_TYPE_NONE: _ClassVar[GrammarType]
     GRAMMAR_TYPE_JSON: _ClassVar[GrammarType]
     GRAMMAR_TYPE_REGEX: _ClassVar[GrammarType]
+    GRAMMAR_TYPE_LARK: _ClassVar[GrammarType]
 
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -32,6 +33,7 @@ ENCODER_TASK_EMBED_ALL: EncoderTask
 GRAMMAR_TYPE_NONE: GrammarType
 GRAMMAR_TYPE_JSON: GrammarType
 GRAMMAR_TYPE_REGEX: GrammarType
+GRAMMAR_TYPE_LARK: GrammarType
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_EOS_TOKEN: FinishReason
 FINISH_REASON_STOP_SEQUENCE: FinishReason
@@ -208,6 +210,12 @@ class Input(_message.Message):
     chunks: _containers.RepeatedCompositeFieldContainer[InputChunk]
     def __init__(self, chunks: _Optional[_Iterable[_Union[InputChunk, _Mapping]]] = ...) -> None: ...
 
+class TokenSequence(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class LogitBias(_message.Message):
     __slots__ = ("token_id", "bias")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -217,7 +225,7 @@ class LogitBias(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class NextTokenChooserParameters(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "repetition_penalty", "watermark", "frequency_penalty", "grammar", "grammar_type", "presence_penalty", "count_penalty", "min_p", "logit_bias", "raw_logprobs", "first_token")
+    __slots__ = ("temperature", "top_k", "top_p", "typical_p", "do_sample", "seed", "repetition_penalty", "watermark", "frequency_penalty", "grammar", "grammar_type", "presence_penalty", "count_penalty", "min_p", "logit_bias", "raw_logprobs", "min_new_tokens", "stop_token_ids", "allowed_token_ids", "banned_tokens", "first_token")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +242,10 @@ class NextTokenChooserParameters(_message.Message):
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     RAW_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BANNED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
@@ -251,8 +263,12 @@ class NextTokenChooserParameters(_message.Message):
     min_p: float
     logit_bias: _containers.RepeatedCompositeFieldContainer[LogitBias]
     raw_logprobs: bool
+    min_new_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    banned_tokens: _containers.RepeatedCompositeFieldContainer[TokenSequence]
     first_token: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: _Optional[bool] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., presence_penalty: _Optional[float] = ..., count_penalty: _Optional[float] = ..., min_p: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., raw_logprobs: _Optional[bool] = ..., first_token: _Optional[int] = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: _Optional[bool] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., presence_penalty: _Optional[float] = ..., count_penalty: _Optional[float] = ..., min_p: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., raw_logprobs: _Optional[bool] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_tokens: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., first_token: _Optional[int] = ...) -> None: ...
 
 class CompileGrammarRequest(_message.Message):
     __slots__ = ("grammar", "grammar_type")

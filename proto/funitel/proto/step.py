@@ -20,6 +20,7 @@ class Capability(StrEnum):
     GRAMMARS = "grammars"  # JSON schemas beside regular expressions, and CompileGrammar
     FORCED_SPANS = "forced_spans"  # generations of several tokens; a later step computes their KV as a chunk
     MORE_SAMPLERS = "more_samplers"  # min_p, logit_bias and raw_logprobs
+    TOKEN_RULES = "token_rules"  # min_new_tokens, stop_token_ids, allowed_token_ids, banned_tokens; Lark grammars
     FIRST_TOKEN = "first_token"  # first_token: the language of a translation; translation models only
 
 
@@ -38,6 +39,7 @@ class GrammarType(IntEnum):
     NONE = 0
     JSON = 1  # a JSON schema
     REGEX = 2
+    LARK = 100  # a context-free grammar
 
 
 class FinishReason(IntEnum):
@@ -79,6 +81,20 @@ class SamplingParams:
     grammar_type: GrammarType = GrammarType.NONE
     raw_logprobs: bool = False  # log-probabilities of the model's own scores, before any processing
     first_token: int | None = None  # first token of the completion, for models that let a request choose it
+    min_new_tokens: int = 0  # before which nothing ends the completion
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the completion as an end token does
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    banned_tokens: tuple[tuple[int, ...], ...] = ()  # the last token of each never follows the others
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some tokens may not follow, depending on those before."""
+        return bool(self.grammar) or self.has_token_rules
+
+    @property
+    def has_token_rules(self) -> bool:
+        """Whether rules beside a grammar say which tokens may follow."""
+        return bool(self.min_new_tokens or self.allowed_token_ids or self.banned_tokens)
 
     @property
     def is_sampled(self) -> bool:
@@ -110,7 +126,7 @@ class SamplingParams:
     @property
     def changes_scores(self) -> bool:
         """Whether the logits used for choosing can differ from the model's."""
-        return self.is_sampled or self.edits_scores or bool(self.grammar)
+        return self.is_sampled or self.edits_scores or self.is_masked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,7 @@ def encode_sequence(sequence: SequenceStart) -> pb.Request:
             sampling,
             grammar_type=f"GRAMMAR_TYPE_{sampling.grammar_type.name}",
             logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
+            banned_tokens=[pb.TokenSequence(ids=ids) for ids in sampling.banned_tokens],
         ),
         stopping_parameters=pb.StoppingCriteriaParameters(
             max_new_tokens=stopping.max_new_tokens,
@@ -73,6 +74,7 @@ def decode_sequence(message: pb.Request) -> SequenceStart:
             sampling,
             grammar_type=decode_grammar_type(sampling.grammar_type),
             logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
+            banned_tokens=tuple(tuple(entry.ids) for entry in sampling.banned_tokens),
         ),
         stopping=StoppingParams(
             max_new_tokens=stopping.max_new_tokens,

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from funitel.model_server.executor.interface import ExecutorOptions
 from funitel.model_server.executor.row_rules import RowBeginning, RowRules
-from funitel.model_server.sampling.grammar import GrammarCompiler, GrammarState
+from funitel.model_server.sampling.grammar import FollowerState, GrammarCompiler, GrammarState
 from funitel.model_server.sampling.sampler import SamplingState
+from funitel.model_server.sampling.token_rules import TokenRules
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher, TextCodec
 from funitel.model_server.sequence.table import SequenceState, SequenceTable
 from funitel.proto.errors import InvalidRequest
-from funitel.proto.step import RowUpdate, SequenceStart
+from funitel.proto.step import RowUpdate, SamplingParams, SequenceStart
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,24 @@ def check_supported(start: SequenceStart, vocab_size: int, *, takes_first_token:
     unknown = [token_id for token_id, _ in start.sampling.logit_bias if token_id >= vocab_size]
     if unknown:
         raise InvalidRequest(f"logit_bias needs token ids within 0..{vocab_size - 1}, given {unknown[0]}", "logit_bias")
+    _check_token_rules(start.sampling, vocab_size)
     if start.stopping.max_new_tokens <= len(start.output_ids):
         raise InvalidRequest(
             f"max_new_tokens must be > the {len(start.output_ids)} tokens already produced, "
             f"given {start.stopping.max_new_tokens}"
         )
+
+
+def _check_token_rules(params: SamplingParams, vocab_size: int) -> None:
+    if not all(params.banned_tokens):
+        raise InvalidRequest("banned_tokens needs sequences of one token or more", "banned_tokens")
+    for name, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("banned_tokens", [token_id for sequence in params.banned_tokens for token_id in sequence]),
+    ):
+        if max(ids, default=0) >= vocab_size:
+            raise InvalidRequest(f"{name} needs token ids within 0..{vocab_size - 1}, given {max(ids)}", name)
 
 
 def check_addresses(start: SequenceStart, bounds: StepBounds) -> None:
@@ -168,11 +182,18 @@ class RowAdmission:
         grammar: GrammarState | None = None
         if start.sampling.grammar:
             grammar = self.grammars.start(start.sampling, beginning.described, ignores_eos=start.stopping.ignore_eos)
+        follower: FollowerState | None = grammar
+        if start.sampling.has_token_rules:
+            follower = TokenRules(
+                start.sampling, grammar, self._options.eos_token_ids, self._vocab_size, start.output_ids
+            )
         detokenizer = Detokenizer(self._codec, opening)
         stops = StopMatcher(start.stopping.stop_sequences)
         for token_id in start.output_ids:
             detokenizer.push(token_id)
         stops.search(detokenizer.text)
+        if len(start.output_ids) < start.sampling.min_new_tokens:
+            stops.skip(len(detokenizer.text))
         sampling = SamplingState.over(
             start.sampling, start.top_n_tokens, opening, start.output_ids, self._options.watermark
         )
@@ -186,7 +207,7 @@ class RowAdmission:
             detokenizer=detokenizer,
             stops=stops,
             prompt_top=self._prompt_top(start),
-            grammar=grammar if self._samples else None,
+            grammar=follower if self._samples else None,
             source_len=len(beginning.source),
         )
 

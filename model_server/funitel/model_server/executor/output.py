@@ -84,6 +84,9 @@ class OutputProcessor:
             if pieces is not None:
                 piece = row.detokenizer.push(token.id)
                 match = row.stops.search(row.detokenizer.text, self.codec.special_text(token.id))
+                if match is not None and row.num_generated < row.start.sampling.min_new_tokens:
+                    row.stops.skip(match.end)
+                    match = None
                 if row.finish_reason is None and match is not None:
                     row.finish_reason = FinishReason.STOP_SEQUENCE
                 if row.finish_reason is not None:
@@ -122,7 +125,7 @@ class OutputProcessor:
             ),
             prefill_tokens=prompt,
             prompt_top=prompt_top,
-            finished=_ending(output),
+            finished=_ending(output, pieces[-1]),
         )
 
     def _finish_reason(self, row: SequenceState, token: SampledToken) -> FinishReason | None:
@@ -131,7 +134,7 @@ class OutputProcessor:
         if row.num_generated >= stopping.max_new_tokens or token.is_cut:
             return FinishReason.LENGTH
         ignores_eos = stopping.ignore_eos and not row.start.sampling.grammar
-        if not ignores_eos and token.id in self.eos_token_ids:
+        if not ignores_eos and token.id in self.eos_token_ids or token.id in row.start.sampling.stop_token_ids:
             return FinishReason.EOS_TOKEN
         return None
 
@@ -177,19 +180,25 @@ class OutputProcessor:
         )
 
 
-def _ending(output: StepOutput) -> GeneratedText | None:
-    """How a finished row ended. A stop that ended it ends its text; where length did, the text is whole."""
+def _ending(output: StepOutput, last_piece: str) -> GeneratedText | None:
+    """How a finished row ended. A stop that ended it ends its text; where length did, the text is whole.
+
+    `last_piece` is the text of the last token: a stop token's is a stop, too.
+    """
     if output.finish_reason is None:
         return None
     row, match = output.row, output.match
     text, params = row.detokenizer.text, row.start.sampling
     if match is not None and output.finish_reason is FinishReason.STOP_SEQUENCE:
         text = text[: match.end]
+    stop_start = match.start if match else None
+    if output.finish_reason is FinishReason.EOS_TOKEN and output.tokens[-1].id in params.stop_token_ids:
+        stop_start = len(text.removesuffix(last_piece))  # a special token has no text here
     return GeneratedText(
         text=text,
         num_tokens=output.num_generated,
         finish_reason=output.finish_reason,
         seed=params.seed if params.is_sampled else None,
         stop_index=match.index if match else None,
-        stop_start=match.start if match else None,
+        stop_start=stop_start,
     )

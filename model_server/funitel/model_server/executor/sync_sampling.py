@@ -125,7 +125,7 @@ class SyncSampling:
 
 def wants_words(due: Sequence[SequenceState]) -> bool:
     """Whether a step says more of some row due than one token and its log-probability."""
-    return any(row.sampling.top_n or row.owes_prompt_scores or row.start.sampling.grammar for row in due)
+    return any(row.sampling.top_n or row.owes_prompt_scores or row.start.sampling.is_masked for row in due)
 
 
 def agree(

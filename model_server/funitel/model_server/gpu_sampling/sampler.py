@@ -26,7 +26,7 @@ _BITS = 32  # of a word of a mask
 
 def follows_tokens(params: SamplingParams) -> bool:
     """Whether what may be chosen next depends on the last token in a way that only the host computes."""
-    return bool(params.grammar) or params.watermark
+    return params.is_masked or params.watermark
 
 
 class DeviceSampler:

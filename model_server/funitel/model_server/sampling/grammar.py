@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Protocol
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -19,6 +20,23 @@ from funitel.proto.step import GrammarType, SamplingParams
 CAPACITY = 32  # grammars kept, of some 30 MB at most; a running sequence keeps its own
 
 
+class FollowerState(Protocol):
+    """What may follow in one sequence."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing can follow, and the text is not complete either."""
+
+    def push(self, token_id: int) -> bool:
+        """Take the next token; False if it is not allowed here."""
+
+    def forced(self, most: int) -> list[int]:
+        """Take the tokens that alone can follow, at most so many, an end token included, and return them."""
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Write which tokens may follow into one row of bits [vocab_size / 32] int32."""
+
+
 class GrammarState:
     """Where one sequence stands in its grammar. Special tokens are never allowed, save an end token at an end."""
 
@@ -26,7 +44,12 @@ class GrammarState:
         self._matcher = matcher
         self._eos = list(eos_token_ids)
         self._ignores_eos = ignores_eos
-        self.is_stuck = False  # nothing can follow, and the text is not complete either
+        self._is_stuck = False
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether nothing can follow, and the text is not complete either."""
+        return self._is_stuck
 
     def push(self, token_id: int) -> bool:
         """Take the next token; False if the grammar does not allow it here."""
@@ -56,7 +79,7 @@ class GrammarState:
             if not self._matcher.is_error() and mask.any():
                 self._leave_out_eos(mask)
                 return
-        self.is_stuck = not self._is_complete
+        self._is_stuck = not self._is_complete
         mask[:] = 0
         _set_bit(mask, self._eos[0])
 
@@ -85,7 +108,7 @@ class TokenMasks:
     bits: np.ndarray  # [len(rows), vocab_size / 32] int32, lowest bit first
 
     @classmethod
-    def of(cls, states: Sequence[GrammarState | None], vocab_size: int) -> "TokenMasks | None":
+    def of(cls, states: Sequence[FollowerState | None], vocab_size: int) -> "TokenMasks | None":
         """The masks of a batch, one state per row; None when no row has a grammar."""
         rows = [row for row, state in enumerate(states) if state is not None]
         if not rows:

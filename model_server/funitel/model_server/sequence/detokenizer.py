@@ -115,12 +115,17 @@ class StopMatcher:
         self._stops = stops
         self._longest = max(map(len, stops), default=0)
         self._searched = 0  # characters of the text that were searched
+        self._floor = 0  # no stop begins before
+
+    def skip(self, end: int) -> None:
+        """Find no stop that begins before a character of the text."""
+        self._floor = end
 
     def search(self, text: str, special: str | None = None) -> StopMatch | None:
         """Search what is new in `text`; `special` is the content of the special token just taken, if it was one."""
         if not self._stops:
             return None
-        start = max(0, self._searched - self._longest + 1)
+        start = max(self._floor, self._searched - self._longest + 1)
         self._searched = len(text)
         found = [
             StopMatch(i, at, at + len(stop))

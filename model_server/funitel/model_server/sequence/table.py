@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from funitel.model_server.sampling.grammar import GrammarState
+from funitel.model_server.sampling.grammar import FollowerState
 from funitel.model_server.sampling.sampler import SamplingState
 from funitel.model_server.sequence.detokenizer import Detokenizer, StopMatcher
 from funitel.proto.errors import InvalidRequest, UnknownBatch
@@ -34,7 +34,7 @@ class SequenceState:
     num_blocks: int = 0
     finish_reason: FinishReason | None = None
     prompt_scores: list[np.ndarray] = field(default_factory=list)  # see `executor/prompt_scores`
-    grammar: GrammarState | None = None  # on the rank that samples
+    grammar: FollowerState | None = None  # on the rank that samples
     source_len: int = 0
     is_over: bool = False  # it takes part in no further step
     has_left: bool = False  # its batch has ended

@@ -65,6 +65,8 @@ def _engine_grammar(kind: GrammarType, text: str) -> str:
         if mixes_keys(schema):
             options["json_allowed_escapes"] = PLAIN_ESCAPES
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+    if kind is GrammarType.LARK:
+        return LLMatcher.grammar_from_lark(text)
     raise InvalidRequest("grammar needs a type: a JSON schema or a regular expression", "grammar")
 
 

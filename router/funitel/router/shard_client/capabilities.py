@@ -13,6 +13,11 @@ _NEEDS: tuple[tuple[str, Capability, Callable[[SamplingParams], bool]], ...] = (
     ("logit_bias", Capability.MORE_SAMPLERS, lambda p: bool(p.logit_bias)),
     ("logprobs", Capability.MORE_SAMPLERS, lambda p: p.raw_logprobs),
     ("target_language", Capability.FIRST_TOKEN, lambda p: p.first_token is not None),
+    ("min_tokens", Capability.TOKEN_RULES, lambda p: p.min_new_tokens != 0),
+    ("stop_token_ids", Capability.TOKEN_RULES, lambda p: bool(p.stop_token_ids)),
+    ("allowed_token_ids", Capability.TOKEN_RULES, lambda p: bool(p.allowed_token_ids)),
+    ("bad_words", Capability.TOKEN_RULES, lambda p: bool(p.banned_tokens)),
+    ("structured_outputs", Capability.TOKEN_RULES, lambda p: p.grammar_type is GrammarType.LARK),
     # A plain TGI shard constrains by regular expressions, and ignores a schema.
     ("grammar", Capability.GRAMMARS, lambda p: p.grammar_type is GrammarType.JSON),
 )

@@ -1,0 +1,64 @@
+"""Which tokens may follow in one sequence: its grammar, its least length, and tokens that it must or must not have."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from funitel.model_server.sampling.grammar import GrammarState, TokenMasks
+from funitel.proto.step import SamplingParams
+
+
+class TokenRules:
+    """What a grammar's state is, with further rules. Where they leave nothing, those after the grammar give way."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        grammar: GrammarState | None,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        output_ids: Sequence[int],
+    ) -> None:
+        """`output_ids` are the completion so far; the grammar has taken them."""
+        self._params = params
+        self._grammar = grammar
+        self._all = _bits(np.arange(vocab_size), vocab_size)
+        self._allowed = _bits(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else self._all
+        self._endings = _bits([*eos_token_ids, *params.stop_token_ids], vocab_size)
+        self._tokens = list(output_ids)
+
+    @property
+    def is_stuck(self) -> bool:
+        """See `GrammarState`."""
+        return self._grammar is not None and self._grammar.is_stuck
+
+    def push(self, token_id: int) -> bool:
+        """See `GrammarState`."""
+        self._tokens.append(token_id)
+        return self._grammar is None or self._grammar.push(token_id)
+
+    def forced(self, most: int) -> list[int]:
+        """None: a token is forced by a grammar only, and the other rules might forbid it."""
+        return []
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Write which tokens may follow into one row of bits, see `GrammarState.fill`."""
+        mask[:] = self._all
+        if self._grammar is not None:
+            self._grammar.fill(mask)
+        ruled = mask & self._allowed
+        if len(self._tokens) < self._params.min_new_tokens:
+            ruled &= ~self._endings
+        words = ruled.view(np.uint32)
+        for *before, last in self._params.banned_tokens:
+            if not before or self._tokens[-len(before) :] == before:
+                words[last // 32] &= np.uint32(~(1 << last % 32) & 0xFFFFFFFF)
+        if ruled.any():
+            mask[:] = ruled
+
+
+def _bits(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    masks = TokenMasks.naming({0: np.asarray(ids, dtype=np.int64)}, vocab_size)
+    assert masks is not None
+    bits: np.ndarray = masks.bits[0]
+    return bits
