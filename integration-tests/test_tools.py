@@ -122,6 +122,41 @@ def test_streamed_and_whole_calls_are_the_same(client: Any, parallel: bool) -> N
         assert reason == whole.finish_reason
 
 
+REPORT: dict[str, Any] = {
+    "type": "object",
+    "properties": {"place": {"type": "string"}, "rain": {"type": "boolean"}, "days": {"type": "integer"}},
+    "required": ["place", "rain"],
+}
+REPORT_FORMAT = {"type": "json_schema", "json_schema": {"name": "report", "strict": True, "schema": REPORT}}
+
+
+def check_either(calls: list[tuple[str, str]], content: str | None, reason: str) -> None:
+    """Calls by their tools, or an answer by the format, and never both; one that is cut off need not be whole."""
+    assert bool(calls) is not bool(content)
+    if reason == "length":
+        return
+    assert reason == ("tool_calls" if calls else "stop")
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), PARAMETERS[name])
+    if content:
+        answer = json.loads(content)
+        jsonschema.validate(answer, REPORT)
+        assert answer.keys() <= REPORT["properties"].keys()
+
+
+def test_b5_calls_or_answers_by_a_format_are_what_they_say(client: Any) -> None:
+    for place, choice in enumerate(("auto", "none", "required", "auto", "auto")):
+        fields = {"tool_choice": choice, "response_format": REPORT_FORMAT}
+        whole = ask(client, place, **fields).choices[0]
+        calls = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or ()]
+        check_either(calls, whole.message.content, whole.finish_reason)
+        assert calls or choice != "required"
+        assert not calls or choice != "none"
+        deltas: list[Any] = list(ask(client, place, stream=True, **fields))
+        assert streamed_calls(deltas) == (calls, whole.finish_reason)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in deltas) == (whole.message.content or "")
+
+
 def test_a_conversation_with_results_goes_on(client: Any) -> None:
     first = ask(client, 0, tool_choice="required", parallel_tool_calls=False).choices[0].message
     messages = [

@@ -321,3 +321,94 @@ async def test_reasoning_where_there_is_none(client: httpx.AsyncClient) -> None:
     response = await client.post(RESPONSES, json={"input": "Hi", "reasoning": {"effort": "high"}})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "reasoning.effort"
+
+
+# A call or an answer by a format
+
+WEATHER_REPORT = {
+    "type": "object",
+    "properties": {"name": {"title": "Name", "type": "string"}, "rain": {"title": "Rain", "type": "boolean"}},
+    "required": ["name", "rain"],
+    "title": "Report",
+    "additionalProperties": False,
+}
+REPORT = '{"name": "weather", "rain": false}'
+# What openai-agents 0.24 sends of an agent with `output_type` and a function tool.
+AGENT: dict[str, Any] = {
+    "input": [{"content": "Hi", "role": "user"}],
+    "include": [],
+    "tools": [{**RESPONSES_TOOL, "parameters": {**SCHEMA, "additionalProperties": False}, "strict": True}],
+    "text": {"format": {"type": "json_schema", "name": "final_output", "schema": WEATHER_REPORT, "strict": True}},
+}
+# What instructor 1.17 sends in its mode RESPONSES_TOOLS.
+INSTRUCTOR: dict[str, Any] = {
+    "input": [{"role": "user", "content": "Hi"}],
+    "tools": [{"type": "function", "name": "Report", "parameters": WEATHER_REPORT, "description": "Correctly"}],
+    "tool_choice": {"type": "function", "name": "Report"},
+    "text": {"format": {"type": "json_schema", "name": "Report", "strict": True, "schema": WEATHER_REPORT}},
+}
+# What instructor 1.17 sends in its mode TOOLS_STRICT.
+INSTRUCTOR_STRICT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "tools": [{"type": "function", "function": {"name": "Report", "strict": True, "parameters": WEATHER_REPORT}}],
+    "tool_choice": {"type": "function", "function": {"name": "Report"}},
+}
+
+
+def cases_of(engine: FakeEngine) -> list[str]:
+    """What an answer may be: the definitions that its schema refers to first."""
+    schema = json.loads(engine.requests[0].sampling.grammar)
+    return [case["$ref"].rpartition("/")[2] for case in schema.get("anyOf", ()) if "$ref" in case]
+
+
+@pytest.mark.usefixtures("hermes")
+@pytest.mark.parametrize("length", [1, 1000])
+async def test_b5_an_agent_with_an_output_type_calls_or_answers(serve: Serve, length: int) -> None:
+    async with serve(engine := writes(CALL, length)) as client:
+        answer = await post(client, RESPONSES, **AGENT)
+        received = await events(client, RESPONSES, **AGENT)
+    for output in (answer["output"], received[-1]["response"]["output"]):
+        (item,) = output
+        assert (item["type"], item["name"], item["arguments"]) == ("function_call", "weather", '{"city": "Paris"}')
+    assert cases_of(engine) == ["call", "answer"]
+    assert "response.output_text.delta" not in {event["type"] for event in received}
+    async with serve(writes(REPORT, length)) as client:
+        answer = await post(client, RESPONSES, **AGENT)
+        received = await events(client, RESPONSES, **AGENT)
+    for output in (answer["output"], received[-1]["response"]["output"]):
+        (item,) = output
+        assert (item["type"], item["content"][0]["text"]) == ("message", REPORT)
+    deltas = [event["delta"] for event in received if event["type"] == "response.output_text.delta"]
+    assert "".join(deltas) == REPORT
+    assert not [event for event in received if "function_call" in event["type"]]
+
+
+async def test_b5_requests_of_instructor_are_calls_of_its_tool(serve: Serve) -> None:
+    call = f'{{"name": "Report", "arguments": {REPORT}}}'
+    async with serve(engine := writes(call)) as client:
+        (item,) = (await post(client, RESPONSES, **INSTRUCTOR))["output"]
+        response = await client.post("/v1/chat/completions", json=INSTRUCTOR_STRICT)
+    assert (item["type"], item["arguments"]) == ("function_call", REPORT)
+    (made,) = response.json()["choices"][0]["message"]["tool_calls"]
+    assert made["function"] == {"name": "Report", "arguments": REPORT}
+    for request in engine.requests:
+        assert json.loads(request.sampling.grammar)["required"] == ["name", "arguments"]
+
+
+@pytest.mark.usefixtures("hermes")
+@pytest.mark.parametrize("length", [1, 1000])
+async def test_b5_a_message_with_tools_and_a_format_is_either(serve: Serve, length: int) -> None:
+    form = {"format": {"type": "json_schema", "schema": WEATHER_REPORT}}
+    fields: dict[str, Any] = {"tools": [ANTHROPIC_TOOL], "output_config": form}
+    async with serve(engine := writes(CALL, length)) as client:
+        answer = await post(client, MESSAGES, **fields)
+        received = blocks_of(await events(client, MESSAGES, **fields))
+    for (block,) in (answer["content"], received):
+        assert (block["type"], block["input"]) == ("tool_use", {"city": "Paris"})
+    assert answer["stop_reason"] == "tool_use"
+    assert cases_of(engine) == ["call", "answer"]
+    async with serve(writes(REPORT, length)) as client:
+        answer = await post(client, MESSAGES, **fields)
+        received = blocks_of(await events(client, MESSAGES, **fields))
+    assert answer["content"] == received == [{"type": "text", "text": REPORT}]
+    assert answer["stop_reason"] == "end_turn"

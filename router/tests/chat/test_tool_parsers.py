@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from funitel.router.chat.output_parser import CallArguments, CallStart, Parser, TextPiece, Thought
 from funitel.router.chat.reasoning_parser import REASONING_FORMATS, ReasoningParser, detect_reasoning
-from funitel.router.chat.tool_formats import BY_NAME, detect_tool_format
+from funitel.router.chat.tool_call_reader import CallKeys
+from funitel.router.chat.tool_formats import BY_NAME, call_or_answer, detect_tool_format
 from funitel_testing.work import work_of
 
 NAMES = {"weather", "add"}
@@ -231,3 +232,39 @@ def test_parsers_take_time_in_proportion(name: str, unit: str) -> None:
         parser = BY_NAME[name].parser(NAMES)
         work.append(work_of(partial(feed, parser, text, 4)))
     assert work[1] < 8.2 * work[0], work
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "calls"),
+    [
+        (WEATHER, "", [CALL]),
+        (f"[{WEATHER},{WEATHER}]", "", [CALL, CALL]),
+        ('{"name":"add","arguments":{}}', "", [("add", "{}")]),
+        ('{"name": "weather", "age": 3}', '{"name": "weather", "age": 3}', []),
+        ('{"name": "weather"}', '{"name": "weather"}', []),
+        ('{"name": "Ada", "arguments": {}}', '{"name": "Ada", "arguments": {}}', []),
+        ('{"name": "add", "arguments": [1]}', '{"name": "add", "arguments": [1]}', []),
+        ('{"arguments": {}, "name": "add"}', '{"arguments": {}, "name": "add"}', []),
+        ('{"city": "Paris"}', '{"city": "Paris"}', []),
+        ('[{"name": "weather", "age": 3}]', '[{"name": "weather", "age": 3}]', []),
+        ("[]", "[]", []),
+        ("{}", "{}", []),
+        ("12", "12", []),
+        ('{"name": "weather", "argu', '{"name": "weather", "argu', []),
+        ('{"name": "weather", "arguments": {"ci', "", [("weather", '{"ci')]),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_b5_what_is_not_exactly_a_call_is_the_answer(
+    text: str, answer: str, calls: list[tuple[str, str]], size: int
+) -> None:
+    portions = [text[start : start + size] for start in range(0, len(text), size)]
+    assert parse(call_or_answer(CallKeys()).parser(NAMES), portions)[1:] == (answer, calls)
+
+
+def test_b5_an_answer_streams_as_soon_as_it_is_none_of_a_call() -> None:
+    parser = call_or_answer(CallKeys()).parser(NAMES)
+    pieces = [parser.feed(character, place) for place, character in enumerate('{"name": "Ada", "born": 1815}')]
+    first = next(place for place, found in enumerate(pieces) if found)
+    assert pieces[first] == [TextPiece('{"name": "Ada"', 0)]
+    assert all(pieces[first:])

@@ -78,7 +78,7 @@ class ChatCall:
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     tool_prompt: str | None = None
-    grammar: Grammar | None = None  # what the text must follow; not together with tools
+    grammar: Grammar | None = None  # what text must follow, if it is not a call; beside tools JSON only
     sampling: SamplingRequest = field(default_factory=SamplingRequest)
     n: int = 1
     reasoning_effort: str | None = None

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from funitel.proto.errors import InvalidRequest, ToolError
+from funitel.proto.step import GrammarType
 from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolMode
 from funitel.router.chat.reasoning_parser import REASONING_FORMATS, ReasoningFormat, detect_reasoning
-from funitel.router.chat.tool_formats import BY_NAME, TOOL_FORMATS, ToolFormat, detect_tool_format
-from funitel.router.chat.tool_grammar import forced_calls
+from funitel.router.chat.tool_formats import BY_NAME, TOOL_FORMATS, ToolFormat, call_or_answer, detect_tool_format
+from funitel.router.chat.tool_grammar import calls_or_answer, forced_calls
 from funitel.router.core.grammar import Grammar
 from funitel.router.serving.prepare import NO_NAMES
 from funitel.router.serving.sampling_request import BrokenRule
@@ -53,7 +54,7 @@ async def render_prompt(service: Service, call: ChatCall, names: Mapping[str, st
 
     Raises:
         NotReady: the tokenizer is not there yet.
-        ToolError: tools are asked for that are not there, or together with a response format.
+        ToolError: tools are asked for that are not there, or together with a regular expression.
         InvalidRequest: the messages and what is asked of them do not fit together.
         TemplateError: there is no template, or it refused the messages.
     """
@@ -68,10 +69,7 @@ async def render_prompt(service: Service, call: ChatCall, names: Mapping[str, st
 async def _render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
     tools = _offered(call)
     template = service.tokenizer.template_source(with_tools=bool(tools))
-    is_forced = call.tool_choice.mode is ToolMode.REQUIRED
-    grammar = call.grammar
-    if is_forced:  # in a thread: clients choose how large a schema is
-        grammar = await asyncio.to_thread(forced_calls, tools, parallel=call.allows_several_calls)
+    grammar, tool_format = await _constrained(call, tools)
     knows_tools = re.search(r"\btools\b", template) is not None
     messages = list(call.messages)
     if not knows_tools:
@@ -92,10 +90,23 @@ async def _render_prompt(service: Service, call: ChatCall) -> ChatPrompt:
     if reasoning is not None and is_thinking and grammar is not None:  # a grammar leaves no room for thoughts
         text = f"{text.rstrip()}\n\n{reasoning.closing}\n\n"
         is_thinking = False
-    tool_format = None
-    if tools:
-        tool_format = BY_NAME["json"] if is_forced else _tool_format(service, template, knows_tools)
+    if tools and tool_format is None:
+        tool_format = _tool_format(service, template, knows_tools)
     return ChatPrompt(text, rendered.plain, tools, grammar, tool_format, reasoning, is_thinking)
+
+
+async def _constrained(call: ChatCall, tools: tuple[Tool, ...]) -> tuple[Grammar | None, ToolFormat | None]:
+    """The grammar of the answer, and the format of calls in it, which is the model's own where no grammar says it.
+
+    Grammars are made in a thread: clients choose how large a schema is.
+    """
+    several = call.allows_several_calls
+    if call.tool_choice.mode is ToolMode.REQUIRED:
+        return await asyncio.to_thread(forced_calls, tools, parallel=several), BY_NAME["json"]
+    if call.grammar is None or not tools:
+        return call.grammar, None
+    grammar, keys = await asyncio.to_thread(calls_or_answer, tools, call.grammar, parallel=several)
+    return grammar, call_or_answer(keys)
 
 
 def _offered(call: ChatCall) -> tuple[Tool, ...]:
@@ -109,8 +120,9 @@ def _offered(call: ChatCall) -> tuple[Tool, ...]:
         return ()
     if choice.mode is ToolMode.REQUIRED and not call.tools:
         raise ToolError("`tool_choice` asks for a call, but there are no `tools`", "tool_choice")
-    if call.tools and call.grammar is not None:
-        raise BrokenRule("response_format", "`tools` and a response format exclude each other", kind=ToolError)
+    if call.tools and call.grammar is not None and call.grammar.kind is GrammarType.REGEX:
+        rule = "`tools` and a response format that is a regular expression exclude each other"
+        raise BrokenRule("response_format", rule, kind=ToolError)
     if choice.name is None:
         return call.tools
     if choice.name not in names:

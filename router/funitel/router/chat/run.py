@@ -86,13 +86,14 @@ async def prepare_chat(
     Raises:
         NotReady: the shards do not answer yet.
         InvalidRequest: a value breaks a rule.
-        ToolError: tools are asked for that are not there, or together with a response format.
+        ToolError: tools are asked for that are not there, or together with a regular expression.
         TemplateError: the model has no template, or it refused the messages.
     """
     check_count(call.n, service)
     prompt = await render_prompt(service, call, names)
     sampling = replace(call.sampling, grammar=prompt.grammar)
     text = Prompt(prompt.text, add_special_tokens=False, plain=prompt.plain)
+    field = names.get("grammar", "grammar")
     if prompt.tools:  # a grammar is made of their schemas
         names = {**names, "grammar": _TOOL_GRAMMAR}
     try:
@@ -100,6 +101,8 @@ async def prepare_chat(
     except InvalidRequest as error:
         if error.param != _TOOL_GRAMMAR:
             raise
+        if call.grammar is not None:  # raises if the response format is at fault
+            await service.grammars.check(call.grammar, field)
         message = re.sub(r"/\$defs/tool\d+", "", error.message)  # references as the client wrote them
         raise ToolError(f"the `parameters` of `tools`: {message}", "tools") from error
     request_context.current().operation = "chat"

@@ -6,6 +6,7 @@ Only the structure is followed, not every rule of JSON: what a model wrote as ar
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from funitel.router.chat.output_parser import CallArguments, CallStart, Piece
@@ -19,6 +20,14 @@ NO_ARGUMENTS = "{}"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Accepts = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class CallKeys:
+    """The two keys of a call, where it has just these."""
+
+    name: str = NAME_KEYS[0]
+    arguments: str = ARGUMENT_KEYS[0]
 
 
 class Reader(Protocol):
@@ -199,13 +208,45 @@ class CallReader:
             self._out.append(CallArguments(arguments))
 
 
-class CallListReader:
-    """One call, or an array of them."""
+class ExactCallReader(CallReader):
+    """A call that is a name and then an object of arguments; anything else may be an answer of another form."""
 
-    def __init__(self, accepts: Accepts) -> None:
+    def __init__(self, accepts: Accepts, keys: CallKeys) -> None:
+        super().__init__(accepts)
+        self._keys = keys
+
+    def _before_value(self, character: str) -> None:
+        if character in SPACE:
+            return
+        expected = (self._keys.name, '"') if self._name is None else (self._keys.arguments, "{")
+        if self._has_arguments or (self._key, character) != expected:
+            self.is_broken = True
+            return
+        if self._name is not None:
+            self._out.append(CallStart(self._name))
+        self._value = _Value()
+        self._state = self._in_value
+        self._in_value(character)
+
+    def _take_name(self, name: str | None) -> None:
+        if name and self._accepts(name):
+            self._name = name
+        else:
+            self.is_broken = True
+
+    def _close(self) -> None:
+        self.is_broken = not self._has_arguments
+        self.is_done = self._has_arguments
+
+
+class CallListReader:
+    """One call, or an array of them, each read by a reader that `make` makes."""
+
+    def __init__(self, accepts: Accepts, make: Callable[[Accepts], CallReader] = CallReader) -> None:
         self.is_done = False
         self.is_broken = False
         self._accepts = accepts
+        self._make = make
         self._is_array = False
         self._call: CallReader | None = None
         self._num_calls = 0
@@ -216,7 +257,7 @@ class CallListReader:
         if self._call is not None:
             self._feed_call(self._call, character)
         elif character == "{":
-            self._call = CallReader(self._accepts)
+            self._call = self._make(self._accepts)
             self._feed_call(self._call, character)
         elif character == "[" and not self._is_array:
             self._is_array = True

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from functools import partial
 
 from funitel.router.chat.output_parser import Parser
+from funitel.router.chat.tool_call_reader import CallKeys, ExactCallReader
 from funitel.router.chat.tool_parsers import BareJsonParser, MarkedParser, MistralParser
 
 PYTHON_TAG = "<|python_tag|>"
@@ -42,6 +44,12 @@ TOOL_FORMATS = (
     ToolFormat("json", None, (), lambda names: BareJsonParser(names.__contains__)),
 )
 BY_NAME = {format.name: format for format in TOOL_FORMATS}
+
+
+def call_or_answer(keys: CallKeys) -> ToolFormat:
+    """Return the format of `tool_grammar.calls_or_answer`: what is not exactly a call is the answer."""
+    make = partial(ExactCallReader, keys=keys)
+    return ToolFormat("call_or_answer", None, (), lambda names: BareJsonParser(names.__contains__, make=make))
 
 
 def detect_tool_format(template_source: str) -> ToolFormat:

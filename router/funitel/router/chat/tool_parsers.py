@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from funitel.router.chat.output_parser import Parser, decided_length, find_first, may_begin
-from funitel.router.chat.tool_call_reader import SPACE, Accepts, CallListReader, NamedCallReader, Reader
+from funitel.router.chat.tool_call_reader import SPACE, Accepts, CallListReader, CallReader, NamedCallReader, Reader
 
 
 class CallParser(Parser):
@@ -146,8 +146,12 @@ class BareJsonParser(CallParser):
     FENCES = ("```json\n", "```\n")
     SEPARATORS = SPACE + ";,"
 
-    def __init__(self, accepts: Accepts, tag: str | None = None) -> None:
+    def __init__(
+        self, accepts: Accepts, tag: str | None = None, make: Callable[[Accepts], CallReader] = CallReader
+    ) -> None:
+        """`tag` may come before calls, each of which is read by a reader that `make` makes."""
         super().__init__(accepts)
+        self._make = make
         self._prefixes = self.FENCES if tag is None else (tag, *self.FENCES)
         self._is_fenced = False
         self._state = self._begin
@@ -164,7 +168,7 @@ class BareJsonParser(CallParser):
             self._state = self._plain
             return True
         self._is_fenced = self._is_fenced or prefix in self.FENCES
-        self._start_reading(CallListReader(self._accepts), len(self._buffer) - len(body))
+        self._start_reading(CallListReader(self._accepts, self._make), len(self._buffer) - len(body))
         return True
 
     def _between(self) -> bool:

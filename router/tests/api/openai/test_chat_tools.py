@@ -7,9 +7,12 @@ from typing import Any
 import httpx
 import pytest
 from fakes import FakeEngine, Serve
+from llguidance import LLTokenizer
 
+from funitel.proto.grammar.compiler import compile_grammar
 from funitel.proto.step import GrammarType
 from funitel.router.core.request import Limits
+from funitel_testing.tiny import byte_tokenizer
 
 WIDE = Limits(max_input_tokens=4000, max_total_tokens=5000, pool_tokens=9000)
 VAST = Limits(max_input_tokens=10**6, max_total_tokens=10**6 + 100, pool_tokens=10**7)
@@ -292,7 +295,11 @@ async def test_a_tool_asked_for_by_name_is_called_exactly_once(serve: Serve, par
         ({"tools": [WEATHER], "tool_choice": "nothing"}, "tool_choice", "no tool is named `nothing`"),
         ({"tool_choice": "required"}, "tool_choice", "there are no `tools`"),
         ({"tools": [WEATHER, WEATHER]}, "tools", "`weather` is given to more than one"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format", "exclude each other"),
+        (
+            {"tools": [WEATHER], "response_format": {"type": "regex", "value": "a"}},
+            "response_format",
+            "a regular expression exclude each other",
+        ),
         (
             {
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
@@ -311,6 +318,141 @@ async def test_tools_that_make_no_sense(
         assert body["error_type"] == "tool_error"
         assert body["error"]["param"] == param
         assert says in body["error"]["message"]
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+PERSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "strict": True, "schema": PERSON}}
+
+
+async def constraint(serve: Serve, **fields: Any) -> str | None:
+    """The schema that an answer must follow."""
+    async with serve(engine := writes(CALL)) as client:
+        await whole(client, tools=[WEATHER, NOW], **fields)
+    return engine.requests[0].sampling.grammar or None
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    byte_tokenizer().save(str(path))
+    return LLTokenizer(str(path), eos_token=256)
+
+
+def allowed(tokenizer: LLTokenizer, schema: str, *texts: str) -> list[str]:
+    grammar = compile_grammar(GrammarType.JSON, schema, tokenizer)
+    found = []
+    for text in texts:
+        trial, ids = grammar.deep_copy(), tokenizer.tokenize_str(text)
+        if trial.try_consume_tokens(ids) == len(ids) and trial.is_accepting():
+            found.append(text)
+    return found
+
+
+ANSWER = '{"name": "weather", "age": 3}'
+BAD_CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+BAD_ANSWER = '{"name": "Ada", "born": 1815}'
+TWO = f"[{CALL}, {CALL}]"
+NOW_CALL = '{"name": "now", "arguments": {}}'
+
+
+@pytest.mark.parametrize("template", ["plain", "hermes"])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [CALL, NOW_CALL, TWO, ANSWER]),
+        ({"tool_choice": "auto", "parallel_tool_calls": False}, [CALL, NOW_CALL, ANSWER]),
+        ({"tool_choice": "required"}, [CALL, NOW_CALL, TWO]),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, [CALL]),
+        ({"tool_choice": "none"}, [ANSWER]),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "now"}}]},
+                }
+            },
+            [NOW_CALL, ANSWER],
+        ),
+    ],
+)
+async def test_b5_a_call_by_its_tool_or_an_answer_by_the_format(
+    serve: Serve,
+    request: pytest.FixtureRequest,
+    tokenizer: LLTokenizer,
+    template: str,
+    fields: dict[str, Any],
+    expected: list[str],
+) -> None:
+    if template == "hermes":
+        request.getfixturevalue("hermes")
+    schema = await constraint(serve, response_format=PERSON_FORMAT, **fields)
+    assert schema is not None
+    assert allowed(tokenizer, schema, CALL, NOW_CALL, TWO, ANSWER, BAD_CALL, BAD_ANSWER, "Hi", "[]") == expected
+
+
+async def test_b5_no_free_answer_has_the_form_of_a_call(serve: Serve, tokenizer: LLTokenizer) -> None:
+    texts = [CALL, BAD_CALL, NOW_CALL, '{"name": "weather"}', '{"a": [{"arguments": 1}]}', '{"function": "now"}']
+    for form in ({"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}):
+        schema = await constraint(serve, response_format=form)
+        assert schema is not None
+        assert allowed(tokenizer, schema, *texts) == [text for text in texts if text != BAD_CALL]
+
+
+async def test_b5_an_answer_with_the_keys_of_a_call_gives_calls_other_keys(
+    serve: Serve, tokenizer: LLTokenizer
+) -> None:
+    """So that neither is taken for the other."""
+    properties = {"name": {"type": "string"}, "arguments": {"type": "object"}}
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": properties}}}
+    call, answer = '{"function": "weather", "arguments": {"city": "Paris"}}', BAD_CALL
+    schema = await constraint(serve, response_format=form)
+    assert schema is not None
+    assert allowed(tokenizer, schema, call, answer) == [call, answer]
+    for text, calls in ((call, [("weather", '{"city": "Paris"}')]), (answer, [])):
+        async with serve(writes(text)) as client:
+            choice = await whole(client, tools=[WEATHER], response_format=form)
+        assert (choice["message"].get("tool_calls") is None) is not bool(calls)
+        assert choice["message"]["content"] == (None if calls else answer)
+
+
+async def test_b5_an_answer_that_may_be_an_array_is_no_array_of_calls(serve: Serve, tokenizer: LLTokenizer) -> None:
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "items": {"type": "integer"}}}}
+    schema = await constraint(serve, response_format=form)
+    assert schema is not None
+    assert allowed(tokenizer, schema, CALL, TWO, "[1]", BAD_CALL) == [CALL, "[1]"]
+
+
+@pytest.mark.parametrize("length", [1, 3, 1000])
+@pytest.mark.parametrize("template", ["plain", "hermes"])
+async def test_b5_calls_and_answers_stream_as_what_they_are(
+    serve: Serve, request: pytest.FixtureRequest, template: str, length: int
+) -> None:
+    if template == "hermes":
+        request.getfixturevalue("hermes")
+    fields: dict[str, Any] = {"tools": [WEATHER], "response_format": PERSON_FORMAT}
+    async with serve(writes(ANSWER, length)) as client:
+        for choice in (await whole(client, **fields), await streamed(client, **fields)):
+            assert choice["message"]["content"] == ANSWER
+            assert not choice["message"].get("tool_calls")
+            assert choice["finish_reason"] == "stop"
+    async with serve(writes(TWO, length)) as client:
+        for choice in (await whole(client, **fields), await streamed(client, **fields)):
+            assert calls_of(choice) == [("weather", '{"city": "Paris"}')] * 2
+            assert choice["message"]["content"] is None
+            assert choice["finish_reason"] == "tool_calls"
+        once = await whole(client, parallel_tool_calls=False, **fields)
+    assert len(calls_of(once)) == 1
+
+
+async def test_b5_errors_name_the_schema_at_fault(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.limits = WIDE
+    missing = {"type": "object", "properties": {"a": {"$ref": "#/$defs/Missing"}}}
+    form = {"type": "json_schema", "json_schema": {"schema": missing}}
+    body = await refused(client, tools=[WEATHER], response_format=form, max_tokens=5)
+    assert body["error"]["param"] == "response_format"
+    tool = {"type": "function", "function": {"name": "f", "parameters": missing}}
+    body = await refused(client, tools=[tool], response_format=PERSON_FORMAT, max_tokens=5)
+    assert body["error"]["param"] == "tools"
 
 
 async def test_schemas_of_tools_that_no_grammar_keeps(client: httpx.AsyncClient, engine: FakeEngine) -> None:

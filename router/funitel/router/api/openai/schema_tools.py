@@ -21,7 +21,7 @@ class FunctionDefinition(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments, an object.")
     arguments: dict[str, Any] | None = Field(default=None, description="TGI's name of `parameters`.")
-    strict: bool | None = Field(default=None, description="Forced calls always follow the schema; others never must.")
+    strict: bool | None = Field(default=None, description="Constrained calls follow the schema in any case.")
 
 
 class ToolDefinition(Body):

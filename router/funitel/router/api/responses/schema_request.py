@@ -169,7 +169,7 @@ class FunctionTool(Body):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments, an object.")
-    strict: bool | None = Field(default=None, description="Forced calls always follow the schema; others never must.")
+    strict: bool | None = Field(default=None, description="Constrained calls follow the schema in any case.")
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     output_schema: dict[str, Any] | None = Field(default=None, description="Accepted; the model is not shown it.")
