@@ -176,7 +176,7 @@ WRONG_CHATS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "temperature negative": (chat(temperature=-0.1), ("temperature",)),
     "top_p 1.1": (chat(top_p=1.1), ("top_p",)),
     "top_logprobs without logprobs": (chat(top_logprobs=2), ("`logprobs`",)),
-    "top_logprobs 6": (chat(logprobs=True, top_logprobs=6), ("5",)),
+    "top_logprobs 21": (chat(logprobs=True, top_logprobs=21), ("20",)),
     "n 0": (chat(n=0), ("n: must be greater than or equal to 1", "0")),
     "n 129": (chat(n=129), ("n: must be less than or equal to 128", "129")),
     "a tool without a name": (

@@ -29,6 +29,7 @@ DELIBERATE = {
     "GenerateParameters.truncate": f"{_REFUSED_TOO}; {_32_BITS}",
     "POST /chat_tokenize": _NO_404,
     "POST /tokenize": _NO_404,
+    "POST /tokenize 200 application/json": "vLLM's bodies are answered with its object, TGI's with TGI's array",
     "POST /generate_stream 422 text/event-stream": _REAL_STATUS,
     "POST /generate_stream 424 text/event-stream": _REAL_STATUS,
     "POST /generate_stream 429 text/event-stream": _REAL_STATUS,

@@ -271,7 +271,7 @@ CHATS = (
         differs="TGI's answer holds the stop, and its reason is stop_sequence",
     ),
     _no_chat("6.1", "no messages", "messages", body={"max_tokens": 2}),
-    _no_chat("6.1", "top_logprobs over its bound", "5", logprobs=True, top_logprobs=6),
+    _no_chat("6.1", "top_logprobs over its bound", "20", logprobs=True, top_logprobs=21),
     _no_chat("6.1", "five stops", "`stop` supports up to 4", stop=list("abcde")),
     _no_chat("6.1", "temperature negative", "temperature", temperature=-1),
     _no_chat("6.1", "top_p over 1", "top_p", top_p=1.5),

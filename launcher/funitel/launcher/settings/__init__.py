@@ -84,6 +84,7 @@ class LauncherSettings:
     max_best_of: int = _router("max_best_of")
     max_stop_sequences: int = _router("max_stop_sequences")
     max_top_n_tokens: int = _router("max_top_n_tokens")
+    max_logprobs: int = _router("max_logprobs")
     max_input_tokens: int | None = _router("max_input_tokens")
     max_input_length: int | None = setting(None, "Legacy name of --max-input-tokens.")
     max_total_tokens: int | None = _router("max_total_tokens")

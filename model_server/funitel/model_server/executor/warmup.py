@@ -32,7 +32,7 @@ from funitel.proto.step import SamplingParams, SequenceStart, StoppingParams, Wa
 logger = logging.getLogger(__name__)
 
 MAX_PROFILED_ROWS = 1024  # sequences: beyond that each takes more than it can pay back
-TOP_N = 5
+TOP_N = 20
 # Every filter there is, and the model's own scores kept beside those that it changes.
 HEAVIEST = SamplingParams(
     do_sample=True,

@@ -74,6 +74,13 @@ class Service:
         return self._encoder
 
     @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its completion, of an encoder those of a text; raises NotReady until connected."""
+        if self._encoder is not None:
+            return self._encoder.engine.limits.max_input_tokens
+        return self.engine.limits.max_total_tokens
+
+    @property
     def is_started(self) -> bool:
         """Whether it has come to serve."""
         return self._engine is not None or self._encoder is not None

@@ -35,11 +35,13 @@ def check_parameters(
         "`$seed` must not be set when `$best_of` > 1",
         sampling.seed,
     )
-    top_n = sampling.top_n_tokens or 0
+    top_n, max_top_n = sampling.top_n_tokens or 0, settings.max_top_n_tokens
+    if sampling.raw_logprobs:  # of OpenAI's routes
+        max_top_n = max(max_top_n, settings.max_logprobs)
     _require(
-        top_n <= settings.max_top_n_tokens,
+        top_n <= max_top_n,
         "top_n_tokens",
-        f"`$top_n_tokens` must be >= 0 and <= {settings.max_top_n_tokens}",
+        f"`$top_n_tokens` must be >= 0 and <= {max_top_n}",
         top_n,
     )
     _require(inputs != "", "inputs", "`$inputs` cannot be empty")

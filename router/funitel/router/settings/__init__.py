@@ -74,7 +74,12 @@ class RouterSettings:
     )
     max_best_of: int = setting(2, "Maximum of `best_of`.", bounds=POSITIVE)
     max_stop_sequences: int = setting(4, "Maximum of stop sequences in a request.", bounds=NOT_NEGATIVE)
-    max_top_n_tokens: int = setting(5, "Maximum of `top_n_tokens` and `top_logprobs`.", bounds=NOT_NEGATIVE)
+    max_top_n_tokens: int = setting(5, "Maximum of `top_n_tokens`.", bounds=NOT_NEGATIVE)
+    max_logprobs: int = setting(
+        20,
+        "Maximum of `top_logprobs` and `logprobs` on OpenAI's routes, unless --max-top-n-tokens is more.",
+        bounds=NOT_NEGATIVE,
+    )
     max_input_tokens: int | None = setting(
         None, "Maximum of prompt tokens in a request; measured when not given.", bounds=TOKEN_COUNT
     )

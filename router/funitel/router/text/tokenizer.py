@@ -116,6 +116,10 @@ class Tokenizer:
         decode = partial(self._tokenizer.decode, list(ids), skip_special_tokens=False)
         return await loop.run_in_executor(self._workers, decode)
 
+    def spellings(self, ids: Sequence[int]) -> list[str]:
+        """Return tokens as the vocabulary spells them; "" for one that it does not have."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in ids]
+
     def template_source(self, *, with_tools: bool) -> str:
         """Text of the chat template, of the one for chats with tools if there is such; empty when there is none."""
         if self._renderer is None:

@@ -329,10 +329,10 @@ async def test_a_chat_that_does_not_fit(client: httpx.AsyncClient) -> None:
 
 
 async def test_more_logprobs_than_allowed(client: httpx.AsyncClient) -> None:
-    response = await client.post(CHAT, json=ask(logprobs=True, top_logprobs=6))
+    response = await client.post(CHAT, json=ask(logprobs=True, top_logprobs=21))
     assert response.status_code == 422
     assert response.json()["error"]["param"] == "top_logprobs"
-    assert "`top_logprobs` must be >= 0 and <= 5. Given: 6" in response.json()["error"]["message"]
+    assert "`top_logprobs` must be >= 0 and <= 20. Given: 21" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ async def test_models(serve: Serve) -> None:
     async with serve(FakeEngine(), served_model_name="served") as client:
         assert (await client.get("/v1/models")).json() == {
             "object": "list",
-            "data": [{"id": "served", "object": "model", "created": 0, "owned_by": "served"}],
+            "data": [{"id": "served", "object": "model", "created": 0, "owned_by": "served", "max_model_len": 200}],
         }
 
 

@@ -271,7 +271,7 @@ async def test_parameters_reach_the_engine(client: httpx.AsyncClient, engine: Fa
         ({"best_of": 2, "stream": True}, "best_of", "validation"),
         ({"n": 129}, "n", "validation"),
         ({"n": 100, "prompt": ["a", "b"]}, "n", "validation"),
-        ({"logprobs": 6}, "logprobs", "validation"),
+        ({"logprobs": 21}, "logprobs", "validation"),
         ({"max_tokens": 0}, "max_tokens", "validation"),
         ({"max_tokens": 200}, "max_tokens", "validation"),
         ({"stream_options": {}}, "stream_options", "validation"),

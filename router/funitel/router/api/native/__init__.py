@@ -7,7 +7,6 @@ from funitel.router.api.native.schema import (
     GenerateRequest,
     GenerateResponse,
     StreamResponse,
-    TokenizeResponse,
 )
 from funitel.router.api.openai.schema_chat import ChatRequest
 
@@ -20,7 +19,6 @@ ROUTES = (
         GenerateRequest,
         event=StreamResponse,
     ),
-    native_read("/tokenize", tokenize.tokenize, "Tokenize a prompt", GenerateRequest, TokenizeResponse),
     native_read(
         "/chat_tokenize",
         tokenize.chat_tokenize,

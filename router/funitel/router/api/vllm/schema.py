@@ -1,0 +1,68 @@
+"""Request and answer records of vLLM's tokenizer routes, `/version` and `/load`."""
+
+from pydantic import BaseModel, Field, RootModel
+
+from funitel.router.api.common.schema_base import U32, Body
+from funitel.router.api.native.schema import GenerateRequest, TokenizeResponse
+from funitel.router.api.openai.schema_chat import ChatRequest
+
+MODEL = "Any name."
+WITH_STRINGS = "Whether to answer the tokens as the tokenizer spells them, too."
+
+
+class TokenizePrompt(Body):
+    """A prompt to tokenize."""
+
+    model: str | None = Field(default=None, description=MODEL)
+    prompt: str
+    add_special_tokens: bool = Field(default=True, description="Whether to add those that begin a prompt.")
+    return_token_strs: bool | None = Field(default=None, description=WITH_STRINGS)
+
+
+class TokenizeChat(ChatRequest):
+    """A chat to make the prompt of, and tokenize it; of what else a chat says only what changes the prompt counts."""
+
+    add_special_tokens: bool = Field(default=False, description="Whether to add those that the template did not.")
+    return_token_strs: bool | None = Field(default=None, description=WITH_STRINGS)
+
+
+class TokenizeBody(RootModel[GenerateRequest | TokenizePrompt | TokenizeChat]):
+    """TGI's body, which has `inputs`, or one of vLLM's."""
+
+
+class Tokenized(BaseModel):
+    """The tokens of a prompt, and how many the model can take with its answer."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class TokenizeAnswer(RootModel[TokenizeResponse | Tokenized]):
+    """TGI's answer to TGI's body, or vLLM's to one of vLLM's."""
+
+
+class DetokenizeRequest(Body):
+    """Tokens to make a text of."""
+
+    model: str | None = Field(default=None, description=MODEL)
+    tokens: list[U32]
+
+
+class DetokenizeResponse(BaseModel):
+    """The text of some tokens, special ones included."""
+
+    prompt: str
+
+
+class ServerVersion(BaseModel):
+    """The version of the server."""
+
+    version: str
+
+
+class ServerLoad(BaseModel):
+    """How many requests are in flight, those that wait among them."""
+
+    server_load: int
