@@ -15,6 +15,7 @@ from funitel.launcher.cli.generate import generate
 from funitel.launcher.cli.keys import KEY_COMMANDS
 from funitel.launcher.cli.settings import ChatSettings, GenerateSettings, TopSettings
 from funitel.launcher.cli.top import top
+from funitel.proto.process.python import module_command
 from funitel.proto.settings.fields import as_command, run_app
 
 T = TypeVar("T")
@@ -30,9 +31,9 @@ def run_client() -> NoReturn:
     `bench kernels` and `TORCH_COMMANDS` need torch: the model server replaces this process.
     """
     if sys.argv[1:3] == ["bench", "kernels"]:
-        os.execv(sys.executable, [sys.executable, "-m", "funitel.model_server", "bench-kernels", *sys.argv[3:]])
+        os.execv(sys.executable, [*module_command("funitel.model_server"), "bench-kernels", *sys.argv[3:]])
     if sys.argv[1] in TORCH_COMMANDS:
-        os.execv(sys.executable, [sys.executable, "-m", "funitel.model_server", *sys.argv[1:]])
+        os.execv(sys.executable, [*module_command("funitel.model_server"), *sys.argv[1:]])
     app = typer.Typer(add_completion=False)
     app.callback()(lambda: None)  # without it, typer would take no name for a single command
     for name, command in CLIENTS.items():

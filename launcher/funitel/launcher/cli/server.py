@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.terminal_ui.http_client import Api, context_of
 from funitel.launcher.terminal_ui.terminal import Status
 from funitel.proto.errors import FunitelError, NotReady, StartupError
+from funitel.proto.process.python import module_command
 
 LOCAL_URL = f"http://127.0.0.1:{LauncherSettings().port}"
 POLL_SECONDS = 0.2
@@ -101,7 +101,7 @@ class _Launcher:
         words = ["--hostname", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
         words += [] if settings.model_id is None else ["--model-id", settings.model_id]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "funitel.launcher.hosted", str(os.getpid()), *words],
+            [*module_command("funitel.launcher.hosted"), str(os.getpid()), *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

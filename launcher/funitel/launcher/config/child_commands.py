@@ -4,7 +4,6 @@ Every setting is passed as a flag, so `ps` shows it. The API key is the exceptio
 """
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from funitel.launcher.config.resolve import ResolvedSettings
 from funitel.launcher.config.sockets import socket_of
 from funitel.launcher.settings import LauncherSettings
 from funitel.model_server.settings import DownloadSettings, ModelServerSettings
+from funitel.proto.process.python import module_command
 from funitel.proto.settings.fields import project, to_argv
 from funitel.proto.settings.tgi_flags import INERT
 from funitel.router.settings import RouterSettings
@@ -28,8 +28,8 @@ TOKENS = ("HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # hub tokens; t
 class Commands:
     """The programs that the launcher starts, and their command lines."""
 
-    model_server: tuple[str, ...] = (sys.executable, "-m", "funitel.model_server")
-    router: tuple[str, ...] = (sys.executable, "-m", "funitel.router")
+    model_server: tuple[str, ...] = module_command("funitel.model_server")
+    router: tuple[str, ...] = module_command("funitel.router")
 
     def download(self, settings: LauncherSettings) -> list[str]:
         """Command that fetches or converts the model; the last line of its stdout is the model's folder."""

