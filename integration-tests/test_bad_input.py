@@ -256,3 +256,20 @@ def test_a_port_in_use(tiny_model: Path, cache: Path) -> None:
         port = str(taken.getsockname()[1])
         ended = launch_flags(tiny_model, cache, "--port", port)
     _assert_one_line(ended, 1, f"--port {port}", "in use")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("config.json", {"eos_token_id": [10**12, -1], "max_position_embeddings": 10**12}, ("10000",)),
+        ("config.json", {"max_position_embeddings": 10**12}, ("config.json: max_position_embeddings", "1..2147483647")),
+        ("generation_config.json", {"eos_token_id": [10**12, -1]}, ("generation_config.json: eos_token_id[0]",)),
+        ("tokenizer_config.json", {"model_max_length": -7}, ("tokenizer_config.json: model_max_length", "given -7")),
+    ],
+)
+def test_a9_a_number_that_cannot_be_names_file_and_field(
+    name: str, changes: dict[str, Any], words: tuple[str, ...], copy: Path, cache: Path
+) -> None:
+    path = copy / name
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+    _assert_one_line(launch_model(copy, cache), 1, *words)

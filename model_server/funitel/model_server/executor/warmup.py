@@ -137,7 +137,7 @@ class Warmup:
             )
         if max_input >= max_total:
             raise SettingsError(f"--max-input-tokens {max_input} must be < --max-total-tokens {max_total}")
-        runner.table.reset(max_blocks=-(-context // runner.options.block_size) + 1)
+        runner.table.reset(max_blocks=-(-min(context, pool_tokens) // runner.options.block_size) + 1)
         host_blocks = self._make_host_blocks()
         log_idle_memory()
         return WarmupResult(

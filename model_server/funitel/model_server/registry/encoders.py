@@ -152,6 +152,9 @@ def is_encoder(config: Config) -> bool:
     return any(name in ENCODERS for name in config.get("architectures") or [])
 
 
+_SIZES = ("vocab_size", "hidden_size", "num_heads", "num_layers", "intermediate_size", "max_position_embeddings")
+
+
 def encoder_spec_of(config: Config) -> EncoderSpec:
     """Derive the spec of an encoder from its `config.json`; `is_encoder` must be true.
 
@@ -161,10 +164,13 @@ def encoder_spec_of(config: Config) -> EncoderSpec:
     architecture = next(name for name in config["architectures"] if name in ENCODERS)
     with reading_config(architecture):
         spec = ENCODERS[architecture]({**config, "architectures": [architecture]})
-    sizes = ("vocab_size", "hidden_size", "num_heads", "num_layers", "intermediate_size", "max_tokens")
-    for name in sizes:
-        if not isinstance(getattr(spec, name), int) or getattr(spec, name) < 1:
-            raise UnsupportedModel(f"config.json of {architecture}: {name} must be > 0, given {getattr(spec, name)!r}")
+    for name in _SIZES:
+        size = getattr(spec, name)
+        if not isinstance(size, int) or size < 1:
+            raise UnsupportedModel(f"config.json of {architecture}: {name} must be an integer > 0, given {size!r}")
+    if spec.max_tokens < 1:
+        positions = f"max_position_embeddings {spec.max_position_embeddings}"
+        raise UnsupportedModel(f"config.json of {architecture}: {positions} has no room for a token")
     if spec.hidden_size % spec.num_heads:
         raise UnsupportedModel(
             f"config.json of {architecture}: hidden size {spec.hidden_size} does not divide into {spec.num_heads} heads"

@@ -6,7 +6,7 @@ from typing import Any
 
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.registry.decoders import FAMILIES
-from funitel.model_server.registry.row import Config, reading_config
+from funitel.model_server.registry.row import NUM_HEADS_KEYS, NUM_LAYERS_KEYS, Config, reading_config
 from funitel.model_server.spec.json_file import check_types, read_spec
 from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.proto.errors import NoRow, UnsupportedModel
@@ -125,6 +125,9 @@ CLASS_DEFAULTS: Mapping[str, _Defaults] = {
 }
 
 
+NUM_KV_HEADS_KEYS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", *NUM_HEADS_KEYS)
+
+
 def spec_of(config: Config) -> ModelSpec:
     """Derive the spec of a checkpoint from its `config.json`. A field left out means what transformers takes for it.
 
@@ -148,8 +151,16 @@ def spec_of(config: Config) -> ModelSpec:
     try:
         check_types(spec)
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"config.json of {architectures[0]}: {error.message}") from error
+        raise UnsupportedModel(f"config.json of {architectures[0]}: {_as_written(error.message, config)}") from error
     return spec
+
+
+def _as_written(message: str, config: Config) -> str:
+    """A message that begins with a field of a spec, with the name in front that the config has for it, if another."""
+    field = message.partition(" ")[0].partition("[")[0]
+    keys = {"num_layers": NUM_LAYERS_KEYS, "num_heads": NUM_HEADS_KEYS, "num_kv_heads": NUM_KV_HEADS_KEYS}
+    written = next((key for key in keys.get(field, ()) if config.get(key) is not None), field)
+    return message if written == field else f"{written}: {message}"
 
 
 def choose_spec(model_spec: str | None, folder: Path) -> ModelSpec:

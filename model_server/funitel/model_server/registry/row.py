@@ -43,12 +43,12 @@ def reading_config(architecture: str) -> Iterator[None]:
 
 
 def first(*keys: str, default: Any = _MISSING) -> Rule:
-    """The value of the first key that is there and not null; KeyError naming the first key where none is."""
+    """The value of the first key that is there and not null; KeyError naming all of them where none is."""
 
     def read(config: Config) -> Any:
         value = next((config[key] for key in keys if config.get(key) is not None), default)
         if value is _MISSING:
-            raise KeyError(keys[0])
+            raise KeyError(" or ".join(keys))
         return value
 
     return read
@@ -179,8 +179,10 @@ def windows(*, pattern: int | None = None, default: int | None = None) -> Rule:
 
 
 HIDDEN_SIZE = first("n_embed", "hidden_size", "n_embd", "d_model")
-NUM_LAYERS = first("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-NUM_HEADS = first("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+NUM_LAYERS_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+NUM_LAYERS = first(*NUM_LAYERS_KEYS)
+NUM_HEADS_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
+NUM_HEADS = first(*NUM_HEADS_KEYS)
 CONTEXT = first("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 
 
@@ -234,7 +236,14 @@ class ArchitectureRow:
 
 def read_fields(rules: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """The fields of something, each a value or a rule, as a config has them."""
-    return {name: rule(config) if callable(rule) else rule for name, rule in rules.items()}
+    return {name: _read(name, rule, config) if callable(rule) else rule for name, rule in rules.items()}
+
+
+def _read(name: str, rule: Rule, config: Config) -> Any:
+    try:
+        return rule(config)
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def row(

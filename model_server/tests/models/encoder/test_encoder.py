@@ -268,8 +268,8 @@ def test_the_table_tells_encoders_from_others() -> None:
     [
         ({"hidden_act": "mish"}, "activation 'mish' is not supported"),
         ({"num_attention_heads": 5}, "hidden size 24 does not divide into 5 heads"),
-        ({"vocab_size": 0}, "vocab_size must be > 0"),
-        ({"hidden_size": None}, "lacks|must be > 0|wrong kind"),
+        ({"vocab_size": 0}, "vocab_size must be an integer > 0"),
+        ({"hidden_size": None}, "lacks|must be an integer > 0|wrong kind"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
         ({"is_decoder": True}, "is_decoder"),
         ({"id2label": {"x": "a"}}, "wrong kind"),

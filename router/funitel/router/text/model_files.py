@@ -119,6 +119,7 @@ def read_recommended(folder: Path) -> RecommendedSampling:
     return RecommendedSampling(temperature, None if top_p == 1.0 else top_p)
 
 
+_MAX_TOKEN_ID = 2**32 - 1  # that the tokenizers library takes
 _TOOL_USE = "tool_use"  # the name of a template of its own for chats with tools
 
 
@@ -206,7 +207,8 @@ def _text_of_id(tokenizer: tokenizers.Tokenizer, token_id: Any) -> str | None:
     """An id may be one or a list of several, the first being the main one."""
     if isinstance(token_id, list):
         token_id = token_id[0] if token_id else None
-    return tokenizer.id_to_token(token_id) if isinstance(token_id, int) else None
+    is_id = isinstance(token_id, int) and 0 <= token_id <= _MAX_TOKEN_ID
+    return tokenizer.id_to_token(token_id) if is_id else None
 
 
 def _json(path: Path) -> dict[str, Any]:
