@@ -39,7 +39,7 @@ class GrammarType(IntEnum):
     NONE = 0
     JSON = 1  # a JSON schema
     REGEX = 2
-    LARK = 100  # a context-free grammar
+    LARK = 100  # a context-free grammar, in the form of Lark or of GBNF
 
 
 class FinishReason(IntEnum):

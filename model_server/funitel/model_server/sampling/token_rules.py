@@ -9,7 +9,7 @@ from funitel.proto.step import SamplingParams
 
 
 class TokenRules:
-    """What a grammar's state is, with further rules. Where they leave nothing, those after the grammar give way."""
+    """A state of a sequence like that of a grammar, with further rules; where they leave no token, only the grammar."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import re
 from typing import Any, Final
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.grammar.json_schema import UNSUPPORTED, mixes_keys, rewritten
@@ -66,7 +67,7 @@ def _engine_grammar(kind: GrammarType, text: str) -> str:
             options["json_allowed_escapes"] = PLAIN_ESCAPES
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     if kind is GrammarType.LARK:
-        return LLMatcher.grammar_from_lark(text)
+        return LLMatcher.grammar_from_lark(any_to_lark(text))
     raise InvalidRequest("grammar needs a type: a JSON schema or a regular expression", "grammar")
 
 

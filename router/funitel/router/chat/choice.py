@@ -39,6 +39,8 @@ class Choice:
             top_logprobs or 0,
             _markers(prompt),
             keeps_tokens=self._wants_tokens or self._reasoning is not None,  # those of thoughts are counted
+            shows_special=job.request.shows_special,
+            shows_stop=job.request.shows_stop,
         )
         # All that is generated is text, and of that the tokens do not matter: most answers, and cheaper by far.
         self._is_plain = not self._wants_tokens and self._reasoning is None and self._tools is None

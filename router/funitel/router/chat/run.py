@@ -92,7 +92,7 @@ async def prepare_chat(
     check_count(call.n, service)
     prompt = await render_prompt(service, call, names)
     sampling = replace(call.sampling, grammar=prompt.grammar)
-    text = Prompt(prompt.text, add_special_tokens=False, plain=prompt.plain)
+    text = Prompt(prompt.text, add_special_tokens=call.add_special_tokens, plain=prompt.plain)
     field = names.get("grammar", "grammar")
     if prompt.tools:  # a grammar is made of their schemas
         names = {**names, "grammar": _TOOL_GRAMMAR}

@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from funitel.proto.step import Generation, Tokens
+from funitel.proto.step import FinishReason, Generation, Tokens
 from funitel.router.chat.parts import ScoredToken
 from funitel.router.text.stop_holdback import StopHoldback
+
+REPLACEMENT = "\ufffd"  # of a character that never became whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,25 @@ class Transcript:
         *,
         keeps_tokens: bool = True,
         keeps_special: bool = False,
+        shows_special: bool = False,
+        shows_stop: bool = False,
     ) -> None:
-        """`keeps_tokens`: whether anyone will take the tokens, `keeps_special`: the special ones too."""
+        """Prepare for one answer.
+
+        Args:
+            stop_sequences: what ends it.
+            num_top: likeliest tokens at each place.
+            markers: special tokens to keep in the text.
+            keeps_tokens: whether the tokens will be taken.
+            keeps_special: whether the special ones will, too.
+            shows_special: whether all special tokens but the last, which ended it, are part of the text.
+            shows_stop: whether what ended it is part of the text.
+        """
+        self._shows_special = shows_special
+        self._shows_stop = shows_stop
         self._keeps_tokens = keeps_tokens
         self._keeps_special = keeps_special
-        self._holdback = StopHoldback(stop_sequences)
+        self._holdback = StopHoldback(stop_sequences, shows_stop=shows_stop)
         self._num_top = num_top
         self._markers = tuple(markers)
         self._kept: deque[_Marker] = deque()
@@ -51,7 +67,7 @@ class Transcript:
         self._num_marked = 0  # characters of the markers among them
         self._pending: deque[PlacedToken] = deque()  # not yet taken
         # Text is shown as it comes: most answers, and cheaper by far.
-        self._is_plain = not (keeps_tokens or stop_sequences or markers)
+        self._is_plain = not (keeps_tokens or stop_sequences or markers or shows_special)
 
     def feed(self, generation: Generation) -> str:
         """Take what one step generated; return the text that can be shown now."""
@@ -73,21 +89,27 @@ class Transcript:
         pieces = []
         for place, (text, special) in enumerate(zip(tokens.texts, specials, strict=True)):
             if special:
-                marker = next((marker for marker in self._markers if text.endswith(marker)), None)
-                if marker is None:
-                    if self._keeps_special:
-                        self._keep(generation, place)
-                    continue
-                text = text.removesuffix(marker)  # what was left of a character that never became whole
+                marker = self._marker(generation, place)
+                if marker is None and self._keeps_special:
+                    self._keep(generation, place)
+                text = text[: len(text) - len(text.lstrip(REPLACEMENT))]
                 self._num_plain += len(text)
-                self._kept.append(_Marker(self._num_plain, marker))
-                self._num_marked += len(marker)
+                if marker is not None:
+                    self._kept.append(_Marker(self._num_plain, marker))
+                    self._num_marked += len(marker)
             else:
                 if self._keeps_tokens:
                     self._keep(generation, place)
                 self._num_plain += len(text)
             pieces.append(text)
         return "".join(pieces)
+
+    def _marker(self, generation: Generation, place: int) -> str | None:
+        """The text of a special token that is to be kept."""
+        text = generation.tokens.texts[place]
+        if self._shows_special and (self._shows_stop or not _is_ending(generation, place)):
+            return text.lstrip(REPLACEMENT)
+        return next((marker for marker in self._markers if text.endswith(marker)), None)
 
     def _keep(self, generation: Generation, place: int) -> None:
         self._pending.append(PlacedToken(self._num_plain + self._num_marked, self._scored(generation, place)))
@@ -119,6 +141,13 @@ class Transcript:
     def tokens_before(self, end: int) -> list[ScoredToken]:
         """The same without their places."""
         return [placed.token for placed in self.placed_before(end)]
+
+
+def _is_ending(generation: Generation, place: int) -> bool:
+    """Whether a token is what ended the sequence."""
+    finished = generation.finished
+    is_last = finished is not None and place == len(generation.tokens.ids) - 1
+    return is_last and finished is not None and finished.finish_reason is not FinishReason.LENGTH
 
 
 def _scored_tokens(tokens: Tokens) -> tuple[ScoredToken, ...]:

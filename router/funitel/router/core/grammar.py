@@ -42,6 +42,11 @@ class Grammar:
         """One of a few texts."""
         return cls(GrammarType.REGEX, "|".join(map(_escape, choices)))
 
+    @classmethod
+    def context_free(cls, text: str) -> "Grammar":
+        """Text that a context-free grammar describes, in the form of Lark or of GBNF."""
+        return cls(GrammarType.LARK, text)
+
     @property
     def digest(self) -> bytes:
         """A short name that no other grammar has."""

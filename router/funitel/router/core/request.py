@@ -31,6 +31,8 @@ class Request:
     top_n_tokens: int = 0
     inputs: str = ""
     add_special_tokens: bool = True
+    shows_special: bool = False  # special tokens are part of the text
+    shows_stop: bool = False  # the stop that ended it is part of the text
     cache_salt: str = ""  # only requests of the same salt share computed prefixes,
     cache_owner: bytes = field(default=b"", repr=False)  # and of the same owner; a hash, empty for none
     key: bytes = field(default=b"", repr=False)  # of the API key or token it is charged to; a hash, empty for none

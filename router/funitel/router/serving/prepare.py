@@ -1,7 +1,7 @@
 """Prepare a request for the engine: validate it, tokenize its prompt, and make a `GenerationJob` of it."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from funitel.proto.errors import InvalidRequest
@@ -11,8 +11,15 @@ from funitel.router.core.stream import Timings
 from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
 from funitel.router.serving.service import Service
-from funitel.router.serving.validation import build_request, check_parameters, check_prompt_ids, check_token_ids
+from funitel.router.serving.validation import (
+    build_request,
+    check_parameters,
+    check_prompt_ids,
+    check_token_ids,
+    with_truncation,
+)
 from funitel.router.text.control_text import Spans
+from funitel.router.text.tokenizer import Tokenizer
 
 NO_NAMES: Mapping[str, str] = {}
 
@@ -111,6 +118,7 @@ async def _checked(
 ) -> Request:
     """The request of checked parameters and a tokenized prompt; raises BrokenRule."""
     limits, tokenizer = service.engine.limits, service.tokenizer
+    sampling = with_truncation(sampling, limits)
     check_parameters(sampling, prompt.text, limits, service.settings, stream=stream)
     check_token_ids(sampling, tokenizer.num_tokens)
     language = sampling.target_language
@@ -124,5 +132,23 @@ async def _checked(
         input_ids = encoding.ids
         check_prompt_ids(input_ids, tokenizer.num_tokens)
     return build_request(
-        sampling, prompt.text, input_ids, limits, add_special_tokens=prompt.add_special_tokens, first_token=first_token
+        sampling,
+        prompt.text,
+        input_ids,
+        limits,
+        add_special_tokens=prompt.add_special_tokens,
+        first_token=first_token,
+        banned_tokens=await _banned_tokens(sampling.bad_words, tokenizer),
     )
+
+
+async def _banned_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The tokens of words that must not come, at the beginning of a text and behind a space; raises BrokenRule."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        if not word.strip():
+            raise BrokenRule("bad_words", "`$bad_words` cannot have empty words", repr(word))
+        for text in (word.lstrip(), " " + word.lstrip()):
+            encoding = await tokenizer.encode(text, add_special_tokens=False, field="bad_words")
+            found[tuple(encoding.ids)] = None
+    return tuple(ids for ids in found if ids)

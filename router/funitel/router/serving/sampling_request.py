@@ -13,6 +13,7 @@ from funitel.router.core.grammar import Grammar
 from funitel.router.text.model_files import RecommendedSampling
 
 U64_RANGE = 2**64
+WHOLE_CONTEXT = -1  # of `truncate`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,13 @@ class SamplingRequest:
     max_new_tokens: int | None = None  # None: up to the context's end
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    truncate: int | None = None
+    min_new_tokens: int = 0  # before which nothing ends the completion
+    stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    bad_words: tuple[str, ...] = ()  # that a completion never has
+    shows_special: bool = False  # special tokens are part of the text
+    shows_stop: bool = False  # the stop that ended it is part of the text
+    truncate: int | None = None  # keep the last so many tokens of the prompt; WHOLE_CONTEXT: as many as fit
     top_n_tokens: int | None = None
     decoder_input_details: bool = False
     raw_logprobs: bool = False  # log-probabilities are the model's own, before any processing

@@ -5,12 +5,13 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from funitel.proto.errors import ContextTooLong
 from funitel.proto.step import GrammarType, SamplingParams, StoppingParams
 from funitel.router.core.request import Limits, Request
-from funitel.router.serving.sampling_request import BrokenRule, SamplingRequest
+from funitel.router.serving.sampling_request import WHOLE_CONTEXT, BrokenRule, SamplingRequest
 from funitel.router.settings import RouterSettings
 
 FIRST_SLICE = 1024  # TGI's: a longer `max_new_tokens` is accepted whenever that many tokens fit
@@ -80,6 +81,9 @@ def check_token_ids(sampling: SamplingRequest, num_tokens: int) -> None:
             f"`$logit_bias` must have token ids >= 0 and < {num_tokens} as its names",
             token_id,
         )
+    for field, ids in (("stop_token_ids", sampling.stop_token_ids), ("allowed_token_ids", sampling.allowed_token_ids)):
+        largest = max(ids, default=0)
+        _require(largest < num_tokens, field, f"`${field}` must be token ids >= 0 and < {num_tokens}", largest)
 
 
 def check_prompt_ids(input_ids: Sequence[int], num_tokens: int) -> None:
@@ -143,6 +147,14 @@ def _check_stop(stop: Sequence[str], limit: int) -> None:
     _require(all(stop), "stop", "`$stop` sequences cannot be empty")
 
 
+def with_truncation(sampling: SamplingRequest, limits: Limits) -> SamplingRequest:
+    """The same with the tokens that fit beside the completion for `WHOLE_CONTEXT`."""
+    if sampling.truncate != WHOLE_CONTEXT:
+        return sampling
+    room = limits.max_total_tokens - (sampling.max_new_tokens or 1)
+    return replace(sampling, truncate=max(1, min(limits.max_input_tokens, room)))
+
+
 def truncated(input_ids: Sequence[int], truncate: int | None) -> tuple[int, ...]:
     """The last `truncate` tokens of a prompt, or all of them."""
     return tuple(input_ids if truncate is None else input_ids[-truncate:])
@@ -181,6 +193,7 @@ def build_request(
     *,
     add_special_tokens: bool = True,
     first_token: int | None = None,
+    banned_tokens: tuple[tuple[int, ...], ...] = (),
 ) -> Request:
     """Make the request of checked parameters and a tokenized prompt; without a seed it gets a random one.
 
@@ -190,6 +203,10 @@ def build_request(
     prompt = truncated(input_ids, sampling.truncate)
     _require(bool(prompt), "inputs", "`$inputs` cannot be empty: the prompt has no tokens")
     max_new_tokens = completion_limit(len(prompt), sampling.max_new_tokens, limits)
+    least = sampling.min_new_tokens
+    _require(
+        least <= max_new_tokens, "min_new_tokens", f"`$min_new_tokens` must be <= {max_new_tokens}, the most", least
+    )
     return Request(
         input_ids=prompt,
         sampling=SamplingParams(
@@ -210,6 +227,10 @@ def build_request(
             grammar=sampling.grammar.text if sampling.grammar else "",
             grammar_type=sampling.grammar.kind if sampling.grammar else GrammarType.NONE,
             first_token=first_token,
+            min_new_tokens=sampling.min_new_tokens,
+            stop_token_ids=sampling.stop_token_ids,
+            allowed_token_ids=sampling.allowed_token_ids,
+            banned_tokens=banned_tokens,
         ),
         stopping=StoppingParams(
             max_new_tokens=max_new_tokens, stop_sequences=sampling.stop, ignore_eos=sampling.ignore_eos
@@ -218,6 +239,8 @@ def build_request(
         top_n_tokens=sampling.top_n_tokens or 0,
         inputs=inputs,
         add_special_tokens=add_special_tokens,
+        shows_special=sampling.shows_special,
+        shows_stop=sampling.shows_stop,
         cache_salt=sampling.cache_salt,
     )
 

@@ -36,7 +36,9 @@ class _Matcher:
 class StopHoldback:
     """Feed text as it is generated; get back what is safe to show."""
 
-    def __init__(self, stop_sequences: Sequence[str]) -> None:
+    def __init__(self, stop_sequences: Sequence[str], *, shows_stop: bool = False) -> None:
+        """`shows_stop`: what is returned ends with the stop that ended the text."""
+        self._shows_stop = shows_stop
         self._stop_sequences = tuple(stop_sequences)
         self._matchers = [_Matcher(stop) for stop in stop_sequences]
         self._held = ""
@@ -55,8 +57,12 @@ class StopHoldback:
         return self._show(text[:safe])
 
     def finish(self, finished: GeneratedText) -> str:
-        """Return what was not shown yet of the whole text, up to the stop that ended it."""
-        return self._show(finished.text[self.num_shown : stop_start(finished, self._stop_sequences)])
+        """Return what was not shown yet of the whole text, up to the stop that ended it, or with it."""
+        end = stop_start(finished, self._stop_sequences)
+        if self._shows_stop and end < len(finished.text):
+            index = finished.stop_index
+            end = len(finished.text) if index is None else end + len(self._stop_sequences[index])
+        return self._show(finished.text[self.num_shown : end])
 
     def _show(self, text: str) -> str:
         self.num_shown += len(text)

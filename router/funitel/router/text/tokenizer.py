@@ -107,7 +107,9 @@ class Tokenizer:
         """
         loop = asyncio.get_running_loop()
         if plain or (plain is not None and self._guard.is_always_needed):
-            return await loop.run_in_executor(self._workers, self._encode_guarded, text, plain, field)
+            return await loop.run_in_executor(
+                self._workers, self._encode_guarded, text, plain, add_special_tokens, field
+            )
         return await loop.run_in_executor(self._workers, self._encode, text, add_special_tokens, field)
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -152,8 +154,8 @@ class Tokenizer:
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return Encoding(text, tuple(encoding.ids), tuple(encoding.offsets))
 
-    def _encode_guarded(self, text: str, plain: Spans, field: str) -> Encoding:
+    def _encode_guarded(self, text: str, plain: Spans, add_special_tokens: bool, field: str) -> Encoding:
         guarded = self._guard.guarded(text, plain)
         with translating(partial(cannot_tokenize, field)):
-            encoding = self._guard.tokenizer.encode(guarded.text, add_special_tokens=False)
+            encoding = self._guard.tokenizer.encode(guarded.text, add_special_tokens=add_special_tokens)
         return Encoding(text, tuple(self._guard.ids(encoding.ids)), tuple(guarded.offsets(encoding.offsets)))

@@ -54,9 +54,7 @@ from funitel.router.transport.sse_frames import HOLE, Template
 # What a chat calls otherwise than `SamplingRequest` and `ChatCall` do.
 FIELDS = {
     "inputs": "messages",
-    "max_new_tokens": "max_tokens",
     "top_n_tokens": "top_logprobs",
-    "grammar": "response_format",
 }
 MIN_LOGPROB = -9999.0  # OpenAI's, for a token that could not be drawn
 
@@ -79,7 +77,7 @@ async def chat_completions(incoming: IncomingRequest) -> Response:
 
 
 async def _prepare(service: Service, body: ChatRequest, arrived: Arrival) -> PreparedChat:
-    return await prepare_chat(service, body.call, stream=bool(body.stream), arrived=arrived, names=FIELDS)
+    return await prepare_chat(service, body.call, stream=bool(body.stream), arrived=arrived, names=FIELDS | body.names)
 
 
 async def _complete(service: Service, body: ChatRequest, arrived: Arrival) -> tuple[ChatCompletion, dict[str, str]]:

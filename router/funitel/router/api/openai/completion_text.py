@@ -33,6 +33,8 @@ class CompletionText:
         echo: str | None = None,
         num_top: int | None = None,
         is_prompt_only: bool = False,
+        shows_special: bool = False,
+        shows_stop: bool = False,
     ) -> None:
         """Prepare for one sequence.
 
@@ -41,9 +43,18 @@ class CompletionText:
             echo: the prompt, where it begins the text.
             num_top: so many likeliest tokens at each place; None: no tokens at all.
             is_prompt_only: nothing is to be generated; the token that was all the same is not shown.
+            shows_special: special tokens are part of the text.
+            shows_stop: the stop that ended it is part of the text.
         """
         keeps = num_top is not None
-        self._transcript = Transcript(stop_sequences, num_top or 0, keeps_tokens=keeps, keeps_special=keeps)
+        self._transcript = Transcript(
+            stop_sequences,
+            num_top or 0,
+            keeps_tokens=keeps,
+            keeps_special=keeps,
+            shows_special=shows_special,
+            shows_stop=shows_stop,
+        )
         self._num_top = num_top
         self._echo = echo
         self._offset = 0 if echo is None else len(echo)

@@ -34,7 +34,7 @@ from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
 from funitel.router.transport.sse_frames import HOLE, Template
 
 # What a completion calls otherwise than `SamplingRequest` does.
-FIELDS = {"inputs": "prompt", "max_new_tokens": "max_tokens", "top_n_tokens": "logprobs"}
+FIELDS = {"inputs": "prompt", "top_n_tokens": "logprobs"}
 
 
 @generation_route
@@ -82,6 +82,8 @@ class _Batch:
             echo=job.request.inputs if body.echo else None,
             num_top=body.logprobs,
             is_prompt_only=body.max_tokens == 0,
+            shows_special=job.request.shows_special,
+            shows_stop=job.request.shows_stop,
         )
 
     def usage(self, num_tokens: int) -> Usage:
@@ -142,9 +144,8 @@ async def _job(
     if prompt.ids is not None:
         _check_ids(prompt.ids, service.tokenizer.num_tokens)
         text = await service.tokenizer.decode(prompt.ids)
-    job = await prepare(
-        service, sampling, Prompt(text, ids=prompt.ids), stream=bool(body.stream), arrived=arrived, names=FIELDS
-    )
+    given = Prompt(text, add_special_tokens=body.add_special_tokens is not False, ids=prompt.ids)
+    job = await prepare(service, sampling, given, stream=bool(body.stream), arrived=arrived, names=FIELDS | body.names)
     if body.echo and body.logprobs is not None:
         # The first is for shards that know TGI's fields alone, which have no likeliest tokens for a prompt.
         job.request = replace(job.request, prefill_logprobs=True, prompt_logprobs=body.logprobs)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from funitel.proto.errors import InvalidRequest, SuffixNotSupported
 from funitel.router.api.common.schema_base import U32
 from funitel.router.api.openai.schema_answers import AnswerHead, Usage
-from funitel.router.api.openai.schema_chat import SamplingFields
+from funitel.router.api.openai.schema_sampling import SamplingFields
 
 TokenIds = Annotated[list[U32], Field(min_length=1)]
 _MAX_ID = 2**32 - 1

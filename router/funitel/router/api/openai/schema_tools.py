@@ -134,11 +134,11 @@ class ResponseFormat(Body):
                     raise _wrong("`value` must be a regular expression", "value")
                 return Grammar.regex(self.value)
             case "json_schema":
-                return Grammar(GrammarType.JSON, _schema_text(self._named_schema()))
+                return Grammar(GrammarType.JSON, schema_text(self._named_schema()))
             case _:
                 if self.value is None and self.type == "json":
                     raise _wrong("`value` must be a JSON schema", "value")
-                return Grammar(GrammarType.JSON, ANY_OBJECT if self.value is None else _schema_text(self.value))
+                return Grammar(GrammarType.JSON, ANY_OBJECT if self.value is None else schema_text(self.value))
 
     def _named_schema(self) -> Any:
         if self.json_schema is not None:
@@ -150,8 +150,8 @@ class ResponseFormat(Body):
         return self.value["schema"]
 
 
-def _schema_text(schema: Any) -> str:
-    """A schema may be sent as an object or as the JSON text of one."""
+def schema_text(schema: Any, field: str = "response_format.value") -> str:
+    """The text of a schema, which may be sent as an object or as the JSON text of one; raises InvalidRequest."""
     values = schema
     if isinstance(schema, str):
         try:
@@ -159,11 +159,11 @@ def _schema_text(schema: Any) -> str:
         except (ValueError, RecursionError):
             values = None
     if not isinstance(values, dict):
-        raise _wrong("the schema must be an object", "value")
+        raise InvalidRequest(f"`{field}`: the schema must be an object", field)
     try:
         return json.dumps(values, ensure_ascii=False)
     except RecursionError:
-        raise _wrong("the schema is nested too deeply", "value") from None
+        raise InvalidRequest(f"`{field}`: the schema is nested too deeply", field) from None
 
 
 def _wrong(message: str, param: str) -> InvalidRequest:

@@ -8,7 +8,7 @@ SAMPLING: dict[str, Unsupported] = {
     # vLLM's.
     "use_beam_search": Unsupported("answers are sampled; `best_of` of completions chooses the likeliest"),
     "length_penalty": Unsupported("it is for beam search", (*NOTHING, 1.0)),
-    "allowed_token_ids": Unsupported("use `logit_bias` or a grammar"),
+    "truncation_side": Unsupported("prompts keep their last tokens", (*NOTHING, "left")),
     "logits_processors": Unsupported("code of clients is not run"),
     "logprob_token_ids": Unsupported("use `logprobs`"),
     "prompt_embeds": Unsupported("prompts are text or token ids"),
@@ -25,7 +25,7 @@ SAMPLING: dict[str, Unsupported] = {
     "xtc_probability": Unsupported(_SAMPLER, (*NOTHING, 0)),
     "num_beams": Unsupported("answers are sampled", (*NOTHING, 1)),
     "custom_logit_processor": Unsupported("code of clients is not run"),
-    "ebnf": Unsupported("use a JSON schema, a regular expression or a choice"),
+    "ebnf": Unsupported("use `structured_outputs`"),
     "lora_path": Unsupported("no adapter is loaded"),
     "adapter_id": Unsupported("no adapter is loaded"),
 }

@@ -1,0 +1,167 @@
+"""vLLM's fields of chats and completions reach the engine, and shape the text alike in streams and whole answers."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fakes import FakeEngine, Serve
+
+from funitel.proto.step import FinishReason, GeneratedText, Generation, GrammarType, Tokens
+from funitel.router.chat.transcript import Transcript
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
+    COMPLETIONS: {"prompt": "Hi"},
+}
+BOTH = pytest.mark.parametrize("path", BODIES)
+
+
+async def text_of(client: httpx.AsyncClient, path: str, **fields: Any) -> str:
+    """The text of an answer, which is the same streamed."""
+    response = await client.post(path, json=BODIES[path] | fields)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    whole: str = choice["message"]["content"] if path == CHAT else choice["text"]
+    streamed = await client.post(path, json=BODIES[path] | fields | {"stream": True})
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    assert whole == "".join(c["delta"].get("content") or "" if path == CHAT else c["text"] for c in choices)
+    return whole
+
+
+@BOTH
+async def test_b6_lengths_and_tokens_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
+    fields = {"min_tokens": 3, "stop_token_ids": [5, 6], "allowed_token_ids": [7], "max_tokens": 9}
+    await text_of(client, path, **fields)
+    sampling = engine.requests[-1].sampling
+    assert (sampling.min_new_tokens, sampling.stop_token_ids, sampling.allowed_token_ids) == (3, (5, 6), (7,))
+    assert sampling.changes_scores
+
+
+@BOTH
+async def test_b6_bad_words_are_banned_at_the_beginning_and_behind_a_space(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str
+) -> None:
+    await text_of(client, path, bad_words=["ab"])
+    assert engine.requests[-1].sampling.banned_tokens == ((64, 65), (220, 64, 65))  # of bytes
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"min_tokens": 10, "max_tokens": 9}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids.0"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens"),
+        ({"truncation_side": "right"}, "truncation_side"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_json": [1]}, "guided_json"),
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": "start: ("}, "guided_grammar"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"structural_tag": {"a": 1}}}, "structured_outputs.structural_tag"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ],
+)
+async def test_b6_what_is_wrong_is_refused_by_name(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any], param: str
+) -> None:
+    response = await client.post(path, json=BODIES[path] | fields)
+    assert response.status_code == 422, response.text
+    assert response.json()["error"]["param"] == param
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"guided_json": {"type": "object"}}, GrammarType.JSON, '{"type": "object"}'),
+        ({"guided_json": '{"type": "object"}'}, GrammarType.JSON, '{"type": "object"}'),
+        ({"guided_regex": "a+", "guided_decoding_backend": "outlines"}, GrammarType.REGEX, "a+"),
+        ({"guided_choice": ["yes", "no"]}, GrammarType.REGEX, "yes|no"),
+        ({"guided_grammar": 'start: "a"'}, GrammarType.LARK, 'start: "a"'),
+        ({"structured_outputs": {"regex": "a+"}}, GrammarType.REGEX, "a+"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, GrammarType.REGEX, "yes|no"),
+        ({"structured_outputs": {"grammar": 'root ::= "a"'}}, GrammarType.LARK, 'root ::= "a"'),
+        ({"structured_outputs": {"json": {"type": "object"}, "backend": "x"}}, GrammarType.JSON, '{"type": "object"}'),
+        ({"structured_outputs": {"json_object": True}}, GrammarType.JSON, '{"type": "object"}'),
+        ({"response_format": {"type": "json_object"}}, GrammarType.JSON, '{"type": "object"}'),
+        ({"response_format": {"type": "text"}, "guided_regex": None}, GrammarType.NONE, ""),
+    ],
+)
+async def test_b6_grammars_reach_the_engine(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str, fields: dict[str, Any], kind: GrammarType, text: str
+) -> None:
+    await text_of(client, path, **fields)
+    sampling = engine.requests[-1].sampling
+    assert (sampling.grammar_type, sampling.grammar) == (kind, text)
+
+
+@BOTH
+async def test_b6_the_stop_is_part_of_the_text_on_demand(serve: Serve, path: str) -> None:
+    async with serve(FakeEngine(pieces=("Hel", "lo wor", "ld!"))) as client:
+        assert await text_of(client, path, stop=["o w"]) == "Hell"
+        assert await text_of(client, path, stop=["o w"], include_stop_str_in_output=True) == "Hello w"
+        assert await text_of(client, path, include_stop_str_in_output=True) == "Hello world!"
+
+
+@BOTH
+async def test_b6_the_end_token_is_never_part_of_the_text(client: httpx.AsyncClient, path: str) -> None:
+    plain = await text_of(client, path)
+    assert await text_of(client, path, skip_special_tokens=False) == plain
+    assert await text_of(client, path, skip_special_tokens=True) == plain
+
+
+def test_b6_special_tokens_are_part_of_the_text_on_demand() -> None:
+    def step(text: str, *, is_special: bool, finished: GeneratedText | None = None) -> Generation:
+        return Generation(1, Tokens((1,), (0.0,), (text,), (is_special,)), finished=finished)
+
+    end = GeneratedText("a\ufffdb", 4, FinishReason.EOS_TOKEN)
+    steps = [
+        step("a", is_special=False),
+        step("\ufffd<|x|>", is_special=True),  # what was left of a character comes before it
+        step("b", is_special=False),
+        step("</s>", is_special=True, finished=end),
+    ]
+    for shown, expected in ((False, "a\ufffdb"), (True, "a\ufffd<|x|>b")):
+        transcript = Transcript((), keeps_tokens=False, shows_special=shown)
+        assert "".join(transcript.feed(each) for each in steps) == expected
+    transcript = Transcript(("zz",), keeps_tokens=True, shows_special=True, shows_stop=True)
+    assert "".join(transcript.feed(each) for each in steps) == "a\ufffd<|x|>b</s>"
+
+
+@BOTH
+async def test_b6_prompts_are_truncated_to_their_last_tokens(
+    client: httpx.AsyncClient, engine: FakeEngine, path: str
+) -> None:
+    await text_of(client, path)
+    whole = engine.requests[-1].input_ids
+    await text_of(client, path, truncate_prompt_tokens=2)
+    assert engine.requests[-1].input_ids == whole[-2:]
+    long = {"prompt": "x" * 500} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x" * 500}]}
+    refused = await client.post(path, json=long)
+    assert refused.status_code == 422
+    await text_of(client, path, truncate_prompt_tokens=-1, max_tokens=5, **long)
+    assert len(engine.requests[-1].input_ids) == 100
+    await text_of(client, path, truncate_prompt_tokens=-1, max_tokens=150, **long)
+    assert len(engine.requests[-1].input_ids) == 50
+
+
+async def test_b6_special_tokens_of_prompts(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    await text_of(client, COMPLETIONS)
+    added = engine.requests[-1].input_ids
+    await text_of(client, COMPLETIONS, add_special_tokens=False)
+    assert engine.requests[-1].input_ids == added[1:]
+    await text_of(client, CHAT)
+    chat = engine.requests[-1].input_ids
+    await text_of(client, CHAT, add_special_tokens=True)
+    assert engine.requests[-1].input_ids == added[:1] + chat
