@@ -166,7 +166,7 @@ class Chats:
 
     def _followed(self, grammar: Grammar, rng: random.Random) -> str:
         params = SamplingParams(grammar=grammar.text, grammar_type=grammar.kind)
-        state = self._compiler.start(params, (), ignores_eos=False)
+        state = self._compiler.start(params, (), num_left=MAX_TOKENS, ignores_eos=False)
         for _ in range(MAX_TOKENS):
             began = time.monotonic()
             allowed = _allowed(state)

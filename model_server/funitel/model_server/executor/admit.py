@@ -181,7 +181,11 @@ class RowAdmission:
         start, opening = beginning.start, beginning.opening
         grammar: GrammarState | None = None
         if start.sampling.grammar:
-            grammar = self.grammars.start(start.sampling, beginning.described, ignores_eos=start.stopping.ignore_eos)
+            described = beginning.described
+            num_left = start.stopping.max_new_tokens - len(start.output_ids) + len(described)
+            grammar = self.grammars.start(
+                start.sampling, described, num_left=num_left, ignores_eos=start.stopping.ignore_eos
+            )
         follower: FollowerState | None = grammar
         if start.sampling.has_token_rules:
             follower = TokenRules(

@@ -3,6 +3,7 @@
 Compiling may happen on any thread, all else on the compute thread. The engine is llguidance (ADR 6).
 """
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from typing import Protocol
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
+from funitel.model_server.sampling.json_ending import JsonAnswers, JsonEnding, TokenKinds
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.grammar.compiler import compile_grammar
+from funitel.proto.grammar.json_schema import AnswerBounds
 from funitel.proto.step import GrammarType, SamplingParams
 
 CAPACITY = 32  # grammars kept, of some 30 MB at most; a running sequence keeps its own
@@ -40,8 +43,17 @@ class FollowerState(Protocol):
 class GrammarState:
     """Where one sequence stands in its grammar. Special tokens are never allowed, save an end token at an end."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], *, ignores_eos: bool) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        eos_token_ids: Sequence[int],
+        *,
+        ignores_eos: bool,
+        ending: JsonEnding | None = None,
+    ) -> None:
+        """`ending` ends an answer in JSON in time."""
         self._matcher = matcher
+        self._ending = ending
         self._eos = list(eos_token_ids)
         self._ignores_eos = ignores_eos
         self._is_stuck = False
@@ -53,7 +65,19 @@ class GrammarState:
 
     def push(self, token_id: int) -> bool:
         """Take the next token; False if the grammar does not allow it here."""
-        return token_id in self._eos or self._matcher.consume_token(token_id)
+        if token_id in self._eos:
+            return True
+        if self._ending is not None:
+            self._ending.take([token_id])
+        return self._matcher.consume_token(token_id)
+
+    def replay(self, token_ids: Sequence[int]) -> bool:
+        """Take tokens that were chosen before, as `fill` and `push` did; False if the grammar does not allow them."""
+        for token_id in token_ids:
+            self._decide()
+            if not self.push(token_id):
+                return False
+        return True
 
     def forced(self, most: int) -> list[int]:
         """Take the tokens that alone can follow, at most so many, an end token included, and return them."""
@@ -62,6 +86,8 @@ class GrammarState:
             following = self._matcher.compute_ff_tokens()[: most - len(found)]
             if not following or not self._matcher.consume_tokens(following):
                 return found
+            if self._ending is not None:
+                self._ending.take(following)
             found += following
         if len(found) < most and self._is_complete:
             found.append(self._eos[0])
@@ -74,14 +100,21 @@ class GrammarState:
 
     def fill(self, mask: np.ndarray) -> None:
         """Write which tokens may follow into one row of bits [vocab_size / 32] int32; where none may, an end token."""
+        self._decide()
         if not self._matcher.is_stopped():
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if not self._matcher.is_error() and mask.any():
                 self._leave_out_eos(mask)
+                if self._ending is not None:
+                    self._ending.narrow(mask)
                 return
         self._is_stuck = not self._is_complete
         mask[:] = 0
         _set_bit(mask, self._eos[0])
+
+    def _decide(self) -> None:
+        if self._ending is not None and not self._matcher.is_stopped():
+            self._ending.decide(self._matcher)
 
     def _leave_out_eos(self, mask: np.ndarray) -> None:
         """Where end tokens are ignored, take them out as long as anything else may follow."""
@@ -131,6 +164,14 @@ class TokenMasks:
         return cls(list(ids), np.packbits(is_named, axis=1, bitorder="little").view(np.int32))
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A compiled grammar, to be copied before use; `json`: how its answers end, if they are JSON."""
+
+    matcher: LLMatcher
+    json: JsonAnswers | None
+
+
 class GrammarCompiler:
     """Compiles grammars over the tokenizer of a checkpoint, and keeps the latest."""
 
@@ -141,10 +182,11 @@ class GrammarCompiler:
         self._lock = Lock()
         self._loading = Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[tuple[GrammarType, str], LLMatcher] = OrderedDict()
+        self._kinds: TokenKinds | None = None
+        self._compiled: OrderedDict[tuple[GrammarType, str], CompiledGrammar] = OrderedDict()
 
-    def compile(self, kind: GrammarType, text: str) -> LLMatcher:
-        """The compiled grammar, to be copied before use.
+    def compile(self, kind: GrammarType, text: str) -> CompiledGrammar:
+        """The compiled grammar.
 
         Raises:
             InvalidRequest: the grammar, or any grammar over this tokenizer, cannot be compiled.
@@ -155,24 +197,37 @@ class GrammarCompiler:
                 self._compiled.move_to_end(key)
                 return self._compiled[key]
         matcher = compile_grammar(kind, text, self._vocabulary())
+        json_grammar = None
+        if kind is GrammarType.JSON:
+            json_grammar = JsonAnswers(matcher, AnswerBounds.of(json.loads(text)), self._token_kinds())
+        compiled = CompiledGrammar(matcher, json_grammar)
         with self._lock:
-            self._compiled[key] = matcher
+            self._compiled[key] = compiled
             if len(self._compiled) > CAPACITY:
                 self._compiled.popitem(last=False)
-        return matcher
+        return compiled
 
-    def start(self, params: SamplingParams, output_ids: Sequence[int], *, ignores_eos: bool) -> GrammarState:
-        """The state of a sequence that has these completion tokens already.
+    def start(
+        self, params: SamplingParams, output_ids: Sequence[int], *, num_left: int, ignores_eos: bool
+    ) -> GrammarState:
+        """The state of a sequence that has these completion tokens already, and may have `num_left` with them.
 
         Raises:
             InvalidRequest: the grammar cannot be compiled, or does not allow these tokens.
         """
-        matcher = self.compile(params.grammar_type, params.grammar).deep_copy()
-        state = GrammarState(matcher, self._eos, ignores_eos=ignores_eos)
-        for token_id in output_ids:
-            if not state.push(token_id):
-                raise InvalidRequest("output_ids are not a text that the grammar allows", "grammar")
+        compiled = self.compile(params.grammar_type, params.grammar)
+        ending = None if compiled.json is None else JsonEnding(compiled.json, num_left)
+        state = GrammarState(compiled.matcher.deep_copy(), self._eos, ignores_eos=ignores_eos, ending=ending)
+        if not state.replay(output_ids):
+            raise InvalidRequest("output_ids are not a text that the grammar allows", "grammar")
         return state
+
+    def _token_kinds(self) -> TokenKinds:
+        vocabulary = self._vocabulary()
+        with self._loading:
+            if self._kinds is None:
+                self._kinds = TokenKinds(vocabulary)
+            return self._kinds
 
     def _vocabulary(self) -> LLTokenizer:
         """The engine's view of the tokenizer, made when first needed: it takes half a second."""

@@ -30,6 +30,8 @@ from funitel.proto.printable import printable, shortened
 FORMATS: Final = frozenset(
     ("date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
+MAX_STRING = 8192  # characters of a string, unless a schema states more
+MAX_ENTRIES = 1024  # of an object or array, unless a schema states more
 MAX_PARTS = 50_000
 MAX_REFERENCES = 8  # chained, to the names of a map
 
@@ -56,6 +58,27 @@ def mixes_keys(schema: Any) -> bool:
     parts = list(_parts(schema))
     has_others = any(part.get("additionalProperties", False) is not False for part in parts)
     return has_others and any(part.get("properties") or part.get("patternProperties") for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerBounds:
+    """The longest string, in characters, and the most entries of an object or array that an answer may have."""
+
+    string: int = MAX_STRING
+    entries: int = MAX_ENTRIES
+
+    @classmethod
+    def of(cls, schema: Any) -> "AnswerBounds":
+        """The usual ones, or the largest that a schema states."""
+        return cls(
+            max(MAX_STRING, *_stated(schema, "minLength", "maxLength")),
+            max(MAX_ENTRIES, *_stated(schema, "minItems", "maxItems", "minProperties", "maxProperties")),
+        )
+
+
+def _stated(schema: Any, *keywords: str) -> list[int]:
+    values = (part.get(keyword) for part in _parts(schema) for keyword in keywords)
+    return [0, *(value for value in values if isinstance(value, int))]
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:
