@@ -1,5 +1,6 @@
 """Whatever is wrong with a request or a chat template: an error that says what to change, and nothing breaks."""
 
+import http.client
 import json
 import shutil
 import socket
@@ -219,6 +220,18 @@ def test_a_body_of_ten_megabytes_without_a_declared_length(server: Server) -> No
     headers = {"content-type": "application/json"}
     response = httpx.post(f"{server.url}/generate", content=pieces(), headers=headers, timeout=60, verify=PLAIN)
     _assert_refused(response, 413, "validation", "2000000")
+
+
+def test_a10_a_chunk_of_2_to_the_63_bytes_is_refused_at_its_size(server: Server) -> None:
+    for path in ("/generate", "/v1/chat/completions"):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n8000000000000000\r\n".encode())
+            answer = http.client.HTTPResponse(client)
+            answer.begin()
+            error = json.loads(answer.read())["error"]
+        assert answer.status == 413
+        assert "at most 2000000 bytes" in (error if path == "/generate" else error["message"])
 
 
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded", "json", ""])

@@ -8,6 +8,7 @@ Handlers and the servicer read these attributes; they contain no `isinstance` la
     │   ├── MalformedBody         not JSON at all
     │   ├── PayloadTooLarge       body over --payload-limit
     │   ├── UnsupportedMediaType  a body that is not application/json
+    │   │   └── UnsupportedEncoding  a body that is compressed
     │   ├── TemplateError         the chat template is missing or refused the messages
     │   ├── NoInstances           Vertex AI: nothing to predict
     │   ├── NotUtf8               KServe: bytes that are not UTF-8
@@ -133,6 +134,10 @@ class UnsupportedMediaType(InvalidRequest):
     """The body is not declared as JSON."""
 
     http_status = 415
+
+
+class UnsupportedEncoding(UnsupportedMediaType):
+    """The body is compressed."""
 
 
 class TemplateError(InvalidRequest):

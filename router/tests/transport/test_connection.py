@@ -291,7 +291,7 @@ async def test_an_answer_may_take_longer_than_anything_a_client_does() -> None:
         await asyncio.sleep(3 * SHORT)
         app.gate.set()
         assert await client.response() == (200, b"hello")
-        client.send(b"TP/1.1\r\n\r\n")
+        client.send(b"TP/1.1\r\nhost: x\r\n\r\n")
         assert await client.response() == (200, b"hello")
 
 
@@ -350,7 +350,7 @@ async def test_a_client_that_does_not_read_is_cut_off_and_one_that_reads_slowly_
     async with served(app, unread_timeout_seconds=SHORT) as server:
         slow = await server.connect(receive_buffer=SMALL)
         slow.send(GET)
-        for request in (GET, GET.replace(b"host: x", b"connection: close")):
+        for request in (GET, GET.replace(b"host: x", b"host: x\r\nconnection: close")):
             deaf = await server.connect(receive_buffer=SMALL)
             deaf.send(request)
 

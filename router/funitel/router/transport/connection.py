@@ -17,7 +17,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from funitel.router.settings import RouterSettings
 from funitel.router.transport.connection_limits import Connections
-from funitel.router.transport.memory_budget import CLIENT
+from funitel.router.transport.framing import BodyTooLarge, Framing, LimitExceeded, malformed
+from funitel.router.transport.memory_budget import CLIENT, TOO_LARGE
+from funitel.router.transport.request_head import body_length, check_version, origin_target
 
 MAX_PIPELINED = 32  # requests in flight on one connection
 MAX_HEADERS = 128  # of a request
@@ -37,29 +39,21 @@ class Phase(Enum):
     LEAVING = "the end of a request that was answered before"
 
 
-class LimitExceeded(Exception):
-    """A client exceeds the limit named by `reason`; raised to stop the parser."""
-
-    def __init__(self, reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, message: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.status = status
-        self.message = message
-
-
 class HttpConnection(HttpToolsProtocol):
     """The connection of one client."""
 
     def __init__(self, connections: Connections, settings: RouterSettings, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
+        self._renew_parser()
         self._connections = connections
         self._settings = settings
         self._num_requests = 0
         self._is_in_header = False  # of the newest request
         self._is_whole = True  # the newest request was received to its end
         self._is_leaving = False  # nothing more is read
-        self._num_header_bytes = 0
-        self._num_stray_bytes = 0  # since the last header line or body was complete
+        self._is_deaf = False  # the same, but a handler may answer
+        self._num_header_lines = 0
+        self._framing = Framing(settings.max_header_bytes, settings.payload_limit)
         self._waits_for: tuple[Phase, int] | None = None  # and of which request
         self._deadline = inf  # instants of the loop's clock
         self._unread_deadline = inf
@@ -93,18 +87,25 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse data; refuse what is not HTTP, or exceeds a limit."""
         self._unset_keepalive_if_required()
-        if self._is_leaving:
+        if self._is_leaving or self._is_deaf:
             return
-        self._num_stray_bytes += len(data)
         try:
-            self._parse(data)
-            if self._num_stray_bytes > self._settings.max_header_bytes:
-                raise self._header_too_large()
+            for piece in self._framing.pieces(data):
+                self._parse(piece)
         except httptools.HttpParserError as error:
             self._refuse(error.__context__)
         except LimitExceeded as error:
             self._refuse(error)
+        except BodyTooLarge:
+            self._end_body()
         self._watch()
+
+    def _end_body(self) -> None:
+        """Wake the handler, which answers 413 as its route does, and read no more."""
+        self._is_deaf = True
+        cast(dict[str, Any], self.scope)[TOO_LARGE] = True
+        self.cycle.body += b" "
+        self.cycle.message_event.set()
 
     def _parse(self, data: bytes) -> None:
         """Parse data. The parser stops after a header that offers an upgrade, which is not accepted."""
@@ -114,8 +115,12 @@ class HttpConnection(HttpToolsProtocol):
                 return
             except httptools.HttpParserUpgrade as offer:
                 data = self._head_without_offer() + data[offer.args[0] :]
-                self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+                self._renew_parser()
+
+    def _renew_parser(self) -> None:
+        """Make a parser, with uvicorn's leniency, that leaves versions to `check_version`."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True, lenient_version=True)
 
     def _head_without_offer(self) -> bytes:
         """Rebuild the header that was just parsed, without the upgrade."""
@@ -128,24 +133,20 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_begin()
         cast(dict[str, Any], self.scope)[CLIENT] = self
         self._num_requests += 1
-        self._num_header_bytes = 0
+        self._num_header_lines = 0
         self._is_in_header = True
 
-    def on_url(self, url: bytes) -> None:
-        """Read a part of the path."""
-        self._count_header_bytes(len(url))
-        super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Read a line of the header, or of the trailer."""
-        self._count_header_bytes(len(name) + len(value))
-        if len(self.headers) >= MAX_HEADERS:
+        """Read a line of the header; one of the trailer is no part of it and is dropped."""
+        self._num_header_lines += 1
+        if self._num_header_lines > MAX_HEADERS:
             raise LimitExceeded(
                 "header_bytes",
                 HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
                 f"the header must have at most {MAX_HEADERS} lines",
             )
-        super().on_header(name, value)
+        if self._is_in_header:
+            super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
         """Begin to answer a request, unless earlier ones are in flight."""
@@ -153,22 +154,21 @@ class HttpConnection(HttpToolsProtocol):
             raise LimitExceeded("pipelined")
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                raise LimitExceeded("malformed", message="this is no proxy")
+                raise malformed("this is no proxy")
             return  # parsed again without the upgrade
+        version = self.parser.get_http_version()
+        check_version(version)
+        num_bytes = body_length(version, self.headers)
+        self.url = origin_target(self.parser.get_method(), self.url, version, self.headers)
         super().on_headers_complete()
-        self._num_stray_bytes = 0
+        cast(dict[str, Any], self.scope)["http_version"] = "1.0" if version == "1.0" else "1.1"
+        self._framing.begin_body(num_bytes)
         self._is_in_header = self._is_whole = False
-
-    def on_body(self, body: bytes) -> None:
-        """Keep a part of a body for the application."""
-        self._num_stray_bytes = 0
-        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Note that a request was received to its end."""
         if self.parser.should_upgrade():
             return
-        self._num_stray_bytes = 0
         self._is_whole = True
         super().on_message_complete()
 
@@ -198,18 +198,6 @@ class HttpConnection(HttpToolsProtocol):
         self._num_unread_bytes = num_bytes
         self._unread_deadline = self.loop.time() + self._settings.unread_timeout_seconds
         self._set_timer()
-
-    def _count_header_bytes(self, count: int) -> None:
-        self._num_header_bytes += count
-        if self._num_header_bytes > self._settings.max_header_bytes:
-            raise self._header_too_large()
-
-    def _header_too_large(self) -> LimitExceeded:
-        return LimitExceeded(
-            "header_bytes",
-            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-            f"the header must have at most {self._settings.max_header_bytes} bytes",
-        )
 
     # Timeouts --------------------------------------------------------------------------------------------------------
 
@@ -317,7 +305,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _refuse(self, why: BaseException | None) -> None:
         """Answer with an error, unless an answer has begun, and stop reading."""
-        error = why if isinstance(why, LimitExceeded) else LimitExceeded("malformed", message="this is no HTTP request")
+        error = why if isinstance(why, LimitExceeded) else malformed()
         is_answering = self._phase in (Phase.ANSWER, Phase.LEAVING)
         if is_answering or (self.cycle is not None and self._phase is Phase.BODY and self.cycle.response_started):
             self.disconnect(error.reason)

@@ -6,6 +6,7 @@ The largest and not the newest, so that a few clients with large buffers do not 
 from typing import Protocol
 
 CLIENT = "funitel.client"  # in a request's scope: the Client at the other end, where it came by a socket
+TOO_LARGE = "funitel.body_too_large"  # in a scope: its body announced more than it may have, and ends early
 
 
 class Client(Protocol):

@@ -1,6 +1,7 @@
 """Every bad body is refused with its status and the canonical error shape, on every route that reads one."""
 
 import asyncio
+import gzip
 import json
 import time
 from collections.abc import AsyncIterator
@@ -232,3 +233,22 @@ async def test_a_body_of_nothing_but_errors_holds_up_nobody(
     assert response.status_code in (400, 422)
     assert len(response.text) < 1000
     assert longest < 0.4
+
+
+@pytest.mark.parametrize("path", [*NATIVE, "/chat_tokenize", "/invocations", CHAT, "/v1/completions"])
+@pytest.mark.parametrize("coding", ["gzip", "GZIP", "br", "identity, gzip", "deflate, identity", "x" * 500])
+async def test_a10_a_compressed_body_is_refused(client: httpx.AsyncClient, path: str, coding: str) -> None:
+    content = gzip.compress(b'{"inputs": "a"}')
+    response = await client.post(path, content=content, headers={**JSON, "content-encoding": coding})
+    assert response.status_code == 415
+    assert response.headers["accept-encoding"] == "identity"
+    message, _ = canonical(path, response)
+    assert f"content-encoding must be identity. Given: {coding[:80]}" in message
+    assert len(message) < 200
+
+
+@pytest.mark.parametrize("coding", ["identity", "", "Identity, identity"])
+async def test_a10_a_body_that_says_it_is_not_compressed(client: httpx.AsyncClient, coding: str) -> None:
+    headers = {**JSON, "content-encoding": coding}
+    response = await client.post("/tokenize", content=b'{"inputs": "a"}', headers=headers)
+    assert response.status_code == 200, response.text

@@ -12,14 +12,21 @@ from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.responses import Response
 
-from funitel.proto.errors import InvalidRequest, MalformedBody, PayloadTooLarge, UnsupportedMediaType
+from funitel.proto.errors import (
+    InvalidRequest,
+    MalformedBody,
+    PayloadTooLarge,
+    UnsupportedEncoding,
+    UnsupportedMediaType,
+)
+from funitel.proto.printable import shortened
 from funitel.router.api.common.error_codes import openai_code
 from funitel.router.api.common.field_policy import FIELD_ERROR, FieldPolicy
 from funitel.router.api.common.schema_base import Body, unsupported_type
 from funitel.router.middleware.auth import check_model
 from funitel.router.middleware.operation import route_of
 from funitel.router.settings import RouterSettings
-from funitel.router.transport.memory_budget import CLIENT, Client
+from funitel.router.transport.memory_budget import CLIENT, TOO_LARGE, Client
 
 
 def json_answer(body: BaseModel, headers: Mapping[str, str] | None = None, *, status: int = 200) -> Response:
@@ -29,6 +36,7 @@ def json_answer(body: BaseModel, headers: Mapping[str, str] | None = None, *, st
 
 B = TypeVar("B", bound=Body)
 
+MAX_SHOWN_HEADER = 80
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # In a request's scope: its body. A route may look at it before it hands the request on.
@@ -41,7 +49,7 @@ async def read_body(request: Request, model: type[B], settings: RouterSettings) 
     Unknown fields are ignored, with one warning for each name; with `strict_fields` they are errors.
 
     Raises:
-        UnsupportedMediaType: it is not declared as JSON.
+        UnsupportedMediaType: it is not declared as JSON, or is compressed.
         PayloadTooLarge: it is too long.
         MalformedBody: it is not JSON.
         Forbidden: it asks for a model that the API key is not for.
@@ -76,11 +84,12 @@ async def receive_body(request: Request, limit: int) -> None:
     """Receive a request's body of at most `limit` bytes, without parsing it.
 
     Raises:
-        UnsupportedMediaType: it is not declared as JSON.
+        UnsupportedMediaType: it is not declared as JSON, or is compressed.
         PayloadTooLarge: it is too long.
     """
     if _RAW not in request.scope and _PARSED not in request.scope:
         _check_media_type(request.headers.get("content-type", ""))
+        _check_encoding(", ".join(request.headers.getlist("content-encoding")))
         request.scope[_RAW] = await _read_bytes(request, limit)
 
 
@@ -89,6 +98,11 @@ def _check_media_type(content_type: str) -> None:
     kind, _, name = media_type.partition("/")
     if kind != "application" or not (name == "json" or name.endswith("+json")):
         raise UnsupportedMediaType(f"content-type must be application/json. Given: {media_type or 'none'}")
+
+
+def _check_encoding(encoding: str) -> None:
+    if any(coding.strip().lower() not in ("", "identity") for coding in encoding.split(",")):
+        raise UnsupportedEncoding(f"content-encoding must be identity. Given: {shortened(encoding, MAX_SHOWN_HEADER)}")
 
 
 async def _read_bytes(request: Request, limit: int) -> bytes:
@@ -102,7 +116,7 @@ async def _read_bytes(request: Request, limit: int) -> bytes:
             content += chunk
             if client is not None:
                 client.keep_body(len(chunk))
-            if len(content) > limit:
+            if len(content) > limit or TOO_LARGE in request.scope:
                 raise PayloadTooLarge(f"the body must have at most {limit} bytes")
     finally:
         if client is not None:

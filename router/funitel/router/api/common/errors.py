@@ -16,7 +16,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from funitel.proto.errors import MAX_PARAM_CHARACTERS, Cancelled, FunitelError, InvalidRequest, ModelNotFound
+from funitel.proto.errors import (
+    MAX_PARAM_CHARACTERS,
+    Cancelled,
+    FunitelError,
+    InvalidRequest,
+    ModelNotFound,
+    UnsupportedEncoding,
+)
 from funitel.proto.printable import shortened
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.error_codes import INVALID_VALUE
@@ -135,6 +142,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, FunitelError)
     request_context.current().error = error
     headers = _retry_headers(error)
+    if isinstance(error, UnsupportedEncoding):
+        headers["accept-encoding"] = "identity"
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
         if is_native(request.scope):  # TGI's answer has no body
