@@ -10,6 +10,7 @@ from funitel.router.chat.parts import (
     ScoredToken,
     Started,
     TextDelta,
+    TokenIds,
     ToolCallArguments,
     ToolCallStart,
 )
@@ -34,6 +35,7 @@ class ChatAnswer:
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     tokens: list[ScoredToken] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, parts: Iterable[Part]) -> "ChatAnswer":
@@ -42,6 +44,7 @@ class ChatAnswer:
         thoughts: list[str] = []
         calls: list[ToolCall] = []
         tokens: list[ScoredToken] = []
+        ids: list[int] = []
         parts = tuple(parts)
         for part in parts:
             match part:
@@ -55,7 +58,9 @@ class ChatAnswer:
                 case ToolCallArguments():
                     calls[part.index].arguments += part.delta
                 case Finished():
-                    return cls(part, parts, "".join(texts), "".join(thoughts), calls, tokens)
+                    return cls(part, parts, "".join(texts), "".join(thoughts), calls, tokens, ids)
+                case TokenIds():
+                    ids += part.ids
                 case Started():
                     pass
         raise ValueError("the parts have no end")

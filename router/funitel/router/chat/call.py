@@ -84,6 +84,7 @@ class ChatCall:
     reasoning_effort: str | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    wants_token_ids: bool = False  # as parts of the answer
     add_special_tokens: bool = False  # to what the template wrote
     template_variables: Mapping[str, Any] = field(default_factory=dict)
 

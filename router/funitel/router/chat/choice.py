@@ -14,6 +14,7 @@ from funitel.router.chat.parts import (
     ReasoningDelta,
     Started,
     TextDelta,
+    TokenIds,
     ToolCallArguments,
     ToolCallStart,
 )
@@ -27,9 +28,16 @@ class Choice:
     """Feed generations of one sequence; get parts."""
 
     def __init__(
-        self, job: GenerationJob, prompt: ChatPrompt, *, top_logprobs: int | None, parallel_calls: bool
+        self,
+        job: GenerationJob,
+        prompt: ChatPrompt,
+        *,
+        top_logprobs: int | None,
+        parallel_calls: bool,
+        wants_token_ids: bool = False,
     ) -> None:
         """`top_logprobs` None: no tokens with their log-probabilities are wanted."""
+        self._wants_token_ids = wants_token_ids
         self._job = job
         self._wants_tokens = top_logprobs is not None
         self._parallel_calls = parallel_calls
@@ -55,6 +63,8 @@ class Choice:
         if not self._has_started:
             self._has_started = True
             parts.append(Started())
+        if self._wants_token_ids:
+            parts.append(TokenIds(generation.tokens.ids))
         text = self._transcript.feed(generation)
         start, self._length = self._length, self._length + len(text)
         if self._is_plain:

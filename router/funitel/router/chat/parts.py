@@ -71,6 +71,13 @@ class ToolCallArguments:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenIds:
+    """The tokens of one step, before what they add to the answer; where they were asked for."""
+
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The last part of a choice."""
 
@@ -79,4 +86,4 @@ class Finished:
     stop_sequence: str | None = None  # the one that was found
 
 
-Part = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finished
+Part = Started | TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | TokenIds | Finished

@@ -27,7 +27,13 @@ class PreparedChat:
     call: ChatCall
     prompt: ChatPrompt
     jobs: list[GenerationJob]
+    first: Generation | None = None  # the first of a whole answer, with the scores of the prompt if they were wanted
     choices: list[Choice] = field(default_factory=list)  # of a stream, once it runs
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The tokens of the prompt."""
+        return list(self.jobs[0].request.input_ids)
 
     @property
     def stream_headers(self) -> dict[str, str]:
@@ -54,6 +60,7 @@ class PreparedChat:
     async def run(self) -> tuple[list[ChatAnswer], dict[str, str]]:
         """Generate every choice; return them in order, and the response headers."""
         answers = await collect_all(self.jobs)
+        self.first = answers[0].generations[0]
         whole = [_assembled(choice, answer) for choice, answer in zip(self._choices(), answers, strict=True)]
         if len(self.jobs) == 1:
             return whole, answer_headers(self.jobs[0], answers[0])
@@ -62,7 +69,13 @@ class PreparedChat:
     def _choices(self) -> list[Choice]:
         call = self.call
         return [
-            Choice(job, self.prompt, top_logprobs=call.sampling.top_n_tokens, parallel_calls=call.allows_several_calls)
+            Choice(
+                job,
+                self.prompt,
+                top_logprobs=call.sampling.top_n_tokens,
+                parallel_calls=call.allows_several_calls,
+                wants_token_ids=call.wants_token_ids,
+            )
             for job in self.jobs
         ]
 

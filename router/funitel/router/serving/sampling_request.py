@@ -52,6 +52,7 @@ class SamplingRequest:
     truncate: int | None = None  # keep the last so many tokens of the prompt; WHOLE_CONTEXT: as many as fit
     top_n_tokens: int | None = None
     decoder_input_details: bool = False
+    prompt_logprobs: int | None = None  # so many likeliest tokens at each place of the prompt
     raw_logprobs: bool = False  # log-probabilities are the model's own, before any processing
     adapter_id: str | None = None
     cache_salt: str = ""

@@ -45,6 +45,13 @@ def check_parameters(
         f"`$top_n_tokens` must be >= 0 and <= {max_top_n}",
         top_n,
     )
+    prompt_top = sampling.prompt_logprobs or 0
+    _require(
+        prompt_top <= settings.max_top_n_tokens,
+        "prompt_logprobs",
+        f"`$prompt_logprobs` must be >= 0 and <= {settings.max_top_n_tokens}",
+        prompt_top,
+    )
     _require(inputs != "", "inputs", "`$inputs` cannot be empty")
     truncate = sampling.truncate
     _require(
@@ -235,7 +242,9 @@ def build_request(
         stopping=StoppingParams(
             max_new_tokens=max_new_tokens, stop_sequences=sampling.stop, ignore_eos=sampling.ignore_eos
         ),
-        prefill_logprobs=sampling.decoder_input_details,
+        # The first is for shards that know TGI's fields alone, which have no likeliest tokens for a prompt.
+        prefill_logprobs=sampling.decoder_input_details or sampling.prompt_logprobs is not None,
+        prompt_logprobs=sampling.prompt_logprobs,
         top_n_tokens=sampling.top_n_tokens or 0,
         inputs=inputs,
         add_special_tokens=add_special_tokens,

@@ -165,3 +165,63 @@ async def test_b6_special_tokens_of_prompts(client: httpx.AsyncClient, engine: F
     chat = engine.requests[-1].input_ids
     await text_of(client, CHAT, add_special_tokens=True)
     assert engine.requests[-1].input_ids == added[:1] + chat
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    return [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+
+
+@BOTH
+async def test_b6_token_ids_are_answered_on_demand(serve: Serve, path: str) -> None:
+    async with serve(engine := FakeEngine(pieces=("He", "llo", "x", "yz"))) as client:
+        for fields in ({}, {"stop": ["xyz"]}, {"logprobs": 1 if path == COMPLETIONS else True}):
+            body = BODIES[path] | fields | {"return_token_ids": True, "n": 2}
+            whole = (await client.post(path, json=body)).json()
+            prompt = list(engine.requests[-1].input_ids)
+            holder = whole["choices"][0] if path == COMPLETIONS else whole
+            assert holder["prompt_token_ids"] == prompt
+            events = events_of(await client.post(path, json=body | {"stream": True}))
+            for choice in whole["choices"]:
+                parts = [c for event in events for c in event["choices"] if c["index"] == choice["index"]]
+                assert [each for c in parts for each in c.get("token_ids") or ()] == choice["token_ids"]
+                assert len(choice["token_ids"]) >= 4
+            if path == CHAT:
+                firsts = [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event]
+                assert firsts == [prompt]
+            else:
+                given = [c["prompt_token_ids"] for e in events for c in e["choices"] if "prompt_token_ids" in c]
+                assert given == [prompt, prompt]
+        plain = (await client.post(path, json=BODIES[path])).json()
+        assert not {"token_ids", "prompt_token_ids"} & (plain.keys() | plain["choices"][0].keys())
+
+
+@BOTH
+async def test_b6_prompt_logprobs(client: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
+    answer = (await client.post(path, json=BODIES[path] | {"prompt_logprobs": 2})).json()
+    holder = answer["choices"][0] if path == COMPLETIONS else answer
+    scores, prompt = holder["prompt_logprobs"], engine.requests[-1].input_ids
+    assert len(scores) == len(prompt)
+    assert scores[0] is None
+    for token_id, at in zip(prompt[1:], scores[1:], strict=True):
+        assert set(at[str(token_id)]) == {"logprob", "rank", "decoded_token"}
+        assert len(at) in (2, 3)
+        assert {1, 2} <= {entry["rank"] for entry in at.values()}
+    assert engine.requests[-1].prompt_logprobs == 2
+    none = (await client.post(path, json=BODIES[path] | {"prompt_logprobs": 0})).json()
+    scores = (none["choices"][0] if path == COMPLETIONS else none)["prompt_logprobs"]
+    assert [len(at) for at in scores[1:]] == [1] * (len(scores) - 1)
+
+
+@BOTH
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1, "stream": True}, {"prompt_logprobs": 10**6}])
+async def test_b6_prompt_logprobs_have_bounds(client: httpx.AsyncClient, path: str, fields: dict[str, Any]) -> None:
+    response = await client.post(path, json=BODIES[path] | fields)
+    assert response.status_code == 422
+    assert response.json()["error"]["param"] == "prompt_logprobs"
+
+
+async def test_b6_echo_and_prompt_logprobs(client: httpx.AsyncClient) -> None:
+    body = {"prompt": "Hi", "echo": True, "logprobs": 1, "prompt_logprobs": 3, "max_tokens": 0}
+    choice = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]
+    assert choice["text"] == "Hi"
+    assert len(choice["prompt_logprobs"]) == len(choice["logprobs"]["tokens"])

@@ -1,5 +1,6 @@
 """Handle OpenAI's `/v1/chat/completions`: the answer to a chat, whole or streamed."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from starlette.responses import Response
 from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import IncomingRequest, generation_route
 from funitel.router.api.openai.openai_bounds import check_openai_bounds
+from funitel.router.api.openai.prompt_scores import prompt_logprobs
 from funitel.router.api.openai.schema_answers import (
     AnsweredToolCall,
     AnswerMessage,
@@ -41,6 +43,7 @@ from funitel.router.chat.parts import (
     ScoredToken,
     Started,
     TextDelta,
+    TokenIds,
     ToolCallArguments,
     ToolCallStart,
 )
@@ -87,6 +90,10 @@ async def _complete(service: Service, body: ChatRequest, arrived: Arrival) -> tu
     completion = ChatCompletion(
         **_head(service, body), choices=choices, usage=_usage([answer.finished for answer in answers])
     )
+    if body.return_token_ids:
+        completion.prompt_token_ids = chat.prompt_ids
+    if body.prompt_logprobs is not None:  # long prompts have many: other requests go on meanwhile
+        completion.prompt_logprobs = await asyncio.to_thread(prompt_logprobs, chat.first, body.prompt_logprobs)
     return completion, headers
 
 
@@ -104,6 +111,7 @@ def _choice(index: int, answer: ChatAnswer, body: ChatRequest) -> ChatChoice:
         message=message,
         logprobs=_logprobs(body, answer.tokens),
         finish_reason=_finish_reason(answer.finished),
+        token_ids=answer.token_ids if body.return_token_ids else None,
     )
 
 
@@ -116,18 +124,27 @@ async def _stream(service: Service, chat: PreparedChat, body: ChatRequest, put: 
     head = _head(service, body)
     more: dict[tuple[int, type[Part]], Template] = {}  # chunks of nothing but text, by choice and what it is
     ends = []
+    prompt_ids = chat.prompt_ids if body.return_token_ids else None  # in the first chunk
+    held: dict[int, list[int]] = {}  # tokens that no chunk had yet, by choice
 
     def take(index: int, part: Part) -> None:
+        nonlocal prompt_ids
+        if isinstance(part, TokenIds):
+            held.setdefault(index, []).extend(part.ids)
+            return
         usage = _usage_so_far(chat, index, part) if body.continuous_usage else None
-        if isinstance(part, _TEXTS) and not body.logprobs:
+        if isinstance(part, _TEXTS) and not body.logprobs and not body.return_token_ids:
             key = index, type(part)
             if key not in more:
                 choice = _chunk_choice(index, type(part)(HOLE), body)
-                held = None if usage is None else HOLE
-                more[key] = Template(ChatCompletionChunk.model_construct(**head, choices=[choice], usage=held))
+                count = None if usage is None else HOLE
+                more[key] = Template(ChatCompletionChunk.model_construct(**head, choices=[choice], usage=count))
             put(more[key].fill_all(part.text) if usage is None else more[key].fill_before(part.text, usage))
             return
-        put(ChatCompletionChunk(**head, choices=[_chunk_choice(index, part, body)], usage=usage))
+        choice = _chunk_choice(index, part, body)
+        choice.token_ids = held.pop(index, None)
+        put(ChatCompletionChunk(**head, choices=[choice], usage=usage, prompt_token_ids=prompt_ids))
+        prompt_ids = None
         if isinstance(part, Finished):
             ends.append(part)
 
@@ -156,6 +173,8 @@ def _chunk_choice(index: int, part: Part, body: ChatRequest) -> ChunkChoice:
             return ChunkChoice(index=index, delta=Delta(tool_calls=[call]))
         case Finished():
             return ChunkChoice(index=index, delta=Delta(), finish_reason=_finish_reason(part))
+        case TokenIds():
+            raise AssertionError("tokens are held for the next part")
 
 
 def _finish_reason(finished: Finished) -> str:

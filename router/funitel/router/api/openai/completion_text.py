@@ -21,6 +21,7 @@ class Addition:
     text: str
     logprobs: CompletionLogprobs | None
     finished: GeneratedText | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 class CompletionText:
@@ -83,7 +84,7 @@ class CompletionText:
                 end = math.inf if _is_whole(generation.finished) else self._length
                 for placed in self._transcript.placed_before(end):
                     _add(logprobs, placed, self._offset)
-        return Addition(text, logprobs, generation.finished)
+        return Addition(text, logprobs, generation.finished, () if self._is_prompt_only else generation.tokens.ids)
 
 
 def _is_whole(finished: GeneratedText | None) -> bool:
@@ -136,6 +137,7 @@ def _add_prompt(logprobs: CompletionLogprobs, text: str, tokens: Tokens, top: Pr
 def joined(additions: list[Addition]) -> Addition:
     """One addition made of several."""
     whole = Addition("".join(addition.text for addition in additions), None, additions[-1].finished)
+    whole.token_ids = tuple(token_id for addition in additions for token_id in addition.token_ids)
     entries = [addition.logprobs for addition in additions if addition.logprobs is not None]
     if entries:
         whole.logprobs = CompletionLogprobs(

@@ -16,6 +16,7 @@ from funitel.router.api.common.body import json_answer
 from funitel.router.api.common.handler import IncomingRequest, generation_route
 from funitel.router.api.openai.completion_text import Addition, CompletionText, joined
 from funitel.router.api.openai.openai_bounds import check_openai_bounds
+from funitel.router.api.openai.prompt_scores import prompt_logprobs
 from funitel.router.api.openai.schema_answers import PromptTokensDetails, Usage
 from funitel.router.api.openai.schema_completions import (
     Completion,
@@ -54,6 +55,13 @@ async def completions(incoming: IncomingRequest) -> Response:
     return json_answer(completion, headers)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ids:
+    """That tokens are wanted; those of the prompt, where they belong."""
+
+    prompt: list[int] | None
+
+
 @dataclass(slots=True)
 class _Batch:
     """The sequences of a request: those of the first prompt, then those of the second."""
@@ -73,6 +81,12 @@ class _Batch:
             "model": model,
             "system_fingerprint": f"{self.service.version}-native",
         }
+
+    def given_ids(self, job: GenerationJob, *, is_first: bool = True) -> _Ids | None:
+        """The tokens of the prompt, in the first chunk of a choice; None where no tokens are wanted."""
+        if not self.body.return_token_ids:
+            return None
+        return _Ids(list(job.request.input_ids) if is_first else None)
 
     def text(self, job: GenerationJob) -> CompletionText:
         """Makes the text of one sequence."""
@@ -147,8 +161,8 @@ async def _job(
     given = Prompt(text, add_special_tokens=body.add_special_tokens is not False, ids=prompt.ids)
     job = await prepare(service, sampling, given, stream=bool(body.stream), arrived=arrived, names=FIELDS | body.names)
     if body.echo and body.logprobs is not None:
-        # The first is for shards that know TGI's fields alone, which have no likeliest tokens for a prompt.
-        job.request = replace(job.request, prefill_logprobs=True, prompt_logprobs=body.logprobs)
+        wanted = max(body.logprobs, body.prompt_logprobs or 0)
+        job.request = replace(job.request, prefill_logprobs=True, prompt_logprobs=wanted)
     return job
 
 
@@ -166,11 +180,10 @@ async def _complete(service: Service, body: CompletionRequest, arrived: Arrival)
     answers = await collect_all(batch.jobs)
     usage = batch.usage(sum(answer.finished.num_tokens for answer in answers))
     best = _best(batch, answers)
-    if body.echo and body.logprobs is not None:  # long prompts have many: other requests go on meanwhile
-        additions = await asyncio.to_thread(_texts, batch, best)
+    if (body.echo and body.logprobs is not None) or body.prompt_logprobs is not None:
+        choices = await asyncio.to_thread(_choices, batch, best)  # long prompts have many: others go on meanwhile
     else:
-        additions = _texts(batch, best)
-    choices = [_choice(index, addition) for index, addition in enumerate(additions)]
+        choices = _choices(batch, best)
     completion = Completion(**batch.head, choices=choices, usage=usage)
     return completion, summed_headers(batch.jobs, answers)
 
@@ -185,8 +198,14 @@ def _best(batch: _Batch, answers: Sequence[Answer]) -> list[tuple[GenerationJob,
     return [pair for group in groups for pair in group]
 
 
-def _texts(batch: _Batch, best: Sequence[tuple[GenerationJob, Answer]]) -> list[Addition]:
-    return [_text(batch, job, answer) for job, answer in best]
+def _choices(batch: _Batch, best: Sequence[tuple[GenerationJob, Answer]]) -> list[CompletionChoice]:
+    choices = [
+        _choice(index, _text(batch, job, answer), batch.given_ids(job)) for index, (job, answer) in enumerate(best)
+    ]
+    if batch.body.prompt_logprobs is not None:
+        for choice, (_, answer) in zip(choices, best, strict=True):
+            choice.prompt_logprobs = prompt_logprobs(answer.generations[0], batch.body.prompt_logprobs)
+    return choices
 
 
 def _text(batch: _Batch, job: GenerationJob, answer: Answer) -> Addition:
@@ -194,9 +213,17 @@ def _text(batch: _Batch, job: GenerationJob, answer: Answer) -> Addition:
     return joined([text.feed(generation) for generation in answer.generations])
 
 
-def _choice(index: int, addition: Addition) -> CompletionChoice:
+def _choice(index: int, addition: Addition, ids: _Ids | None = None) -> CompletionChoice:
+    """One choice of an answer or of a chunk; `ids` where those of the tokens are wanted."""
     reason = None if addition.finished is None else addition.finished.openai_reason
-    return CompletionChoice(index=index, text=addition.text, logprobs=addition.logprobs, finish_reason=reason)
+    return CompletionChoice(
+        index=index,
+        text=addition.text,
+        logprobs=addition.logprobs,
+        finish_reason=reason,
+        prompt_token_ids=ids.prompt if ids else None,
+        token_ids=list(addition.token_ids) if ids else None,
+    )
 
 
 # Streamed
@@ -215,6 +242,7 @@ async def _stream(batch: _Batch, put: Put) -> None:
         for index in range(len(texts))
     ]
     num_tokens, num_running = 0, len(batch.jobs)
+    body, begun = batch.body, set[int]()
 
     def take(index: int, generation: Generation) -> None:
         nonlocal num_tokens, num_running
@@ -222,17 +250,19 @@ async def _stream(batch: _Batch, put: Put) -> None:
         if addition.finished is not None:
             num_tokens += addition.finished.num_tokens
             num_running -= 1
-        elif addition.logprobs is None:
+        elif addition.logprobs is None and not body.return_token_ids:
             if addition.text:
                 text = addition.text
                 so_far = batch.usage_so_far(index) if is_continuous else None
                 put(more[index].fill_all(text) if so_far is None else more[index].fill_before(text, so_far))
             return
-        elif not addition.text and not addition.logprobs.tokens:
+        elif not addition.text and not (addition.logprobs and addition.logprobs.tokens) and not body.return_token_ids:
             return
         counts = not num_running and batch.body.stream_options is None
         usage = batch.usage(num_tokens) if counts else batch.usage_so_far(index) if is_continuous else None
-        put(CompletionChunk(**head, choices=[_choice(index, addition)], usage=usage))
+        ids = batch.given_ids(batch.jobs[index], is_first=index not in begun)
+        begun.add(index)
+        put(CompletionChunk(**head, choices=[_choice(index, addition, ids)], usage=usage))
 
     await stream_all(batch.jobs, take)
     if batch.body.include_usage:

@@ -52,6 +52,18 @@ class AnswerMessage(BaseModel):
     tool_calls: list[AnsweredToolCall] | None = Field(default=None, exclude_if=is_none)
 
 
+class PromptLogprob(BaseModel):
+    """A token at one place of the prompt; the likeliest has rank 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""At each place of a prompt, its token and the likeliest ones by id; null at the first, and where it is not known."""
+
+
 class ChatChoice(BaseModel):
     """The answer and why it ended."""
 
@@ -59,6 +71,7 @@ class ChatChoice(BaseModel):
     message: AnswerMessage
     logprobs: Logprobs | None
     finish_reason: str = Field(description="`stop`, `length` or `tool_calls`.")
+    token_ids: list[int] | None = Field(default=None, exclude_if=is_none)
 
 
 class PromptTokensDetails(BaseModel):
@@ -98,6 +111,8 @@ class ChatCompletion(AnswerHead):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=is_none)
+    prompt_token_ids: list[int] | None = Field(default=None, exclude_if=is_none)
 
 
 class FunctionDelta(BaseModel):
@@ -133,6 +148,7 @@ class ChunkChoice(BaseModel):
     delta: Delta
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = Field(default=None, exclude_if=is_none, description="Those since the chunk before.")
 
 
 class ChatCompletionChunk(AnswerHead):
@@ -141,3 +157,4 @@ class ChatCompletionChunk(AnswerHead):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = Field(default=None, exclude_if=is_none, description="In the first chunk.")

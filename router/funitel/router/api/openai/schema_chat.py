@@ -57,7 +57,7 @@ class ChatRequest(SamplingFields):
         """Raise InvalidRequest for fields that contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`logprobs` must be true when `top_logprobs` is set", "top_logprobs")
-        self.check_stream_options()
+        self.check_stream()
 
     @property
     def call(self) -> ChatCall:
@@ -83,5 +83,6 @@ class ChatRequest(SamplingFields):
             continue_final_message=self.continue_final_message,
             add_generation_prompt=self.add_generation_prompt,
             add_special_tokens=bool(self.add_special_tokens),
+            wants_token_ids=bool(self.return_token_ids),
             template_variables=self.chat_template_kwargs or {},
         )

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field
 
 from funitel.proto.errors import InvalidRequest, SuffixNotSupported
-from funitel.router.api.common.schema_base import U32
-from funitel.router.api.openai.schema_answers import AnswerHead, Usage
+from funitel.router.api.common.schema_base import U32, is_none
+from funitel.router.api.openai.schema_answers import AnswerHead, PromptLogprobs, Usage
 from funitel.router.api.openai.schema_sampling import SamplingFields
 
 TokenIds = Annotated[list[U32], Field(min_length=1)]
@@ -97,7 +97,7 @@ class CompletionRequest(SamplingFields):
         """Raise InvalidRequest for fields that are not supported or contradict each other."""
         if self.suffix is not None:
             raise SuffixNotSupported("`suffix` is not supported by this model", "suffix")
-        self.check_stream_options()
+        self.check_stream()
         n, best_of = self.n or 1, self.best_of
         if best_of is not None and best_of < n:
             raise InvalidRequest(f"`best_of` must be >= `n`, which is {n}. Given: {best_of}", "best_of")
@@ -132,6 +132,9 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = Field(default=None, description="`stop` or `length`.")
+    prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=is_none)
+    prompt_token_ids: list[int] | None = Field(default=None, exclude_if=is_none, description="In the first chunk.")
+    token_ids: list[int] | None = Field(default=None, exclude_if=is_none)
 
 
 class Completion(AnswerHead):

@@ -97,6 +97,12 @@ class SamplingFields(Body):
     add_special_tokens: bool | None = Field(
         default=None, description="Whether special tokens are added to the prompt; to a text by default, to a chat not."
     )
+    prompt_logprobs: U32 | None = Field(
+        default=None, description="So many of the likeliest tokens at each place of the prompt; not in streams."
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description="Whether the answer has the tokens of the prompt and of the text."
+    )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**32)] | None = Field(
         default=None, description="Keep the last so many tokens of the prompt; -1: as many as fit."
     )
@@ -125,8 +131,10 @@ class SamplingFields(Body):
             self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
         )
 
-    def check_stream_options(self) -> None:
-        """Raise InvalidRequest when they are given without a stream."""
+    def check_stream(self) -> None:
+        """Raise InvalidRequest for options of streams without one, and for what streams do not have."""
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("`prompt_logprobs` is not available when `stream` is true", "prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", "stream_options")
 
@@ -187,6 +195,7 @@ class SamplingFields(Body):
             shows_stop=bool(self.include_stop_str_in_output),
             truncate=self.truncate_prompt_tokens,
             grammar=self.grammar,
+            prompt_logprobs=self.prompt_logprobs,
             cache_salt=self.cache_salt or "",
             priority=self.priority,
             target_language=self.target_language,
