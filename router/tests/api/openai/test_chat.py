@@ -245,11 +245,11 @@ NEUTRAL = {
     "audio": [None],
     "web_search_options": [None],
     "reasoning_effort": [None, "none"],
-    "verbosity": ["medium"],
+    "verbosity": ["medium", "low", "high"],
     "user": ["me"],
     "metadata": [{"a": "b"}],
     "store": [True, False],
-    "service_tier": ["auto"],
+    "service_tier": ["auto", "default", "flex", "priority"],
     "parallel_tool_calls": [True],
     "safety_identifier": ["x"],
     "prompt_cache_key": ["x"],
@@ -261,6 +261,13 @@ NEUTRAL = {
     "logprobs": [False, None],
     "top_logprobs": [None, 0],
 }
+
+
+async def test_b7_the_tier_is_answered_where_it_is_asked_for(client: httpx.AsyncClient) -> None:
+    assert (await whole(client, service_tier="flex"))["service_tier"] == "default"
+    assert "service_tier" not in await whole(client)
+    received = await chunks(client, service_tier="auto")
+    assert {chunk["service_tier"] for chunk in received} == {"default"}
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in NEUTRAL for value in NEUTRAL[name]])
@@ -291,13 +298,22 @@ async def test_values_that_ask_for_nothing_are_accepted(client: httpx.AsyncClien
         ("top_k", -2),
         ("chat_template_kwargs", {"messages": []}),
         ("continue_final_message", True),  # the last message is the user's
-        ("functions", [{"name": "f"}]),
-        ("function_call", {"name": "f"}),
+        ("functions", [{"name": ""}]),
+        ("functions", "f"),
+        ("function_call", {"name": "f"}),  # without functions
+        ("function_call", "required"),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "alloy", "format": "wav"}),
         ("web_search_options", {}),
         ("reasoning_effort", "high"),
-        ("verbosity", "low"),
+        ("verbosity", "loud"),
+        ("metadata", {"a": 1}),
+        ("metadata", {"a" * 65: "b"}),
+        ("user", 5),
+        ("service_tier", "first"),
+        ("safety_identifier", {}),
+        ("prompt_cache_key", 5),
+        ("store", "yes"),
         ("top_logprobs", 2),  # without logprobs
         ("stream_options", {"include_usage": True}),  # without stream
         ("frequency_penalty", 3),
@@ -376,7 +392,7 @@ async def test_messages_that_are_understood(client: httpx.AsyncClient, message: 
             "messages.0.tool_calls.0.function.arguments",
             "JSON text of an object",
         ),
-        ({"role": "assistant", "function_call": {"name": "f"}}, "messages.0.function_call", "not supported"),
+        ({"role": "assistant", "function_call": {"name": 5}}, "messages.0.function_call.name", "string"),
     ],
 )
 async def test_messages_that_are_not(client: httpx.AsyncClient, message: dict[str, Any], param: str, says: str) -> None:

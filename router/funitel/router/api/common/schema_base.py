@@ -4,7 +4,7 @@ Types are strict as TGI's are: "5" is no number, true is no integer; an integer 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -49,6 +49,10 @@ U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
 F32 = Annotated[float, Field(ge=-F32_MAX, le=F32_MAX), AfterValidator(_flush_tiny)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 StopList = Annotated[list[str], BeforeValidator(_as_list, json_schema_input_type=list[str] | str | None)]
 TargetLanguage = Annotated[str, Field(min_length=1, max_length=32)]
 TARGET_LANGUAGE = "The language a model that translates writes in, by its token: fra_Latn, fr_XX or __fr__ (or fr)."

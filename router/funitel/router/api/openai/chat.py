@@ -104,13 +104,14 @@ def _choice(index: int, answer: ChatAnswer, body: ChatRequest) -> ChatChoice:
         content=None if calls and not answer.text else answer.text,
         reasoning_content=reasoning,
         reasoning=reasoning,
-        tool_calls=calls or None,
+        tool_calls=None if body.answers_functions else calls or None,
+        function_call=calls[0].function if calls and body.answers_functions else None,
     )
     return ChatChoice(
         index=index,
         message=message,
         logprobs=_logprobs(body, answer.tokens),
-        finish_reason=_finish_reason(answer.finished),
+        finish_reason=_finish_reason(answer.finished, body),
         token_ids=answer.token_ids if body.return_token_ids else None,
     )
 
@@ -159,30 +160,37 @@ _TEXTS = (TextDelta, ReasoningDelta)
 def _chunk_choice(index: int, part: Part, body: ChatRequest) -> ChunkChoice:
     match part:
         case Started():  # what may become nothing but calls has no content yet
-            return ChunkChoice(index=index, delta=Delta(role="assistant", content=None if body.tools else ""))
+            return ChunkChoice(
+                index=index, delta=Delta(role="assistant", content=None if body.tools or body.functions else "")
+            )
         case TextDelta():
             return ChunkChoice(index=index, delta=Delta(content=part.text), logprobs=_logprobs(body, part.tokens))
         case ReasoningDelta():
             return ChunkChoice(index=index, delta=Delta(reasoning_content=part.text, reasoning=part.text))
         case ToolCallStart():
             function = FunctionDelta(name=part.name, arguments="")
+            if body.answers_functions:
+                return ChunkChoice(index=index, delta=Delta(function_call=function))
             call = ToolCallDelta(index=part.index, id=part.id, type="function", function=function)
             return ChunkChoice(index=index, delta=Delta(tool_calls=[call]))
         case ToolCallArguments():
-            call = ToolCallDelta(index=part.index, function=FunctionDelta(arguments=part.delta))
+            more = FunctionDelta(arguments=part.delta)
+            if body.answers_functions:
+                return ChunkChoice(index=index, delta=Delta(function_call=more))
+            call = ToolCallDelta(index=part.index, function=more)
             return ChunkChoice(index=index, delta=Delta(tool_calls=[call]))
         case Finished():
-            return ChunkChoice(index=index, delta=Delta(), finish_reason=_finish_reason(part))
+            return ChunkChoice(index=index, delta=Delta(), finish_reason=_finish_reason(part, body))
         case TokenIds():
             raise AssertionError("tokens are held for the next part")
 
 
-def _finish_reason(finished: Finished) -> str:
+def _finish_reason(finished: Finished, body: ChatRequest) -> str:
     match finished.reason:
         case EndReason.LENGTH:
             return "length"
         case EndReason.TOOL_CALLS:
-            return "tool_calls"
+            return "function_call" if body.answers_functions else "tool_calls"
         case _:
             return "stop"
 
@@ -196,6 +204,7 @@ def _head(service: Service, body: ChatRequest) -> dict[str, Any]:
         "created": int(time.time()),
         "model": model,
         "system_fingerprint": f"{service.version}-native",
+        "service_tier": "default" if body.service_tier else None,
     }
 
 

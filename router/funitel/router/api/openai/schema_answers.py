@@ -50,6 +50,9 @@ class AnswerMessage(BaseModel):
     reasoning_content: str | None = Field(default=None, exclude_if=is_none)
     reasoning: str | None = Field(default=None, exclude_if=is_none)
     tool_calls: list[AnsweredToolCall] | None = Field(default=None, exclude_if=is_none)
+    function_call: CalledFunction | None = Field(
+        default=None, exclude_if=is_none, description="The call, where the request has `functions`."
+    )
 
 
 class PromptLogprob(BaseModel):
@@ -70,7 +73,7 @@ class ChatChoice(BaseModel):
     index: int = 0
     message: AnswerMessage
     logprobs: Logprobs | None
-    finish_reason: str = Field(description="`stop`, `length` or `tool_calls`.")
+    finish_reason: str = Field(description="`stop`, `length`, `tool_calls` or `function_call`.")
     token_ids: list[int] | None = Field(default=None, exclude_if=is_none)
 
 
@@ -103,6 +106,9 @@ class AnswerHead(BaseModel):
     created: int
     model: str
     system_fingerprint: str
+    service_tier: Literal["default"] | None = Field(
+        default=None, exclude_if=is_none, description="Where the request asks for one."
+    )
 
 
 class ChatCompletion(AnswerHead):
@@ -139,6 +145,7 @@ class Delta(BaseModel):
     reasoning_content: str | None = Field(default=None, exclude_if=is_none)
     reasoning: str | None = Field(default=None, exclude_if=is_none)
     tool_calls: list[ToolCallDelta] | None = Field(default=None, exclude_if=is_none)
+    function_call: FunctionDelta | None = Field(default=None, exclude_if=is_none)
 
 
 class ChunkChoice(BaseModel):

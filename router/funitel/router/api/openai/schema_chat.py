@@ -5,17 +5,24 @@ concerns OpenAI's service and is accepted; or it would change the answer and is 
 asks for nothing (`unsupported_fields`). `FieldPolicy` decides on unknown ones.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from funitel.proto.errors import InvalidRequest
-from funitel.router.api.common.schema_base import U32
+from funitel.router.api.common.schema_base import U32, Metadata, ServiceTier
 from funitel.router.api.openai.schema_messages import Message
 from funitel.router.api.openai.schema_sampling import SamplingFields
-from funitel.router.api.openai.schema_tools import ToolChoiceObject, ToolDefinition, tools_and_choice
+from funitel.router.api.openai.schema_tools import (
+    FunctionDefinition,
+    FunctionName,
+    ToolChoiceObject,
+    ToolDefinition,
+    functions_and_choice,
+    tools_and_choice,
+)
 from funitel.router.api.openai.unsupported_fields import CHAT
-from funitel.router.chat.call import ChatCall
+from funitel.router.chat.call import ChatCall, Tool, ToolChoice
 
 
 class ChatRequest(SamplingFields):
@@ -42,22 +49,44 @@ class ChatRequest(SamplingFields):
     )
     add_generation_prompt: bool | None = Field(default=None, description="Whether the prompt begins the answer.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables for the template.")
-    # Accepted: they concern OpenAI's service, or help without changing the answer.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    prediction: Any = None
+    functions: list[FunctionDefinition] | None = Field(
+        default=None, max_length=128, description="The earlier form of `tools`; the answer has `function_call`."
+    )
+    function_call: Literal["none", "auto"] | FunctionName | None = Field(
+        default=None, description="The earlier form of `tool_choice`, for `functions`."
+    )
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        default=None, description="A hint, given to the model's template as a variable."
+    )
+    # Hints that concern OpenAI's service, or help without changing the answer.
+    metadata: Metadata | None = Field(default=None, description="Accepted.")
+    store: bool | None = Field(default=None, description="Accepted; chats are not stored.")
+    service_tier: ServiceTier | None = Field(default=None, description="Accepted; the answer says `default`.")
+    safety_identifier: str | None = Field(default=None, description="Accepted.")
+    prompt_cache_key: str | None = Field(default=None, description="Accepted; equal prefixes share work in any case.")
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description="Accepted.")
+    prompt_cache_retention: str | None = Field(default=None, description="Accepted.")
+    prediction: dict[str, Any] | None = Field(default=None, description="Accepted.")
 
     def check(self) -> None:
         """Raise InvalidRequest for fields that contradict each other."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`logprobs` must be true when `top_logprobs` is set", "top_logprobs")
         self.check_stream()
+        if self.functions and self.tools:
+            raise InvalidRequest("`functions` and `tools` exclude each other", "functions")
+        if isinstance(self.function_call, FunctionName) and not self.functions:
+            raise InvalidRequest("`function_call` needs `functions`", "function_call")
+
+    @property
+    def answers_functions(self) -> bool:
+        """Whether calls are answered in their earlier form."""
+        return bool(self.functions)
+
+    def _tools_and_choice(self) -> tuple[tuple[Tool, ...], ToolChoice]:
+        if self.functions:
+            return functions_and_choice(self.functions, self.function_call)
+        return tools_and_choice(self.tools, self.tool_choice)
 
     @property
     def call(self) -> ChatCall:
@@ -66,12 +95,12 @@ class ChatRequest(SamplingFields):
         Raises:
             InvalidRequest: `tool_choice` or `response_format` make no sense.
         """
-        tools, choice = tools_and_choice(self.tools, self.tool_choice)
+        tools, choice = self._tools_and_choice()
         return ChatCall(
             messages=tuple(message.message for message in self.messages),
             tools=tools,
             tool_choice=choice,
-            parallel_tool_calls=self.parallel_tool_calls is not False,
+            parallel_tool_calls=self.parallel_tool_calls is not False and not self.answers_functions,
             tool_prompt=self.tool_prompt,
             grammar=self.grammar,
             sampling=self.sampling(
@@ -84,5 +113,6 @@ class ChatRequest(SamplingFields):
             add_generation_prompt=self.add_generation_prompt,
             add_special_tokens=bool(self.add_special_tokens),
             wants_token_ids=bool(self.return_token_ids),
-            template_variables=self.chat_template_kwargs or {},
+            template_variables=({"verbosity": self.verbosity} if self.verbosity else {})
+            | (self.chat_template_kwargs or {}),
         )

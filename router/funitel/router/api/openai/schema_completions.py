@@ -80,8 +80,6 @@ class CompletionRequest(SamplingFields):
         default=None, description="So many of the likeliest tokens at each place, beside the one that is there."
     )
     suffix: str | None = Field(default=None, description="Not supported.")
-    # Accepted: it concerns OpenAI's service.
-    user: Any = None
 
     @property
     def prompts(self) -> list[GivenPrompt]:

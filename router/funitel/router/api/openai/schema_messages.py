@@ -94,13 +94,13 @@ class Message(Body):
     tool_calls: list[SentToolCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(default=None, description="The same as `reasoning_content`.")
-    function_call: Any = None
+    function_call: SentFunction | None = Field(default=None, description="The earlier form of `tool_calls`.")
     audio: Any = None
     refusal: str | None = None
     annotations: Any = None
     parsed: Any = None
 
-    @field_validator("function_call", "audio")
+    @field_validator("audio")
     @classmethod
     def _asks_for_nothing(cls, value: Any) -> Any:
         if value not in (None, []):
@@ -115,15 +115,26 @@ class Message(Body):
     @property
     def message(self) -> ChatMessage:
         """The message in the words of the chat core."""
-        calls = (
+        calls = [
             PastToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
             for call in self.tool_calls or ()
-        )
+        ]
+        role, call_id = self.role, self.tool_call_id
+        if self.function_call is not None:
+            name = self.function_call.name
+            calls.append(PastToolCall(id=_call_id(name), name=name, arguments=self.function_call.arguments))
+        if role == "function":  # the earlier form of a tool's result, which names its call by the function
+            role, call_id = "tool", call_id or _call_id(self.name or "")
         return ChatMessage(
-            role=self.role,
+            role=role,
             text=self.text,
             name=self.name,
             tool_calls=tuple(calls),
-            tool_call_id=self.tool_call_id,
+            tool_call_id=call_id,
             reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
         )
+
+
+def _call_id(name: str) -> str:
+    """The id of a call in the earlier form, which has none."""
+    return f"call_{name}"

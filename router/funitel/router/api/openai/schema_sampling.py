@@ -113,6 +113,7 @@ class SamplingFields(Body):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = Field(default=None, description="A context-free grammar, as Lark or GBNF.")
     n: Annotated[U32, Field(ge=1, le=MAX_CHOICES)] | None = Field(default=None, description="Answers to generate.")
+    user: str | None = Field(default=None, description="Accepted.")
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 

@@ -23,6 +23,12 @@ class FunctionDefinition(Body):
     arguments: dict[str, Any] | None = Field(default=None, description="TGI's name of `parameters`.")
     strict: bool | None = Field(default=None, description="Constrained calls follow the schema in any case.")
 
+    @property
+    def tool(self) -> Tool:
+        """The function in the words of the chat core."""
+        parameters = self.arguments if self.parameters is None else self.parameters
+        return Tool(name=self.name, description=self.description, parameters=parameters)
+
 
 class ToolDefinition(Body):
     """A tool; functions are the only kind."""
@@ -40,9 +46,7 @@ class ToolDefinition(Body):
     @property
     def tool(self) -> Tool:
         """The tool in the words of the chat core."""
-        function = self.function
-        parameters = function.arguments if function.parameters is None else function.parameters
-        return Tool(name=function.name, description=function.description, parameters=parameters)
+        return self.function.tool
 
 
 class FunctionName(Body):
@@ -102,6 +106,22 @@ def tools_and_choice(
     if unknown is not None:
         raise ToolError(f"no tool is named `{unknown}`", "tool_choice")
     return tuple(tool for tool in tools if tool.name in allowed), ToolChoice(ToolMode(choice.allowed_tools.mode))
+
+
+def functions_and_choice(
+    definitions: list[FunctionDefinition], choice: Literal["none", "auto"] | FunctionName | None
+) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """Both in the words of the chat core, of the form that was before tools.
+
+    Raises:
+        ToolError: the function that must be called is not there.
+    """
+    tools = tuple(definition.tool for definition in definitions)
+    if isinstance(choice, FunctionName):
+        if choice.name not in {tool.name for tool in tools}:
+            raise ToolError(f"no function is named `{choice.name}`", "function_call")
+        return tools, ToolChoice.named(choice.name)
+    return tools, ToolChoice(ToolMode(choice or "auto"))
 
 
 class JsonSchemaFormat(Body):

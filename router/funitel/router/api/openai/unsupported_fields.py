@@ -32,11 +32,8 @@ SAMPLING: dict[str, Unsupported] = {
 
 CHAT: dict[str, Unsupported] = SAMPLING | {
     # OpenAI's.
-    "functions": Unsupported("use `tools`"),
-    "function_call": Unsupported("use `tool_choice`", (*NOTHING, "none", "auto")),
     "modalities": Unsupported("answers are text", (*NOTHING, ["text"])),
     "audio": Unsupported("answers are text"),
-    "verbosity": Unsupported("the model cannot be told", (*NOTHING, "medium")),
     "web_search_options": Unsupported("nothing is searched here", ()),
     "moderation": Unsupported("answers are not moderated here"),
     # vLLM's.

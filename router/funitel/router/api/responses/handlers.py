@@ -31,6 +31,7 @@ from funitel.router.api.responses.schema_response import (
 )
 from funitel.router.api.responses.store import ResponseStore, StoredResponse
 from funitel.router.api.responses.to_chat import chat_call, conversation
+from funitel.router.api.responses.truncation import prepare_longest, shortened
 from funitel.router.chat.parts import Part
 from funitel.router.chat.run import PreparedChat, count_prompt_tokens, prepare_chat
 from funitel.router.core import request_context
@@ -152,8 +153,15 @@ class _Answering:
         self.builder = ResponseBuilder(_begun(service, body), wants_logprobs=body.wants_logprobs)
 
     async def prepare(self, arrived: Arrival) -> PreparedChat:
-        call, is_streamed = chat_call(self._body, self._items), bool(self._body.stream)
-        return await prepare_chat(self._service, call, stream=is_streamed, arrived=arrived, names=FIELDS)
+        is_streamed = bool(self._body.stream)
+
+        async def prepare(items: Sequence[Item]) -> PreparedChat:
+            call = chat_call(self._body, items)
+            return await prepare_chat(self._service, call, stream=is_streamed, arrived=arrived, names=FIELDS)
+
+        if self._body.truncation != "auto":
+            return await prepare(self._items)
+        return await prepare_longest(shortened(self._items), prepare)
 
     async def run(self, arrived: Arrival) -> dict[str, str]:
         """Make the whole response; return the headers."""
@@ -218,5 +226,6 @@ def _begun(service: Service, body: ResponsesRequest) -> ModelResponse:
         tools=body.tools or [],
         top_logprobs=body.top_logprobs or 0,
         top_p=1.0 if top_p is None else top_p,
+        truncation=body.truncation or "disabled",
         user=body.user,
     )

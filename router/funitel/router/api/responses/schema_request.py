@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Field, Tag
 
 from funitel.router.api.common.field_policy import Unsupported
-from funitel.router.api.common.schema_base import F32, U32, Body, by_type
+from funitel.router.api.common.schema_base import F32, U32, Body, Metadata, ServiceTier, by_type
 
 Status = Literal["in_progress", "completed", "incomplete"]
 _NAMESPACE = {"namespace": Unsupported("functions have no namespaces here")}
@@ -248,7 +248,9 @@ class TextConfig(Body):
     """What the text of the answer shall be like."""
 
     format: Format = Field(default_factory=lambda: PlainFormat(type="text"))
-    verbosity: Literal["medium"] | None = Field(default=None, description="No other is supported.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        default=None, description="A hint, given to the model's template as a variable."
+    )
 
 
 class ReasoningConfig(Body):
@@ -281,9 +283,6 @@ Includable = Literal[
     "reasoning.encrypted_content",
     "message.output_text.logprobs",
 ]
-Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-]
 
 
 class InputTokensRequest(Body):
@@ -304,7 +303,9 @@ class InputTokensRequest(Body):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        default=None, description="`auto` drops the first turns of a conversation that is too long."
+    )
 
 
 class ResponsesRequest(InputTokensRequest):
@@ -334,7 +335,7 @@ class ResponsesRequest(InputTokensRequest):
     max_tool_calls: U32 | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    service_tier: str | None = None
+    service_tier: ServiceTier | None = None
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None

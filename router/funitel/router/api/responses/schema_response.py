@@ -150,7 +150,7 @@ class ModelResponse(BaseModel):
     tools: list[FunctionTool]
     top_logprobs: int
     top_p: float
-    truncation: Literal["disabled"] = "disabled"
+    truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
 

@@ -77,6 +77,7 @@ def chat_call(body: InputTokensRequest, items: Sequence[Item]) -> ChatCall:
         grammar=_grammar(body),
         sampling=sampling,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        template_variables={"verbosity": body.text.verbosity} if body.text and body.text.verbosity else {},
     )
 
 
