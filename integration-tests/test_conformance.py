@@ -11,8 +11,10 @@ import pytest
 
 from funitel_testing.conformance import ROWS
 from funitel_testing.conformance.elsewhere import COMPLAINTS, ELSEWHERE, Pointer
+from funitel_testing.conformance.native import LONG_TOTAL
 from funitel_testing.conformance.page import PAGE, render
 from funitel_testing.servers import Server, serving
+from funitel_testing.tiny import save_tiny
 
 ROOT = Path(__file__).parents[1]
 LIMITS = ("--dtype", "float32", "--max-batch-total-tokens", "4096")
@@ -25,6 +27,7 @@ FLAGS = {
         *("--max-concurrent-requests", "1"),
         "--disable-grammar-support",
     ),
+    "long": (),  # a model with a longer context
 }
 VARIABLES = {"AIP_PREDICT_ROUTE": "/predict", "AIP_HEALTH_ROUTE": "/alive"}
 
@@ -35,8 +38,10 @@ def server(
 ) -> Iterator[tuple[str, Server]]:
     """Each of the servers in turn; none may log a traceback."""
     name: str = request.param
-    folder = tmp_path_factory.mktemp("server")
-    with serving(folder, "--model-id", str(tiny_model), *LIMITS, *FLAGS[name], environ=VARIABLES) as running:
+    folder, model = tmp_path_factory.mktemp("server"), tiny_model
+    if name == "long":
+        model = save_tiny("llama", tmp_path_factory.mktemp("long"), max_position_embeddings=LONG_TOTAL)
+    with serving(folder, "--model-id", str(model), *LIMITS, *FLAGS[name], environ=VARIABLES) as running:
         yield name, running
         assert "Traceback" not in running.log.read_text(), running.tail()
 

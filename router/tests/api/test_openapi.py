@@ -142,3 +142,19 @@ def test_every_status_is_documented_and_none_else() -> None:
         assert set(operation.failures) <= MEANINGS.keys()
     names = [operation["operationId"] for path in document()["paths"].values() for operation in path.values()]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("schema", "field"),
+    [
+        ("GenerateParameters", "max_new_tokens"),
+        ("ChatRequest", "max_tokens"),
+        ("ChatRequest", "max_completion_tokens"),
+        ("CompletionRequest", "max_tokens"),
+        ("ResponsesRequest", "max_output_tokens"),
+        ("MessagesRequest", "max_tokens"),
+    ],
+)
+def test_a11_the_document_says_what_becomes_of_more_tokens_than_the_context_has(schema: str, field: str) -> None:
+    described = document()["components"]["schemas"][schema]["properties"][field]["description"]
+    assert "from 1024 on it is accepted if 1024 fit, and clamped: the answer ends with the context." in described

@@ -44,7 +44,24 @@ def test_as_many_connections_as_the_files_leave_room_for(caplog: pytest.LogCaptu
     assert not caplog.records
     assert max_connections(None, 1024) == 1024 - OTHER_FILES
     assert caplog.messages == ["1024 files may be open (ulimit -Hn): at most 768 connections"]
-    assert max_connections(None, 100) == 1
     assert max_connections(768, 1024) == 768
     with pytest.raises(SettingsError, match=r"--max-connections 769 needs 1025 open files, at most 1024 are allowed"):
         max_connections(769, 1024)
+
+
+@pytest.mark.parametrize(("num_files", "connections"), [(48, 12), (64, 16), (100, 25), (256, 64), (341, 86), (342, 86)])
+def test_a11_few_files_are_divided_and_never_less_than_none(
+    num_files: int, connections: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert max_connections(None, num_files) == connections
+    assert caplog.messages == [f"{num_files} files may be open (ulimit -Hn): at most {connections} connections"]
+    assert max_connections(connections, num_files) == connections
+    needed, line = num_files + 1, f"at most {num_files} are allowed"
+    with pytest.raises(SettingsError, match=rf"--max-connections {connections + 1} needs {needed} open files, {line}"):
+        max_connections(connections + 1, num_files)
+
+
+@pytest.mark.parametrize("wanted", [None, 1])
+def test_a11_too_few_files_for_a_router_are_one_line(wanted: int | None) -> None:
+    with pytest.raises(SettingsError, match=r"^47 files may be open \(ulimit -Hn\), a router needs at least 48$"):
+        max_connections(wanted, 47)

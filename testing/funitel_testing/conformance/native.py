@@ -5,6 +5,7 @@ from typing import Any
 from funitel_testing.conformance.rows import ABSENT, Matches, Row
 
 MAX_INPUT, MAX_TOTAL = 511, 512  # of the tiny model
+LONG_TOTAL = 2048  # of the same with a longer context, on the server "long"
 GENERATE, STREAM, ROOT = "/generate", "/generate_stream", "/"
 VALIDATION = "Input validation error: "
 
@@ -238,6 +239,25 @@ RESPONSES = (
     ),
 )
 
+
+def _runs_long(claim: str, parameters: dict[str, Any], count: int, differs: str) -> Row:
+    return Row(
+        section="5.4",
+        claim=claim,
+        path=GENERATE,
+        body=given(**({"details": True, "ignore_eos_token": True} | parameters)),
+        answer={"details.generated_tokens": count, "details.finish_reason": "length"},
+        server="long",
+        differs=differs,
+    )
+
+
+_SLICES = "TGI generates in slices of 1024 tokens, each whole: up to 2048 tokens come back (contract 5.4)"
+_CLAMPED = (
+    "where 1024 tokens fit, as in TGI, but the answer ends with the context and not with a slice; `max_tokens`, "
+    "`max_completion_tokens` and `max_output_tokens` alike (contract 5.4)"
+)
+
 LENGTHS = (
     _accepts(
         "5.4",
@@ -259,6 +279,15 @@ LENGTHS = (
         path=GENERATE,
         body={"inputs": "a" * 500, "parameters": {"details": True, "ignore_eos_token": True}},
         answer={"details.generated_tokens": 12},
+    ),
+    _runs_long("an answer of 1500 tokens", {"max_new_tokens": 1500}, 1500, _SLICES),
+    _runs_long("max_new_tokens over the context is clamped", {"max_new_tokens": 5000}, LONG_TOTAL - 5, _CLAMPED),
+    _refuses(
+        "5.4",
+        "1024 and more are refused where 1024 do not fit",
+        f"<= {MAX_TOTAL}",
+        "5 `inputs` tokens and 5000 `max_new_tokens`",
+        max_new_tokens=5000,
     ),
     _refuses("5.4", "the total is checked first", f"must be <= {MAX_TOTAL}", inputs="a" * 512),
     _accepts(

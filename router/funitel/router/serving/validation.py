@@ -168,7 +168,7 @@ def truncated(input_ids: Sequence[int], truncate: int | None) -> tuple[int, ...]
 
 
 def completion_limit(num_input_tokens: int, max_new_tokens: int | None, limits: Limits) -> int:
-    """Return how many completion tokens a request may have.
+    """Return how many completion tokens a request may have: those that are asked for, or that the context has room for.
 
     Raises:
         BrokenRule: prompt and first slice exceed the context, or the prompt its own limit; in that order.

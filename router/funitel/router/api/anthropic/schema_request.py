@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, Tag
 
 from funitel.router.api.common.field_policy import Unsupported
-from funitel.router.api.common.schema_base import F32, U32, Body, by_type
+from funitel.router.api.common.schema_base import CLAMPED, F32, U32, Body, by_type
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
@@ -239,7 +239,7 @@ class MessagesRequest(CountTokensRequest):
         "mcp_servers": Unsupported("tools are called by the client"),
     }
 
-    max_tokens: Annotated[U32, Field(ge=1)]
+    max_tokens: Annotated[U32, Field(ge=1)] = Field(description=CLAMPED)
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     stream: bool = False
     temperature: Annotated[F32, Field(ge=0, le=1)] | None = Field(default=None, description="0 takes the likeliest.")

@@ -45,6 +45,11 @@ def is_none(value: Any) -> bool:
 
 
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+CLAMPED = (
+    "More than the context has room for is refused below 1024; from 1024 on it is accepted if 1024 fit, and clamped: "
+    "the answer ends with the context."
+)
+"""What every field with a number of completion tokens says of numbers over the context."""
 U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
 I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]

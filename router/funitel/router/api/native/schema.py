@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, RootModel
 from funitel.proto.step import FinishReason, GeneratedText, Tokens
 from funitel.router.api.common.schema_base import (
     ABOVE_0,
+    CLAMPED,
     F32,
     F32_MAX,
     I32,
@@ -53,7 +54,7 @@ class GenerateParameters(Body):
     )
     do_sample: bool = Field(default=False, description="Sample; true by default only when `parameters` is absent.")
     max_new_tokens: Annotated[U32, ABOVE_0] | None = Field(
-        default=None, description="Most completion tokens; up to the context's end if absent."
+        default=None, description=f"Most completion tokens; up to the context's end if absent. {CLAMPED}"
     )
     return_full_text: bool | None = Field(default=None, description="Whether the prompt begins the generated text.")
     stop: StopList = Field(default_factory=list, description="Texts that end the completion.")

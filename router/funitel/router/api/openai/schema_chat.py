@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from funitel.proto.errors import InvalidRequest
-from funitel.router.api.common.schema_base import U32, Metadata, ServiceTier
+from funitel.router.api.common.schema_base import CLAMPED, U32, Metadata, ServiceTier
 from funitel.router.api.openai.schema_messages import Message
 from funitel.router.api.openai.schema_sampling import SamplingFields
 from funitel.router.api.openai.schema_tools import (
@@ -32,9 +32,11 @@ class ChatRequest(SamplingFields):
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Annotated[U32, Field(ge=1)] | None = Field(
-        default=None, description="Wins over `max_tokens`."
+        default=None, description=f"Wins over `max_tokens`. {CLAMPED}"
     )
-    max_tokens: Annotated[U32, Field(ge=1)] | None = None
+    max_tokens: Annotated[U32, Field(ge=1)] | None = Field(
+        default=None, description=f"Most tokens of the answer; up to the context's end if absent. {CLAMPED}"
+    )
     logprobs: bool | None = Field(default=None, description="The model's own, before any processing.")
     top_logprobs: U32 | None = None
     tools: list[ToolDefinition] | None = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field
 
 from funitel.proto.errors import InvalidRequest, SuffixNotSupported
-from funitel.router.api.common.schema_base import U32, is_none
+from funitel.router.api.common.schema_base import CLAMPED, U32, is_none
 from funitel.router.api.openai.schema_answers import AnswerHead, PromptLogprobs, Usage
 from funitel.router.api.openai.schema_sampling import SamplingFields
 
@@ -71,7 +71,9 @@ class CompletionRequest(SamplingFields):
     """One prompt or several to go on from."""
 
     prompt: Prompts = Field(description="A text, texts, the tokens of a prompt, or those of several.")
-    max_tokens: U32 | None = Field(default=None, description="Up to the context's end if absent; 0 with `echo` only.")
+    max_tokens: U32 | None = Field(
+        default=None, description=f"Up to the context's end if absent; 0 with `echo` only. {CLAMPED}"
+    )
     best_of: Annotated[U32, Field(ge=1)] | None = Field(
         default=None, description="Sequences to generate for each prompt; the `n` likeliest are answered."
     )

@@ -5,7 +5,16 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from funitel.proto.errors import InvalidRequest
-from funitel.router.api.common.schema_base import F32, TARGET_LANGUAGE, U32, Body, Priority, StopList, TargetLanguage
+from funitel.router.api.common.schema_base import (
+    CLAMPED,
+    F32,
+    TARGET_LANGUAGE,
+    U32,
+    Body,
+    Priority,
+    StopList,
+    TargetLanguage,
+)
 from funitel.router.api.openai.schema_structured import StructuredOutputs
 from funitel.router.api.openai.schema_tools import ResponseFormat
 from funitel.router.api.openai.unsupported_fields import SAMPLING
@@ -61,7 +70,7 @@ class SamplingFields(Body):
     unsupported: ClassVar = SAMPLING
 
     model: str | None = Field(default=None, description="Any name; echoed in the answer.")
-    max_tokens: U32 | None = None
+    max_tokens: U32 | None = Field(default=None, description=CLAMPED)
     temperature: Annotated[F32, Field(ge=0)] | None = Field(default=None, description="0 takes the likeliest token.")
     top_p: Annotated[F32, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = Field(default=None, description="-1 and 0 are off.")

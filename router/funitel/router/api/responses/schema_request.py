@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Field, Tag
 
 from funitel.router.api.common.field_policy import Unsupported
-from funitel.router.api.common.schema_base import F32, U32, Body, Metadata, ServiceTier, by_type
+from funitel.router.api.common.schema_base import CLAMPED, F32, U32, Body, Metadata, ServiceTier, by_type
 
 Status = Literal["in_progress", "completed", "incomplete"]
 _NAMESPACE = {"namespace": Unsupported("functions have no namespaces here")}
@@ -318,7 +318,9 @@ class ResponsesRequest(InputTokensRequest):
         "image": Unsupported("no images are made here"),
     }
 
-    max_output_tokens: Annotated[U32, Field(ge=1)] | None = None
+    max_output_tokens: Annotated[U32, Field(ge=1)] | None = Field(
+        default=None, description=f"Up to the context's end if absent. {CLAMPED}"
+    )
     temperature: Annotated[F32, Field(ge=0, le=2)] | None = Field(default=None, description="0 takes the likeliest.")
     top_p: Annotated[F32, Field(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
