@@ -176,6 +176,48 @@ def test_a_stop_is_cut_off_unless_wanted(llm: LLM) -> None:
     assert kept == whole[: at + len(stop)]
 
 
+def test_b6_token_rules_of_vllm(llm: LLM) -> None:
+    def output(**params: Any) -> Any:
+        params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True} | params
+        return llm.generate("a", SamplingParams(**params), use_tqdm=False)[0].outputs[0]
+
+    whole = output()
+    place = next(i for i in range(2, 12) if whole.token_ids[i] not in whole.token_ids[:i])
+    stop = whole.token_ids[place]
+    cut = output(stop_token_ids=[stop])
+    assert cut.token_ids == whole.token_ids[: place + 1]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    kept = output(stop_token_ids=[stop], include_stop_str_in_output=True)
+    assert kept.text.startswith(cut.text)
+    assert len(kept.text) > len(cut.text)
+    later = output(stop_token_ids=[stop], min_tokens=place + 2)
+    assert stop not in later.token_ids[: place + 2]
+    allowed = output(allowed_token_ids=[65, 66])
+    assert set(allowed.token_ids) <= {65, 66}
+    banned = output(allowed_token_ids=[65, 66], bad_words=[allowed.text[0]])
+    assert allowed.text[0] not in banned.text
+    assert len(set(banned.token_ids)) == 1
+    special = output(logit_bias={256: 100.0}, max_tokens=2, skip_special_tokens=False)
+    assert special.token_ids == (256, 256)
+    assert len(special.text) > 0
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"),
+        ({"allowed_token_ids": "a"}, "allowed_token_ids"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens"),
+    ],
+)
+def test_b6_wrong_token_rules_are_named(llm: LLM, params: dict[str, Any], name: str) -> None:
+    with pytest.raises(InvalidRequest, match=name):
+        llm.generate("a", SamplingParams(**params), use_tqdm=False)
+
+
 def test_the_end_of_text_ends_unless_ignored(llm: LLM) -> None:
     bias = {256: 100.0}  # the model's end of text
     (output,) = llm.generate("a", SamplingParams(temperature=0, max_tokens=5, logit_bias=bias), use_tqdm=False)

@@ -25,7 +25,15 @@ class CompletionJob:
     requests: tuple[Request, ...]
 
     @classmethod
-    def of(cls, index: int, prompt: EncodedPrompt, params: SamplingParams, limits: Limits, vocab_size: int) -> Self:
+    def of(
+        cls,
+        index: int,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        limits: Limits,
+        vocab_size: int,
+        banned_tokens: tuple[tuple[int, ...], ...] = (),
+    ) -> Self:
         """Validate a prompt's length and its parameters against the vocabulary, and make its requests.
 
         Raises:
@@ -41,7 +49,7 @@ class CompletionJob:
         )
         requests = [
             Request(input_ids=prompt.ids, sampling=sampling, stopping=stopping, top_n_tokens=params.logprobs or 0)
-            for sampling in params.for_engine()
+            for sampling in params.for_engine(banned_tokens)
         ]
         return cls(index, prompt, params, tuple(requests))
 

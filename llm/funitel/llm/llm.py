@@ -168,7 +168,9 @@ class LLM:
         each = params_for(self._default_params if sampling_params is None else sampling_params, len(prompts))
         model = self._model
         jobs = [
-            CompletionJob.of(index, prompt, params, model.limits, model.vocab_size)
+            CompletionJob.of(
+                index, prompt, params, model.limits, model.vocab_size, self._encoder.banned_tokens(params.bad_words)
+            )
             for index, (prompt, params) in enumerate(zip(prompts, each, strict=True))
         ]
         with CompletionProgress(sum(params.n for params in each), is_shown=use_tqdm) as progress:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from funitel.llm.sampling import SamplingParams
-from funitel.proto.step import GeneratedText, Generation
-from funitel.router.text.stop_holdback import stop_start
+from funitel.proto.step import FinishReason, GeneratedText, Generation
+from funitel.router.chat.transcript import Transcript
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class CompletionOutput:
         cumulative_logprob: sum of the tokens' log-probabilities under the model.
         logprobs: at each position, the likeliest tokens and the chosen one, by token id; None if not requested.
         finish_reason: `stop` at the model's end of text or a stop text, `length` at `max_tokens` or the context's end.
-        stop_reason: the stop text that occurred.
+        stop_reason: the stop text or the stop token that occurred.
     """
 
     index: int
@@ -44,7 +44,7 @@ class CompletionOutput:
     cumulative_logprob: float
     logprobs: tuple[dict[int, Logprob], ...] | None
     finish_reason: Literal["stop", "length"]
-    stop_reason: str | None
+    stop_reason: str | int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +60,29 @@ def completion(
     index: int, generations: Sequence[Generation], finished: GeneratedText, params: SamplingParams
 ) -> CompletionOutput:
     """Build a completion from the outputs of all its steps."""
-    stop = None if finished.stop_index is None else params.stops[finished.stop_index]
-    end = stop_start(finished, params.stops)
-    if stop is not None and params.include_stop_str_in_output:
-        end += len(stop)
+    transcript = Transcript(
+        params.stops,
+        keeps_tokens=False,
+        shows_special=not params.skip_special_tokens,
+        shows_stop=params.include_stop_str_in_output,
+    )
     logprobs = [logprob for generation in generations for logprob in generation.tokens.logprobs]
     return CompletionOutput(
         index=index,
-        text=finished.text[:end],
+        text="".join(map(transcript.feed, generations)),
         token_ids=tuple(token_id for generation in generations for token_id in generation.tokens.ids),
         cumulative_logprob=sum(logprobs),
         logprobs=None if params.logprobs is None else _logprobs(generations, params.logprobs),
         finish_reason="stop" if finished.openai_reason == "stop" else "length",
-        stop_reason=stop,
+        stop_reason=_stop_reason(generations[-1].tokens.ids[-1], finished, params),
     )
+
+
+def _stop_reason(last_token: int, finished: GeneratedText, params: SamplingParams) -> str | int | None:
+    if finished.stop_index is not None:
+        return params.stops[finished.stop_index]
+    is_stop = finished.finish_reason is FinishReason.EOS_TOKEN and last_token in params.stop_token_ids
+    return last_token if is_stop else None
 
 
 def _logprobs(generations: Sequence[Generation], num_top: int) -> tuple[dict[int, Logprob], ...]:

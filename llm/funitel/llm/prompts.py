@@ -15,7 +15,7 @@ from funitel.router.text.control_text import ROLES, ControlText, RenderedChat
 from funitel.router.text.control_tokens import ControlTokenGuard
 from funitel.router.text.model_files import ModelFiles
 from funitel.router.text.template_renderer import TemplateTexts
-from funitel.router.text.tokenizer import NO_TEMPLATE
+from funitel.router.text.tokenizer import NO_TEMPLATE, word_forms
 
 Prompt: TypeAlias = str | Sequence[int]
 Message: TypeAlias = Mapping[str, Any]
@@ -79,6 +79,11 @@ class PromptEncoder:
         return [
             EncodedPrompt(chat.text, tuple(self._guard.ids(ids))) for chat, ids in zip(chats, encodings, strict=True)
         ]
+
+    def banned_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of words that must not come, at the beginning of a text and behind a space."""
+        texts = [text for word in words for text in word_forms(word)]
+        return tuple(dict.fromkeys(self._encode(texts, self._tokenizer, add_special_tokens=False)))
 
     def _encode(
         self, texts: Sequence[str], tokenizer: tokenizers.Tokenizer, *, add_special_tokens: bool

@@ -33,6 +33,11 @@ class SamplingParams:
         repetition_penalty: divides the logits of tokens that occurred, also in the prompt.
         logprobs: number of likeliest tokens to report at each position, besides the chosen one; None: nothing.
         ignore_eos: go on after the model's end of text.
+        min_tokens: tokens before which nothing ends a completion.
+        stop_token_ids: tokens that end a completion, as the model's end of text does.
+        skip_special_tokens: leave special tokens out of the text.
+        bad_words: words that a completion never has.
+        allowed_token_ids: the only tokens of a completion; empty: all.
         logit_bias: added to the logits of tokens, by id.
         grammar: constraint of the completion: `Grammar.json(schema)`, `.regex(pattern)` or `.choice(texts)`.
     """
@@ -52,6 +57,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logprobs: int | None = None
     ignore_eos: bool = False
+    min_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
+    skip_special_tokens: bool = True
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] = ()
     logit_bias: Mapping[int, float] | None = None
     grammar: Grammar | None = None
 
@@ -71,10 +81,12 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, is_open=True)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0)
-        for name in ("include_stop_str_in_output", "ignore_eos"):
+        _check_int("min_tokens", self.min_tokens, 0)
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, "True or False", getattr(self, name))
         self._check_stop()
+        self._check_token_rules()
         self._check_logit_bias()
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise _wrong("grammar", "a Grammar", self.grammar)
@@ -83,6 +95,17 @@ class SamplingParams:
         texts = [self.stop] if isinstance(self.stop, str) else self.stop
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
             raise _wrong("stop", "a text or a list of texts, none of them empty", self.stop)
+
+    def _check_token_rules(self) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if not isinstance(ids, list | tuple) or not all(is_int(token_id, 0) for token_id in ids):
+                raise _wrong(name, "a list of token ids", ids)
+        words = self.bad_words
+        if not isinstance(words, list | tuple) or not all(isinstance(word, str) and word.strip() for word in words):
+            raise _wrong("bad_words", "a list of texts, none of them empty", words)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _wrong("min_tokens", f"<= max_tokens {self.max_tokens}", self.min_tokens)
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:
@@ -104,9 +127,12 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, 0, size)
         for token_id in self.logit_bias or ():
             _check_int("logit_bias: a token id", token_id, 0, size - 1)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name):
+                _check_int(f"{name}: a token id", token_id, 0, size - 1)
 
-    def for_engine(self) -> list[step.SamplingParams]:
-        """The engine's parameters for each of the `n` completions."""
+    def for_engine(self, banned_tokens: tuple[tuple[int, ...], ...] = ()) -> list[step.SamplingParams]:
+        """The engine's parameters for each of the `n` completions; `banned_tokens` are those of `bad_words`."""
         first = step.SamplingParams(
             **self._sampling_fields(),
             seed=random.randrange(NUM_SEEDS) if self.seed is None else self.seed,
@@ -117,6 +143,10 @@ class SamplingParams:
             grammar="" if self.grammar is None else self.grammar.text,
             grammar_type=step.GrammarType.NONE if self.grammar is None else self.grammar.kind,
             raw_logprobs=True,
+            min_new_tokens=self.min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids),
+            allowed_token_ids=tuple(self.allowed_token_ids),
+            banned_tokens=banned_tokens,
         )
         return [replace(first, seed=(first.seed + index) % NUM_SEEDS) for index in range(self.n)]
 

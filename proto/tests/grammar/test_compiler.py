@@ -106,6 +106,12 @@ def test_annotations_do_not_restrict(tokenizer: LLTokenizer, schema: Any, matche
         (GrammarType.JSON, '{"$ref": "https://example.com/schema"}', "is not present"),
         (GrammarType.JSON, EXPLODING, "schema too large"),
         (GrammarType.NONE, "a", "grammar needs a type"),
+        (GrammarType.LARK, "root ::= (", "Expected ')'"),
+        (GrammarType.LARK, "root ::= word", "Rule 'word' not found"),
+        (GrammarType.LARK, "(" * 5000, "grammar is not valid"),
+        (GrammarType.LARK, "root ::= " + "(" * 5000, "grammar is not valid"),
+        (GrammarType.LARK, "start: word", "unknown name"),
+        (GrammarType.LARK, "", "grammar is not valid"),
         (GrammarType.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1), f"at most {MAX_GRAMMAR_BYTES} bytes, given"),
     ],
 )
@@ -116,3 +122,11 @@ def test_what_cannot_be_kept_is_refused(tokenizer: LLTokenizer, kind: GrammarTyp
     assert caught.value.param == "grammar"
     assert "\n" not in caught.value.message
     assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("text", ['start: "yes " num\nnum: /[0-9]+/', 'root ::= "yes " [0-9]+'])
+def test_b6_context_free_grammars_are_lark_or_gbnf(tokenizer: LLTokenizer, text: str) -> None:
+    matcher = compile_grammar(GrammarType.LARK, text, tokenizer)
+    assert matcher.try_consume_tokens(tokenizer.tokenize_str("yes 42")) == len(tokenizer.tokenize_str("yes 42"))
+    assert matcher.is_accepting()
+    assert matcher.try_consume_tokens(tokenizer.tokenize_str("no")) == 0

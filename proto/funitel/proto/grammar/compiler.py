@@ -12,7 +12,7 @@ from typing import Any, Final
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from funitel.proto.errors import InvalidRequest
+from funitel.proto.errors import InvalidRequest, translating
 from funitel.proto.grammar.json_schema import UNSUPPORTED, mixes_keys, rewritten
 from funitel.proto.step import GrammarType
 
@@ -67,7 +67,8 @@ def _engine_grammar(kind: GrammarType, text: str) -> str:
             options["json_allowed_escapes"] = PLAIN_ESCAPES
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
     if kind is GrammarType.LARK:
-        return LLMatcher.grammar_from_lark(any_to_lark(text))
+        with translating(lambda error: InvalidRequest(f"grammar is not valid: {_reason(str(error))}", "grammar")):
+            return LLMatcher.grammar_from_lark(any_to_lark(text))  # which raises bare Exception
     raise InvalidRequest("grammar needs a type: a JSON schema or a regular expression", "grammar")
 
 

@@ -19,7 +19,7 @@ from funitel.router.serving.validation import (
     with_truncation,
 )
 from funitel.router.text.control_text import Spans
-from funitel.router.text.tokenizer import Tokenizer
+from funitel.router.text.tokenizer import Tokenizer, word_forms
 
 NO_NAMES: Mapping[str, str] = {}
 
@@ -148,7 +148,7 @@ async def _banned_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tu
     for word in words:
         if not word.strip():
             raise BrokenRule("bad_words", "`$bad_words` cannot have empty words", repr(word))
-        for text in (word.lstrip(), " " + word.lstrip()):
+        for text in word_forms(word):
             encoding = await tokenizer.encode(text, add_special_tokens=False, field="bad_words")
             found[tuple(encoding.ids)] = None
     return tuple(ids for ids in found if ids)

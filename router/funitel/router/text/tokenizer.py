@@ -40,6 +40,11 @@ class Encoding:
         return [(byte_at[start], byte_at[stop]) for start, stop in self.offsets]
 
 
+def word_forms(word: str) -> tuple[str, str]:
+    """A word at the beginning of a text, and behind a space: most vocabularies have other tokens there."""
+    return word.lstrip(), " " + word.lstrip()
+
+
 def cannot_tokenize(field: str, error: Exception) -> InvalidRequest:
     """The error for the text of a field at which the library failed, which raises bare Exception."""
     logger.debug("the tokenizer failed: %s", error)

@@ -66,6 +66,7 @@ async def test_b6_bad_words_are_banned_at_the_beginning_and_behind_a_space(
         ({"guided_regex": "("}, "guided_regex"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_grammar": "start: ("}, "guided_grammar"),
+        ({"guided_grammar": "root ::= ("}, "guided_grammar"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"structural_tag": {"a": 1}}}, "structured_outputs.structural_tag"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex"),
