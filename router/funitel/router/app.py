@@ -71,6 +71,7 @@ def build_app(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await app.state.responses.runs.cancel()
             await service.close()
 
     listed, allowed = operations(settings), settings.allowed_host

@@ -78,6 +78,15 @@ class Account:
         finally:
             self._num_running -= 1
 
+    @contextmanager
+    def prolonged(self) -> Iterator[None]:
+        """Count a request that goes on after it was answered, as long as the block lasts."""
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+
     def _check_limits(self, now: float) -> None:
         key = self.key
         limit = key.max_concurrent_requests

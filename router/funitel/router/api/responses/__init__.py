@@ -35,10 +35,11 @@ ROUTES = (
     openai_stored(
         "/v1/responses/{response_id}",
         handlers.retrieve,
-        "An answer that was kept",
+        "An answer that was kept; its events if `stream` is true",
         method="GET",
         query=RetrieveQuery,
         answer=ModelResponse,
+        event=ResponseStreamEvent,
     ),
     openai_stored(
         "/v1/responses/{response_id}",
@@ -50,7 +51,7 @@ ROUTES = (
     openai_stored(
         "/v1/responses/{response_id}/cancel",
         handlers.cancel,
-        "Refused: what is kept has ended",
+        "End an answer that is made in the background",
         method="POST",
         answer=ModelResponse,
     ),

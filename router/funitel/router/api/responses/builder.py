@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from funitel.proto.errors import FunitelError
@@ -67,10 +67,30 @@ class ResponseBuilder:
         self._gathered: list[str] = []  # text of the open item so far
         self._more: Template  # more of the open item
         self._num_events = 0
+        self._is_created = False
 
     def feed(self, part: Part) -> Iterator[Event]:
         """Take the next part; yield the events it makes."""
-        for event in self._events(part):
+        yield from self._numbered(self._events(part))
+
+    def queued(self) -> Iterator[Event]:
+        """Yield the events of a response that waits for its first part."""
+        self.response.status = "queued"
+        self._is_created = True
+        yield from self._numbered(
+            ResponseEvent(type=kind, response=self.response.model_copy(deep=True))
+            for kind in ("response.created", "response.queued")
+        )
+
+    def cancelled(self) -> None:
+        """End the response without an event, with what there is of it."""
+        self._write_gathered()
+        if self._open is not None:
+            self._open.status = "incomplete"
+        self.response.status = "cancelled"
+
+    def _numbered(self, events: Iterable[Event]) -> Iterator[Event]:
+        for event in events:
             if not isinstance(event, bytes):
                 event.sequence_number = self._num_events
             self._num_events += 1
@@ -86,7 +106,9 @@ class ResponseBuilder:
     def _events(self, part: Part) -> Iterator[Event]:
         match part:
             case Started():
-                yield ResponseEvent(type="response.created", response=self.response.model_copy(deep=True))
+                self.response.status = "in_progress"
+                if not self._is_created:
+                    yield ResponseEvent(type="response.created", response=self.response.model_copy(deep=True))
                 yield ResponseEvent(type="response.in_progress", response=self.response.model_copy(deep=True))
             case TextDelta():
                 yield from self._text(part)

@@ -1,7 +1,6 @@
 """Handle OpenAI's `/v1/responses`: answers that are stored, to be retrieved and continued."""
 
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar, cast
 
@@ -9,14 +8,15 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from funitel.proto.errors import FunitelError, InvalidRequest, NotFound
+from funitel.proto.errors import InvalidRequest, NotFound
 from funitel.router.api.common.body import json_answer, shape_error
+from funitel.router.api.common.errors import openai_error
 from funitel.router.api.common.handler import IncomingRequest, generation_route, reading_route
-from funitel.router.api.responses.builder import ResponseBuilder, new_id
+from funitel.router.api.responses.answering import FIELDS, Answering
+from funitel.router.api.responses.builder import new_id
 from funitel.router.api.responses.schema_request import (
     InputItemsQuery,
     InputTokensRequest,
-    Item,
     ModeChoice,
     ResponsesRequest,
     RetrieveQuery,
@@ -31,24 +31,13 @@ from funitel.router.api.responses.schema_response import (
 )
 from funitel.router.api.responses.store import ResponseStore, StoredResponse
 from funitel.router.api.responses.to_chat import chat_call, conversation
-from funitel.router.api.responses.truncation import prepare_longest, shortened
-from funitel.router.chat.parts import Part
-from funitel.router.chat.run import PreparedChat, count_prompt_tokens, prepare_chat
+from funitel.router.chat.run import count_prompt_tokens
 from funitel.router.core import request_context
 from funitel.router.middleware.auth import tenant_of
-from funitel.router.serving.arrival import Arrival
 from funitel.router.serving.service import Service
-from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
+from funitel.router.transport.sse import EventStream, run_until_disconnect
 from funitel.router.transport.sse_frames import named_frame
 
-FIELDS = {
-    "inputs": "input",
-    "max_new_tokens": "max_output_tokens",
-    "top_n_tokens": "top_logprobs",
-    "grammar": "text.format",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-}
 Q = TypeVar("Q", bound=BaseModel)
 
 
@@ -60,7 +49,16 @@ async def create(incoming: IncomingRequest) -> Response:
         raise InvalidRequest("`stream_options` needs `stream` to be true", "stream_options")
     owner = tenant_of(incoming.http.scope)
     store = store_of(incoming.http)
-    answering = _Answering(incoming.service, store, body, conversation(body, store, owner), owner)
+    begun = _begun(incoming.service, body)
+    if body.background and not begun.store:
+        raise InvalidRequest("`background` needs `store`", "background")
+    answering = Answering(incoming.service, store, body, conversation(body, store, owner), owner, begun)
+    if body.background:
+        headers = await answering.begin(incoming.arrived)
+        if body.stream:
+            follow = partial(answering.events.follow, -1)
+            return EventStream(follow, openai_error, headers=headers, frame=named_frame)
+        return json_answer(answering.builder.response, headers)
     if body.stream:
         chat = await answering.prepare(incoming.arrived)
         stream = partial(answering.stream, chat)
@@ -79,9 +77,14 @@ async def count_input_tokens(incoming: IncomingRequest) -> Response:
 
 
 async def retrieve(http: HttpRequest) -> Response:
-    """`GET /v1/responses/{response_id}`: a response that is stored."""
-    _query(http, RetrieveQuery)
-    return json_answer(_stored(http).response)
+    """`GET /v1/responses/{response_id}`: a response that is stored, or its events from some number on."""
+    query, stored = _query(http, RetrieveQuery), _stored(http)
+    if not query.stream:
+        if query.starting_after is not None:
+            raise InvalidRequest("`starting_after` needs `stream` to be true", "starting_after")
+        return json_answer(stored.response)
+    after = -1 if query.starting_after is None else query.starting_after
+    return EventStream(partial(stored.events.follow, after), openai_error, frame=named_frame)
 
 
 async def delete(http: HttpRequest) -> Response:
@@ -92,9 +95,13 @@ async def delete(http: HttpRequest) -> Response:
 
 
 async def cancel(http: HttpRequest) -> Response:
-    """`POST /v1/responses/{response_id}/cancel`: refused, for what is stored has ended."""
-    id = _stored(http).response.id
-    raise InvalidRequest(f"only a response that runs in the background can be cancelled. Given: {id!r}", "response_id")
+    """`POST /v1/responses/{response_id}/cancel`: end a response that is made in the background."""
+    stored = _stored(http)
+    if not stored.response.background:
+        message = "only a response that was made in the background can be cancelled"
+        raise InvalidRequest(f"{message}. Given: {stored.response.id!r}", "response_id")
+    await stored.cancel()
+    return json_answer(stored.response)
 
 
 async def input_items(http: HttpRequest) -> Response:
@@ -139,62 +146,6 @@ def _query(http: HttpRequest, model: type[Q]) -> Q:
         raise shape_error(error, given) from None
 
 
-class _Answering:
-    """One response while it is made."""
-
-    def __init__(
-        self, service: Service, store: ResponseStore, body: ResponsesRequest, items: Sequence[Item], owner: bytes
-    ) -> None:
-        self._service = service
-        self._store = store
-        self._body = body
-        self._items = items
-        self._owner = owner
-        self.builder = ResponseBuilder(_begun(service, body), wants_logprobs=body.wants_logprobs)
-
-    async def prepare(self, arrived: Arrival) -> PreparedChat:
-        is_streamed = bool(self._body.stream)
-
-        async def prepare(items: Sequence[Item]) -> PreparedChat:
-            call = chat_call(self._body, items)
-            return await prepare_chat(self._service, call, stream=is_streamed, arrived=arrived, names=FIELDS)
-
-        if self._body.truncation != "auto":
-            return await prepare(self._items)
-        return await prepare_longest(shortened(self._items), prepare)
-
-    async def run(self, arrived: Arrival) -> dict[str, str]:
-        """Make the whole response; return the headers."""
-        chat = await self.prepare(arrived)
-        (answer,), headers = await chat.run()
-        for part in answer.parts:
-            for _ in self.builder.feed(part):
-                pass
-        self._keep()
-        return headers
-
-    async def stream(self, chat: PreparedChat, put: Put) -> None:
-        """Make the response event by event; what is stored is there when the last event is sent."""
-
-        def take(_index: int, part: Part) -> None:
-            for event in self.builder.feed(part):
-                if self.builder.response.status != "in_progress":
-                    self._keep()
-                put(event)
-
-        await chat.stream(take)
-
-    def failed(self, error: FunitelError) -> BaseModel:
-        """The event that says so; a failed response is stored too."""
-        event = self.builder.failed(error)
-        self._keep()
-        return event
-
-    def _keep(self) -> None:
-        if self.builder.response.store:
-            self._store.put(StoredResponse.of(self.builder.response, self._items, self._owner))
-
-
 def _begun(service: Service, body: ResponsesRequest) -> ModelResponse:
     """A response without output."""
     temperature, top_p = body.temperature, body.top_p
@@ -206,6 +157,7 @@ def _begun(service: Service, body: ResponsesRequest) -> ModelResponse:
     return ModelResponse(
         id=response_id,
         created_at=int(time.time()),
+        background=bool(body.background),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,

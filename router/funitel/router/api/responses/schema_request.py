@@ -329,8 +329,9 @@ class ResponsesRequest(InputTokensRequest):
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = Field(default=None, description="Whether the response can be retrieved; yes by default.")
     metadata: Metadata | None = None
-    # Refused when they ask for something.
-    background: Literal[False] | None = None
+    background: bool | None = Field(
+        default=None, description="Whether to answer at once and go on without the client; needs `store`."
+    )
     # Accepted: they concern OpenAI's service, tools that are not there, or conversations longer than ours can be.
     access_programs: Any = None
     context_management: Any = None
@@ -360,4 +361,7 @@ class InputItemsQuery(BaseModel):
 class RetrieveQuery(BaseModel):
     """How to retrieve a stored response."""
 
-    stream: Literal["false"] | None = Field(default=None, description="A stored response is not streamed.")
+    stream: bool = Field(default=False, description="Whether to send its events, those to come included.")
+    starting_after: int | None = Field(
+        default=None, ge=0, description="The number of the last event that was received; for a stream."
+    )

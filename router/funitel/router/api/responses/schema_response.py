@@ -127,8 +127,8 @@ class ModelResponse(BaseModel):
     object: Literal["response"] = "response"
     created_at: int
     completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
-    background: Literal[False] = False
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
+    background: bool = False
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
@@ -153,6 +153,11 @@ class ModelResponse(BaseModel):
     truncation: Literal["auto", "disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more comes."""
+        return self.status not in ("queued", "in_progress")
 
 
 class DeletedResponse(BaseModel):
@@ -191,7 +196,12 @@ class ResponseEvent(_Event):
     """The response begins, or has ended."""
 
     type: Literal[
-        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.completed",
+        "response.incomplete",
+        "response.failed",
     ]
     response: ModelResponse
 

@@ -47,6 +47,11 @@ def conversation(body: InputTokensRequest, store: ResponseStore, owner: bytes = 
                 f"previous_response_id: no such response is stored. Given: {body.previous_response_id!r}",
                 "previous_response_id",
             )
+        if not stored.response.has_ended:
+            raise InvalidRequest(
+                f"previous_response_id: the response has not ended. Given: {body.previous_response_id!r}",
+                "previous_response_id",
+            )
         earlier = stored.conversation
     return (*earlier, *(_resolved(item, place, store, owner) for place, item in enumerate(body.input)))
 
