@@ -1,6 +1,7 @@
 """Responses in the background, and the events of stored responses, streamed again from any number on."""
 
 import asyncio
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,8 @@ async def test_b7_wrong_requests_are_refused_at_once(serve: Serve) -> None:
 
 async def test_b7_it_counts_as_a_request_of_its_key(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("name=a key=secret-of-a max_concurrent_requests=1\n")
+    digest = hashlib.sha256(b"secret-of-a").hexdigest()
+    keys.write_text(json.dumps({"name": "a", "sha256": digest, "max_concurrent_requests": 1}) + "\n")
     async with serve(FakeEngine(pause=60), api_key_file=str(keys)) as client:
         client.headers["authorization"] = "Bearer secret-of-a"
         begun = await posted(client)
