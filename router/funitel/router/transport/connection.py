@@ -13,7 +13,7 @@ from math import inf
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from funitel.router.settings import RouterSettings
 from funitel.router.transport.connection_limits import Connections
@@ -48,6 +48,7 @@ class HttpConnection(HttpToolsProtocol):
         self._connections = connections
         self._settings = settings
         self._num_requests = 0
+        self._answered: RequestResponseCycle | None = None  # now, or last; `cycle` is of the newest request
         self._is_in_header = False  # of the newest request
         self._is_whole = True  # the newest request was received to its end
         self._is_leaving = False  # nothing more is read
@@ -77,12 +78,24 @@ class HttpConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Release everything."""
         super().connection_lost(exc)
+        self._tell_of_leaving()
         self._unset_keepalive_if_required()  # uvicorn leaves that timer running after a reset
         self._connections.leave(self)
         if self._timer is not None:
             self._timer.cancel()
         if self.scope is not None:
             cast(dict[str, Any], self.scope).pop(CLIENT, None)  # refers back to this
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Remember which request is being answered: uvicorn knows the newest, which may wait behind it."""
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _tell_of_leaving(self) -> None:
+        """Tell the handler that nothing more can be sent."""
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Parse data; refuse what is not HTTP, or exceeds a limit."""
@@ -301,6 +314,7 @@ class HttpConnection(HttpToolsProtocol):
     def disconnect(self, reason: str) -> None:
         """End the connection at once; requests in flight see that their client has left."""
         self._connections.count_disconnect(reason)
+        self._tell_of_leaving()
         self.transport.abort()
 
     def _refuse(self, why: BaseException | None) -> None:
