@@ -412,3 +412,49 @@ async def test_b5_a_message_with_tools_and_a_format_is_either(serve: Serve, leng
         received = blocks_of(await events(client, MESSAGES, **fields))
     assert answer["content"] == received == [{"type": "text", "text": REPORT}]
     assert answer["stop_reason"] == "end_turn"
+
+
+# What coding agents send
+
+GROUP = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [RESPONSES_TOOL]}
+
+
+@pytest.mark.usefixtures("hermes")
+async def test_b6_functions_of_a_namespace_are_called_by_it(serve: Serve) -> None:
+    call = CALL.replace("weather", "crm__weather")
+    async with serve(engine := writes(f"<tool_call>\n{call}\n</tool_call>")) as client:
+        answer = await post(client, RESPONSES, tools=[GROUP, RESPONSES_TOOL])
+        received = await events(client, RESPONSES, tools=[GROUP])
+        (item,) = answer["output"]
+        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "sunny"}
+        await post(client, RESPONSES, input=[item, result], tools=[GROUP])
+        await post(client, RESPONSES, input=[result], previous_response_id=answer["id"], tools=[GROUP])
+    assert (item["namespace"], item["name"]) == ("crm", "weather")
+    assert answer["tools"][0]["tools"][0]["name"] == "weather"
+    added = next(event for event in received if event["type"] == "response.output_item.added")
+    assert (added["item"]["namespace"], added["item"]["name"]) == ("crm", "weather")
+    assert '"name": "crm__weather"' in engine.requests[0].inputs
+    assert "Customers.\\nThe weather." in engine.requests[0].inputs
+    for request in engine.requests[2:]:
+        assert "<tool_call>crm__weatherParis</tool_call>" in request.inputs
+
+
+@pytest.mark.usefixtures("hermes")
+async def test_b6_deferred_tools_are_shown_once_they_are_referred_to(serve: Serve) -> None:
+    search = {"name": "search", "input_schema": {"type": "object"}}
+    tools = [search, ANTHROPIC_TOOL | {"defer_loading": True}]
+    call = {"type": "tool_use", "id": "t1", "name": "search", "input": {"city": "weather"}}
+    found = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [found]}
+    messages = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    asked = {"role": "user", "content": "Hi"}
+    async with serve(engine := writes("Well.")) as client:
+        await post(client, MESSAGES, tools=tools)
+        await post(client, MESSAGES, tools=tools, tool_choice={"type": "auto"}, messages=[asked, *messages])
+        await post(client, MESSAGES, tools=tools[1:], tool_choice={"type": "auto"})
+    shown = ['"name": "weather"' in request.inputs for request in engine.requests]
+    assert shown == [False, True, False]
+    assert "[tool]Found the tool weather." in engine.requests[1].inputs
+    async with serve(engine := writes(CALL)) as client:
+        await post(client, MESSAGES, tools=tools, tool_choice={"type": "tool", "name": "weather"})
+    assert engine.requests[0].sampling.grammar_type is GrammarType.JSON

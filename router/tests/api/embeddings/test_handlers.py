@@ -16,7 +16,7 @@ import pytest
 from fakes import FakeEngine, Serve, eventually
 
 from funitel.proto.errors import FunitelError, InvalidRequest, ShardFailed, StepFailed
-from funitel.proto.step import EncoderFacts, EncoderInput, EncoderResult, EncoderTask, ShardInfo
+from funitel.proto.step import EncoderFacts, EncoderInput, EncoderResult, EncoderTask, ShardInfo, ShardMemory
 from funitel.router.encoder.engine import start_encoder
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
@@ -83,8 +83,8 @@ class FakeEncoder:
         found = [float(text.input_ids[-2]), float(len(text.input_ids)), 0.0, 0.0]
         return [number / math.hypot(*found) for number in found] if is_unit and text.is_normalized else found
 
-    async def health(self) -> None:
-        pass
+    async def health(self) -> list[ShardMemory]:
+        return [ShardMemory()]
 
     def fence(self) -> None:
         pass
@@ -320,7 +320,7 @@ async def test_what_the_model_is_not_for_is_refused(
 ) -> None:
     async with encoding(FakeEncoder(facts)) as client:
         response = await client.post(path, json=body)
-    assert response.status_code == (400 if path.startswith("/v1/embeddings") or path.startswith("/v1/rerank") else 422)
+    assert response.status_code == (400 if path in ("/v1/embeddings", "/v1/rerank", "/v1/responses") else 422)
     answer = response.json()
     if path.startswith("/v1"):
         assert words in answer["error"]["message"]
@@ -604,6 +604,8 @@ async def test_b3_documents_are_ranked_in_the_shape_of_other_services(path: str,
         best = (await client.post(path, json=RERANK | {"top_n": 1, "return_documents": False})).json()
         raw = (await client.post(path, json=RERANK | {"use_activation": False, "top_n": 0})).json()
         own = (await client.post("/rerank", json={"query": "sea", "texts": ["the", "the blue sea", "is it"]})).json()
+        same = (await client.post("/rerank", json=RERANK)).json()
+    assert same["results"] == answer["results"]
     assert answer.pop("id").startswith("rerank-")
     results = answer.pop("results")
     assert answer == {"object": "list", "model": "any", "usage": {"prompt_tokens": 18, "total_tokens": 18}}

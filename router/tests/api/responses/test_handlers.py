@@ -262,7 +262,8 @@ async def test_values_that_ask_for_nothing_are_accepted(client: httpx.AsyncClien
             "is not supported",
         ),
         ({"previous_response_id": "resp_no"}, "previous_response_id", "no such response is stored"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0", "type `web_search` is not supported"),
+        ({"tools": [{"type": "code_interpreter"}]}, "tools.0", "type `code_interpreter` is not supported"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "type `web_search` is not supported"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name", "required"),
         ({"tool_choice": "any"}, "tool_choice", "type `any` is not supported"),
         ({"tool_choice": {"type": "mcp", "server_label": "x"}}, "tool_choice", "type `mcp` is not supported"),
@@ -440,3 +441,18 @@ async def test_a_client_that_leaves_ends_its_sequence(
     with pytest.raises(httpx.ReadTimeout):
         await listening.post(RESPONSES, json={"input": "Hi", "stream": stream}, timeout=0.3)
     await eventually(engine.was_cancelled, "cancel")
+
+
+@pytest.mark.parametrize("kind", ["web_search", "image_generation", "tool_search"])
+async def test_b6_tools_that_openai_runs_are_not_shown_to_the_model(kind: str, serve: Serve) -> None:
+    engine = FakeEngine()
+    offered = {"type": kind, "external_web_access": False}
+    async with serve(engine) as client:
+        answer = await client.post(RESPONSES, json={"input": "Hi", "tools": [offered]})
+    assert answer.status_code == 200
+    assert answer.json()["tools"] == [offered]
+    assert kind not in engine.requests[0].inputs
+    async with serve(FakeEngine(), strict_fields=True) as client:
+        refused = await client.post(RESPONSES, json={"input": "Hi", "tools": [offered]})
+    assert refused.status_code == 400
+    assert f"tools.0: type `{kind}` is not supported" in refused.json()["error"]["message"]

@@ -4,6 +4,7 @@ Fields that only concern Anthropic's service are accepted; known fields that wou
 supported are refused by name unless they ask for nothing; `FieldPolicy` decides on unknown ones.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag
@@ -54,12 +55,33 @@ TextBlocks = Annotated[
 ]
 
 
+class ToolReferenceBlock(Body):
+    """The name of a tool that a search of the client's has found; from here on the model is shown the tool."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+    cache_control: CacheControl | None = None
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return f"Found the tool {self.tool_name}."
+
+
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ToolReferenceBlock, Tag("<tool_reference>")],
+    by_type("text", "tool_reference"),
+]
+
+
 class ToolResultBlock(Body):
     """What a call the assistant made has brought."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: TextBlocks = Field(default_factory=list)
+    content: Annotated[
+        list[ResultBlock], BeforeValidator(_as_blocks, json_schema_input_type=str | list[ResultBlock])
+    ] = Field(default_factory=list)
     is_error: bool = False
     cache_control: CacheControl | None = None
 
@@ -100,7 +122,7 @@ class InputMessage(Body):
     content: Blocks
 
 
-def joined(blocks: list[TextBlock]) -> str:
+def joined(blocks: Sequence[TextBlock | ToolReferenceBlock]) -> str:
     """Texts that stand beside each other, a line each."""
     return "\n".join(block.text for block in blocks)
 
@@ -121,7 +143,9 @@ class Tool(Body):
     cache_control: CacheControl | None = None
     eager_input_streaming: bool | None = Field(default=None, description="Accepted: input is always streamed.")
     allowed_callers: list[Literal["direct"]] | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = Field(
+        default=None, description="Whether the model is shown the tool only once the conversation refers to it."
+    )
 
 
 class _ParallelChoice(Body):
@@ -205,7 +229,9 @@ class OutputFormat(Body):
 class OutputConfig(Body):
     """What the answer shall be like."""
 
-    effort: Literal["high"] | None = Field(default=None, description="No other effort is supported.")
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="Accepted: a hint, which the model is not shown."
+    )
     format: OutputFormat | None = None
 
 

@@ -16,6 +16,7 @@ from funitel.router.api.anthropic.schema_request import (
     ToolChoiceAny,
     ToolChoiceNone,
     ToolChoiceTool,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
     joined,
@@ -32,8 +33,10 @@ def chat_call(body: CountTokensRequest, sampling: SamplingRequest | None = None)
     Raises:
         InvalidRequest: blocks stand where they cannot, or calls of tools lack their results.
     """
-    tools = tuple(_tool(tool) for tool in body.tools or ())
-    if body.tool_choice is not None and not tools:
+    named = _named_tools(body)
+    shown = [tool for tool in body.tools or () if not tool.defer_loading or tool.name in named]
+    tools = tuple(_tool(tool) for tool in shown)
+    if body.tool_choice is not None and not body.tools:
         raise InvalidRequest("`tool_choice` needs `tools`", "tool_choice")
     return ChatCall(
         messages=tuple(_merged(_conversation(body))),
@@ -75,6 +78,17 @@ def _grammar(body: CountTokensRequest) -> Grammar | None:
 
 def _tool(tool: BodyTool) -> Tool:
     return Tool(name=tool.name, description=tool.description, parameters=tool.input_schema)
+
+
+def _named_tools(body: CountTokensRequest) -> set[str]:
+    """The tools that a request refers to: found by a search, called before, or chosen."""
+    names = {body.tool_choice.name} if isinstance(body.tool_choice, ToolChoiceTool) else set()
+    for block in (block for message in body.messages for block in message.content):
+        if isinstance(block, ToolUseBlock):
+            names.add(block.name)
+        elif isinstance(block, ToolResultBlock):
+            names |= {part.tool_name for part in block.content if isinstance(part, ToolReferenceBlock)}
+    return names
 
 
 def _tool_choice(body: CountTokensRequest) -> ToolChoice:

@@ -35,7 +35,7 @@ ROUTES = (
         SimilarityResponse,
     ),
     native_work(
-        "/rerank", handlers.rerank, "Encoders: texts by how well they answer a query", RerankRequest, RerankResponse
+        "/rerank", similarity.rerank, "Encoders: texts by how well they answer a query", RerankRequest, RerankResponse
     ),
     native_work(
         "/predict",

@@ -78,8 +78,8 @@ async def embeddings(incoming: IncomingRequest) -> Response:
 
 
 @encoder_route
-async def rerank(incoming: IncomingRequest) -> Response:
-    """`/rerank`: texts by how well they answer a query, the best first."""
+async def rerank_texts(incoming: IncomingRequest) -> Response:
+    """`/rerank` as TEI has it: texts by how well they answer a query, the best first."""
     call = EncoderCall.of(incoming)
     call.encoder.check_ranker()
     body = await incoming.read(RerankRequest)

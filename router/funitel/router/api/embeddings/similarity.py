@@ -11,9 +11,16 @@ from starlette.responses import Response
 
 from funitel.proto.errors import BatchSizeExceeded, InvalidRequest
 from funitel.proto.step import EncoderInput, EncoderTask
-from funitel.router.api.common.body import json_answer
+from funitel.router.api.common.body import json_answer, read_json
 from funitel.router.api.common.handler import IncomingRequest, encoder_route
-from funitel.router.api.embeddings.handlers import EncoderCall, embed_texts, encodings_of, numbers, sigmoid
+from funitel.router.api.embeddings.handlers import (
+    EncoderCall,
+    embed_texts,
+    encodings_of,
+    numbers,
+    rerank_texts,
+    sigmoid,
+)
 from funitel.router.api.embeddings.schema import (
     EmbedAllRequest,
     PromptedBody,
@@ -78,6 +85,14 @@ async def rerank_documents(incoming: IncomingRequest) -> Response:
         results=_best(body, scores),
     )
     return json_answer(answer, call.headers(encoded))
+
+
+@encoder_route
+async def rerank(incoming: IncomingRequest) -> Response:
+    """`/rerank`: a body of TEI's; or, where it has `documents`, of vLLM's route of the same name."""
+    content = await read_json(incoming.http, incoming.service.settings.payload_limit)
+    is_documents = isinstance(content, dict) and "documents" in content
+    return await (rerank_documents if is_documents else rerank_texts)(incoming.http)
 
 
 @encoder_route

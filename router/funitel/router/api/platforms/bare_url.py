@@ -16,7 +16,7 @@ async def serve_task(http: HttpRequest) -> Response:
     if not service.is_encoder:
         return await generate.compat_generate(http)
     if service.encoder.is_ranker:
-        return await handlers.rerank(http)
+        return await similarity.rerank(http)
     if EncoderTask.CLASSIFY in service.encoder.facts.tasks:
         return await handlers.predict(http)
     return await _embed_or_compare(http)

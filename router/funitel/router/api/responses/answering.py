@@ -12,7 +12,7 @@ from funitel.router.api.responses.event_log import EventLog
 from funitel.router.api.responses.schema_request import Item, ResponsesRequest
 from funitel.router.api.responses.schema_response import ModelResponse
 from funitel.router.api.responses.store import ResponseStore, StoredResponse
-from funitel.router.api.responses.to_chat import chat_call
+from funitel.router.api.responses.to_chat import chat_call, namespaces
 from funitel.router.api.responses.truncation import prepare_longest, shortened
 from funitel.router.auth.accounts import Account
 from funitel.router.chat.parts import Part
@@ -54,7 +54,7 @@ class Answering:
         self._run: asyncio.Task[None] | None = None
         self._refusal: FunitelError | None = None  # of the engine, before anything was made
         self.events = EventLog()
-        self.builder = ResponseBuilder(begun, wants_logprobs=body.wants_logprobs)
+        self.builder = ResponseBuilder(begun, namespaces(body), wants_logprobs=body.wants_logprobs)
 
     async def prepare(self, arrived: Arrival) -> PreparedChat:
         """Check the request and make its prompt; raises as `prepare_chat`."""

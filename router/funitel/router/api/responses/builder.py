@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from funitel.proto.errors import FunitelError
@@ -59,9 +59,18 @@ def new_id(kind: str) -> str:
 class ResponseBuilder:
     """Feed the parts of one answer; get its events, numbered. `response` is what they amount to."""
 
-    def __init__(self, response: ModelResponse, *, wants_logprobs: bool) -> None:
-        """Begin with a response that has no output; it is added to."""
+    def __init__(
+        self, response: ModelResponse, namespaces: Mapping[str, tuple[str, str]], *, wants_logprobs: bool
+    ) -> None:
+        """Begin with a response that has no output; it is added to.
+
+        Args:
+            response: the answer while it is empty.
+            namespaces: namespace and name of the functions that have a namespace, by the names that the model calls.
+            wants_logprobs: whether text comes with the log-probabilities of its tokens.
+        """
         self.response = response
+        self._namespaces = namespaces
         self._wants_logprobs = wants_logprobs
         self._open: OutputItem | None = None  # the last item, while more of it may come
         self._gathered: list[str] = []  # text of the open item so far
@@ -116,7 +125,10 @@ class ResponseBuilder:
                 yield from self._reasoning(part)
             case ToolCallStart():
                 yield from self._closed("completed")
-                yield from self._opened(OutputFunctionCall(id=new_id("fc"), call_id=part.id, name=part.name))
+                namespace, name = self._namespaces.get(part.name, (None, part.name))
+                yield from self._opened(
+                    OutputFunctionCall(id=new_id("fc"), call_id=part.id, name=name, namespace=namespace)
+                )
                 self._more = _template(ArgumentsDeltaEvent, **self._place)
             case ToolCallArguments():
                 yield self._added(part.delta)

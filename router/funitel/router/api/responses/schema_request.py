@@ -6,13 +6,12 @@ are refused by name unless they ask for nothing; `FieldPolicy` decides on unknow
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, ValidationInfo, model_validator
 
-from funitel.router.api.common.field_policy import Unsupported
+from funitel.router.api.common.field_policy import FieldPolicy, Unsupported
 from funitel.router.api.common.schema_base import CLAMPED, F32, U32, Body, Metadata, ServiceTier, by_type
 
 Status = Literal["in_progress", "completed", "incomplete"]
-_NAMESPACE = {"namespace": Unsupported("functions have no namespaces here")}
 
 # Items of a conversation: what clients send, and what is kept of what was sent and answered
 
@@ -82,11 +81,10 @@ class MessageItem(_Item):
 class FunctionCallItem(_Item):
     """A call of a function; `arguments` is JSON text."""
 
-    unsupported: ClassVar = _NAMESPACE
-
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = Field(default=None, description="Of the function.")
     arguments: str
     caller: dict[str, Any] | None = Field(default=None, description="Accepted as it was answered.")
 
@@ -94,12 +92,11 @@ class FunctionCallItem(_Item):
 class FunctionCallOutputItem(_Item):
     """What a call has brought."""
 
-    unsupported: ClassVar = _NAMESPACE
-
     type: Literal["function_call_output"]
     call_id: str
     output: TextParts
     name: str | None = None
+    namespace: str | None = None
     caller: dict[str, Any] | None = Field(default=None, description="Accepted as it was answered.")
 
     @property
@@ -170,9 +167,49 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments, an object.")
     strict: bool | None = Field(default=None, description="Constrained calls follow the schema in any case.")
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = Field(default=None, description="Accepted: the model is shown every function at once.")
     allowed_callers: list[Literal["direct"]] | None = None
     output_schema: dict[str, Any] | None = Field(default=None, description="Accepted; the model is not shown it.")
+
+
+class NamespaceTool(Body):
+    """Functions of one namespace."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = Field(default=None, description="Shown to the model with each function.")
+    tools: list[Annotated[Annotated[FunctionTool, Tag("<function>")], by_type("function")]]
+
+
+HOSTED = ("web_search", "web_search_preview", "image_generation", "tool_search")
+
+
+class HostedTool(Body):
+    """A tool that OpenAI runs: not shown to the model, with a warning; refused by a strict policy."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[HOSTED]  # type: ignore[valid-type]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_known_fields(cls, content: Any, info: ValidationInfo) -> Any:
+        if isinstance(info.context, FieldPolicy):
+            if info.context.is_strict:
+                raise ValueError(f"type `{content['type']}` is not supported: the server has no such tool")
+            info.context.note("tools", {content["type"]: None}, ())
+        return content
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("<function>")]
+    | Annotated[NamespaceTool, Tag("<namespace>")]
+    | Annotated[HostedTool, Tag("<web_search>")]
+    | Annotated[HostedTool, Tag("<web_search_preview>")]
+    | Annotated[HostedTool, Tag("<image_generation>")]
+    | Annotated[HostedTool, Tag("<tool_search>")],
+    by_type("function", "namespace", *HOSTED),
+]
 
 
 class FunctionChoice(Body):
@@ -298,7 +335,7 @@ class InputTokensRequest(Body):
     model: str | None = Field(default=None, description="Any name; echoed in the answer.")
     instructions: str | None = None
     previous_response_id: str | None = Field(default=None, description="Of a response that is stored.")
-    tools: list[Annotated[Annotated[FunctionTool, Tag("<function>")], by_type("function")]] | None = None
+    tools: list[AnyTool] | None = None
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None

@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, RootModel
 
-from funitel.router.api.common.schema_base import Body
-from funitel.router.api.responses.schema_request import Choice, FunctionTool, Item, Status, TextConfig
+from funitel.router.api.common.schema_base import Body, is_none
+from funitel.router.api.responses.schema_request import AnyTool, Choice, Item, Status, TextConfig
 
 # Output items
 
@@ -68,6 +68,7 @@ class OutputFunctionCall(BaseModel):
     status: Status = "in_progress"
     call_id: str
     name: str
+    namespace: str | None = Field(default=None, exclude_if=is_none)
     arguments: str = ""
 
 
@@ -147,7 +148,7 @@ class ModelResponse(BaseModel):
     temperature: float
     text: TextConfig
     tool_choice: str | Choice
-    tools: list[FunctionTool]
+    tools: list[AnyTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["auto", "disabled"] = "disabled"

@@ -13,11 +13,13 @@ from funitel.router.api.responses.schema_request import (
     FunctionCallItem,
     FunctionCallOutputItem,
     FunctionChoice,
+    FunctionTool,
     InputTokensRequest,
     Item,
     ItemReference,
     MessageItem,
     ModeChoice,
+    NamespaceTool,
     ObjectFormat,
     PlainFormat,
     ReasoningItem,
@@ -107,9 +109,7 @@ def sampling_of(body: ResponsesRequest) -> SamplingRequest:
 
 
 def _tools(body: InputTokensRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
-    tools = tuple(
-        Tool(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in body.tools or ()
-    )
+    tools = tuple(_shown_tools(body))
     match body.tool_choice:
         case ModeChoice(type=mode):
             return tools, ToolChoice(ToolMode(mode))
@@ -125,6 +125,30 @@ def _tools(body: InputTokensRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
             return tuple(tool for tool in tools if tool.name in wanted), ToolChoice(ToolMode(mode))
         case None:
             return tools, ToolChoice()
+
+
+def _shown_tools(body: InputTokensRequest) -> Iterator[Tool]:
+    """The functions that the model is shown; those of namespaces by their qualified names."""
+    for tool in body.tools or ():
+        match tool:
+            case FunctionTool():
+                yield Tool(name=tool.name, description=tool.description, parameters=tool.parameters)
+            case NamespaceTool(name=namespace, description=words, tools=functions):
+                for each in functions:
+                    description = "\n".join(filter(None, (words, each.description))) or None
+                    name = qualified(namespace, each.name)
+                    yield Tool(name=name, description=description, parameters=each.parameters)
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """Return the name by which the model calls a function."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def namespaces(body: InputTokensRequest) -> dict[str, tuple[str, str]]:
+    """Namespace and name of the functions that have a namespace, by qualified names."""
+    groups = [tool for tool in body.tools or () if isinstance(tool, NamespaceTool)]
+    return {qualified(group.name, each.name): (group.name, each.name) for group in groups for each in group.tools}
 
 
 def _grammar(body: InputTokensRequest) -> Grammar | None:
@@ -147,7 +171,7 @@ def _messages(instructions: str | None, items: Sequence[Item], first: int) -> It
     unanswered: dict[str, int] = {}  # places, by id
     for place, item in enumerate(items, start=-first):
         if isinstance(item, FunctionCallItem):
-            calls[item.call_id] = item.name
+            calls[item.call_id] = qualified(item.namespace, item.name)
             unanswered[item.call_id] = place
         elif isinstance(item, FunctionCallOutputItem):
             if item.call_id not in calls:
@@ -173,7 +197,8 @@ def _message(item: Item, place: int, calls: Mapping[str, str]) -> ChatMessage:
         case ReasoningItem():
             return ChatMessage(role="assistant", reasoning=item.text)
         case FunctionCallItem():
-            call = PastToolCall(id=item.call_id, name=item.name, arguments=_arguments(item, place))
+            name = qualified(item.namespace, item.name)
+            call = PastToolCall(id=item.call_id, name=name, arguments=_arguments(item, place))
             return ChatMessage(role="assistant", tool_calls=(call,))
         case FunctionCallOutputItem():
             return ChatMessage(role="tool", text=item.text, tool_call_id=item.call_id, name=calls[item.call_id])
