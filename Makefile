@@ -8,7 +8,7 @@ TIMED_TESTS := $(addprefix integration-tests/test_,fairness.py grammar.py prefix
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test unit system timed mutants faults check triton fmt proto docs itest bench families fuzz wheel clean
+.PHONY: help setup serve test unit system timed clients mutants faults check triton fmt proto docs itest bench families fuzz wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -35,6 +35,9 @@ system: setup ## tests of the whole system, but for those that measure time
 
 timed: setup ## tests of the whole system that measure time, one after the other
 	@$(PYTEST) $(TIMED_TESTS) $(ARGS) $(NONE_IS_FINE)
+
+clients: setup ## third-party clients at pinned versions, in .venv-clients, and a table; ARGS="--only guidellm"
+	@$(BIN)/python integration-tests/clients/third_party/run.py $(ARGS)
 
 faults: setup ## kills, full disks, cut networks under load, then a soak; ARGS="--full --write" is the long form
 	@$(BIN)/pytest integration-tests/faults $(ARGS)

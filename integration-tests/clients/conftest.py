@@ -7,6 +7,8 @@ import pytest
 
 from funitel_testing.servers import Server, serving
 
+collect_ignore = ["third_party"]  # needs environments of its own: `make clients`
+
 
 @pytest.fixture(scope="package")
 def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
