@@ -456,3 +456,21 @@ async def test_b6_tools_that_openai_runs_are_not_shown_to_the_model(kind: str, s
         refused = await client.post(RESPONSES, json={"input": "Hi", "tools": [offered]})
     assert refused.status_code == 400
     assert f"tools.0: type `{kind}` is not supported" in refused.json()["error"]["message"]
+
+
+async def test_references_are_bounded_by_what_they_refer_to(serve: Serve, engine: FakeEngine) -> None:
+    """A body of 160 kB that named an item of 300 kB 3,000 times took 1.9 GB of memory."""
+    long = {"role": "user", "content": "x" * 40, "id": "msg_long"}
+    async with serve(engine, payload_limit=2000) as client:
+        made = await client.post("/v1/responses", json={"input": [long]})
+        assert made.status_code == 200
+        reference = {"type": "item_reference", "id": "msg_long"}
+        few = {"input": [reference]}
+        many = {"input": [reference] * 30}
+        chained = {"input": [reference] * 8, "previous_response_id": made.json()["id"]}
+        for route in ("/v1/responses", "/v1/responses/input_tokens"):
+            assert (await client.post(route, json=few)).status_code == 200
+            for body in (many, chained):
+                refused = await client.post(route, json=body)
+                assert refused.status_code == 413
+                assert "the stored items that it names must have at most 2000 bytes together" in refused.text

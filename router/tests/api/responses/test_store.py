@@ -9,7 +9,7 @@ from funitel.router.api.responses.schema_response import ModelResponse, OutputMe
 from funitel.router.api.responses.store import ResponseStore, StoredResponse
 
 
-def stored(id: str, text: str = "", given: str = "") -> StoredResponse:
+def stored(id: str, text: str = "", given: str = "", owner: bytes = b"", num_items: int = 1) -> StoredResponse:
     fields: dict[str, Any] = dict.fromkeys(
         (
             "instructions",
@@ -38,8 +38,9 @@ def stored(id: str, text: str = "", given: str = "") -> StoredResponse:
         top_p=1.0,
         **fields,
     )
-    item = MessageItem(id=f"in_{id}", role="user", content=[InputText(type="input_text", text=given)])
-    return StoredResponse.of(response, [item])
+    content = [InputText(type="input_text", text=given)]
+    items = [MessageItem(id=f"in_{id}{number or ''}", role="user", content=content) for number in range(num_items)]
+    return StoredResponse.of(response, items, owner)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -81,7 +82,7 @@ def test_items_are_found_by_id() -> None:
     store.put(stored("a", text="out", given="in"))
     store.put(stored("b"))
     found = [store.item("msg_a"), store.item("in_a")]
-    assert [item.text for item in found if isinstance(item, MessageItem)] == ["out", "in"]
+    assert [each.item.text for each in found if each and isinstance(each.item, MessageItem)] == ["out", "in"]
     assert store.item("msg_c") is None
 
 
@@ -90,3 +91,44 @@ def test_a_store_of_no_responses_keeps_none(max_count: int) -> None:
     store = ResponseStore(max_count=max_count, max_bytes=10**6)
     store.put(stored("a"))
     assert len(store) == max_count
+
+
+@pytest.mark.parametrize("is_long", [False, True], ids=["by count", "by bytes"])
+def test_no_owner_evicts_what_another_has_stored_while_it_holds_more(is_long: bool) -> None:
+    text = "x" * 1000 * is_long
+    store = ResponseStore(max_count=10**6 if is_long else 10, max_bytes=20_000 if is_long else 10**6)
+    for number in range(3):
+        store.put(stored(f"b{number}", text, owner=b"b"))
+    for number in range(500):
+        store.put(stored(f"a{number}", text, owner=b"a"))
+    assert all(store.get(f"b{number}", b"b") for number in range(3))
+    assert store.get("a499", b"a") is not None
+    assert store.get("a0", b"a") is None
+    for number in range(3, 500):
+        store.put(stored(f"b{number}", text, owner=b"b"))
+    of_a = sum(store.get(f"a{number}", b"a") is not None for number in range(500))
+    assert abs(of_a - (len(store) - of_a)) <= 1, "each has a half"
+
+
+def test_an_item_that_several_responses_have_goes_with_the_last_of_them() -> None:
+    store = ResponseStore(max_count=10, max_bytes=10**6)
+    first = stored("a", text="out", given="in")
+    store.put(first)
+    store.put(StoredResponse.of(stored("b").response, first.conversation))
+    store.remove("a")
+    assert store.item("in_a") is not None
+    store.remove("b")
+    assert store.item("in_a") is None
+    assert store.item("msg_b") is None
+
+
+def test_the_look_up_of_an_item_scans_nothing() -> None:
+    """It scanned all that a key has stored, and a body has room for 40,000 references."""
+    store = ResponseStore(max_count=10, max_bytes=10**8)
+    store.put(stored("a", num_items=1000))
+    scanned: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("input_items", "output_items"):
+            patch.setattr(StoredResponse, name, property(lambda self: scanned.append("it") or ()))
+        assert all(store.item(f"in_a{number}") for number in range(1, 1000))
+    assert not scanned

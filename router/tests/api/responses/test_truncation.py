@@ -1,5 +1,7 @@
 """`truncation: auto` drops as few of the first turns as it must."""
 
+import tracemalloc
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -7,7 +9,8 @@ import pytest
 from fakes import FakeEngine, Serve
 
 from funitel.proto.errors import ContextTooLong
-from funitel.router.api.responses.truncation import prepare_longest
+from funitel.router.api.responses.schema_request import Item, MessageItem
+from funitel.router.api.responses.truncation import Shortened, prepare_longest
 
 
 def turn(number: int) -> list[dict[str, Any]]:
@@ -69,3 +72,20 @@ async def test_b7_few_tries_find_the_longest_that_fits(fitting: int) -> None:
     conversations: Any = [["item"] * length for length in range(40, 0, -1)]
     assert await prepare_longest(conversations, prepare) == fitting
     assert len(tries) <= 8
+
+
+async def test_many_short_turns_are_not_held_in_every_length() -> None:
+    """Lists of all lengths of 64,000 turns, which fit into a body, would take 16 GB."""
+    items = [MessageItem(role="user", content=[])] * 4000
+
+    async def prepare(left: Sequence[Item]) -> int:
+        if len(left) > 2000:
+            raise ContextTooLong("too long")
+        return len(left)
+
+    tracemalloc.start()
+    try:
+        assert await prepare_longest(Shortened(items), prepare) == 2000
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()

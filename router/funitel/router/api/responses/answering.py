@@ -13,7 +13,7 @@ from funitel.router.api.responses.schema_request import Item, ResponsesRequest
 from funitel.router.api.responses.schema_response import ModelResponse
 from funitel.router.api.responses.store import ResponseStore, StoredResponse
 from funitel.router.api.responses.to_chat import chat_call, namespaces
-from funitel.router.api.responses.truncation import prepare_longest, shortened
+from funitel.router.api.responses.truncation import Shortened, prepare_longest
 from funitel.router.auth.accounts import Account
 from funitel.router.chat.parts import Part
 from funitel.router.chat.run import PreparedChat, prepare_chat
@@ -66,7 +66,7 @@ class Answering:
 
         if self._body.truncation != "auto":
             return await prepare(self._items)
-        return await prepare_longest(shortened(self._items), prepare)
+        return await prepare_longest(Shortened(self._items), prepare)
 
     async def run(self, arrived: Arrival) -> dict[str, str]:
         """Make the whole response; return the headers."""

@@ -52,7 +52,8 @@ async def create(incoming: IncomingRequest) -> Response:
     begun = _begun(incoming.service, body)
     if body.background and not begun.store:
         raise InvalidRequest("`background` needs `store`", "background")
-    answering = Answering(incoming.service, store, body, conversation(body, store, owner), owner, begun)
+    items = conversation(body, store, owner, max_stored_bytes=incoming.service.settings.payload_limit)
+    answering = Answering(incoming.service, store, body, items, owner, begun)
     if body.background:
         headers = await answering.begin(incoming.arrived)
         if body.stream:
@@ -71,7 +72,9 @@ async def create(incoming: IncomingRequest) -> Response:
 async def count_input_tokens(incoming: IncomingRequest) -> Response:
     """`POST /v1/responses/input_tokens`: how many tokens the prompt of a conversation has."""
     body = await incoming.read(InputTokensRequest)
-    call = chat_call(body, conversation(body, store_of(incoming.http), tenant_of(incoming.http.scope)))
+    store, owner = store_of(incoming.http), tenant_of(incoming.http.scope)
+    items = conversation(body, store, owner, max_stored_bytes=incoming.service.settings.payload_limit)
+    call = chat_call(body, items)
     count = await count_prompt_tokens(incoming.service, call, FIELDS)
     return json_answer(InputTokenCount(input_tokens=count))
 

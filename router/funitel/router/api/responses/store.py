@@ -1,9 +1,10 @@
-"""Store responses in memory, bounded, to be retrieved and continued; the least recently used are evicted first."""
+"""Store responses in memory, bounded, to be retrieved and continued; each key's least recently used go first."""
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -51,6 +52,12 @@ class StoredResponse:
         """What the next turn goes on from."""
         return self.input_items + self.output_items
 
+    @property
+    def items_by_id(self) -> dict[str, Item]:
+        """The items of the conversation that have an id; of several with one id, an answered one, else the first."""
+        items = (*reversed(self.input_items), *reversed(self.output_items))
+        return {item.id: item for item in items if item.id is not None}
+
     async def cancel(self) -> None:
         """End its run, if it has not ended."""
         if self.run is not None and not self.run.done():
@@ -65,13 +72,18 @@ def as_input(item: OutputItem) -> Item:
 
 
 class ResponseStore:
-    """The responses that can be retrieved. Used by the event loop only."""
+    """The responses that can be retrieved. Used by the event loop only.
+
+    The owner of most of what is stored gives up its own for more, so that no key evicts what another one stored while
+    it holds more itself.
+    """
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
         """Keep at most so many responses, and at most so many bytes of JSON."""
         self._max_count = max_count
         self._max_bytes = max_bytes
-        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()  # least recently used first
+        self._stored: dict[str, StoredResponse] = {}
+        self._shares: dict[bytes, _Share] = {}  # by owner
         self.num_bytes = 0
         self.runs = Tasks()  # of responses in the background
 
@@ -84,16 +96,22 @@ class ResponseStore:
             return
         self._forget(stored.response.id)
         self._stored[stored.response.id] = stored
+        self._shares.setdefault(stored.owner, _Share()).add(stored)
         self.num_bytes += stored.num_bytes
-        while len(self._stored) > self._max_count or self.num_bytes > self._max_bytes:
-            self.remove(next(iter(self._stored)))
+        while len(self._stored) > self._max_count:
+            self._evict(max(self._shares.values(), key=lambda share: len(share.ids)))
+        while self.num_bytes > self._max_bytes:
+            self._evict(max(self._shares.values(), key=lambda share: share.num_bytes))
+
+    def _evict(self, share: "_Share") -> None:
+        self.remove(next(iter(share.ids)))
 
     def get(self, id: str, owner: bytes = b"") -> StoredResponse | None:
         """A response of an owner by its id."""
         stored = self._stored.get(id)
         if stored is None or stored.owner != owner:
             return None
-        self._stored.move_to_end(id)
+        self._shares[owner].ids.move_to_end(id)
         return stored
 
     def remove(self, id: str) -> bool:
@@ -109,17 +127,55 @@ class ResponseStore:
         dropped = self._stored.pop(id, None)
         if dropped is not None:
             self.num_bytes -= dropped.num_bytes
+            share = self._shares[dropped.owner]
+            share.drop(dropped)
+            if not share.ids:
+                del self._shares[dropped.owner]
         return dropped
 
     def __contains__(self, id: str) -> bool:
         return id in self._stored
 
-    def item(self, id: str, owner: bytes = b"") -> Item | None:
-        """An item of any response of an owner, the latest used first."""
-        return next((item for item in self._items(owner) if item.id == id), None)
+    def item(self, id: str, owner: bytes = b"") -> "StoredItem | None":
+        """An item of any response of an owner, of the latest one that was stored with it."""
+        share = self._shares.get(owner)
+        return None if share is None else share.items.get(id)
 
-    def _items(self, owner: bytes) -> Iterator[Item]:
-        for stored in reversed(self._stored.values()):
-            if stored.owner == owner:
-                yield from stored.output_items
-                yield from stored.input_items
+
+class StoredItem:
+    """An item that a number of responses have."""
+
+    def __init__(self, item: Item, num_responses: int) -> None:
+        self.item = item
+        self.num_responses = num_responses
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Its size in bytes of JSON."""
+        return len(self.item.model_dump_json())
+
+
+class _Share:
+    """What one owner has stored."""
+
+    def __init__(self) -> None:
+        self.ids: OrderedDict[str, None] = OrderedDict()  # of responses, least recently used first
+        self.num_bytes = 0
+        self.items: dict[str, StoredItem] = {}  # by id
+
+    def add(self, stored: StoredResponse) -> None:
+        """Count a response as the latest used."""
+        self.ids[stored.response.id] = None
+        self.num_bytes += stored.num_bytes
+        for id, item in stored.items_by_id.items():
+            known = self.items.get(id)
+            self.items[id] = StoredItem(item, known.num_responses + 1 if known else 1)
+
+    def drop(self, stored: StoredResponse) -> None:
+        """Count a response no more."""
+        del self.ids[stored.response.id]
+        self.num_bytes -= stored.num_bytes
+        for id in stored.items_by_id:
+            self.items[id].num_responses -= 1
+            if not self.items[id].num_responses:
+                del self.items[id]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from funitel.proto.errors import InvalidRequest
+from funitel.proto.errors import InvalidRequest, PayloadTooLarge
 from funitel.proto.step import GrammarType
 from funitel.router.api.responses.builder import new_id
 from funitel.router.api.responses.schema_request import (
@@ -26,7 +26,7 @@ from funitel.router.api.responses.schema_request import (
     ResponsesRequest,
     SchemaFormat,
 )
-from funitel.router.api.responses.store import ResponseStore
+from funitel.router.api.responses.store import ResponseStore, StoredItem
 from funitel.router.chat.call import ChatCall, ChatMessage, PastToolCall, Tool, ToolChoice, ToolMode
 from funitel.router.core.grammar import Grammar
 from funitel.router.serving.sampling_request import SamplingRequest
@@ -35,13 +35,23 @@ ANY_OBJECT = '{"type": "object"}'
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-def conversation(body: InputTokensRequest, store: ResponseStore, owner: bytes = b"") -> tuple[Item, ...]:
+def conversation(
+    body: InputTokensRequest, store: ResponseStore, owner: bytes = b"", *, max_stored_bytes: int
+) -> tuple[Item, ...]:
     """All items a request goes on from, each with an id; those of earlier responses first.
+
+    Args:
+        body: names stored items beside those that it has.
+        store: of the responses.
+        owner: of the request.
+        max_stored_bytes: maximum of stored items in bytes of JSON; one that is named twice counts twice.
 
     Raises:
         InvalidRequest: it names a response or an item that is not stored.
+        PayloadTooLarge: it names too many bytes.
     """
     earlier: tuple[Item, ...] = ()
+    room = max_stored_bytes
     if body.previous_response_id is not None:
         stored = store.get(body.previous_response_id, owner)
         if stored is None:
@@ -55,16 +65,26 @@ def conversation(body: InputTokensRequest, store: ResponseStore, owner: bytes = 
                 "previous_response_id",
             )
         earlier = stored.conversation
-    return (*earlier, *(_resolved(item, place, store, owner) for place, item in enumerate(body.input)))
+        room -= stored.num_bytes
+    items: list[Item] = []
+    for place, item in enumerate(body.input):
+        if isinstance(item, ItemReference):
+            found = _referred(item, place, store, owner)
+            room -= found.num_bytes
+            items.append(found.item)
+        else:
+            items.append(item if item.id else item.model_copy(update={"id": new_id(_PREFIXES[item.type])}))
+        if room < 0:
+            words = f"input: the stored items that it names must have at most {max_stored_bytes} bytes together"
+            raise PayloadTooLarge(words, "input")
+    return (*earlier, *items)
 
 
-def _resolved(item: Item | ItemReference, place: int, store: ResponseStore, owner: bytes) -> Item:
-    if not isinstance(item, ItemReference):
-        return item if item.id else item.model_copy(update={"id": new_id(_PREFIXES[item.type])})
-    found = store.item(item.id, owner)
+def _referred(reference: ItemReference, place: int, store: ResponseStore, owner: bytes) -> StoredItem:
+    found = store.item(reference.id, owner)
     if found is None:
         param = f"input.{place}.id"
-        raise InvalidRequest(f"{param}: no such item is stored. Given: {item.id!r}", param)
+        raise InvalidRequest(f"{param}: no such item is stored. Given: {reference.id!r}", param)
     return found
 
 

@@ -1,7 +1,7 @@
 """`truncation: auto`: drop the first turns of a conversation that does not fit the context."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from funitel.proto.errors import ContextTooLong
 from funitel.router.api.responses.schema_request import Item, MessageItem
@@ -9,22 +9,38 @@ from funitel.router.api.responses.schema_request import Item, MessageItem
 T = TypeVar("T")
 
 
-def shortened(items: Sequence[Item]) -> list[Sequence[Item]]:
-    """A conversation and what is left of it without its first turns, longest first.
+class Conversations(Protocol):
+    """Conversations by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Sequence[Item]: ...
+
+
+class Shortened:
+    """A conversation and what is left of it without its first turns, longest first; each is made when it is asked for.
 
     A turn begins with a message of the user. What system and developer say stays, and so does the last turn.
     """
-    starts = [place for place, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"]
-    return [items, *([*filter(_instructs, items[:start]), *items[start:]] for start in starts[1:])]
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items = items
+        users = [place for place, item in enumerate(items) if isinstance(item, MessageItem) and item.role == "user"]
+        self._starts = [0, *users[1:]]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, number: int) -> Sequence[Item]:
+        start = self._starts[number]
+        return [*filter(_instructs, self._items[:start]), *self._items[start:]]
 
 
 def _instructs(item: Item) -> bool:
     return isinstance(item, MessageItem) and item.role in ("system", "developer")
 
 
-async def prepare_longest(
-    conversations: Sequence[Sequence[Item]], prepare: Callable[[Sequence[Item]], Awaitable[T]]
-) -> T:
+async def prepare_longest(conversations: Conversations, prepare: Callable[[Sequence[Item]], Awaitable[T]]) -> T:
     """Prepare the first of some conversations, longest first, that fits; a number of tries that is logarithmic.
 
     Raises:
