@@ -202,7 +202,7 @@ ACCEPTED = {
     "zeros before a size": (CHUNKED + b"0" * 50 + b"5\r\nhello\r\n0\r\n\r\n", {"body": "hello"}),
     "an extension": (CHUNKED + b'5;a="b"\r\nhello\r\n0;c\r\n\r\n', {"body": "hello"}),
     "chunks up to the limit": (CHUNKED + b"2710\r\n" + b"x" * 10_000 + b"\r\n0\r\n\r\n", {"body": "x" * 10_000}),
-    "many small chunks": (CHUNKED + b"1\r\nx\r\n" * 5000 + b"0\r\n\r\n", {"body": "x" * 5000}),
+    "many small chunks": (CHUNKED + b"1\r\nx\r\n" * 4000 + b"0\r\n\r\n", {"body": "x" * 4000}),
     "a chunk that holds requests": (CHUNKED + b"4\r\n\r\n\r\n\r\n0\r\n\r\n", {"body": "\r\n\r\n"}),
 }
 
@@ -277,6 +277,23 @@ async def test_a10_requests_are_told_apart_however_they_are_divided(seed: int) -
             sent = sent[size:]
             await asyncio.sleep(0)
         assert await reading == bodies
+
+
+async def test_a10_a_body_of_a_million_chunks_is_refused_before_they_cost_seconds() -> None:
+    async with served(echo, payload_limit=2_000_000) as server:
+        client = await server.connect()
+        client.send(CHUNKED + b"1\r\nx\r\n" * 1_000_000 + b"0\r\n\r\n")
+        head, _, body = (await client.answer()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 413 ")
+        assert json.loads(body)["error"] == "a body of 4101 bytes must have at most 4100 chunks"
+        assert server.num_cut("chunks") == 1
+
+
+async def test_a10_a_large_body_may_have_many_chunks() -> None:
+    framing = Framing(1000, 100_000_000)
+    framing.begin_body(None)
+    for _ in range(10_000):
+        assert len(list(framing.pieces(b"800\r\n" + b"x" * 2048 + b"\r\n"))) == 1
 
 
 def test_a10_framing_divides_data_where_headers_and_bodies_end() -> None:

@@ -10,6 +10,8 @@ from http import HTTPStatus
 
 _END_OF_HEADER = b"\r\n\r\n"
 _SIZE = re.compile(rb"[0-9A-Fa-f]+")
+_MIN_CHUNKS = 4096  # that a body may have, and
+_BYTES_PER_CHUNK = 1024  # of a longer one; each costs microseconds
 _HEX_DIGITS = 16  # of a chunk's size; more are leading zeros
 
 
@@ -51,7 +53,8 @@ class Framing:
         self._num_body_bytes = 0  # that are still to come, or of the current chunk with its line break
         self._is_chunked = self._is_in_trailer = False
         self._line = b""  # of a size or a trailer, as far as it is there
-        self._num_announced = 0  # bytes in chunks so far
+        self._num_chunks = 0  # so far,
+        self._num_announced = 0  # and bytes in them
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
         """Divide data where a header or a body ends; the parser must have read a piece before the next is asked for.
@@ -123,6 +126,11 @@ class Framing:
         self._num_announced += size
         if self._num_announced > self._max_body_bytes:
             raise BodyTooLarge
+        self._num_chunks += 1
+        max_chunks = _MIN_CHUNKS + self._num_announced // _BYTES_PER_CHUNK
+        if self._num_chunks > max_chunks:
+            message = f"a body of {self._num_announced} bytes must have at most {max_chunks} chunks"
+            raise LimitExceeded("chunks", HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message)
         self._is_in_trailer = size == 0
         self._num_body_bytes = 0 if size == 0 else size + 2
 
