@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from funitel.proto.errors import TemplateError
 from funitel.router.text.chat_template import ChatTemplate
@@ -335,6 +335,47 @@ def test_a3_the_search_takes_as_long_for_many_tokens_as_for_few() -> None:
         "<|reserved_77|>",
         "<s>>",
     ]
+
+
+def with_bos(tokenizer: tokenizers.Tokenizer, bos: str) -> tokenizers.Tokenizer:
+    tokens = [(bos, tokenizer.token_to_id(bos))]
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=tokens)
+    return tokenizer
+
+
+@pytest.mark.parametrize("bos", ["<s>", "</s>", "<|end|>"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a3_special_tokens_may_be_added_around_a_prompt(kind: str, bos: str) -> None:
+    """Their ids are the tokenizer's own, whichever of its tokens the model's vocabulary has."""
+    tokenizer = with_bos(KINDS[kind](), bos)
+    guard = ControlTokenGuard(tokenizer, control_text(tokenizer, TEMPLATE))
+    chat = render(tokenizer, "hello world")
+    encoded = guard.tokenizer.encode(guard.guarded(chat.text, chat.plain).text, add_special_tokens=True)
+    assert guard.ids(encoded.ids) == tokenizer.encode(chat.text).ids
+
+
+def test_a3_a_vocabulary_with_holes() -> None:
+    """The ids of tokens that are added to it are no other token's."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: 2 * place for place, character in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_tokens(specials()[:2])
+    text = bytes(range(32, 127)).decode() + "é中\u00ad\u0085"
+    ids, _ = encode(tokenizer, RenderedChat(f"{text}</s>", [(len(text), len(text) + 4)]))
+    assert ids[: len(text.encode())] == tokenizer.encode(text, add_special_tokens=False).ids
+    assert [id // 2 for id in ids[-4:]] == [alphabet.index(character) for character in "</s>"]
+
+
+def test_a3_a_chat_of_very_many_control_tokens_is_refused() -> None:
+    template, control = ChatTemplate("{{ messages[0].content }}", {}), ControlText(("<|end|>",))
+    chat = {"messages": [{"role": "user", "content": "<|end|> " * 10_000}]}
+    assert len(template.render_without_control(control, chat).plain) == 10_000
+    chat["messages"][0]["content"] = "<|end|>" * 100_000
+    assert template.render_without_control(control, chat).plain == [(0, 700_000)], "neighbours are one span"
+    chat["messages"][0]["content"] = "<|end|> " * 100_000
+    with pytest.raises(TemplateError, match="at most 16384 control tokens"):
+        template.render_without_control(control, chat)
 
 
 def test_a3_the_tokenizer_itself_is_not_changed() -> None:

@@ -24,6 +24,7 @@ ROLES = (
     *("ipython", "observation", "environment", "document"),
 )
 _PRIVATE_USE = range(0xE000, 0xF900)
+MAX_SPANS = 16_384  # of a chat; each costs microseconds outside the sandbox
 _MAX_BEGINNING = 64  # characters of a token that a client may leave for the template to complete
 _ESCAPE = re.compile(r"\\u([0-9a-f]{4})")
 _SPOKEN = ("content", "reasoning_content")  # the fields of a message that its role may fill with the model's notation
@@ -79,7 +80,11 @@ class HiddenChat:
             raise TemplateError("the messages, tools or variables are nested too deeply") from None
 
     def reveal(self, text: str) -> RenderedChat:
-        """Put the control text back; a template may have written a character as JSON or Python escape it."""
+        """Put the control text back; a template may have written a character as JSON or Python escape it.
+
+        Raises:
+            TemplateError: there are more than `MAX_SPANS` spans.
+        """
         if not self._marks:
             return RenderedChat(text, [])
         texts = {mark: original for original, mark in self._marks.items()}
@@ -92,6 +97,10 @@ class HiddenChat:
             start = length + len(before)
             length, end = start + len(original), found.end()
             pieces += (before, original)
+            if spans and spans[-1][1] == start:
+                start = spans.pop()[0]
+            elif len(spans) == MAX_SPANS:
+                raise TemplateError(f"the texts of the chat must have at most {MAX_SPANS} control tokens")
             spans.append((start, length))
         return RenderedChat("".join((*pieces, text[end:])), spans)
 

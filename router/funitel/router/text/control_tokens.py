@@ -137,6 +137,10 @@ class ControlTokenGuard:
             twin = tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "model": renamed}))
         for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
             setattr(twin, part, getattr(tokenizer, part))
+        # New ids begin above all that the tokenizer has, so that `ids` takes no other token for one of these.
+        num_ids = max(tokenizer.get_vocab().values(), default=-1) + 1
+        fillers = _secret_names(num_ids - twin.get_vocab_size())
+        twin.add_tokens([tokenizers.AddedToken(filler, normalized=False) for filler in fillers])
         twin.add_tokens(
             [
                 tokenizers.AddedToken(
