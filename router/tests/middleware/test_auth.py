@@ -191,6 +191,24 @@ async def test_tokens_that_are_not_left_are_refused_before_anything_runs(serve: 
     assert len(engine.requests) == 2
 
 
+async def test_a1_a_text_beyond_the_context_is_charged_to_its_key(serve: Serve, keys: Path) -> None:
+    async with serve(FakeEngine(), api_key_file=hold(keys, tokens_per_minute=10_000)) as client:
+        body = {"inputs": "1" * 1_900_000, "parameters": {"max_new_tokens": 3}}
+        answer = await client.post("/generate", json=body, headers=BEARER)
+        assert answer.status_code == 422
+        assert "Given: at least 1900000 `inputs` tokens" in answer.text
+        assert (await tokens(client))[0] == 1_900_000
+        assert (await client.post("/generate", json=GENERATE, headers=BEARER)).status_code == 429
+
+
+async def test_a1_a_long_text_that_is_only_tokenized_is_charged(serve: Serve, keys: Path) -> None:
+    async with serve(FakeEngine(), api_key_file=hold(keys)) as client:
+        body = {"messages": [{"role": "user", "content": "sea " * 10_000}], "model": "any"}
+        counted = (await client.post("/v1/messages/count_tokens", json=body, headers=BEARER)).json()["input_tokens"]
+        assert counted > 40_000
+        assert await tokens(client) == (counted, 0)
+
+
 async def test_a_request_that_fails_pays_for_what_was_computed(serve: Serve, keys: Path) -> None:
     engine = FakeEngine(error=ShardFailed("rank 1 died"), fails_at=2)
     async with serve(engine, api_key_file=hold(keys)) as client:

@@ -14,7 +14,7 @@ from funitel.proto.errors import DeadlineExceeded, FunitelError, NotReady, Overl
 from funitel.router.app import build_app
 from funitel.router.core.request import Request
 from funitel.router.settings import RouterSettings
-from funitel.router.text.tokenizer import Encoding, Tokenizer
+from funitel.router.text.encode_pool import EncodePool
 from funitel.router.transport.sse import EventStream
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
@@ -244,21 +244,23 @@ async def test_a_door_is_asked_about_the_request_that_comes(serve: Serve) -> Non
         assert (newcomer.key, newcomer.priority, newcomer.deadline) == (told.key, told.priority, told.deadline)
 
 
-class Slow(Tokenizer):
+class Slow:
     """Tokenizes when it is told to."""
 
     may_go_on = asyncio.Event()
     num_texts = 0
 
-    async def encode(self, text: str, **options: Any) -> Encoding:  # type: ignore[override]
-        Slow.num_texts += 1
-        await Slow.may_go_on.wait()
-        return await super().encode(text, **options)
-
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> type[Slow]:
-    monkeypatch.setattr("funitel.router.serving.service.Tokenizer", Slow)
+    run = EncodePool.run
+
+    async def run_when_told(*positional: Any, **named: Any) -> Any:
+        Slow.num_texts += 1
+        await Slow.may_go_on.wait()
+        return await run(*positional, **named)
+
+    monkeypatch.setattr(EncodePool, "run", run_when_told)
     Slow.may_go_on, Slow.num_texts = asyncio.Event(), 0
     return Slow
 
@@ -360,3 +362,15 @@ async def test_a_stream_that_never_begins_leaves_its_place(
             )
             assert answer.status_code >= 500
         assert (await client.post("/generate", json={"inputs": "hi"})).status_code == 200
+
+
+async def test_a1_a_client_whose_long_texts_wait_is_refused_before_another_body_is_read(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("funitel.router.text.encode_pool.MAX_WAITING_CHARACTERS", 0)
+    async with serve(FakeEngine()) as client:
+        for path, body in (("/generate", {"inputs": "sea " * 5000}), ("/tokenize", {"inputs": "sea " * 5000})):
+            answer = await client.post(path, json=body)
+            assert answer.status_code == 429
+            assert "0 long texts of this client wait to be tokenized" in answer.text
+        assert (await client.post("/generate", json={"inputs": "sea"})).status_code == 200

@@ -133,5 +133,4 @@ async def count_prompt_tokens(service: Service, call: ChatCall, names: Mapping[s
     """Return how many tokens the prompt of a conversation has; raises as `prepare_chat` does."""
     prompt = await render_prompt(service, call, names)
     field = names.get("inputs", "inputs")
-    encoding = await service.tokenizer.encode(prompt.text, add_special_tokens=False, field=field, plain=prompt.plain)
-    return len(encoding.ids)
+    return await service.tokenizer.count(prompt.text, field, plain=prompt.plain)

@@ -20,11 +20,13 @@ class RequestContext:
     request_id: str = ""
     trace_id: str | None = None  # where it is traced
     key_name: str | None = None  # of its API key
+    owner: bytes = b""  # of its API key or token, as a hash
     operation: str = ""  # GenAI's name of it: `chat`, `text_completion`, `embeddings`
     model: str | None = None
     response_id: str | None = None
     request: Request | None = None  # the first prompt, and how it is sampled
     num_choices: int = 1
+    encoded_tokens: int = 0  # of long texts, which are charged even if they get no further
     prompt_tokens: int | None = None  # of all prompts, each counted once
     cached_tokens: int = 0  # of those, in the cached prefix
     tokens: int = 0  # generated, of all sequences

@@ -9,6 +9,7 @@ from funitel.proto.step import EncoderFacts, EncoderTask
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.tokenize import EncodedText, Prompts, TextEncoder, TextOrPair
 from funitel.router.settings import RouterSettings
+from funitel.router.text.encode_pool import EncodePool
 
 _WORDS = {EncoderTask.EMBED: "embeddings", EncoderTask.FILL: "masks"}
 
@@ -31,13 +32,13 @@ class EncoderService:
         self._max_texts = settings.max_client_texts
 
     @classmethod
-    def load(cls, engine: EncoderEngine, folder: Path, settings: RouterSettings) -> "EncoderService":
+    def load(cls, engine: EncoderEngine, folder: Path, pool: EncodePool, settings: RouterSettings) -> "EncoderService":
         """Read the tokenizer of a connected encoder.
 
         Raises:
             StartupError: a file is missing or unreadable.
         """
-        texts = TextEncoder.load(folder, engine.limits.max_input_tokens, settings.validation_workers)
+        texts = TextEncoder.load(folder, pool, engine.limits.max_input_tokens)
         return cls(engine, texts, Prompts.of(folder), settings)
 
     @property
@@ -101,16 +102,15 @@ class EncoderService:
         max_tokens = self.engine.limits.max_input_tokens
         for place, encoding in enumerate(encodings):
             at = f"item {place} of `{field}`" if len(encodings) > 1 else f"`{field}`"
-            if not encoding.ids:
+            if not encoding.num_tokens:
                 raise InvalidRequest(f"{at} has no tokens", field)
-            if len(encoding.ids) > max_tokens:
-                raise ContextTooLong(f"{at} must have at most {max_tokens} tokens. Given: {len(encoding.ids)}", field)
+            if encoding.num_tokens > max_tokens:
+                raise ContextTooLong(f"{at} must have at most {max_tokens} tokens. Given: {encoding.num_tokens}", field)
 
     async def health(self) -> None:
         """Raise a FunitelError when no replica answers."""
         await self.engine.health()
 
     async def close(self) -> None:
-        """Let running requests finish, then close the engine and the threads."""
+        """Let running requests finish, then close the engine."""
         await self.engine.close()
-        self.texts.close()

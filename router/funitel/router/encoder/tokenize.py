@@ -1,17 +1,13 @@
-"""Tokenize texts for an encoder, many at once, in worker threads. Knows no HTTP and no torch."""
+"""Tokenize texts for an encoder, many at once. Knows no HTTP and no torch."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from pathlib import Path
 
-import tokenizers
-
-from funitel.proto.errors import InvalidRequest, StartupError, translating
+from funitel.proto.errors import InvalidRequest, StartupError
+from funitel.router.core import request_context
+from funitel.router.text.encode_pool import SHORT_CHARACTERS, EncodePool
 from funitel.router.text.model_files import ModelFiles
-from funitel.router.text.tokenizer import cannot_tokenize
 
 TextOrPair = str | tuple[str, str]
 _MASKS = ("[MASK]", "<mask>")  # for folders that do not say which token it is
@@ -19,10 +15,19 @@ _MASKS = ("[MASK]", "<mask>")  # for folders that do not say which token it is
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """One text, or a pair, as tokens; `type_ids` is empty where all are 0."""
+    """One text, or a pair, as tokens; `type_ids` is empty where all are 0.
+
+    Where there are more tokens than the model takes, `num_excess` is their number, and there are no ids.
+    """
 
     ids: tuple[int, ...]
     type_ids: tuple[int, ...] = ()
+    num_excess: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the text."""
+        return self.num_excess or len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,66 +64,52 @@ class Prompts:
 
 
 class TextEncoder:
-    """The tokenizer of an encoder. Safe to use from any task; `close` ends its threads.
+    """The tokenizer of an encoder. Safe to use from any task.
 
     Args:
-        tokenizer: the model's.
+        pool: encodes; another has to close it.
         max_tokens: length of truncated texts, special tokens included.
         mask: text of the mask token; None where there is none.
-        workers: threads that encode.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, max_tokens: int, mask: str | None, workers: int) -> None:
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
+    def __init__(self, pool: EncodePool, max_tokens: int, mask: str | None) -> None:
+        tokenizer = pool.tokenizer
         self.mask_id = next(
             (found for name in (mask, *_MASKS) if name and (found := tokenizer.token_to_id(name)) is not None), None
         )
-        self._tokenizer = tokenizer
-        self._truncating = lru_cache(maxsize=2)(self._make_truncating)
+        self._pool = pool
         self._max_tokens = max_tokens
-        self._workers = ThreadPoolExecutor(workers, thread_name_prefix="texts")
 
     @classmethod
-    def load(cls, folder: Path, max_tokens: int, workers: int) -> "TextEncoder":
+    def load(cls, folder: Path, pool: EncodePool, max_tokens: int) -> "TextEncoder":
         """Read a model folder.
 
         Raises:
             StartupError: a file is missing or unreadable, or the model takes fewer tokens than it adds itself.
         """
-        files = ModelFiles(folder)
-        tokenizer = files.tokenizer()
+        tokenizer = pool.tokenizer
         if tokenizer.num_special_tokens_to_add(True) >= max_tokens:
             raise StartupError(f"a text of {max_tokens} tokens has no room beside the model's special ones")
-        return cls(tokenizer, max_tokens, files.special_tokens(tokenizer).get("mask_token"), workers)
+        return cls(pool, max_tokens, ModelFiles(folder).special_tokens(tokenizer).get("mask_token"))
 
     async def encode(self, texts: Sequence[TextOrPair], truncate: str | None = None) -> list[EncodedText]:
         """Tokenize texts and pairs; `truncate` them at their "left" or "right" end.
 
-        Raises:
-            InvalidRequest: the tokenizer cannot represent one.
+        Raises: as `EncodePool.run`.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._workers, self._encode, texts, truncate)
-
-    def _encode(self, texts: Sequence[TextOrPair], truncate: str | None) -> list[EncodedText]:
-        tokenizer = self._tokenizer if truncate is None else self._truncating(truncate)
-        with translating(partial(cannot_tokenize, "inputs")):
-            found = tokenizer.encode_batch_fast(list(texts))
-        has_pairs = any(not isinstance(text, str) for text in texts)
-        return [EncodedText(tuple(each.ids), tuple(each.type_ids) if has_pairs else ()) for each in found]
-
-    def _make_truncating(self, direction: str) -> tokenizers.Tokenizer:
-        """Copy the tokenizer: truncation is part of its state, which other threads use at the same time."""
-        tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-        tokenizer.enable_truncation(self._max_tokens, direction=direction)
-        return tokenizer
+        size = sum(len(text) if isinstance(text, str) else len(text[0]) + len(text[1]) for text in texts)
+        found = await self._pool.run(
+            "batch", size, "inputs", texts=list(texts), max_tokens=self._max_tokens, truncate=truncate
+        )
+        encoded = [
+            EncodedText((), num_excess=ids) if isinstance(ids, int) else EncodedText(tuple(ids), tuple(type_ids))
+            for ids, type_ids in found
+        ]
+        if size > SHORT_CHARACTERS:
+            request_context.current().encoded_tokens += sum(each.num_tokens for each in encoded)
+        return encoded
 
     async def words(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token by itself."""
-        decode = self._tokenizer.decode_batch
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._workers, lambda: decode([[i] for i in ids], skip_special_tokens=False))
-
-    def close(self) -> None:
-        """Let the threads end."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        decode = self._pool.tokenizer.decode_batch
+        return list(await self._pool.in_thread(lambda: decode([[i] for i in ids], skip_special_tokens=False)))

@@ -3,7 +3,6 @@
 import logging
 
 from funitel.proto.errors import SettingsError
-from funitel.proto.security.keys import keys_of
 from funitel.proto.settings.fields import require
 from funitel.proto.step import Capability, SamplingParams, SequenceStart, StoppingParams, WarmupLimits, WarmupResult
 from funitel.router.core.request import Limits
@@ -24,11 +23,10 @@ WARMUP_WORD = "test "  # one token or more, whatever the tokenizer
 
 def admission_of(settings: RouterSettings) -> Admission:
     """The bounds on what may wait."""
-    has_several_keys = len(keys_of(settings.api_key, settings.api_key_file)) > 1
     return Admission(
         settings.max_concurrent_requests,
         settings.max_queued_tokens,
-        has_several_keys=has_several_keys,
+        has_several_keys=settings.has_several_keys,
         target_seconds=None if settings.target_ttft_ms is None else settings.target_ttft_ms / 1000,
     )
 

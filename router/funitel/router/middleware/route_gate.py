@@ -1,11 +1,13 @@
 """The gate of one route: it notes the route, checks the API key, and refuses requests while the router drains."""
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from funitel.router.auth.accounts import Accounts
+from funitel.router.auth.accounts import Account, Accounts
+from funitel.router.core import request_context
 from funitel.router.core.drain import Drain
 from funitel.router.middleware.auth import check_key
 from funitel.router.middleware.operation import ROUTE, Access, Operation
@@ -39,4 +41,16 @@ class RouteGate:
         """Check the key; the request counts as one of its account while the block runs."""
         if not self._checks_key:
             return nullcontext()
-        return check_key(scope, self._accounts, self._operation, self._model).entered(time.monotonic())
+        account = check_key(scope, self._accounts, self._operation, self._model)
+        return self._charged(account)
+
+    @contextmanager
+    def _charged(self, account: Account) -> Iterator[None]:
+        """Charge the long texts that were encoded for a request which did not get as far as the model."""
+        with account.entered(time.monotonic()):
+            try:
+                yield
+            finally:
+                context = request_context.current()
+                if context.encoded_tokens and context.prompt_tokens is None:
+                    account.settle(0, context.encoded_tokens, 0, time.monotonic())

@@ -46,6 +46,8 @@ class SandboxPool:
         memory_limit: int,
         max_answer_bytes: int = 1 << 20,
         readable: Sequence[str] = (),
+        cpu_limit: float | None = None,
+        niceness: int = 0,
     ) -> None:
         """Start nothing yet.
 
@@ -56,8 +58,12 @@ class SandboxPool:
             memory_limit: bytes of address space of a process.
             max_answer_bytes: a process that answers with more is killed.
             readable: files and folders that a process may read, beside those from which Python imports.
+            cpu_limit: seconds of processor time for a task; None for no bound but `time_limit`.
+            niceness: added to that of the router.
         """
         self.time_limit = time_limit
+        self._cpu_limit = cpu_limit
+        self._niceness = niceness
         self._module = module
         self._setup = setup
         self._most = most
@@ -148,7 +154,8 @@ class SandboxPool:
         setup.num_deaths = MAX_DEATHS  # it is not moved to another process
         try:
             async with asyncio.timeout(START_LIMIT_SECONDS):
-                await process.start(self._module, self._memory_limit, self._readable)
+                limits = (self._memory_limit, self._cpu_limit or 0.0, self._niceness)
+                await process.start(self._module, limits, self._readable)
                 process.assign(setup)
                 problem, missing = await setup.answer
         except asyncio.CancelledError:
@@ -208,6 +215,12 @@ class SandboxPool:
         self._watch(process)
         self._dispatch()
 
+    def _exceeded(self, process: SandboxProcess) -> str:
+        """The limit that ended a process."""
+        return (
+            f"{self._cpu_limit:g} s of processor time" if process.was_timed_out else f"{self._memory_limit >> 20} MiB"
+        )
+
     def _on_answer(self, process: SandboxProcess) -> None:
         self._watch(process)
         self._dispatch()
@@ -219,7 +232,7 @@ class SandboxPool:
             head = process.tasks[0]
             head.num_deaths += 1
             if not process.was_killed or head.num_deaths >= MAX_DEATHS:
-                head.fail(Killed(f"it takes more than {self._memory_limit >> 20} MiB"))
+                head.fail(Killed(f"it takes more than {self._exceeded(process)}"))
             self._requeue(process.tasks, process)
             process.tasks.clear()
         self._watch(process)

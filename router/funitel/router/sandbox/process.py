@@ -71,12 +71,18 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         self._transport: asyncio.SubprocessTransport | None = None
         self._end = self._loop.create_future()
 
-    async def start(self, module: str, memory_limit: int, readable: Sequence[str]) -> None:
-        """Run a module that calls `sandbox.worker.serve`. Raises OSError if it cannot be run."""
+    async def start(self, module: str, limits: tuple[int, float, int], readable: Sequence[str]) -> None:
+        """Run a module that calls `sandbox.worker.serve`. Raises OSError if it cannot be run.
+
+        Args:
+            module: its name.
+            limits: bytes of address space, seconds of processor time for a task (0 for any), niceness.
+            readable: files and folders.
+        """
         await self._loop.subprocess_exec(
             lambda: self,
             *module_command(module),
-            *(str(memory_limit), str(os.getpid()), *readable),
+            *(str(os.getpid()), *map(str, limits), *readable),
             env=environment(os.environ),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -110,6 +116,12 @@ class SandboxProcess(asyncio.SubprocessProtocol):
         """Whether the system killed it, for which its task may not be the reason."""
         assert self._transport is not None
         return self._transport.get_returncode() == -signal.SIGKILL
+
+    @property
+    def was_timed_out(self) -> bool:
+        """Whether its task took more processor time than one may."""
+        assert self._transport is not None
+        return self._transport.get_returncode() == -signal.SIGPROF
 
     async def kill(self) -> None:
         """Kill it and wait until it has ended."""

@@ -7,6 +7,7 @@ lacks. It ends with its stdin, with its parent, and when it is out of memory. `c
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
@@ -20,8 +21,9 @@ Answer = Callable[[Any], Any]
 
 def serve(prepare: Callable[[Any], Answer]) -> None:
     """Answer tasks until stdin ends; `prepare` makes the answering function of the setup, or raises FunitelError."""
-    memory_limit, parent, *readable = sys.argv[1:]
+    parent, memory_limit, cpu_limit, niceness, *readable = sys.argv[1:]
     stop_with_parent(int(parent))
+    os.nice(int(niceness))
     missing = confine(int(memory_limit), readable)
     tasks, answers = sys.stdin.buffer, sys.stdout.buffer
     try:
@@ -32,7 +34,10 @@ def serve(prepare: Callable[[Any], Answer]) -> None:
             return
         _write(answers, [None, missing])
         while (task := _read(tasks)) is not None:
-            _write(answers, answer(task))
+            signal.setitimer(signal.ITIMER_PROF, float(cpu_limit))  # SIGPROF ends the process; 0 is no limit
+            found = answer(task)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _write(answers, found)
     except MemoryError:
         os._exit(1)  # the state of the process is unknown
 

@@ -15,11 +15,12 @@ from funitel.router.serving.validation import (
     build_request,
     check_parameters,
     check_prompt_ids,
+    check_prompt_length,
     check_token_ids,
     with_truncation,
 )
 from funitel.router.text.control_text import Spans
-from funitel.router.text.tokenizer import Tokenizer, word_forms
+from funitel.router.text.tokenizer import Tokenizer, TooManyTokens, word_forms
 
 NO_NAMES: Mapping[str, str] = {}
 
@@ -126,10 +127,18 @@ async def _checked(
     input_ids = prompt.ids
     if input_ids is None:
         field = names.get("inputs", "inputs")
-        encoding = await tokenizer.encode(
-            prompt.text, add_special_tokens=prompt.add_special_tokens, field=field, plain=prompt.plain
-        )
-        input_ids = encoding.ids
+        try:
+            input_ids = await tokenizer.encode(
+                prompt.text,
+                add_special_tokens=prompt.add_special_tokens,
+                field=field,
+                plain=prompt.plain,
+                max_tokens=limits.max_input_tokens,
+                keep_last=sampling.truncate,
+            )
+        except TooManyTokens as many:
+            check_prompt_length(many.num_tokens, sampling.max_new_tokens, limits, many.words)
+            raise
         check_prompt_ids(input_ids, tokenizer.num_tokens)
     return build_request(
         sampling,
@@ -149,6 +158,5 @@ async def _banned_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tu
         if not word.strip():
             raise BrokenRule("bad_words", "`$bad_words` cannot have empty words", repr(word))
         for text in word_forms(word):
-            encoding = await tokenizer.encode(text, add_special_tokens=False, field="bad_words")
-            found[tuple(encoding.ids)] = None
+            found[await tokenizer.encode(text, add_special_tokens=False, field="bad_words")] = None
     return tuple(ids for ids in found if ids)

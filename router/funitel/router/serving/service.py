@@ -6,6 +6,7 @@ Knows no HTTP. The engine is reached through the few names of `Inference`, so th
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from funitel.proto.errors import FunitelError, NotReady, StartupError, WrongTask
 from funitel.proto.version import version
@@ -134,11 +135,14 @@ class Service:
         settings = self.settings
         folder = await asyncio.to_thread(find_model_folder, settings.tokenizer_name, settings.revision)
         self._tokenizer = await asyncio.to_thread(
-            Tokenizer.load,
+            partial(
+                Tokenizer.load,
+                chat_special_tokens=settings.chat_special_tokens,
+                has_several_keys=settings.has_several_keys,
+            ),
             str(folder),
             settings.tokenizer_config_path,
             settings.validation_workers,
-            chat_special_tokens=settings.chat_special_tokens,
         )
         self._warming = asyncio.create_task(self._tokenizer.warm_up())
         self._grammars = GrammarChecker(folder / "tokenizer.json")
@@ -148,7 +152,7 @@ class Service:
         engine = await connect(settings, self.metrics)
         limits = engine.limits
         if isinstance(engine, EncoderEngine):
-            self._encoder = await asyncio.to_thread(EncoderService.load, engine, folder, settings)
+            self._encoder = await asyncio.to_thread(EncoderService.load, engine, folder, self._tokenizer.pool, settings)
             words = f"encoder for {self._encoder.words}"
         else:
             self._engine = engine

@@ -173,23 +173,30 @@ def completion_limit(num_input_tokens: int, max_new_tokens: int | None, limits: 
     Raises:
         BrokenRule: prompt and first slice exceed the context, or the prompt its own limit; in that order.
     """
+    check_prompt_length(num_input_tokens, max_new_tokens, limits)
+    room = limits.max_total_tokens - num_input_tokens
+    return room if max_new_tokens is None else min(max_new_tokens, room)
+
+
+def check_prompt_length(num_input_tokens: int, max_new_tokens: int | None, limits: Limits, words: str = "") -> None:
+    """Raise BrokenRule as `completion_limit`; `words` say the number of tokens where it is a lower bound."""
     room = limits.max_total_tokens - num_input_tokens
     wanted = max(room, 0) if max_new_tokens is None else max_new_tokens
+    given = words or str(num_input_tokens)
     if num_input_tokens + min(wanted, FIRST_SLICE) > limits.max_total_tokens:
         raise BrokenRule(
             "max_new_tokens",
             f"`$inputs` tokens + `$max_new_tokens` must be <= {limits.max_total_tokens}. "
-            f"Given: {num_input_tokens} `$inputs` tokens and {wanted} `$max_new_tokens`",
+            f"Given: {given} `$inputs` tokens and {wanted} `$max_new_tokens`",
             kind=ContextTooLong,
         )
     if num_input_tokens > limits.max_input_tokens:
         raise BrokenRule(
             "inputs",
             f"`$inputs` must have less than {limits.max_input_tokens} tokens",
-            num_input_tokens,
+            words or num_input_tokens,
             kind=ContextTooLong,
         )
-    return min(wanted, room)
 
 
 def build_request(

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from funitel.proto.security.keys import keys_of
 from funitel.proto.security.tls import MutualTls
 from funitel.proto.settings.bounds import NOT_NEGATIVE, POSITIVE, Bounds
 from funitel.proto.settings.fields import check_bounds, require, setting
@@ -132,7 +133,9 @@ class RouterSettings:
     chat_special_tokens: bool = setting(
         False, "Read control tokens such as <|im_end|> in the texts of chats as control tokens, as TGI does."
     )
-    validation_workers: int = setting(2, "Threads that tokenize prompts.", bounds=POSITIVE)
+    validation_workers: int = setting(
+        2, "Threads that tokenize prompts, and maximum of processes that tokenize long ones.", bounds=POSITIVE
+    )
     strict_fields: bool = setting(
         False, "Refuse bodies with unknown fields, instead of ignoring those with one warning a name."
     )
@@ -284,6 +287,11 @@ class RouterSettings:
         """Whether the HTTP port is on loopback."""
         hostname = self.hostname or self.default_hostname
         return not is_guarded(self) if hostname is None else is_loopback(hostname)
+
+    @property
+    def has_several_keys(self) -> bool:
+        """Whether one API key must leave something to others."""
+        return len(keys_of(self.api_key, self.api_key_file)) > 1
 
     @property
     def shard_tls(self) -> MutualTls | None:

@@ -133,9 +133,14 @@ class ModelFiles:
         self._config = _json(config_path or folder / "tokenizer_config.json")
         self._is_own_config = config_path is not None
 
+    @property
+    def tokenizer_path(self) -> Path:
+        """Of tokenizer.json."""
+        return self._folder / "tokenizer.json"
+
     def tokenizer(self) -> tokenizers.Tokenizer:
         """Read tokenizer.json."""
-        path = self._folder / "tokenizer.json"
+        path = self.tokenizer_path
         if not path.is_file():
             raise StartupError(f"{path} does not exist: --tokenizer-name must be a folder that has it")
         with translating(lambda error: StartupError(f"{path} cannot be read: {error}")):  # it raises bare Exception

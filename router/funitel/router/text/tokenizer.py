@@ -1,43 +1,37 @@
-"""Tokenize texts in worker threads, and render chats as prompts. Knows no HTTP, no limits and no torch."""
+"""Tokenize texts and render chats as prompts. Knows no HTTP and no torch."""
 
-import asyncio
-import logging
+import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
-from funitel.proto.errors import InvalidRequest, TemplateError, translating
+from funitel.proto.errors import InvalidRequest, TemplateError
+from funitel.router.core import request_context
 from funitel.router.text.control_text import ControlText, RenderedChat, Spans
-from funitel.router.text.control_tokens import ControlTokenGuard
+from funitel.router.text.encode import MAX_LISTED_TOKENS, EncodeCalls
+from funitel.router.text.encode_pool import SHORT_CHARACTERS, SHORT_LISTED_CHARACTERS, EncodePool
 from funitel.router.text.languages import Languages
 from funitel.router.text.model_files import ModelFiles
 from funitel.router.text.template_renderer import TemplateRenderer, TemplateTexts
-
-logger = logging.getLogger(__name__)
+from funitel.router.text.token_bound import TokenBound
 
 NO_TEMPLATE = "template not found: the model has no chat template"
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """A tokenized text; `offsets` are where each token begins and ends in it, in characters."""
+class TooManyTokens(Exception):
+    """A text has more tokens than are wanted: `num_tokens` exactly, or at least."""
 
-    text: str
-    ids: tuple[int, ...]
-    offsets: tuple[tuple[int, int], ...]
+    def __init__(self, num_tokens: int, *, is_exact: bool) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
+        self.is_exact = is_exact
 
-    def byte_offsets(self) -> list[tuple[int, int]]:
-        """The offsets in bytes of the text's UTF-8 form."""
-        if self.text.isascii():
-            return list(self.offsets)
-        byte_at = [0, *accumulate(len(character.encode()) for character in self.text)]
-        return [(byte_at[start], byte_at[stop]) for start, stop in self.offsets]
+    @property
+    def words(self) -> str:
+        """The number, as in "7" or "at least 7"."""
+        return f"{'' if self.is_exact else 'at least '}{self.num_tokens}"
 
 
 def word_forms(word: str) -> tuple[str, str]:
@@ -45,47 +39,46 @@ def word_forms(word: str) -> tuple[str, str]:
     return word.lstrip(), " " + word.lstrip()
 
 
-def cannot_tokenize(field: str, error: Exception) -> InvalidRequest:
-    """The error for the text of a field at which the library failed, which raises bare Exception."""
-    logger.debug("the tokenizer failed: %s", error)
-    return InvalidRequest(f"`{field}` cannot be tokenized", field)
-
-
 class Tokenizer:
     """A model's tokenizer and chat template. Safe to use from any task; `close` ends its threads and processes."""
 
     def __init__(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        template: TemplateTexts | None,
-        workers: int,
-        model_vocab_size: int | None = None,
+        self, pool: EncodePool, template: TemplateTexts | None, workers: int, model_vocab_size: int | None = None
     ) -> None:
         """Take what was read of a model.
 
-        `model_vocab_size`: tokens the model has scores for, where that is known; it may be fewer or more.
+        Args:
+            pool: encodes.
+            template: of chats.
+            workers: processes that render chats, at most.
+            model_vocab_size: tokens the model has scores for, where that is known; it may be fewer or more.
         """
-        tokenizer.no_truncation()  # a file may ask for either; neither is part of encoding
-        tokenizer.no_padding()
-        self._tokenizer = tokenizer
+        self.pool = pool
+        tokenizer = self._tokenizer = pool.tokenizer
         num_tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
         self._num_tokens = num_tokens if model_vocab_size is None else min(num_tokens, model_vocab_size)
         self.languages = Languages.of(tokenizer)
+        self._bound = TokenBound.of(tokenizer)
         self._renderer = None if template is None else TemplateRenderer(template, workers)
-        self._guard = ControlTokenGuard(tokenizer, ControlText(()) if template is None else template.control)
-        self._workers = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
 
     @classmethod
     def load(
-        cls, folder: str, config_path: str | None, workers: int, *, chat_special_tokens: bool = False
+        cls,
+        folder: str,
+        config_path: str | None,
+        workers: int,
+        *,
+        chat_special_tokens: bool = False,
+        has_several_keys: bool = False,
     ) -> "Tokenizer":
         """Read a model folder.
 
         Args:
             folder: has tokenizer.json, and may have config.json, tokenizer_config.json and a chat template.
             config_path: a file to use instead of the folder's tokenizer_config.json.
-            workers: threads that encode, and processes that render chats.
+            workers: threads that encode, processes that encode long texts, and processes that render chats.
             chat_special_tokens: whether what clients write as control tokens in a chat are control tokens.
+            has_several_keys: whether one API key must leave some of these to others.
 
         Raises:
             StartupError: a file is missing or unreadable.
@@ -95,7 +88,9 @@ class Tokenizer:
         template = files.template_texts(tokenizer)
         if template is not None and chat_special_tokens:
             template = replace(template, control=ControlText(()))
-        return cls(tokenizer, template, workers, files.model_vocab_size())
+        calls = EncodeCalls(tokenizer, ControlText(()) if template is None else template.control)
+        pool = EncodePool(calls, files.tokenizer_path, workers, has_several_keys=has_several_keys)
+        return cls(pool, template, workers, files.model_vocab_size())
 
     @property
     def num_tokens(self) -> int:
@@ -103,25 +98,87 @@ class Tokenizer:
         return self._num_tokens
 
     async def encode(
-        self, text: str, *, add_special_tokens: bool = True, field: str = "inputs", plain: Spans | None = None
-    ) -> Encoding:
-        """Tokenize the text of a `field`; of a chat, with the spans in which control tokens are ordinary text.
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        field: str = "inputs",
+        plain: Spans | None = None,
+        max_tokens: int = sys.maxsize,
+        keep_last: int | None = None,
+    ) -> tuple[int, ...]:
+        """Return the token ids of the text of a `field`; of them the last `keep_last`.
+
+        `plain` are the spans of a chat in which control tokens are ordinary text.
 
         Raises:
-            InvalidRequest: the tokenizer cannot represent it.
+            TooManyTokens: there are more than `max_tokens`.
+            InvalidRequest, Overloaded: as `EncodePool.run`.
         """
-        loop = asyncio.get_running_loop()
-        if plain or (plain is not None and self._guard.is_always_needed):
-            return await loop.run_in_executor(
-                self._workers, self._encode_guarded, text, plain, add_special_tokens, field
+        if len(text) > SHORT_CHARACTERS and keep_last is None and self._bound is not None:
+            beyond = self._bound.tokens_beyond(text, max_tokens)
+            if beyond is not None:
+                request_context.current().encoded_tokens += beyond
+                raise TooManyTokens(beyond, is_exact=False)
+        found = await self._encode(text, field, add_special_tokens, plain, max_tokens, keep_last)
+        if isinstance(found, int):
+            raise TooManyTokens(found, is_exact=True)
+        return tuple(found)
+
+    async def count(self, text: str, field: str = "inputs", *, plain: Spans | None = None) -> int:
+        """Return how many tokens a text has, without added special ones; raises as `EncodePool.run`."""
+        return await self._encode(text, field, False, plain, 0, None) or 0
+
+    async def listed(self, text: str, *, add_special_tokens: bool = True, plain: Spans | None = None) -> str:
+        """Return a JSON list of the tokens of a text: id, text, and start and stop in bytes of each.
+
+        Raises: as `EncodePool.run`; InvalidRequest for more than `MAX_LISTED_TOKENS`.
+        """
+        arguments = {"text": text, "add_special_tokens": add_special_tokens, "plain": plain}
+        rows = await self.pool.run("rows", len(text), "inputs", short=SHORT_LISTED_CHARACTERS, **arguments)
+        if isinstance(rows, int):
+            raise _too_many_to_list(rows, "inputs")
+        return str(rows)
+
+    async def listed_ids(
+        self, text: str, *, add_special_tokens: bool, field: str, plain: Spans | None = None
+    ) -> tuple[int, ...]:
+        """Return the token ids of a text; raises as `listed`."""
+        try:
+            return await self.encode(
+                text, add_special_tokens=add_special_tokens, field=field, plain=plain, max_tokens=MAX_LISTED_TOKENS
             )
-        return await loop.run_in_executor(self._workers, self._encode, text, add_special_tokens, field)
+        except TooManyTokens as many:
+            raise _too_many_to_list(many.words, field) from None
+
+    async def _encode(
+        self,
+        text: str,
+        field: str,
+        add_special_tokens: bool,
+        plain: Spans | None,
+        max_tokens: int,
+        keep_last: int | None,
+    ) -> Any:
+        """Run `EncodeCalls.prompt`, and note what a long text is charged for."""
+        found = await self.pool.run(
+            "prompt",
+            len(text),
+            field,
+            text=text,
+            add_special_tokens=add_special_tokens,
+            plain=plain,
+            max_tokens=max_tokens,
+            keep_last=keep_last,
+        )
+        if len(text) > SHORT_CHARACTERS:
+            request_context.current().encoded_tokens += found if isinstance(found, int) else len(found)
+        return found
 
     async def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some tokens, special ones included; of no token that is not there."""
-        loop = asyncio.get_running_loop()
         decode = partial(self._tokenizer.decode, list(ids), skip_special_tokens=False)
-        return await loop.run_in_executor(self._workers, decode)
+        return str(await self.pool.in_thread(decode))
 
     def spellings(self, ids: Sequence[int]) -> list[str]:
         """Return tokens as the vocabulary spells them; "" for one that it does not have."""
@@ -150,17 +207,10 @@ class Tokenizer:
 
     async def close(self) -> None:
         """Let the threads end, and end the processes."""
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        await self.pool.close()
         if self._renderer is not None:
             await self._renderer.close()
 
-    def _encode(self, text: str, add_special_tokens: bool, field: str) -> Encoding:
-        with translating(partial(cannot_tokenize, field)):
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return Encoding(text, tuple(encoding.ids), tuple(encoding.offsets))
 
-    def _encode_guarded(self, text: str, plain: Spans, add_special_tokens: bool, field: str) -> Encoding:
-        guarded = self._guard.guarded(text, plain)
-        with translating(partial(cannot_tokenize, field)):
-            encoding = self._guard.tokenizer.encode(guarded.text, add_special_tokens=add_special_tokens)
-        return Encoding(text, tuple(self._guard.ids(encoding.ids)), tuple(guarded.offsets(encoding.offsets)))
+def _too_many_to_list(given: object, field: str) -> InvalidRequest:
+    return InvalidRequest(f"`{field}` must have at most {MAX_LISTED_TOKENS} tokens to list. Given: {given}", field)

@@ -38,6 +38,7 @@ B = TypeVar("B", bound=Body)
 
 MAX_SHOWN_HEADER = 80
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 # In a request's scope: its body. A route may look at it before it hands the request on.
 _RAW, _PARSED = "funitel.bytes", "funitel.body"
@@ -105,9 +106,15 @@ def _check_encoding(encoding: str) -> None:
         raise UnsupportedEncoding(f"content-encoding must be identity. Given: {shortened(encoding, MAX_SHOWN_HEADER)}")
 
 
-async def _read_bytes(request: Request, limit: int) -> bytes:
+def declared_size(request: Request) -> int:
+    """Return the bytes that a body has by its header; 0 where the header does not say."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and len(declared) < 20 and int(declared) > limit:
+    return int(declared) if declared.isdigit() and len(declared) < 20 else 0
+
+
+async def _read_bytes(request: Request, limit: int) -> bytes:
+    declared = declared_size(request)
+    if declared > limit:
         raise PayloadTooLarge(f"the body must have at most {limit} bytes. Given: {declared}")
     content = bytearray()
     client: Client | None = request.scope.get(CLIENT)
@@ -145,7 +152,7 @@ def _refuse_surrogates(value: Any, path: tuple[str, ...]) -> None:
     """JSON can spell halves of characters; tokenizers and answers cannot."""
     match value:
         case str():
-            if any("\ud800" <= character <= "\udfff" for character in value):
+            if _LONE_SURROGATE.search(value):
                 param = ".".join(path)
                 raise InvalidRequest(f"{param}: must be valid Unicode, without lone surrogates", param)
         case dict():

@@ -12,12 +12,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError
-from funitel.router.api.common.body import read_body, receive_body
+from funitel.router.api.common.body import declared_size, read_body, receive_body
 from funitel.router.api.common.errors import error_record
 from funitel.router.api.common.schema_base import Body
+from funitel.router.core import request_context
 from funitel.router.engine.interface import Admits
 from funitel.router.serving.arrival import ARRIVAL, Arrival
 from funitel.router.serving.service import Service
+from funitel.router.text.encode_pool import SHORT_CHARACTERS
 from funitel.router.transport.sse import EventStream
 
 B = TypeVar("B", bound=Body)
@@ -113,7 +115,10 @@ async def _admitted(request: HttpRequest, service: Service, gate: Admits, handle
         return await handler(IncomingRequest(request, service, noted))
     arrived = Arrival.of(request)
     incoming = arrived.incoming
+    request_context.current().owner = arrived.key
     gate.check_room(incoming)
+    if declared_size(request) > SHORT_CHARACTERS:
+        service.tokenizer.pool.check_room()
     await receive_body(request, service.settings.payload_limit)
     reservation = gate.reserve(incoming)
     arrived = request.scope[ARRIVAL] = replace(arrived, reservation=reservation)

@@ -36,21 +36,21 @@ async def tokenize(incoming: IncomingRequest) -> Response:
 
 async def _tokenized_prompt(incoming: IncomingRequest) -> Tokenized:
     body, service = await incoming.read(TokenizePrompt), incoming.service
-    encoding = await service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens, field="prompt")
-    return _answer(service, encoding.ids, with_strings=bool(body.return_token_strs))
+    ids = await service.tokenizer.listed_ids(body.prompt, add_special_tokens=body.add_special_tokens, field="prompt")
+    return _answer(service, ids, with_strings=bool(body.return_token_strs))
 
 
 async def _tokenized_chat(incoming: IncomingRequest) -> Tokenized:
     body, service = await incoming.read(TokenizeChat), incoming.service
     body.check()
     prompt = await render_prompt(service, body.call)
-    encoding = await service.tokenizer.encode(
+    ids = await service.tokenizer.listed_ids(
         prompt.text,
         add_special_tokens=body.add_special_tokens,
         field="messages",
         plain=None if body.add_special_tokens else prompt.plain,
     )
-    return _answer(service, encoding.ids, with_strings=bool(body.return_token_strs))
+    return _answer(service, ids, with_strings=bool(body.return_token_strs))
 
 
 def _answer(service: Service, ids: Sequence[int], *, with_strings: bool) -> Tokenized:

@@ -1,0 +1,122 @@
+"""Encode short texts in threads and long ones in processes that may be killed, alternating between API keys.
+
+Threads encode without the interpreter's lock, but cannot be stopped. Processes have limits of time and memory and a
+lower priority, so that long texts delay no other request. Event loop only.
+"""
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from funitel.proto.errors import InvalidRequest, Overloaded, translating
+from funitel.router.core import request_context
+from funitel.router.sandbox.fair_semaphore import FairSemaphore
+from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
+from funitel.router.text.encode import EncodeCalls
+
+logger = logging.getLogger(__name__)
+
+SHORT_CHARACTERS = 16_384  # encoded in a thread; in milliseconds
+SHORT_LISTED_CHARACTERS = 2048  # where offsets are wanted: the library computes them with the interpreter's lock
+CPU_LIMIT_SECONDS = 10.0  # for one text; two million characters take 0.5 to 3
+TIME_LIMIT_SECONDS = 60.0  # of any kind: the machine may be busy with the model
+MEMORY_LIMIT_BYTES = 2 << 30
+MAX_ANSWER_BYTES = 1 << 26
+NICENESS = 10
+MAX_WAITING_CHARACTERS = 32 << 20  # of long texts, for each key
+CHARACTERS_PER_TOKEN = 4  # usual; where the number of tokens is not known
+
+
+class EncodePool:
+    """Runs the functions of `encode.CALLS` for one tokenizer.
+
+    Args:
+        calls: for threads.
+        path: of the tokenizer.json, for processes.
+        workers: threads, and processes at most.
+        has_several_keys: whether one key must leave a thread and a process to others.
+    """
+
+    def __init__(self, calls: EncodeCalls, path: Path, workers: int, *, has_several_keys: bool = False) -> None:
+        of_a_key = max(1, workers - 1) if has_several_keys else workers
+        self.tokenizer = calls.tokenizer
+        self._calls = calls
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
+        self._thread_semaphore = FairSemaphore(workers, of_a_key)
+        self._process_semaphore = FairSemaphore(workers, of_a_key, MAX_WAITING_CHARACTERS)
+        self._processes = SandboxPool(
+            "funitel.router.text.encode_worker",
+            {"path": str(path), "control": asdict(calls.control)},
+            most=workers,
+            time_limit=TIME_LIMIT_SECONDS,
+            cpu_limit=CPU_LIMIT_SECONDS,
+            memory_limit=MEMORY_LIMIT_BYTES,
+            max_answer_bytes=MAX_ANSWER_BYTES,
+            niceness=NICENESS,
+            readable=[str(path.resolve())],
+        )
+
+    def check_room(self) -> None:
+        """Raise Overloaded where no further long text of the current request's key may wait."""
+        self._process_semaphore.check_room(request_context.current().owner)
+
+    async def run(
+        self, call: str, num_characters: int, field: str, *, short: int = SHORT_CHARACTERS, **arguments: Any
+    ) -> Any:
+        """Run a function on texts of so many characters, in a thread where these are at most `short`.
+
+        Raises:
+            InvalidRequest: the tokenizer cannot represent the text of a `field`, or it takes too much time or memory.
+            Overloaded: too many long texts of the key wait, or no process can be started.
+        """
+        if num_characters <= short:
+            async with self._thread_semaphore.acquired(request_context.current().owner):
+                with translating(partial(cannot_tokenize, field)):
+                    return await self.in_thread(self._calls.run, call, arguments)
+        context = request_context.current()
+        estimate = num_characters // CHARACTERS_PER_TOKEN
+        context.encoded_tokens += estimate  # also if it fails, or the client leaves
+        answer = await self._in_process(call, num_characters, field, arguments)
+        context.encoded_tokens -= estimate
+        if answer is None:
+            raise InvalidRequest(f"`{field}` cannot be tokenized", field)
+        return answer[0]
+
+    async def in_thread(self, function: Any, *arguments: Any) -> Any:
+        """Run a short function in a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+
+    async def _in_process(self, call: str, num_characters: int, field: str, arguments: dict[str, Any]) -> Any:
+        owner = request_context.current().owner
+        async with AsyncExitStack() as held:
+            await held.enter_async_context(self._process_semaphore.acquired(owner, num_characters))
+            # Its process goes on where the client leaves, so the semaphore is held as long.
+            task = asyncio.create_task(self._answer_of({"call": call, "arguments": arguments}, held.pop_all()))
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        try:
+            return await asyncio.shield(task)
+        except Killed as limit:
+            raise InvalidRequest(f"`{field}` cannot be tokenized: {limit}", field) from None
+        except WorkerUnavailable as problem:
+            logger.warning("a long text cannot be tokenized: %s", problem)
+            raise Overloaded(": no process can be started to tokenize a long text", reason="tokenizing") from None
+
+    async def _answer_of(self, task: dict[str, Any], held: AsyncExitStack) -> Any:
+        async with held:
+            return await self._processes.run(task)
+
+    async def close(self) -> None:
+        """Let the threads end, and end the processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._processes.close()
+
+
+def cannot_tokenize(field: str, error: Exception) -> InvalidRequest:
+    """The error for the text of a field at which the library failed, which raises bare Exception."""
+    logger.debug("the tokenizer failed: %s", error)
+    return InvalidRequest(f"`{field}` cannot be tokenized", field)
