@@ -18,7 +18,7 @@ from funitel.proto.grammar.json_schema import AnswerBounds
 
 MAX_NUMBER = 64  # characters of a number
 MAX_DEPTH = 64  # objects and arrays within each other
-SPARE = 4  # tokens that are left when the answer has been closed
+SPARE = 6  # tokens that are left when the answer has been closed
 MAX_GROWTH = 64  # tokens that are kept free for what one token may open
 MAX_CLOSING = 256  # tokens; an answer that takes more to close is not closed
 RETRY = 8  # tokens until the next try, where no way to close was found
@@ -141,7 +141,8 @@ class JsonAnswers:
         if position.in_string:
             if haste is Haste.CLOSE or position.string_length >= bounds.string:
                 return kinds.string_end
-            return kinds.within_string if haste or is_full else ()
+            in_array = bool(position.containers) and not position.containers[-1][0]
+            return kinds.within_string if is_full or (haste and in_array) else ()
         if haste is Haste.CLOSE:
             return kinds.closing
         if haste or is_full:

@@ -240,8 +240,8 @@ class _Rewriting:
             elif key == "allOf" and isinstance(value, list):
                 only = is_alone and is_only_member(schema)
                 members = [
-                    self._part(member, self._beside(schema, beside, key, place), closes=heir == place, is_alone=only)
-                    for place, member in enumerate(value)
+                    self._part(member, joined, closes=heir == place, is_alone=only)
+                    for place, (member, joined) in enumerate(self._members(schema, beside))
                 ]
                 result[key] = result.get(key, []) + members
             elif key not in DROPPED:
@@ -269,8 +269,15 @@ class _Rewriting:
         found = [0] if len(members) == 1 else declaring
         return found[0] if len(found) == 1 else None
 
-    def _beside(self, schema: dict[str, Any], beside: Declared, key: str, place: int | None = None) -> Declared:
-        """What is declared beside a member of `allOf`, the reference, or the cases of a keyword."""
+    def _members(self, schema: dict[str, Any], beside: Declared) -> Iterator[tuple[Any, Declared]]:
+        """The members of `allOf`, each with what is declared beside it."""
+        whole = self._beside(schema, beside, None)
+        for place, member in enumerate(schema["allOf"]):
+            has_cases = self._said(member).has_cases  # which are not to allow the keys of each other
+            yield member, self._beside(schema, beside, "allOf", place) if has_cases else whole
+
+    def _beside(self, schema: dict[str, Any], beside: Declared, key: str | None, place: int | None = None) -> Declared:
+        """What is declared beside a member of `allOf`, the cases of a keyword, or nothing."""
         found = beside | own(schema)
         for other, value in schema.items():
             for index, said in enumerate(self._said_in(other, value)):
