@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, Tag
 
 from funitel.router.api.common.field_policy import Unsupported
-from funitel.router.api.common.schema_base import CLAMPED, F32, U32, Body, by_type
+from funitel.router.api.common.schema_base import CLAMPED, F32, U32, Body, ModelName, by_type
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
@@ -244,7 +244,7 @@ class Metadata(Body):
 class CountTokensRequest(Body):
     """A conversation to count the tokens of, and the part of a request that makes the prompt."""
 
-    model: str = Field(description="Any name; echoed in the answer.")
+    model: ModelName = Field(description="Any name; echoed in the answer.")
     messages: list[InputMessage] = Field(min_length=1)
     system: TextBlocks | None = None
     tools: list[Annotated[Annotated[Tool, Tag("<custom>")], by_type("custom", default="custom")]] | None = None

@@ -3,6 +3,7 @@
 Types are strict as TGI's are: "5" is no number, true is no integer; an integer is a float.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -39,11 +40,32 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Return the object that a JSON text describes; an empty text describes an empty one.
+
+    Raises:
+        ValueError: it describes none, or what a body may not have; the message has the reason.
+    """
+    try:
+        values = json.loads(text or "{}")
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be valid Unicode, without lone surrogates") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise ValueError("must be the JSON text of an object")
+    return values
+
+
 def is_none(value: Any) -> bool:
     """For fields that are left out, not null, when there is nothing to say."""
     return value is None
 
 
+ModelName = Annotated[str, Field(max_length=1024)]  # of any model; each event of a stream repeats it
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 CLAMPED = (
     "More than the context has room for is refused below 1024; from 1024 on it is accepted if 1024 fit, and clamped: "

@@ -1,11 +1,10 @@
 """Request records of messages in OpenAI's chats: text parts, results of tools, and answers sent back."""
 
-import json
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from funitel.router.api.common.schema_base import Body
+from funitel.router.api.common.schema_base import Body, json_object
 from funitel.router.chat.call import ChatMessage, PastToolCall
 from funitel.router.text.control_text import ROLES
 
@@ -36,17 +35,7 @@ def _as_parts(content: Any) -> Any:
 
 def _as_values(arguments: Any) -> Any:
     """OpenAI sends arguments as JSON text, TGI's clients as an object; templates want values."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        values = json.loads(arguments or "{}")
-    except ValueError:
-        values = None
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-    if not isinstance(values, dict):
-        raise ValueError("must be the JSON text of an object")
-    return values
+    return json_object(arguments) if isinstance(arguments, str) else arguments
 
 
 class SentFunction(Body):

@@ -11,6 +11,7 @@ from funitel.router.api.common.schema_base import (
     TARGET_LANGUAGE,
     U32,
     Body,
+    ModelName,
     Priority,
     StopList,
     TargetLanguage,
@@ -69,7 +70,7 @@ class SamplingFields(Body):
 
     unsupported: ClassVar = SAMPLING
 
-    model: str | None = Field(default=None, description="Any name; echoed in the answer.")
+    model: ModelName | None = Field(default=None, description="Any name; echoed in the answer.")
     max_tokens: U32 | None = Field(default=None, description=CLAMPED)
     temperature: Annotated[F32, Field(ge=0)] | None = Field(default=None, description="0 takes the likeliest token.")
     top_p: Annotated[F32, Field(ge=0, le=1)] | None = None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, ValidationInfo, model_validator
 
 from funitel.router.api.common.field_policy import FieldPolicy, Unsupported
-from funitel.router.api.common.schema_base import CLAMPED, F32, U32, Body, Metadata, ServiceTier, by_type
+from funitel.router.api.common.schema_base import CLAMPED, F32, U32, Body, Metadata, ModelName, ServiceTier, by_type
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -332,7 +332,7 @@ class InputTokensRequest(Body):
     input: Annotated[
         list[AnyItem], BeforeValidator(_as_items, json_schema_input_type=str | list[AnyItem]), Field(min_length=1)
     ]
-    model: str | None = Field(default=None, description="Any name; echoed in the answer.")
+    model: ModelName | None = Field(default=None, description="Any name; echoed in the answer.")
     instructions: str | None = None
     previous_response_id: str | None = Field(default=None, description="Of a response that is stored.")
     tools: list[AnyTool] | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 from funitel.proto.errors import InvalidRequest, PayloadTooLarge
 from funitel.proto.step import GrammarType
+from funitel.router.api.common.schema_base import json_object
 from funitel.router.api.responses.builder import new_id
 from funitel.router.api.responses.schema_request import (
     AllowedToolsChoice,
@@ -226,13 +227,10 @@ def _message(item: Item, place: int, calls: Mapping[str, str]) -> ChatMessage:
 
 def _arguments(item: FunctionCallItem, place: int) -> dict[str, Any]:
     try:
-        values = json.loads(item.arguments or "{}")
-    except (ValueError, RecursionError):
-        values = None
-    if not isinstance(values, dict):
+        return json_object(item.arguments)
+    except ValueError as error:
         param = f"input.{place}.arguments"
-        raise InvalidRequest(f"{param}: must be the JSON text of an object", param)
-    return values
+        raise InvalidRequest(f"{param}: {error}", param) from None
 
 
 _INSTRUCTING = ("system", "developer")
