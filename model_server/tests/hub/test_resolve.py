@@ -113,6 +113,28 @@ def test_folder_without_its_files_is_refused(hf_folder: Path, name: str, message
         resolve.resolve(str(hf_folder))
 
 
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(hf_folder: Path, tiny_gguf: Path) -> None:
+    for path, model in ((hf_folder / "model.safetensors", hf_folder), (tiny_gguf, tiny_gguf)):
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(WeightsError, match=f"{path} is not a file"):
+            resolve.resolve(str(model))
+
+
+def test_a_damaged_conversion_behind_a_link_is_made_again_and_what_it_points_to_is_left(
+    tiny_gguf: Path, cache_dir: Path, tmp_path: Path
+) -> None:
+    folder = resolve.resolve(str(tiny_gguf), cache_dir=cache_dir).folder
+    elsewhere = folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(elsewhere)
+    assert resolve.resolve(str(tiny_gguf), cache_dir=cache_dir).was_present
+    (elsewhere / "tokenizer.json").write_bytes(b"")
+    assert not resolve.resolve(str(tiny_gguf), cache_dir=cache_dir).was_present
+    assert (folder / "tokenizer.json").stat().st_size
+    assert not folder.is_symlink()
+    assert (elsewhere / "tokenizer.json").read_bytes() == b""
+
+
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_unreadable_config_is_named(hf_folder: Path, content: str) -> None:
     (hf_folder / "config.json").write_text(content)

@@ -5,10 +5,11 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from fakes import byte_tokenizer
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from funitel.proto.errors import StartupError
-from funitel.router.text.model_files import find_model_folder
+from funitel.router.text.model_files import MAX_TEMPLATE_BYTES, ModelFiles, find_model_folder
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:
@@ -55,3 +56,12 @@ def test_what_is_neither_is_explained(name: str) -> None:
 def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="--revision v2 is for hub repositories"):
         find_model_folder(str(tmp_path), "v2")
+
+
+def test_a_template_file_beyond_all_bounds_is_refused_by_its_size(tmp_path: Path) -> None:
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with (tmp_path / "chat_template.jinja").open("wb") as file:
+        file.truncate(MAX_TEMPLATE_BYTES + 1)
+    files = ModelFiles(tmp_path)
+    with pytest.raises(StartupError, match=r"chat_template\.jinja has 4194305 bytes, at most 4194304 are read"):
+        files.template_texts(files.tokenizer())

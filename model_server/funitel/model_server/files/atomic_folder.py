@@ -53,8 +53,10 @@ def install(finished: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, if it is there, so that it is never seen with some of its files only."""
-    if folder.is_dir() and not folder.is_symlink():
+    """Remove a folder, if it is there, so that it is never seen with some of its files only; of a link, the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.is_dir():
         doomed = folder.parent / f".{folder.name}.removed"
         shutil.rmtree(doomed, ignore_errors=True)
         folder.rename(doomed)

@@ -39,6 +39,8 @@ def check_folder(folder: Path) -> None:
         raise WeightsError(f"{folder} has no config.json")
     read_json(config)
     for path in weight_files(folder):
+        if not path.is_file():  # a pipe would be waited for
+            raise WeightsError(f"{path} is not a file")
         check_safetensors(path) if path.suffix == ".safetensors" else check_pickle(path)
 
 
@@ -78,6 +80,8 @@ def file_format(path: Path) -> str:
 
     Raises: `WeightsError`: neither, or not readable.
     """
+    if not path.is_file():  # a pipe would be waited for
+        raise WeightsError(f"{path} is not a file")
     try:
         with path.open("rb") as file:
             start = file.read(len(GGUF_MAGIC))

@@ -96,8 +96,9 @@ def download_weights(model_id: str, *, revision: str | None = None, cache_dir: s
 
 def _resolve_file(model_id: str, path: Path, cache_dir: Path) -> ResolvedModel:
     """Convert a model that is one file, unless that was done before."""
+    form = file_format(path)
     sha256 = hash_file(path)
-    if file_format(path) == "llama2c":
+    if form == "llama2c":
         sha256 = hashlib.sha256(f"{sha256} {hash_file(path.with_name(LLAMA2C_TOKENIZER))}".encode()).hexdigest()
     target = _conversion_folder(path.name, sha256, cache_dir)
     return _made_once(model_id, target, lambda: _convert(path, sha256, target))

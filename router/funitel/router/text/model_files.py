@@ -120,6 +120,7 @@ def read_recommended(folder: Path) -> RecommendedSampling:
 
 
 _MAX_TOKEN_ID = 2**32 - 1  # that the tokenizers library takes
+MAX_TEMPLATE_BYTES = 1 << 22
 _TOOL_USE = "tool_use"  # the name of a template of its own for chats with tools
 
 
@@ -171,6 +172,8 @@ class ModelFiles:
         path = "chat_template.jinja" if is_default else f"additional_chat_templates/{name}.jinja"
         jinja_file = self._folder / path
         if jinja_file.is_file():
+            if (size := jinja_file.stat().st_size) > MAX_TEMPLATE_BYTES:
+                raise StartupError(f"{jinja_file} has {size} bytes, at most {MAX_TEMPLATE_BYTES} are read")
             return jinja_file.read_text(encoding="utf-8")
         return _pick_template(_json(self._folder / "chat_template.json").get("chat_template"), name) or own
 
