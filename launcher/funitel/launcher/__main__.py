@@ -10,14 +10,16 @@ from funitel.launcher.cli.program import CLIENTS, KEYS, TORCH_COMMANDS, run_clie
 from funitel.launcher.config.child_commands import Commands
 from funitel.launcher.config.command_line import ParsedCommandLine, launcher_app
 from funitel.launcher.config.environment_report import describe_environment
-from funitel.launcher.config.resolve import resolve, shards_and_gpus
+from funitel.launcher.config.resolve import resolve, shards_and_gpus, share_of_cores
 from funitel.launcher.config.sockets import claim, listen
+from funitel.launcher.config.task_limit import check_task_limit
 from funitel.launcher.config.upgrade import next_settings
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.supervisor.pid_one import end_at_early_sigterm, is_pid_one
 from funitel.launcher.supervisor.supervisor import NextDeployment, Supervisor
 from funitel.proto.errors import SettingsError
 from funitel.proto.process import logs
+from funitel.proto.process.standard_streams import open_standard_streams
 from funitel.proto.settings.fields import run_app
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ def serve(given: ParsedCommandLine, commands: Commands | None = None) -> None:
     if settings.env:
         logger.info("%s", describe_environment())
     num_shard, gpus = shards_and_gpus(settings, environ)
+    num_shards = num_shard * settings.num_replicas
+    check_task_limit(num_shards, settings.num_threads or share_of_cores(settings.device, num_shards) or 1)
     with claim(settings.shard_uds_path, num_shard, settings.num_replicas) as uds_path:
         resolved = resolve(settings, num_shard, uds_path, gpus)
 
@@ -60,6 +64,7 @@ def configure_logs(settings: LauncherSettings) -> None:
 
 def main() -> None:
     """Run the launcher (`funitel ...` or `funitel serve ...`), or the client that `funitel NAME ...` names."""
+    open_standard_streams()
     if sys.argv[1:2] == ["serve"]:
         del sys.argv[1]
     elif sys.argv[1:2] and sys.argv[1] in (*CLIENTS, *TORCH_COMMANDS, KEYS):

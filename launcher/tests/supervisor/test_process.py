@@ -133,3 +133,15 @@ def test_relay_in_json_wraps_only_what_is_not_json(capsys: pytest.CaptureFixture
         ("ERROR", "shard-0", "error: no"),
         ("INFO", "shard-0", "{not json"),
     ]
+
+
+async def test_a_child_has_a_working_directory_though_the_launchers_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries of a shard do not load without one; releases are removed under servers that run."""
+    gone = tmp_path / "release"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    child, lines = await run("import os; print(os.getcwd())")
+    assert (child.exited.result(), lines) == (0, ["/"])

@@ -22,6 +22,7 @@ from funitel.model_server.settings import (
 )
 from funitel.proto.process import logs
 from funitel.proto.process.parent import stop_with_parent
+from funitel.proto.process.standard_streams import open_standard_streams
 from funitel.proto.settings.fields import as_command, run_app
 from funitel.proto.tracing.export import export
 
@@ -171,6 +172,7 @@ app.command("models")(
 
 def main() -> NoReturn:
     """Run the command line."""
+    open_standard_streams()
     run_app(app)
 
 

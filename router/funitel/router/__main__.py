@@ -13,6 +13,7 @@ from functools import partial
 import typer
 
 from funitel.proto.process import logs
+from funitel.proto.process.standard_streams import open_standard_streams
 from funitel.proto.settings.fields import as_command, run_app
 from funitel.proto.settings.listen_address import LOCAL_ONLY, is_local_by_default, is_loopback, listen_address
 from funitel.proto.tracing.export import export
@@ -81,6 +82,7 @@ def _configure_logs(settings: RouterSettings) -> None:
 
 def main() -> None:
     """Entry point of the console script."""
+    open_standard_streams()
     if sys.argv[1:2] == ["print-schema"]:
         print(json.dumps(document(), indent=2))
         return

@@ -85,6 +85,7 @@ class Child:
                     stdout=write_end,
                     stderr=None if self._stderr_through else asyncio.subprocess.STDOUT,
                     start_new_session=True,
+                    cwd=_working_directory(),
                     pass_fds=self._pass_fds,
                 )
                 OWN_CHILDREN.pids.add(process.pid)
@@ -244,3 +245,12 @@ def _event(process: str, line: str) -> str:
 def _write(line: str) -> None:
     with suppress(OSError):  # a full disk or a closed pipe: the line is lost, but the child does not block
         print(printable(line), file=sys.stderr, flush=True)
+
+
+def _working_directory() -> str | None:
+    """None for the launcher's own; another one where that was removed, since libraries of the children need one."""
+    try:
+        os.getcwd()
+    except OSError:
+        return "/"
+    return None

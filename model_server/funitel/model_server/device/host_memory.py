@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from funitel.proto.process.control_groups import control_groups, lines_of
+
 _ROOT = Path("/")
 _MAX_LIMIT = 1 << 60  # bytes: version 1 writes a number beyond this where there is no limit
 
@@ -49,7 +51,7 @@ def _of_machine(root: Path) -> AvailableMemory:
 def _of_process(root: Path) -> Iterator[AvailableMemory]:
     """What the resource limits of this process leave."""
     status = _fields(root / "proc/self/status")
-    for line in _lines(root / "proc/self/limits"):
+    for line in lines_of(root / "proc/self/limits"):
         for title, used, name in (
             ("Max address space", "VmSize", "RLIMIT_AS (ulimit -v)"),
             ("Max data size", "VmData", "RLIMIT_DATA (ulimit -d)"),
@@ -60,60 +62,22 @@ def _of_process(root: Path) -> Iterator[AvailableMemory]:
 
 def _of_groups(root: Path) -> Iterator[AvailableMemory]:
     """What the control groups of this process leave, from its own upwards."""
-    paths = dict(_group_paths(root))
-    for line in _lines(root / "proc/self/mountinfo"):
-        place, _, kind = line.partition(" - ")
-        fields, (file_system, *_, options) = place.split(), kind.split()
-        is_v1 = file_system == "cgroup" and "memory" in options.split(",")
-        path = paths.get("memory" if is_v1 else "") if is_v1 or file_system == "cgroup2" else None
-        if path is None:
-            continue
-        top = root / fields[4].lstrip("/")
-        for group in _upwards(top, _below(path, fields[3])):
-            yield from _of_group(group, _V1 if is_v1 else _V2, root)
-
-
-def _group_paths(root: Path) -> Iterator[tuple[str, str]]:
-    """Controllers, of which version 2 names none, and the group of this process among theirs."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):
-            yield controller, path
-
-
-def _below(path: str, mounted: str) -> Path:
-    """A group's path relative to the group that is `mounted`; the latter itself where the group is not visible."""
-    group = Path(path)
-    if ".." in group.parts or not group.is_relative_to(mounted):
-        return Path()
-    return group.relative_to(mounted)
-
-
-def _upwards(top: Path, below: Path) -> Iterator[Path]:
-    for part in (below, *below.parents):
-        yield top / part
+    for group in control_groups("memory", root):
+        yield from _of_group(group.folder, _V1 if group.is_v1 else _V2, root)
 
 
 def _of_group(group: Path, interface: _Interface, root: Path) -> Iterator[AvailableMemory]:
     for name in interface.limits:
-        limit = next(iter(_lines(group / name)), "max")
+        limit = next(iter(lines_of(group / name)), "max")
         if not limit.isdigit() or int(limit) >= _MAX_LIMIT:
             continue
-        used = int(next(iter(_lines(group / interface.usage)), "0"))
-        statistics = dict(line.split() for line in _lines(group / "memory.stat"))
+        used = int(next(iter(lines_of(group / interface.usage)), "0"))
+        statistics = dict(line.split() for line in lines_of(group / "memory.stat"))
         reclaimable = int(statistics.get(interface.reclaimable, 0))
         yield AvailableMemory(int(limit) - used + reclaimable, str(_ROOT / (group / name).relative_to(root)))
 
 
-def _lines(path: Path) -> list[str]:
-    """Lines of a file; none where it is not there."""
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
 def _fields(path: Path) -> dict[str, int]:
     """Fields of a file of /proc with kibibytes, in bytes."""
-    found = (line.split(":", 1) for line in _lines(path))
+    found = (line.split(":", 1) for line in lines_of(path))
     return {name: int(value.split()[0]) * 1024 for name, value in found if value.endswith(" kB")}
