@@ -339,3 +339,19 @@ def test_a_template_that_refuses_or_fails(copy: Path, tmp_path: Path) -> None:
         )
         _assert_refused(post(server, "/v1/chat/completions", chat(message)), 422, "template_error", "nothing")
         assert "Traceback" not in server.log.read_text()
+
+
+def test_b8_openais_errors_and_strict_fields(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path, "--model-id", str(tiny_model), "--openai-errors", "--strict-fields") as strict:
+        for path, body, code in (
+            ("/v1/chat/completions", chat(temprature=1), "unknown_parameter"),
+            ("/v1/chat/completions", chat({"role": "user", "content": "Hi", "colour": 1}), "unknown_parameter"),
+            ("/v1/completions", {"prompt": "Hi", "temperature": 2.5}, "decimal_above_max_value"),
+            ("/v1/responses", {"input": "Hi", "max_output_tokens": 10_000}, "context_length_exceeded"),
+        ):
+            response = post(strict, path, body)
+            assert response.status_code == 400, response.text
+            assert response.json().keys() == {"error"}
+            assert response.json()["error"]["code"] == code
+        refused = post(strict, "/generate", {"inputs": "Hi", "made_up": 1})
+        assert (refused.status_code, refused.json()["error_type"]) == (422, "validation")

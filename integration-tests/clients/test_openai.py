@@ -69,6 +69,43 @@ def test_sampling_and_logprobs(openai_client: Any) -> None:
     assert all(1 <= len(entry.top_logprobs) <= 2 for entry in first.logprobs.content)
 
 
+def test_b8_exceptions(openai_client: Any) -> None:
+    """Routes that TGI has keep its 422; others answer 400."""
+    with pytest.raises(openai.UnprocessableEntityError):
+        openai_client.chat.completions.create(model="tgi", messages=MESSAGES, temperature=-1)
+    with pytest.raises(openai.BadRequestError) as raised:
+        openai_client.responses.create(model="tgi", input=QUESTION, temperature=-1)
+    assert (raised.value.param, raised.value.code) == ("temperature", "integer_below_min_value")
+    with pytest.raises(openai.NotFoundError):
+        openai_client.responses.retrieve("resp_none")
+    with pytest.raises(openai.NotFoundError):
+        openai_client.models.retrieve("none")
+
+
+def test_b6_fields_of_other_servers(openai_client: Any) -> None:
+    def ask(**fields: Any) -> Any:
+        return openai_client.chat.completions.create(
+            model="tgi", messages=MESSAGES, temperature=0, max_tokens=20, extra_body=fields
+        )
+
+    whole = ask(return_token_ids=True, made_up=1, seed=None)
+    ids = whole.choices[0].token_ids
+    cut = ask(return_token_ids=True, stop_token_ids=[ids[3]])
+    assert cut.choices[0].finish_reason == "stop"
+    assert cut.choices[0].token_ids == ids[: ids.index(ids[3]) + 1]
+    assert ask(stop_token_ids=[ids[3]], min_tokens=20).usage.completion_tokens == 20
+    assert ask(guided_choice=["no city", "a town"]).choices[0].message.content in ("no city", "a town")
+    grammar = 'start: "Paris" /[!]{2}/'
+    assert ask(structured_outputs={"grammar": grammar}).choices[0].message.content == "Paris!!"
+    assert "Paris" not in ask(bad_words=["Paris"]).choices[0].message.content
+    with pytest.raises(openai.UnprocessableEntityError, match="use_beam_search: is not supported"):
+        ask(use_beam_search=True)
+    scores = openai_client.completions.create(
+        model="tgi", prompt="The capital of France is", max_tokens=1, extra_body={"prompt_logprobs": 1}
+    )
+    assert len(scores.choices[0].prompt_logprobs) == scores.usage.prompt_tokens
+
+
 def test_stream_left_early(openai_client: Any, server: Server) -> None:
     with openai_client.chat.completions.create(
         model="tgi", messages=MESSAGES, temperature=0, max_tokens=400, stream=True

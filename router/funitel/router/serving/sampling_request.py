@@ -67,7 +67,8 @@ class SamplingRequest:
             temperature, top_p = recommended.temperature, recommended.top_p
         seed = None if self.seed is None else self.seed % U64_RANGE
         if temperature == 0 or top_p == 0:
-            return replace(self, do_sample=False, temperature=None, top_p=None, top_k=None, min_p=None, seed=seed)
+            off: Any = {"temperature": None, "top_p": None, "top_k": None, "min_p": None, "typical_p": None}
+            return replace(self, do_sample=False, seed=seed, **off)
         top_p = None if top_p == 1 else top_p
         return replace(self, do_sample=True, temperature=temperature, top_p=top_p, seed=seed)
 

@@ -58,6 +58,9 @@ async def test_b6_bad_words_are_banned_at_the_beginning_and_behind_a_space(
         ({"stop_token_ids": ["a"]}, "stop_token_ids.0"),
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
         ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["a"] * 257}, "bad_words"),
+        ({"bad_words": ["a" * 257]}, "bad_words.0"),
+        ({"stop_token_ids": [5] * 1025}, "stop_token_ids"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens"),
         ({"truncation_side": "right"}, "truncation_side"),
@@ -226,3 +229,11 @@ async def test_b6_echo_and_prompt_logprobs(client: httpx.AsyncClient) -> None:
     choice = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]
     assert choice["text"] == "Hi"
     assert len(choice["prompt_logprobs"]) == len(choice["logprobs"]["tokens"])
+
+
+@BOTH
+async def test_b6_typical_p(client: httpx.AsyncClient, engine: FakeEngine, path: str) -> None:
+    for typical_p, temperature, expected in ((0.5, 1.0, 0.5), (1, 1.0, 1.0), (0.5, 0, 1.0)):
+        await text_of(client, path, typical_p=typical_p, temperature=temperature)
+        assert engine.requests[-1].sampling.typical_p == expected
+        assert engine.requests[-1].sampling.is_sampled is (temperature != 0)

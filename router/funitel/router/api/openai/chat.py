@@ -99,7 +99,7 @@ async def _complete(service: Service, body: ChatRequest, arrived: Arrival) -> tu
 
 def _choice(index: int, answer: ChatAnswer, body: ChatRequest) -> ChatChoice:
     calls = [_tool_call(call) for call in answer.tool_calls]
-    reasoning = answer.reasoning or None
+    reasoning = None if body.include_reasoning is False else answer.reasoning or None
     message = AnswerMessage(
         content=None if calls and not answer.text else answer.text,
         reasoning_content=reasoning,
@@ -132,6 +132,8 @@ async def _stream(service: Service, chat: PreparedChat, body: ChatRequest, put: 
         nonlocal prompt_ids
         if isinstance(part, TokenIds):
             held.setdefault(index, []).extend(part.ids)
+            return
+        if isinstance(part, ReasoningDelta) and body.include_reasoning is False:
             return
         usage = _usage_so_far(chat, index, part) if body.continuous_usage else None
         if isinstance(part, _TEXTS) and not body.logprobs and not body.return_token_ids:

@@ -23,6 +23,8 @@ from funitel.router.core.grammar import Grammar
 from funitel.router.serving.sampling_request import U64_RANGE, SamplingRequest
 
 MAX_CHOICES = 128  # OpenAI's
+MAX_STOP_TOKENS = 1024
+MAX_WORDS, MAX_WORD = 256, 256  # that are banned, and characters of one; each is looked at in every step
 
 GRAMMAR_FIELDS = (
     "response_format",
@@ -80,6 +82,7 @@ class SamplingFields(Body):
     )
     frequency_penalty: Annotated[F32, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[F32, Field(ge=-2, le=2)] | None = None
+    typical_p: Annotated[F32, Field(gt=0, le=1)] | None = Field(default=None, description="1 is off.")
     repetition_penalty: Annotated[F32, Field(gt=0)] | None = Field(default=None, description="As on `/generate`.")
     logit_bias: LogitBias = Field(default=None, description="Token ids to what is added to their scores.")
     stop: StopList = Field(default_factory=list)
@@ -94,7 +97,9 @@ class SamplingFields(Body):
     seed: Annotated[int, Field(ge=-(2**63), lt=U64_RANGE)] | None = None
     # vLLM's.
     min_tokens: U32 | None = Field(default=None, description="Tokens before which nothing ends the answer.")
-    stop_token_ids: list[U32] | None = Field(default=None, description="Tokens that end the answer, too.")
+    stop_token_ids: Annotated[list[U32], Field(max_length=MAX_STOP_TOKENS)] | None = Field(
+        default=None, description="Tokens that end the answer, too."
+    )
     include_stop_str_in_output: bool | None = Field(
         default=None, description="Whether the stop that ended it is part of the text."
     )
@@ -102,7 +107,9 @@ class SamplingFields(Body):
         default=None, description="False makes special tokens part of the text, save the end token."
     )
     spaces_between_special_tokens: Any = Field(default=None, description="Accepted; there are none.")
-    bad_words: list[str] | None = Field(default=None, description="Words that the answer never has.")
+    bad_words: Annotated[list[Annotated[str, Field(max_length=MAX_WORD)]], Field(max_length=MAX_WORDS)] | None = Field(
+        default=None, description="Words that the answer never has."
+    )
     allowed_token_ids: list[U32] | None = Field(default=None, description="The only tokens that the answer may have.")
     add_special_tokens: bool | None = Field(
         default=None, description="Whether special tokens are added to the prompt; to a text by default, to a chat not."
@@ -190,6 +197,7 @@ class SamplingFields(Body):
             top_p=self.top_p,
             top_k=self.top_k if (self.top_k or 0) > 0 else None,
             min_p=self.min_p,
+            typical_p=None if self.typical_p == 1 else self.typical_p,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
             count_penalty=self.frequency_penalty or 0.0,

@@ -12,6 +12,9 @@ SAMPLING: dict[str, Unsupported] = {
     "logits_processors": Unsupported("code of clients is not run"),
     "logprob_token_ids": Unsupported("use `logprobs`"),
     "prompt_embeds": Unsupported("prompts are text or token ids"),
+    "mm_processor_kwargs": Unsupported("prompts are text"),
+    "media_io_kwargs": Unsupported("prompts are text"),
+    "watermarking": Unsupported("use `watermark` of `/generate`"),
     "repetition_detection": Unsupported("use `repetition_penalty`"),
     "thinking_token_budget": Unsupported("reasoning has no limit of its own; use `max_tokens`", (*NOTHING, -1)),
     "kv_transfer_params": Unsupported("each replica computes its own prompts"),
@@ -38,5 +41,6 @@ CHAT: dict[str, Unsupported] = SAMPLING | {
     "moderation": Unsupported("answers are not moderated here"),
     # vLLM's.
     "echo": Unsupported("a chat's answer never begins with its messages"),
+    "documents": Unsupported("send them in `messages`"),
     "chat_template": Unsupported("templates of clients are not run; start the server with another"),
 }
