@@ -157,6 +157,38 @@ def test_b5_calls_or_answers_by_a_format_are_what_they_say(client: Any) -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in deltas) == (whole.message.content or "")
 
 
+OPEN: dict[str, dict[str, Any]] = {
+    "city": {"properties": {"city": {"type": "string"}, "facts": {"type": "array", "items": {"type": "string"}}}},
+    "people": {
+        "type": "object",
+        "properties": {"people": {"type": "array", "items": {"$ref": "#/$defs/person"}}},
+        "required": ["people"],
+        "$defs": {"person": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}},
+    },
+    "any": {"type": "object"},
+}
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    assert len(dict(pairs)) == len(pairs), f"repeated: {pairs}"
+    return dict(pairs)
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_b4_open_schemas_end_before_the_limit_with_declared_keys(client: Any, name: str) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": name, "strict": True, "schema": OPEN[name]}}
+    form = {"type": "json_object"} if name == "any" else form
+    messages = [{"role": "user", "content": "Paris and its people, in JSON."}]
+    for seed, max_tokens in enumerate((60, 120)):
+        wishes = {"temperature": 1.0, "seed": seed, "max_tokens": max_tokens}
+        answer = client.chat.completions.create(model="tgi", messages=messages, response_format=form, **wishes)
+        (choice,) = answer.choices
+        assert choice.finish_reason == "stop"
+        found = json.loads(choice.message.content, object_pairs_hook=None if name == "any" else unique)
+        jsonschema.validate(found, OPEN[name])
+        assert name == "any" or found.keys() <= OPEN[name]["properties"].keys()
+
+
 def test_a_conversation_with_results_goes_on(client: Any) -> None:
     first = ask(client, 0, tool_choice="required", parallel_tool_calls=False).choices[0].message
     messages = [

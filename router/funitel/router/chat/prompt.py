@@ -54,7 +54,7 @@ async def render_prompt(service: Service, call: ChatCall, names: Mapping[str, st
 
     Raises:
         NotReady: the tokenizer is not there yet.
-        ToolError: tools are asked for that are not there, or together with a regular expression.
+        ToolError: tools are asked for that are not there, or together with a grammar that is no JSON schema.
         InvalidRequest: the messages and what is asked of them do not fit together.
         TemplateError: there is no template, or it refused the messages.
     """
@@ -105,7 +105,10 @@ async def _constrained(call: ChatCall, tools: tuple[Tool, ...]) -> tuple[Grammar
         return await asyncio.to_thread(forced_calls, tools, parallel=several), BY_NAME["json"]
     if call.grammar is None or not tools:
         return call.grammar, None
-    grammar, keys = await asyncio.to_thread(calls_or_answer, tools, call.grammar, parallel=several)
+    try:
+        grammar, keys = await asyncio.to_thread(calls_or_answer, tools, call.grammar, parallel=several)
+    except ValueError:
+        raise BrokenRule("response_format", "the schema of the response format must be a JSON object") from None
     return grammar, call_or_answer(keys)
 
 
@@ -120,8 +123,8 @@ def _offered(call: ChatCall) -> tuple[Tool, ...]:
         return ()
     if choice.mode is ToolMode.REQUIRED and not call.tools:
         raise ToolError("`tool_choice` asks for a call, but there are no `tools`", "tool_choice")
-    if call.tools and call.grammar is not None and call.grammar.kind is GrammarType.REGEX:
-        rule = "`tools` and a response format that is a regular expression exclude each other"
+    if call.tools and call.grammar is not None and call.grammar.kind is not GrammarType.JSON:
+        rule = "`tools` and a response format that is no JSON schema exclude each other"
         raise BrokenRule("response_format", rule, kind=ToolError)
     if choice.name is None:
         return call.tools

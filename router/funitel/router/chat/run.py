@@ -99,7 +99,7 @@ async def prepare_chat(
     Raises:
         NotReady: the shards do not answer yet.
         InvalidRequest: a value breaks a rule.
-        ToolError: tools are asked for that are not there, or together with a regular expression.
+        ToolError: tools are asked for that are not there, or together with a grammar that is no JSON schema.
         TemplateError: the model has no template, or it refused the messages.
     """
     check_count(call.n, service)

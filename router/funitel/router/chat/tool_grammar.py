@@ -42,8 +42,11 @@ def calls_or_answer(tools: Sequence[Tool], answer: Grammar, *, parallel: bool) -
 
     Raises:
         ToolError: the parameters of a tool are not the schema of an object.
+        ValueError: the answer's schema is no JSON object.
     """
     schema = json.loads(answer.text)
+    if not isinstance(schema, dict):
+        raise ValueError(f"not an object: {answer.text[:100]}")
     keys = _keys_beside(schema)
     parallel = parallel and not _may_be_array(schema)
     definitions = _definitions(tools) | {"answer": _moved(_without_key(schema, keys.arguments), "#/$defs/answer")}

@@ -298,7 +298,7 @@ async def test_a_tool_asked_for_by_name_is_called_exactly_once(serve: Serve, par
         (
             {"tools": [WEATHER], "response_format": {"type": "regex", "value": "a"}},
             "response_format",
-            "a regular expression exclude each other",
+            "no JSON schema exclude each other",
         ),
         (
             {
@@ -442,6 +442,13 @@ async def test_b5_calls_and_answers_stream_as_what_they_are(
             assert choice["finish_reason"] == "tool_calls"
         once = await whole(client, parallel_tool_calls=False, **fields)
     assert len(calls_of(once)) == 1
+
+
+@pytest.mark.parametrize("schema", ["{", "[]", "true", "[" * 30_000])
+async def test_b5_a_format_that_is_no_object_is_refused(client: httpx.AsyncClient, schema: str) -> None:
+    response = await client.post(CHAT, json=ask(tools=[WEATHER], guided_json=schema))
+    assert response.status_code in (400, 422), response.text
+    assert "\n" not in response.json()["error"]["message"]
 
 
 async def test_b5_errors_name_the_schema_at_fault(client: httpx.AsyncClient, engine: FakeEngine) -> None:
