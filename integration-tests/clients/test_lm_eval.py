@@ -51,9 +51,11 @@ def python() -> Path:
     return found
 
 
-def evaluate(python: Path, folder: Path, *runs: tuple[str, dict[str, Any]]) -> list[dict[str, list[Any]]]:
+def evaluate(
+    python: Path, folder: Path, *runs: tuple[str, dict[str, Any]], words: tuple[str, ...] = (*SCORED, GENERATED)
+) -> list[dict[str, list[Any]]]:
     done = subprocess.run(
-        [python, "evaluate.py", json.dumps(runs), *SCORED, GENERATED],
+        [python, "evaluate.py", json.dumps(runs), *words],
         cwd=TASKS,
         env=_environment() | {"HF_DATASETS_CACHE": str(folder)},
         capture_output=True,
@@ -110,3 +112,16 @@ def test_b2_lm_eval_of_the_demo_model(python: Path, server: Server, demo_model: 
     )
     assert_equal(found, expected)
     assert_equal(as_text, expected)
+
+
+def test_b2_lm_eval_of_chats(python: Path, server: Server, demo_model: Path, tmp_path: Path) -> None:
+    chats = {"base_url": f"{server.url}/v1/chat/completions", "model": "any", "tokenizer_backend": None}
+    found, expected = evaluate(
+        python,
+        tmp_path,
+        ("local-chat-completions", chats | {"num_concurrent": 2}),
+        in_transformers(demo_model),
+        words=("--chat", GENERATED),
+    )
+    assert [text.strip() for text in found[GENERATED]] == [text.strip() for text in expected[GENERATED]]
+    assert any(text.strip() for text in found[GENERATED])
