@@ -4,6 +4,7 @@ Types are strict as TGI's are: "5" is no number, true is no integer; an integer 
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,6 +27,7 @@ from funitel.router.api.common.field_policy import FIELD_ERROR, FieldPolicy, Uns
 from funitel.router.core.request import MAX_PRIORITY
 
 F32_MAX = 3.4028234663852886e38
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 F32_TINY = 1.1754943508222875e-38
 
 
@@ -43,14 +45,16 @@ def _as_list(value: Any) -> Any:
 def json_object(text: str) -> dict[str, Any]:
     """Return the object that a JSON text describes; an empty text describes an empty one.
 
+    Halves of characters, which models spell now and then, are replaced: a conversation must go on with such a call.
+
     Raises:
-        ValueError: it describes none, or what a body may not have; the message has the reason.
+        ValueError: it describes none, or is nested too deeply; the message has the reason.
     """
     try:
         values = json.loads(text or "{}")
-        json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("must be valid Unicode, without lone surrogates") from None
+        if _SURROGATE_ESCAPE.search(text):
+            whole = json.dumps(values, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            values = json.loads(whole.decode("utf-16", "replace"))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except ValueError:
