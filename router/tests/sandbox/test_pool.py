@@ -66,8 +66,8 @@ async def all_ready(pool: SandboxPool) -> None:
         await pool.warm_up()
 
 
-def asking(pool: SandboxPool, *questions: tuple[str, Any]) -> list[asyncio.Task[Any]]:
-    return [asyncio.create_task(pool.run(question)) for question in questions]
+def asking(pool: SandboxPool, *questions: tuple[str, Any], key: bytes = b"") -> list[asyncio.Task[Any]]:
+    return [asyncio.create_task(pool.run(question, key)) for question in questions]
 
 
 async def blamed(task: asyncio.Task[Any]) -> str:
@@ -219,3 +219,37 @@ async def test_a_process_that_is_gone_is_replaced(pools: Pools) -> None:
     await process.kill()
     await eventually(lambda: asyncio.sleep(0, not pool._processes), "it is forgotten")
     assert await pool.run(("say", 1)) == 1
+
+
+async def test_the_bombs_of_one_key_leave_a_process_to_others(pools: Pools) -> None:
+    """Twenty slow grammars of one key delayed those of all others by a minute."""
+    pool = pools(2, time_limit=PATIENCE_SECONDS, has_several_keys=True)
+    await all_ready(pool)
+    bombs = asking(pool, *[("sleep", 60)] * 6, key=b"a")
+    await asyncio.sleep(0.3)
+    assert await asyncio.gather(*asking(pool, *(("say", i) for i in range(20)), key=b"b")) == list(range(20))
+    assert not any(bomb.done() for bomb in bombs)
+    assert sum(bool(process.tasks) for process in pool._processes) == 1
+
+
+async def test_one_key_may_use_every_process_where_there_are_no_others(pools: Pools) -> None:
+    pool = pools(2, time_limit=PATIENCE_SECONDS)
+    await all_ready(pool)
+    asking(pool, *[("sleep", 60)] * 6, key=b"a")
+    await asyncio.sleep(0)
+    assert all(process.tasks for process in pool._processes)
+
+
+async def test_keys_take_turns(pools: Pools) -> None:
+    pool = pools(time_limit=PATIENCE_SECONDS)
+    await pool.warm_up()
+    answered: list[str] = []
+
+    async def ask(name: str, key: bytes) -> None:
+        answered.append(await pool.run(("say", name + "x" * AHEAD_BYTES), key))
+
+    first = asking(pool, ("sleep", 0.2), key=b"a")
+    await asyncio.sleep(0)
+    tasks = [asyncio.create_task(ask(name, name[:1].encode())) for name in ("a1", "a2", "a3", "b1", "c1", "b2")]
+    await asyncio.gather(*first, *tasks)
+    assert [name[:2] for name in answered] == ["a1", "b1", "c1", "a2", "b2", "a3"]

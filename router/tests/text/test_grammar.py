@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.step import GrammarType
+from funitel.router.core import request_context
 from funitel.router.core.grammar import Grammar
 from funitel.router.sandbox import pool as killable
 from funitel.router.sandbox.pool import SandboxPool
@@ -99,6 +100,30 @@ async def test_a_bomb_is_refused_while_others_are_answered(checker: GrammarCheck
     assert time.monotonic() - begin < 1, "the verdict was not remembered"
 
 
+async def test_one_key_neither_delays_the_grammars_of_others_nor_tells_what_they_are(tmp_path: Path) -> None:
+    checker = GrammarChecker(write_model(tmp_path) / "tokenizer.json", time_limit=30.0, has_several_keys=True)
+
+    async def check(owner: bytes, grammar: Grammar) -> None:
+        with request_context.request_context("r") as context:
+            context.owner = owner
+            await checker.check(grammar)
+
+    try:
+        await asyncio.gather(check(b"a", Grammar.regex("one")), check(b"b", Grammar.regex("two")))
+        bombs = [asyncio.create_task(check(b"a", Grammar(BOMB.kind, BOMB.text + " " * i))) for i in range(6)]
+        await asyncio.sleep(0.3)
+        await check(b"b", Grammar.regex("quick"))
+        assert not any(bomb.done() for bomb in bombs)
+        asked = len(checker._verdicts)
+        await check(b"b", Grammar.regex("one"))
+        assert len(checker._verdicts) == asked + 1, "compiled, although the other key had done so"
+        await check(b"b", Grammar.regex("one"))
+        assert len(checker._verdicts) == asked + 1
+    finally:
+        await checker.close()
+        await asyncio.gather(*bombs, return_exceptions=True)
+
+
 async def test_the_event_loop_never_waits_for_a_grammar(checker: GrammarChecker) -> None:
     """Not for a worker to start, to compile, or to be killed. A machine that stands still gets three tries."""
     longest = []
@@ -139,9 +164,9 @@ async def test_many_who_ask_the_same_wait_for_one_answer(
     asked: list[str] = []
     ask = SandboxPool.run
 
-    async def counting(pool: SandboxPool, question: Any) -> Any:
+    async def counting(pool: SandboxPool, question: Any, key: bytes) -> Any:
         asked.append(question["text"])
-        return await ask(pool, question)
+        return await ask(pool, question, key)
 
     monkeypatch.setattr(SandboxPool, "run", counting)
     waiting = [asyncio.create_task(checker.check(Grammar.regex("same"))) for _ in range(20)]

@@ -6,11 +6,11 @@ the processes ahead of their turns, so that many are answered in one iteration o
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from funitel.router.sandbox.process import SandboxProcess, SandboxTask
+from funitel.router.sandbox.task_queue import TaskQueue
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class SandboxPool:
         readable: Sequence[str] = (),
         cpu_limit: float | None = None,
         niceness: int = 0,
+        has_several_keys: bool = False,
     ) -> None:
         """Start nothing yet.
 
@@ -60,6 +61,7 @@ class SandboxPool:
             readable: files and folders that a process may read, beside those from which Python imports.
             cpu_limit: seconds of processor time for a task; None for no bound but `time_limit`.
             niceness: added to that of the router.
+            has_several_keys: whether one API key must leave a process to others.
         """
         self.time_limit = time_limit
         self._cpu_limit = cpu_limit
@@ -71,12 +73,13 @@ class SandboxPool:
         self._max_answer_bytes = max_answer_bytes
         self._readable = readable
         self._missing: list[str] = []  # layers of confinement, as the last process reported
-        self._waiting: OrderedDict[SandboxTask, None] = OrderedDict()  # in their order
+        self._most_of_a_key = max(1, most - 1) if has_several_keys else most
+        self._waiting = TaskQueue()
         self._processes: set[SandboxProcess] = set()  # including those that start or end
         self._starting: set[asyncio.Task[WorkerUnavailable | None]] = set()
 
-    async def run(self, value: Any) -> Any:
-        """Run a task and return its answer.
+    async def run(self, value: Any, key: bytes = b"") -> Any:
+        """Run a task of an API key and return its answer; the keys of waiting tasks take turns.
 
         A caller that is cancelled while the task waits removes it; a task that a process has keeps running, since
         killing a process for each client that leaves would cost too much.
@@ -85,13 +88,13 @@ class SandboxPool:
             Killed: it takes too much time or memory.
             WorkerUnavailable: no process can be started.
         """
-        task = SandboxTask(value)
-        self._waiting[task] = None
+        task = SandboxTask(value, key)
+        self._waiting.append(task)
         self._dispatch()
         try:
             return await task.answer
         finally:
-            self._waiting.pop(task, None)
+            self._waiting.discard(task)
 
     async def warm_up(self) -> None:
         """Start one process. Raises WorkerUnavailable if that fails."""
@@ -168,16 +171,24 @@ class SandboxPool:
 
     def _dispatch(self) -> None:
         """Assign waiting tasks to processes, and start a process if some have to wait."""
-        while self._waiting:
-            task = next(iter(self._waiting))
-            process = min((each for each in self._processes if each.takes(task)), key=_load, default=None)
-            if process is None:
+        passed_over: set[bytes] = set()
+        while (task := self._waiting.first(passed_over)) is not None:
+            taking = [each for each in self._processes if each.takes(task)]
+            if not taking:
                 break
-            del self._waiting[task]
+            process = min((each for each in taking if self._may_use(each, task.key)), key=_load, default=None)
+            if process is None:
+                passed_over.add(task.key)
+                continue
+            self._waiting.take(task)
             self._give(task, process)
         num_waiting = len(self._waiting) + sum(len(each.tasks) - 1 for each in self._processes if each.tasks)
         if num_waiting > len(self._starting) and len(self._processes) < self._most:
             self._start()
+
+    def _may_use(self, process: SandboxProcess, key: bytes) -> bool:
+        """Whether a key may use a process without more of them than a key may have."""
+        return process.keys[key] > 0 or sum(each.keys[key] > 0 for each in self._processes) < self._most_of_a_key
 
     def _give(self, task: SandboxTask, process: SandboxProcess) -> None:
         if task.answer.done():  # answered meanwhile, or its caller was cancelled
@@ -191,8 +202,8 @@ class SandboxPool:
         for task in reversed(list(tasks)):
             if task.process is process and not task.answer.done():
                 task.process = None
-                self._waiting[task] = None
-                self._waiting.move_to_end(task, last=False)
+                process.keys[task.key] -= 1
+                self._waiting.put_back(task)
 
     def _watch(self, process: SandboxProcess) -> None:
         """Set the timer of a process for when its first task is slow, and then for when it times out."""

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -25,16 +25,17 @@ KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ", "T
 class SandboxTask:
     """One task; cancelling `answer` withdraws it.
 
-    `process` is the one it was assigned to last; `num_deaths` counts processes that the system killed while they
-    worked on it.
+    `key` is the API key it is for, as a hash; `process` is the one it was assigned to last; `num_deaths` counts
+    processes that the system killed while they worked on it.
     """
 
-    __slots__ = ("answer", "frame", "num_deaths", "process")
+    __slots__ = ("answer", "frame", "key", "num_deaths", "process")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, key: bytes = b"") -> None:
         payload = json.dumps(value).encode()
         self.frame = len(payload).to_bytes(HEAD_BYTES, "big") + payload
         self.answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.key = key
         self.process: SandboxProcess | None = None
         self.num_deaths = 0
 
@@ -58,6 +59,7 @@ class SandboxProcess(asyncio.SubprocessProtocol):
     ) -> None:
         self.tasks: deque[SandboxTask] = deque()
         self.num_bytes = 0  # of these
+        self.keys: Counter[bytes] = Counter()  # of those that were assigned to no other process since
         self.head_since = 0.0  # when the first of them became the first, on the loop's clock
         self.is_ready = False  # to take tasks
         self.is_slow = False  # with the first task
@@ -107,6 +109,7 @@ class SandboxProcess(asyncio.SubprocessProtocol):
             self.head_since = self._loop.time()
         self.tasks.append(task)
         task.process = self
+        self.keys[task.key] += 1
         self.num_bytes += len(task.frame)
         if not self._stdin.is_closing():  # else it is about to end
             self._stdin.write(task.frame)
@@ -165,6 +168,8 @@ class SandboxProcess(asyncio.SubprocessProtocol):
 
     def _take(self, answer: Any) -> None:
         task = self.tasks.popleft()
+        if task.process is self:
+            self.keys[task.key] -= 1
         self.num_bytes -= len(task.frame)
         if not task.answer.done():
             task.answer.set_result(answer)

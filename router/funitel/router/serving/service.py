@@ -145,7 +145,7 @@ class Service:
             settings.validation_workers,
         )
         self._warming = asyncio.create_task(self._tokenizer.warm_up())
-        self._grammars = GrammarChecker(folder / "tokenizer.json")
+        self._grammars = GrammarChecker(folder / "tokenizer.json", has_several_keys=settings.has_several_keys)
         self.recommended = read_recommended(folder)
         self.facts = ModelOrigin.of(folder)
         self._stage = "starting: waiting for the model shards"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from funitel.proto.errors import InvalidRequest
+from funitel.router.core import request_context
 from funitel.router.core.grammar import Grammar
 from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
 
@@ -33,9 +34,15 @@ class GrammarChecker:
     """Compiles grammars in worker processes, to see whether they can be kept, and remembers what it found."""
 
     def __init__(
-        self, tokenizer_path: Path, *, time_limit: float = TIME_LIMIT_SECONDS, memory_limit: int = MEMORY_LIMIT_BYTES
+        self,
+        tokenizer_path: Path,
+        *,
+        time_limit: float = TIME_LIMIT_SECONDS,
+        memory_limit: int = MEMORY_LIMIT_BYTES,
+        has_several_keys: bool = False,
     ) -> None:
-        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()
+        """Start nothing yet; with several API keys, one leaves a process to others."""
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()  # by owner, which learns of no other, and digest
         self._pending: dict[bytes, asyncio.Task[_Verdict]] = {}
         self._pool = SandboxPool(
             "funitel.router.text.grammar_worker",
@@ -44,6 +51,7 @@ class GrammarChecker:
             time_limit=time_limit,
             memory_limit=memory_limit,
             readable=[str(tokenizer_path)],
+            has_several_keys=has_several_keys,
         )
 
     async def check(self, grammar: Grammar, field: str = "grammar") -> None:
@@ -51,37 +59,38 @@ class GrammarChecker:
         size = len(grammar.text.encode(errors="surrogatepass"))
         if size > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"grammar must have at most {MAX_GRAMMAR_BYTES} bytes, given {size}", field)
-        verdict = self._known(grammar.digest) or await self._find_out(grammar)
+        owner = request_context.current().owner
+        verdict = self._known(owner + grammar.digest) or await self._find_out(grammar, owner)
         if verdict.error is not None:
             raise InvalidRequest(verdict.error, field)
 
-    def _known(self, digest: bytes) -> _Verdict | None:
-        verdict = self._verdicts.get(digest)
+    def _known(self, place: bytes) -> _Verdict | None:
+        verdict = self._verdicts.get(place)
         if verdict is None or verdict.until < time.monotonic():
             return None
-        self._verdicts.move_to_end(digest)
+        self._verdicts.move_to_end(place)
         return verdict
 
-    async def _find_out(self, grammar: Grammar) -> _Verdict:
-        """Compile once for all concurrent requests, also when the first of them is cancelled."""
-        digest = grammar.digest
-        if digest not in self._pending:
-            task = asyncio.create_task(self._judge(grammar))
-            self._pending[digest] = task
-            task.add_done_callback(lambda _: self._pending.pop(digest))
-        return await asyncio.shield(self._pending[digest])
+    async def _find_out(self, grammar: Grammar, owner: bytes) -> _Verdict:
+        """Compile once for all concurrent requests of a key, also when the first of them is cancelled."""
+        place = owner + grammar.digest
+        if place not in self._pending:
+            task = asyncio.create_task(self._judge(grammar, owner))
+            self._pending[place] = task
+            task.add_done_callback(lambda _: self._pending.pop(place))
+        return await asyncio.shield(self._pending[place])
 
-    async def _judge(self, grammar: Grammar) -> _Verdict:
-        verdict = await self._ask(grammar)
-        self._verdicts[grammar.digest] = verdict
+    async def _judge(self, grammar: Grammar, owner: bytes) -> _Verdict:
+        verdict = await self._ask(grammar, owner)
+        self._verdicts[owner + grammar.digest] = verdict
         if len(self._verdicts) > NUM_VERDICTS:
             self._verdicts.popitem(last=False)
         return verdict
 
-    async def _ask(self, grammar: Grammar) -> _Verdict:
+    async def _ask(self, grammar: Grammar, owner: bytes) -> _Verdict:
         try:
             question = {"kind": grammar.kind, "text": grammar.text, "is_native": grammar.is_native}
-            return _Verdict(await self._pool.run(question))
+            return _Verdict(await self._pool.run(question, owner))
         except Killed as limit:
             error = f"grammar is not valid: {limit} to compile"
             return _Verdict(error, time.monotonic() + LIMIT_VERDICT_SECONDS)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from funitel.proto.errors import TemplateError
+from funitel.router.core import request_context
 from funitel.router.sandbox.pool import Killed, SandboxPool, WorkerUnavailable
 from funitel.router.text.control_text import ControlText, RenderedChat
 
@@ -44,8 +45,9 @@ class TemplateRenderer:
         *,
         time_limit: float = TIME_LIMIT_SECONDS,
         memory_limit: int = MEMORY_LIMIT_BYTES,
+        has_several_keys: bool = False,
     ) -> None:
-        """Start nothing yet; at most `most` processes will render at the same time."""
+        """Start nothing yet; at most `most` processes will render at once; of several API keys, one leaves one free."""
         self.texts = texts
         self._refusal = ""  # why the template cannot be used,
         self._refused_until = 0.0  # and how long that holds, on the monotonic clock
@@ -58,6 +60,7 @@ class TemplateRenderer:
             time_limit=time_limit,
             memory_limit=memory_limit,
             max_answer_bytes=JSON_BYTES * MAX_PROMPT_CHARACTERS,
+            has_several_keys=has_several_keys,
         )
 
     async def warm_up(self) -> None:
@@ -82,7 +85,9 @@ class TemplateRenderer:
             raise TemplateError(self._refusal)
         try:
             chat = {"messages": list(messages), **options}
-            answer: dict[str, Any] = await self._pool.run({"chat": chat, "answer_markers": answer_markers})
+            answer: dict[str, Any] = await self._pool.run(
+                {"chat": chat, "answer_markers": answer_markers}, request_context.current().owner
+            )
         except Killed as limit:
             raise TemplateError(f"{limit} to render this chat") from None
         except WorkerUnavailable as problem:

@@ -43,7 +43,13 @@ class Tokenizer:
     """A model's tokenizer and chat template. Safe to use from any task; `close` ends its threads and processes."""
 
     def __init__(
-        self, pool: EncodePool, template: TemplateTexts | None, workers: int, model_vocab_size: int | None = None
+        self,
+        pool: EncodePool,
+        template: TemplateTexts | None,
+        workers: int,
+        model_vocab_size: int | None = None,
+        *,
+        has_several_keys: bool = False,
     ) -> None:
         """Take what was read of a model.
 
@@ -52,6 +58,7 @@ class Tokenizer:
             template: of chats.
             workers: processes that render chats, at most.
             model_vocab_size: tokens the model has scores for, where that is known; it may be fewer or more.
+            has_several_keys: whether one API key must leave a process to others.
         """
         self.pool = pool
         tokenizer = self._tokenizer = pool.tokenizer
@@ -59,7 +66,9 @@ class Tokenizer:
         self._num_tokens = num_tokens if model_vocab_size is None else min(num_tokens, model_vocab_size)
         self.languages = Languages.of(tokenizer)
         self._bound = TokenBound.of(tokenizer)
-        self._renderer = None if template is None else TemplateRenderer(template, workers)
+        self._renderer = (
+            None if template is None else TemplateRenderer(template, workers, has_several_keys=has_several_keys)
+        )
 
     @classmethod
     def load(
@@ -90,7 +99,7 @@ class Tokenizer:
             template = replace(template, control=ControlText(()))
         calls = EncodeCalls(tokenizer, ControlText(()) if template is None else template.control)
         pool = EncodePool(calls, files.tokenizer_path, workers, has_several_keys=has_several_keys)
-        return cls(pool, template, workers, files.model_vocab_size())
+        return cls(pool, template, workers, files.model_vocab_size(), has_several_keys=has_several_keys)
 
     @property
     def num_tokens(self) -> int:
