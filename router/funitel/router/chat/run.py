@@ -13,7 +13,7 @@ from funitel.router.chat.parts import ChatUsage, Part
 from funitel.router.chat.prompt import ChatPrompt, render_prompt
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import NO_NAMES, GenerationJob, Prompt, prepare
+from funitel.router.serving.prepare import NO_NAMES, GenerationJob, Prompt, check_prompt_scores, prepare
 from funitel.router.serving.run import Answer, answer_headers, collect_all, stream_all, stream_headers, summed_headers
 from funitel.router.serving.service import Service
 
@@ -119,7 +119,9 @@ async def prepare_chat(
         message = re.sub(r"/\$defs/tool\d+", "", error.message)  # references as the client wrote them
         raise ToolError(f"the `parameters` of `tools`: {message}", "tools") from error
     request_context.current().operation = "chat"
-    return PreparedChat(call, prompt, job.siblings(call.n))
+    jobs = job.siblings(call.n)
+    check_prompt_scores(jobs, "prompt_logprobs")
+    return PreparedChat(call, prompt, jobs)
 
 
 def check_count(n: int, service: Service) -> None:

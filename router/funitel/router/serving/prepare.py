@@ -38,6 +38,10 @@ class Prompt:
     plain: Spans | None = None
 
 
+MAX_PROMPT_SCORES = 2**20
+"""Values in the scores of all prompts of one request: their events and JSON must not hold up other requests."""
+
+
 @dataclass(slots=True)
 class GenerationJob:
     """A request on its way to the engine; `validated` is an instant of the monotonic clock."""
@@ -64,6 +68,15 @@ class GenerationJob:
         sampling = self.request.sampling
         seeds = [(sampling.seed + place) % 2**64 for place in range(count)]
         return [replace(self, request=replace(self.request, sampling=replace(sampling, seed=seed))) for seed in seeds]
+
+
+def check_prompt_scores(jobs: Sequence[GenerationJob], field: str) -> None:
+    """Raise InvalidRequest where the scores of prompts would be too many values; `field` is what asks for them."""
+    scored = [(len(job.request.input_ids), job.request.prompt_logprobs) for job in jobs]
+    count = sum(length * (1 + num_top) for length, num_top in scored if num_top is not None)
+    if count > MAX_PROMPT_SCORES:
+        rule = f"must ask for at most {MAX_PROMPT_SCORES} values for the prompts of a request"
+        raise InvalidRequest(f"`{field}` {rule}. Given: {count}", field)
 
 
 async def prepare(

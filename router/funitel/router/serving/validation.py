@@ -37,7 +37,7 @@ def check_parameters(
         sampling.seed,
     )
     top_n, max_top_n = sampling.top_n_tokens or 0, settings.max_top_n_tokens
-    if sampling.raw_logprobs:  # of OpenAI's routes
+    if sampling.raw_logprobs or sampling.prompt_logprobs is not None:  # of OpenAI's routes
         max_top_n = max(max_top_n, settings.max_logprobs)
     _require(
         top_n <= max_top_n,
@@ -47,9 +47,9 @@ def check_parameters(
     )
     prompt_top = sampling.prompt_logprobs or 0
     _require(
-        prompt_top <= settings.max_top_n_tokens,
+        prompt_top <= max_top_n,
         "prompt_logprobs",
-        f"`$prompt_logprobs` must be >= 0 and <= {settings.max_top_n_tokens}",
+        f"`$prompt_logprobs` must be >= 0 and <= {max_top_n}",
         prompt_top,
     )
     _require(inputs != "", "inputs", "`$inputs` cannot be empty")

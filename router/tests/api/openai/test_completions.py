@@ -9,6 +9,7 @@ from fakes import EOS, FakeEngine, Serve
 
 from funitel.proto.errors import ShardFailed
 from funitel.router.api.openai.completion_text import named_logprobs
+from funitel.router.serving import prepare as serving
 
 ROUTE = "/v1/completions"
 TEXT = "Hello world!"
@@ -207,6 +208,24 @@ async def test_b2_prompts_side_by_side_and_streamed(client: httpx.AsyncClient) -
     for chunk in await chunks(client, **fields):
         (choice,) = chunk["choices"]
         assert choice["logprobs"] == choices[choice["index"]]["logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (ROUTE, {"prompt": "x" * 90, "n": 8, "echo": True, "logprobs": 20}),
+        (ROUTE, {"prompt": ["x" * 90] * 4, "echo": True, "logprobs": 20}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 60}], "prompt_logprobs": 20, "n": 8}),
+    ],
+)
+async def test_b2_scores_of_prompts_are_bounded(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, fields: Any
+) -> None:
+    assert (await client.post(path, json=fields)).status_code == 200
+    monkeypatch.setattr(serving, "MAX_PROMPT_SCORES", 5000)
+    response = await client.post(path, json=fields)
+    assert response.status_code == 422
+    assert "must ask for at most 5000 values" in response.json()["error"]["message"]
 
 
 async def test_b2_the_token_that_ends_a_text_is_scored(serve: Serve) -> None:

@@ -27,7 +27,7 @@ from funitel.router.api.openai.schema_completions import (
 )
 from funitel.router.core import request_context
 from funitel.router.serving.arrival import Arrival
-from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
+from funitel.router.serving.prepare import GenerationJob, Prompt, check_prompt_scores, prepare
 from funitel.router.serving.run import Answer, collect_all, stream_all, stream_headers, summed_headers
 from funitel.router.serving.sampling_request import U64_RANGE, SamplingRequest
 from funitel.router.serving.service import Service
@@ -134,6 +134,7 @@ async def _prepare(service: Service, body: CompletionRequest, arrived: Arrival) 
             sampling = replace(sampling, seed=(body.seed + place * each) % U64_RANGE)
         job = await _job(service, body, sampling, prompt, arrived)
         jobs += job.siblings(each)
+    check_prompt_scores(jobs, "logprobs" if body.prompt_logprobs is None else "prompt_logprobs")
     return _Batch(service, body, jobs)
 
 
