@@ -35,7 +35,7 @@ class TaskQueue:
         return next((next(iter(tasks)) for key, tasks in self._by_key.items() if key not in passed_over), None)
 
     def take(self, task: SandboxTask) -> None:
-        """Remove a task whose turn has come; the other keys are next."""
+        """Remove a task at its turn; the other keys are next."""
         self.discard(task)
         if task.key in self._by_key:
             self._by_key.move_to_end(task.key)
