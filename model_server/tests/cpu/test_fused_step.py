@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -298,6 +299,23 @@ def test_a6_a_library_without_checksums_is_of_an_older_version_and_built_again(
     library.with_name(MANIFEST).unlink()
     assert build(tmp_path / "cache") == library
     assert ctypes.CDLL(str(library)).answer() == 42
+
+
+def test_a_full_cache_does_without(small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The linker only says that it failed."""
+    compile_, cache = building._compile, tmp_path / "cache"
+
+    def full(command: list[str], source: str, library: Path) -> Path:
+        if library.is_relative_to(cache):
+            raise CannotBuild("g++ failed: collect2: error: ld returned 1 exit status")
+        return compile_(command, source, library)
+
+    monkeypatch.setattr(building, "_compile", full)
+    with pytest.raises(CannotBuild, match="ld returned 1"):
+        build(cache)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(building.shutil, "disk_usage", lambda _: usage._replace(free=4096))
+    assert ctypes.CDLL(str(build(cache))).answer() == 42
 
 
 def test_what_cannot_be_built_says_why(small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ SOURCES = Path(__file__).parent / "csrc"
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=off")
 LIBRARY = "funitel_cpu.so"
+_BUILD_BYTES = 1 << 24  # of the disk, at most, for a build
 STEP = "engine.cpp"
 
 # Best first: (name, what /proc/cpuinfo must list, what the compiler is told).
@@ -82,6 +83,10 @@ def build(cache_dir: Path, instruction_set: str | None = None, *, source: str = 
         return library
     except OSError as error:
         logger.warning("the fused CPU step cannot be kept in %s: %s", cache_dir, error.strerror)
+    except CannotBuild:
+        if shutil.disk_usage(target.parent).free >= _BUILD_BYTES:
+            raise
+        logger.warning("the fused CPU step cannot be kept in %s: no space left", cache_dir)
     folder = Path(tempfile.mkdtemp(prefix="funitel-cpu-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return _compile(command, source, folder / LIBRARY)
