@@ -228,7 +228,7 @@ def test_replicas_have_sockets_ports_and_threads_of_their_own(launch: Launch, mo
     assert ports[0] == ports[1] != ports[2] == ports[3]
     share = max(1, len(os.sched_getaffinity(0)) // 4)
     assert {each["environ"]["OMP_NUM_THREADS"] for each in started} == {str(share)}
-    assert {_flag(each["argv"], "--cuda-memory-fraction") for each in started} == {"0.5"}
+    assert {_flag(each["argv"], "--replicas-on-host") for each in started} == {"2"}
     router = launched.entry("router start")["argv"]
     assert _flag(router, "--master-shard-uds-path") == f"{launched.uds_path}-0"
     assert _flag(router, "--replica-address") == f"unix://{launched.uds_path}-replica-1-0"
