@@ -12,6 +12,7 @@ import pytest
 
 from funitel.launcher.supervisor.download import Download
 from funitel.launcher.supervisor.process import MAX_LINE_BYTES, Child, relay
+from funitel.proto.errors import StartupError
 
 
 async def run(code: str) -> tuple[Child, list[str]]:
@@ -145,3 +146,20 @@ async def test_a_child_has_a_working_directory_though_the_launchers_was_removed(
     gone.rmdir()
     child, lines = await run("import os; print(os.getcwd())")
     assert (child.exited.result(), lines) == (0, ["/"])
+
+
+async def test_a_child_that_cannot_be_started_has_ended_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a replica is started again later: processes may be short for a moment."""
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    child = Child("shard rank 0", ["shard"], {}, print)
+    await child.start()
+    assert await child.wait() == 1
+    reason = "last error: cannot be started: Resource temporarily unavailable"
+    assert child.exit_reason() == f"shard rank 0 exited with code 1: {reason}"
+    assert (child.has_started, child.has_exited, await child.stop(1)) == (False, True, True)
+    with pytest.raises(StartupError, match=f"^download exited with code 1: {reason}$"):
+        await Download(["download"], {}).folder()

@@ -193,3 +193,20 @@ async def test_a1_a_client_that_leaves_holds_its_place_until_the_work_has_ended(
 
 async def _is(value: bool) -> bool:
     return value
+
+
+async def test_a_text_is_not_to_blame_where_no_thread_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control group may have no room for one: 503, not the 422 of a text that no tokenizer can represent."""
+    tokenizer = Tokenizer.load(str(write_model(tmp_path)), None, 2)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer.pool._threads, "submit", refuse)
+        with pytest.raises(Overloaded, match="no thread can be started to tokenize a text"):
+            await tokenizer.encode("a")
+    assert await tokenizer.encode("a")
+    await tokenizer.close()

@@ -29,12 +29,12 @@ class Download:
 
         Raises:
             typer.Exit: it failed and has logged the reason in its own `error:` line.
-            StartupError: it was killed or printed nothing.
+            StartupError: it was killed, printed nothing, or could not be started.
         """
         await self.child.start()
         code = await self.child.wait()
-        if code > 0:
+        if code > 0 and self.child.has_started:
             raise typer.Exit(1)
-        if code < 0 or not self._lines:
+        if code != 0 or not self._lines:
             raise StartupError(self.child.exit_reason())
         return Path(self._lines[-1])

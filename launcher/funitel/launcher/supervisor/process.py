@@ -71,8 +71,13 @@ class Child:
         """Whether it was started and has ended."""
         return self._exited is not None and self._exited.done()
 
+    @property
+    def has_started(self) -> bool:
+        """Whether there was a process."""
+        return self._pid is not None
+
     async def start(self) -> None:
-        """Start the process."""
+        """Start the process; one that cannot be started has exited with code 1, with the reason as its last error."""
         # Not asyncio's own pipe: its `wait()` also waits for pipes, which a grandchild may keep open.
         read_end, write_end = os.pipe()
         reader = await _open_reader(read_end)
@@ -89,6 +94,10 @@ class Child:
                     pass_fds=self._pass_fds,
                 )
                 OWN_CHILDREN.pids.add(process.pid)
+        except OSError as error:  # no process, memory or descriptor is left, for now perhaps
+            self.error = f"cannot be started: {error.strerror}"
+            self._exited = asyncio.create_task(_failed_start())
+            return
         finally:
             os.close(write_end)
         self._pid = process.pid
@@ -179,6 +188,10 @@ async def stop_child(child: Child, grace_seconds: float) -> None:
     """Stop a child; log a warning if it had to be killed."""
     if not await child.stop(grace_seconds):
         logger.warning("%s did not stop within %g s and was killed", child.name, grace_seconds)
+
+
+async def _failed_start() -> int:
+    return 1
 
 
 async def _open_reader(descriptor: int) -> asyncio.StreamReader:

@@ -76,20 +76,25 @@ class EncodePool:
         """
         if num_characters <= short:
             async with self._thread_semaphore.acquired(request_context.current().owner):
+                try:
+                    answer = self.in_thread(self._calls.run, call, arguments)
+                except RuntimeError as problem:  # the text is not to blame
+                    logger.warning("a text cannot be tokenized: %s", problem)
+                    raise Overloaded(": no thread can be started to tokenize a text", reason="tokenizing") from None
                 with translating(partial(cannot_tokenize, field)):
-                    return await self.in_thread(self._calls.run, call, arguments)
+                    return await answer
         context = request_context.current()
         estimate = num_characters // CHARACTERS_PER_TOKEN
         context.encoded_tokens += estimate  # also if it fails, or the client leaves
-        answer = await self._in_process(call, num_characters, field, arguments)
+        encoded = await self._in_process(call, num_characters, field, arguments)
         context.encoded_tokens -= estimate
-        if answer is None:
+        if encoded is None:
             raise InvalidRequest(f"`{field}` cannot be tokenized", field)
-        return answer[0]
+        return encoded[0]
 
-    async def in_thread(self, function: Any, *arguments: Any) -> Any:
-        """Run a short function in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
+    def in_thread(self, function: Any, *arguments: Any) -> asyncio.Future[Any]:
+        """Run a short function in a thread. Raises RuntimeError where none can be started."""
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def _in_process(self, call: str, num_characters: int, field: str, arguments: dict[str, Any]) -> Any:
         owner = request_context.current().owner
