@@ -98,15 +98,21 @@ async def test_a3_by_the_flag_clients_write_control_tokens(serve: Serve, path: s
     assert request.input_ids.count(END) == request.inputs.count("</s>")
 
 
-async def test_a3_tokens_are_listed_and_counted_as_they_are_used(client: httpx.AsyncClient) -> None:
-    chat = {"messages": [{"role": "user", "content": f"é{EVIL}"}]}
+@pytest.mark.parametrize("padding", [0, 3000])  # the longer one is encoded in a process
+async def test_a3_tokens_are_listed_and_counted_as_they_are_used(client: httpx.AsyncClient, padding: int) -> None:
+    chat = {"messages": [{"role": "user", "content": f"é{EVIL}{'x' * padding}"}]}
     answer = (await client.post("/chat_tokenize", json=chat)).json()
-    assert answer["templated_text"] == f"<s>[user]é{EVIL}</s>\n"
+    assert answer["templated_text"] == f"<s>[user]é{EVIL}{'x' * padding}</s>\n"
     tokens = answer["tokenize_response"]
     assert [token["id"] for token in tokens].count(END) == 1
     whole = answer["templated_text"].encode()
     assert all(whole[token["start"] : token["stop"]].decode() == token["text"] for token in tokens if token["id"] < 128)
     assert "".join(token["text"] for token in tokens).count("é") == 2, "one for each byte"
+    listed = [
+        (await client.post("/tokenize", json=chat | {"add_special_tokens": adds})).json() for adds in (False, True)
+    ]
+    assert listed[0]["tokens"] == [token["id"] for token in tokens]
+    assert listed[1]["tokens"] == [byte_tokenizer().token_to_id("<s>"), *listed[0]["tokens"]]
     counted = await client.post("/v1/messages/count_tokens", json={"model": "m"} | chat)
     assert counted.json()["input_tokens"] == len(tokens)
 
@@ -140,7 +146,7 @@ async def test_a3_a_role_that_is_none(client: httpx.AsyncClient, engine: FakeEng
 async def test_a3_every_role_of_the_list_is_taken(client: httpx.AsyncClient, role: str) -> None:
     chat = {"messages": [{"role": role, "content": "a"}, {"role": "user", "content": "b"}]}
     answer = (await client.post("/chat_tokenize", json=chat)).json()
-    shown = "system" if role == "developer" else role
+    shown = {"developer": "system", "function": "tool"}.get(role, role)  # where the template knows neither
     assert answer["templated_text"] == f"<s>[{shown}]a</s>\n<s>[user]b</s>\n"
 
 

@@ -23,9 +23,9 @@ async def chat_tokenize(incoming: IncomingRequest) -> Response:
     """`/chat_tokenize`: the prompt that the template makes of a chat, and its tokens."""
     body = await incoming.read(ChatRequest)
     body.check()
-    text = (await render_prompt(incoming.service, body.call)).text
-    rows = await incoming.service.tokenizer.listed(text, add_special_tokens=False)
-    return _answer(f'{{"tokenize_response":{rows},"templated_text":{json.dumps(text, ensure_ascii=False)}}}')
+    prompt = await render_prompt(incoming.service, body.call)
+    rows = await incoming.service.tokenizer.listed(prompt.text, add_special_tokens=False, plain=prompt.plain)
+    return _answer(f'{{"tokenize_response":{rows},"templated_text":{json.dumps(prompt.text, ensure_ascii=False)}}}')
 
 
 def _answer(text: str) -> Response:

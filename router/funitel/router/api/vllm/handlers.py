@@ -48,7 +48,7 @@ async def _tokenized_chat(incoming: IncomingRequest) -> Tokenized:
         prompt.text,
         add_special_tokens=body.add_special_tokens,
         field="messages",
-        plain=None if body.add_special_tokens else prompt.plain,
+        plain=prompt.plain,
     )
     return _answer(service, ids, with_strings=bool(body.return_token_strs))
 
