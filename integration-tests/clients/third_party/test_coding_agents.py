@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blame import LONG_URL, Calls
+from blame import LONG_URL, Calls, of_the_model
 
 BIN = Path(os.environ.get("FUNITEL_CLIENTS_NPM", "")) / "node_modules" / ".bin"
 QUESTION = "What is the capital of France?"
@@ -24,7 +24,7 @@ QUIET = {
     "DISABLE_AUTOUPDATER": "1",
     "DISABLE_TELEMETRY": "1",
     "DISABLE_ERROR_REPORTING": "1",
-    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "32",
+    "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "200",
     "CLAUDE_CODE_MAX_RETRIES": "0",
     "API_TIMEOUT_MS": "500000",
     "OPENCODE_DISABLE_AUTOUPDATE": "1",
@@ -41,8 +41,8 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(home: Path, *command: str | Path, **environ: str) -> str:
-    """What a command prints."""
+def run(home: Path, *command: str | Path, may_fail: bool = False, **environ: str) -> str:
+    """What a command prints; one that `may_fail` prints why."""
     given = {"PATH": os.environ["PATH"], "HOME": str(home)} | QUIET | environ
     done = subprocess.run(
         command,
@@ -53,24 +53,27 @@ def run(home: Path, *command: str | Path, **environ: str) -> str:
         text=True,
         timeout=SECONDS,
     )
-    assert done.returncode == 0, f"{done.stdout[-600:]} {done.stderr[-600:]}"
+    assert done.returncode == 0 or may_fail, f"{done.stdout[-600:]} {done.stderr[-600:]}"
     return done.stdout
 
 
 def claude(home: Path, url: str, *flags: str) -> dict[str, Any]:
     """The result of one run of Claude Code."""
     command = [BIN / "claude", "-p", QUESTION, "--model", MODEL, "--output-format", "json", "--max-turns", "2", *flags]
-    printed = run(home, *command, ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY="none")
+    printed = run(home, *command, may_fail=True, ANTHROPIC_BASE_URL=url, ANTHROPIC_API_KEY="none")
     found: dict[str, Any] = json.loads(printed.strip().splitlines()[-1])
     return found
 
 
 def check_claude(result: dict[str, Any], calls: Calls) -> None:
     """Check that a run ended with an answer."""
-    assert not result["is_error"], result["result"]
-    assert result["subtype"] == "success"
-    assert result["usage"]["output_tokens"] > 0
     calls.check("/v1/messages")
+    words = f"{result['subtype']}: {result.get('result') or result.get('errors')}"
+    of_the_model(result.get("api_error") != "max_output_tokens", words)  # its text has no end
+    of_the_model("structured_output" not in result["subtype"], words)  # it did not call the tool for it
+    assert not result["is_error"], words
+    assert result["subtype"] == "success", words
+    assert result["usage"]["output_tokens"] > 0
 
 
 def test_claude_code(home: Path, calls: Calls) -> None:
@@ -127,7 +130,7 @@ def check_codex(events: list[dict[str, Any]], calls: Calls) -> None:
     (ended,) = [event for event in events if event["type"] == "turn.completed"]
     assert ended["usage"]["output_tokens"] > 0
     kinds = {event["item"]["type"] for event in events if event["type"] == "item.completed"}
-    assert kinds & {"agent_message", "reasoning", "command_execution"}, kinds
+    of_the_model(bool(kinds & {"agent_message", "reasoning", "command_execution"}), f"no answer: {kinds}")
 
 
 def test_codex(home: Path, calls: Calls) -> None:
