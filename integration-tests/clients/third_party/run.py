@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -232,7 +233,11 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder for the calls, the reports and the log of the server")
     parser.add_argument("flags", nargs="*", help="further flags of funitel, after --")
     wishes = parser.parse_args()
-    chosen = [client for client in clients() if not wishes.only or client.name in wishes.only]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped
+    known = {client.name: client for client in clients()}
+    if unknown := set(wishes.only) - known.keys():
+        parser.error(f"--only: must be of {', '.join(known)}. Given: {', '.join(sorted(unknown))}")
+    chosen = [known[name] for name in wishes.only or known]
     for client in chosen:
         client.install()
     outcomes: list[Outcome] = []
