@@ -48,7 +48,7 @@ class RendersHere:
         except TemplateError as error:
             raise WorkerUnavailable(error.message, is_final=True) from None
 
-    async def run(self, question: Any) -> Any:
+    async def run(self, question: Any, key: bytes = b"") -> Any:
         await self.warm_up()
         assert self._answer is not None
         return json.loads(json.dumps(self._answer(json.loads(json.dumps(question)))))
