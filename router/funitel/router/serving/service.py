@@ -15,6 +15,7 @@ from funitel.router.core.request import DEFAULT_MODEL
 from funitel.router.encoder.engine import EncoderEngine
 from funitel.router.encoder.service import EncoderService
 from funitel.router.engine.interface import Inference
+from funitel.router.sandbox.fair_semaphore import FairSemaphore
 from funitel.router.serving.admission_gate import TokenizeLimit
 from funitel.router.settings import RouterSettings
 from funitel.router.telemetry.metrics import Metrics
@@ -46,6 +47,7 @@ class Service:
         self._grammars: GrammarChecker | None = None
         self._engine: Inference | None = None
         self._encoder: EncoderService | None = None
+        self.validating = FairSemaphore(1, 1)
         self.tokenize_limit = TokenizeLimit(settings.max_concurrent_requests, self.metrics)
 
     @property

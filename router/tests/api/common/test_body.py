@@ -252,3 +252,39 @@ async def test_a10_a_body_that_says_it_is_not_compressed(client: httpx.AsyncClie
     headers = {**JSON, "content-encoding": coding}
     response = await client.post("/tokenize", content=b'{"inputs": "a"}', headers=headers)
     assert response.status_code == 200, response.text
+
+
+MANY = 20_000
+FULL: list[tuple[str, Any]] = [
+    (CHAT, {"messages": [{"role": "user", "content": "a"}] * MANY}),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * MANY}]}),
+    (CHAT, {"messages": [], "tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(MANY)]}),
+    ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * MANY}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "a"}] * MANY, "max_tokens": 1, "model": "m"}),
+    ("/generate", {"inputs": "a", "parameters": {"stop": ["a"] * MANY}}),
+    ("/generate", {"inputs": [[]] * MANY}),
+    ("/v1/completions", {"prompt": [1, {}] * MANY}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), FULL)
+async def test_a1_a_body_of_too_many_values_is_refused(client: httpx.AsyncClient, path: str, body: Any) -> None:
+    answer = await client.post(path, json=body)
+    assert answer.status_code in (400, 422)
+    assert "the body must have at most 16384 values" in answer.text
+
+
+async def test_a1_many_token_ids_are_few_values(client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/completions", json={"prompt": [1] * 100_000, "max_tokens": 1})
+    assert "Given: 100000 `prompt` tokens" in answer.text
+
+
+async def test_a1_the_loop_goes_on_while_many_values_are_checked(client: httpx.AsyncClient) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}] * 5000, "max_tokens": 1}
+    work = asyncio.create_task(client.post(CHAT, json=body))
+    num_turns = 0
+    while not work.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 3
+    assert (await work).status_code == 422

@@ -1,5 +1,6 @@
 """Read a JSON body into a record, or refuse it with a status and the reason; write records as JSON answers."""
 
+import asyncio
 import json
 import re
 import reprlib
@@ -20,11 +21,14 @@ from funitel.proto.errors import (
     UnsupportedMediaType,
 )
 from funitel.proto.printable import shortened
+from funitel.router.api.common.body_size import count_values
 from funitel.router.api.common.error_codes import openai_code
 from funitel.router.api.common.field_policy import FIELD_ERROR, FieldPolicy
 from funitel.router.api.common.schema_base import Body, unsupported_type
+from funitel.router.core import request_context
 from funitel.router.middleware.auth import check_model
 from funitel.router.middleware.operation import route_of
+from funitel.router.sandbox.fair_semaphore import FairSemaphore
 from funitel.router.settings import RouterSettings
 from funitel.router.transport.memory_budget import CLIENT, TOO_LARGE, Client
 
@@ -36,6 +40,7 @@ def json_answer(body: BaseModel, headers: Mapping[str, str] | None = None, *, st
 
 B = TypeVar("B", bound=Body)
 
+FEW_VALUES = 1024  # are checked within a millisecond or two
 MAX_SHOWN_HEADER = 80
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -44,8 +49,8 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _RAW, _PARSED = "funitel.bytes", "funitel.body"
 
 
-async def read_body(request: Request, model: type[B], settings: RouterSettings) -> B:
-    """Read and check a request's body of at most `payload_limit` bytes.
+async def read_body(request: Request, model: type[B], settings: RouterSettings, thread: FairSemaphore) -> B:
+    """Read and check a request's body of at most `payload_limit` bytes; one of many values in a `thread` by itself.
 
     Unknown fields are ignored, with one warning for each name; with `strict_fields` they are errors.
 
@@ -58,12 +63,20 @@ async def read_body(request: Request, model: type[B], settings: RouterSettings) 
     """
     content = await read_json(request, settings.payload_limit)
     policy = FieldPolicy(settings.strict_fields)
-    try:
-        body = model.model_validate(content, context=policy)
-    except ValidationError as error:
-        raise shape_error(error, content) from None
+    if count_values(content) <= FEW_VALUES:
+        body = _validated(content, model, policy)
+    else:
+        async with thread.acquired(request_context.current().owner):
+            body = await asyncio.to_thread(_validated, content, model, policy)
     policy.warn(route_of(request.scope))
     return body
+
+
+def _validated(content: Any, model: type[B], policy: FieldPolicy) -> B:
+    try:
+        return model.model_validate(content, context=policy)
+    except ValidationError as error:
+        raise shape_error(error, content) from None
 
 
 async def read_json(request: Request, limit: int) -> Any:
@@ -134,6 +147,7 @@ async def _read_bytes(request: Request, limit: int) -> bytes:
 def _parse_json(content: bytes) -> Any:
     try:
         parsed = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+        count_values(parsed)
         if _SURROGATE.search(content):
             _refuse_surrogates(parsed, ())
         return parsed

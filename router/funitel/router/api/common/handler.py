@@ -42,7 +42,7 @@ class IncomingRequest:
 
     async def read(self, model: type[B]) -> B:
         """Read and check the body; raises as `read_body`."""
-        return await read_body(self.http, model, self.service.settings)
+        return await read_body(self.http, model, self.service.settings, self.service.validating)
 
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
