@@ -31,6 +31,7 @@ DEMO = ("--model-id", "smollm2-135m-instruct", "--max-batch-total-tokens", "1638
 ENCODER = ("--model-id", "all-minilm-l6-v2")
 LONG_CONTEXT = 131_072  # tokens: agents send tens of thousands before the first word of a user
 MAX_SECONDS = 1800.0  # of one client
+MAX_CHARACTERS = 240  # of a reason
 
 sys.path.insert(0, str(ROOT / "testing"))
 
@@ -111,6 +112,20 @@ class Outcome:
     skipped: int = 0
     failures: list[tuple[str, str, str]] = field(default_factory=list)  # test, blame, reason
 
+    def read(self, report: Path) -> None:
+        """Take the results of a report of pytest."""
+        for case in ElementTree.parse(report).iter("testcase"):
+            noted = {each.get("name"): each.get("value") or "" for each in case.iter("property")}
+            problem = case.find("failure")
+            problem = case.find("error") if problem is None else problem
+            if problem is not None:
+                reason = noted.get("reason") or (problem.get("message") or "")[:400]
+                self.failures.append((case.get("name") or "", noted.get("blame", "server"), reason))
+            elif case.find("skipped") is not None:
+                self.skipped += 1
+            else:
+                self.passed += 1
+
 
 def save_long_model(folder: Path) -> Path:
     """Save a small random model with a long context, and the tokenizer and template of the demo model."""
@@ -169,20 +184,10 @@ def _run(client: Client, urls: dict[str, str], calls: Path) -> Outcome:
         subprocess.run(command, env=environ, timeout=MAX_SECONDS, cwd=folder)
     except subprocess.TimeoutExpired:
         outcome.failures.append(("all", "server", f"no end after {MAX_SECONDS:g} s"))
-    if not report.is_file():
+    if report.is_file():
+        outcome.read(report)
+    else:
         outcome.failures.append(("all", "server", "pytest wrote no report"))
-        return outcome
-    for case in ElementTree.parse(report).iter("testcase"):
-        noted = {each.get("name"): each.get("value") or "" for each in case.iter("property")}
-        problem = case.find("failure")
-        problem = case.find("error") if problem is None else problem
-        if problem is not None:
-            reason = noted.get("reason") or (problem.get("message") or "")[:400]
-            outcome.failures.append((case.get("name") or "", noted.get("blame", "server"), reason))
-        elif case.find("skipped") is not None:
-            outcome.skipped += 1
-        else:
-            outcome.passed += 1
     return outcome
 
 
@@ -221,7 +226,7 @@ def table(outcomes: list[Outcome]) -> Iterator[str]:
         yield "| client | test | to blame | reason |"
         yield "| --- | --- | --- | --- |"
         for name, test, blame, reason in failures:
-            words = " ".join(reason.split()).replace("|", "\\|")
+            words = " ".join(reason.split()).replace("|", "\\|").replace("<", "&lt;")[:MAX_CHARACTERS]
             yield f"| {name} | `{test}` | {blame} | {words} |"
 
 

@@ -40,6 +40,13 @@ def get_weather(city: Literal["Paris", "Rome"]) -> str:
     return f"The weather in {city} is sunny."
 
 
+@agents.function_tool(name_override="get_weather", is_enabled=lambda *_: not asked_for)
+def get_weather_once(city: Literal["Paris", "Rome"]) -> str:
+    """Tell the weather in a city."""
+    asked_for.append(city)
+    return f"The weather in {city} is sunny."
+
+
 @pytest.fixture(params=list(KINDS))
 def kind(request: pytest.FixtureRequest) -> str:
     """One of OpenAI's APIs."""
@@ -131,7 +138,7 @@ def test_an_output_type(kind: str, url: str, calls: Calls) -> None:
 
 def test_a_tool_and_an_output_type(kind: str, url: str, calls: Calls) -> None:
     def run(model: Any) -> Awaitable[Any]:
-        wishes = {"tools": [get_weather], "output_type": Weather}
+        wishes = {"tools": [get_weather_once], "output_type": Weather}
         return Runner.run(agent(model, **wishes, tool_choice="required"), QUESTION, run_config=RUN, max_turns=4)
 
     result = ask(url, kind, run)
@@ -152,7 +159,7 @@ def test_a_tool_that_may_be_called_and_an_output_type(kind: str, url: str, calls
 
 def test_a_streamed_output_type(kind: str, url: str, calls: Calls) -> None:
     async def stream(model: Any) -> Any:
-        wishes: dict[str, Any] = {"tools": [get_weather], "output_type": Weather, "tool_choice": "required"}
+        wishes: dict[str, Any] = {"tools": [get_weather_once], "output_type": Weather, "tool_choice": "required"}
         result = Runner.run_streamed(agent(model, **wishes), QUESTION, run_config=RUN, max_turns=4)
         async for _ in result.stream_events():
             pass

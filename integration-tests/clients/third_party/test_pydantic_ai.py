@@ -14,6 +14,7 @@ from pydantic_ai import (
     ModelSettings,
     NativeOutput,
     PromptedOutput,
+    Tool,
     ToolOutput,
     UnexpectedModelBehavior,
     UsageLimitExceeded,
@@ -70,6 +71,14 @@ def get_weather(city: Literal["Paris", "Rome"]) -> str:
     return f"The weather in {city} is sunny."
 
 
+async def prepare_once(context: Any, definition: Any) -> Any:
+    """Offer a tool for the first request of a run only."""
+    return definition if context.run_step <= 1 else None
+
+
+WEATHER_ONCE = Tool(get_weather, prepare=prepare_once)
+
+
 def test_text(kind: str, url: str, calls: Calls) -> None:
     result = ask(url, kind, lambda model: agent(model).run(QUESTION))
     calls.check(PATHS[kind])
@@ -108,7 +117,7 @@ def test_a_tool_that_may_be_called(kind: str, url: str, calls: Calls) -> None:
 def test_a_tool_and_an_output_type(kind: str, url: str, calls: Calls) -> None:
     with calls.model_may(*OF_TEXT):  # it may call the tool again and again
         result = ask(
-            url, kind, lambda model: agent(model, get_weather, output_type=Weather).run(QUESTION, usage_limits=FEW)
+            url, kind, lambda model: agent(model, WEATHER_ONCE, output_type=Weather).run(QUESTION, usage_limits=FEW)
         )
     calls.check(PATHS[kind])
     assert isinstance(result.output, Weather)
@@ -147,7 +156,7 @@ def test_a_schema_and_a_tool(kind: str, url: str, calls: Calls) -> None:
     with calls.model_may(*OF_TEXT):  # it may call the tool again and again
         wanted = NativeOutput(Weather)
         result = ask(
-            url, kind, lambda model: agent(model, get_weather, output_type=wanted).run(QUESTION, usage_limits=FEW)
+            url, kind, lambda model: agent(model, WEATHER_ONCE, output_type=wanted).run(QUESTION, usage_limits=FEW)
         )
     calls.check(PATHS[kind])
     assert isinstance(result.output, Weather)
