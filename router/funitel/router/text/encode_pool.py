@@ -58,6 +58,7 @@ class EncodePool:
             memory_limit=MEMORY_LIMIT_BYTES,
             max_answer_bytes=MAX_ANSWER_BYTES,
             niceness=NICENESS,
+            has_several_keys=has_several_keys,
             readable=[str(path.resolve())],
         )
 
@@ -101,7 +102,7 @@ class EncodePool:
         async with AsyncExitStack() as held:
             await held.enter_async_context(self._process_semaphore.acquired(owner, num_characters))
             # Its process goes on where the client leaves, so the semaphore is held as long.
-            task = asyncio.create_task(self._answer_of({"call": call, "arguments": arguments}, held.pop_all()))
+            task = asyncio.create_task(self._answer_of({"call": call, "arguments": arguments}, owner, held.pop_all()))
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         try:
             return await asyncio.shield(task)
@@ -111,9 +112,9 @@ class EncodePool:
             logger.warning("a long text cannot be tokenized: %s", problem)
             raise Overloaded(": no process can be started to tokenize a long text", reason="tokenizing") from None
 
-    async def _answer_of(self, task: dict[str, Any], held: AsyncExitStack) -> Any:
+    async def _answer_of(self, task: dict[str, Any], owner: bytes, held: AsyncExitStack) -> Any:
         async with held:
-            return await self._processes.run(task)
+            return await self._processes.run(task, owner)
 
     async def close(self) -> None:
         """Let the threads end, and end the processes."""
