@@ -8,8 +8,9 @@ from funitel.proto.errors import FunitelError
 
 
 def family(base: type[FunitelError] = FunitelError) -> list[type[FunitelError]]:
-    """A class and all that derive from it, in the order they are defined."""
-    return [base, *(cls for child in base.__subclasses__() for cls in family(child))]
+    """A class and all of the module that derive from it, in the order they are defined."""
+    children = [child for child in base.__subclasses__() if child.__module__ == errors.__name__]
+    return [base, *(cls for child in children for cls in family(child))]
 
 
 def drawn_parents() -> dict[str, str | None]:

@@ -104,7 +104,7 @@ def test_additions_to_a_message_too(addition: Any, text: str) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_response_is_streamed_as_its_records_are_written(text: str) -> None:
-    builder = ResponseBuilder(ModelResponse.model_construct(output=[]), wants_logprobs=False)
+    builder = ResponseBuilder(ModelResponse.model_construct(output=[]), {}, wants_logprobs=False)
     *_, first = builder.feed(TextDelta(text))
     [second] = builder.feed(TextDelta(text))
     place = {"item_id": builder.response.output[0].id, "output_index": 0, "logprobs": []}

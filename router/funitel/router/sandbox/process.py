@@ -193,9 +193,12 @@ class SandboxProcess(asyncio.SubprocessProtocol):
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Make the environment of a sandbox process: where it finds packages and the local time, nothing secret."""
+    """Make the environment of a sandbox process: where it finds packages and the local time, nothing secret.
+
+    Tokenizers start no threads: each process has one task at a time, and there are several.
+    """
     kept = {name: environ[name] for name in KEPT_VARIABLES if name in environ}
-    return kept | {"PYTHONPATH": os.pathsep.join(_search_path())}
+    return kept | {"PYTHONPATH": os.pathsep.join(_search_path()), "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _search_path() -> list[str]:

@@ -5,7 +5,6 @@ An answer is `[result]`, or null where the tokenizer cannot represent the text.
 """
 
 import ctypes
-import os
 from typing import Any
 
 import tokenizers
@@ -18,7 +17,6 @@ from funitel.router.text.encode import EncodeCalls
 
 def prepare(setup: dict[str, Any]) -> Answer:
     """Read the tokenizer."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process is one task's, and threads start processes
     calls = EncodeCalls(tokenizers.Tokenizer.from_file(setup["path"]), ControlText(**setup["control"]))
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # of glibc
 
