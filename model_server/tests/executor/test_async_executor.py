@@ -50,9 +50,12 @@ PLAIN: tuple[dict[str, Any], ...] = (
     {"prefill_logprobs": True, "top_n_tokens": 2},
     {"prompt_logprobs": 3},
     {"raw_logprobs": True, "logit_bias": ((5, 2.0), (9, -3.0)), "frequency_penalty": 0.4},
+    {"stop_token_ids": tuple(range(60, 100)), "do_sample": True, "temperature": 1.5},
 )
 FOLLOWED: tuple[dict[str, Any], ...] = (
     {"watermark": True, "ignore_eos": False},
+    {"min_new_tokens": 5, "stop_token_ids": (7, 8), "ignore_eos": False, "do_sample": True, "temperature": 1.5},
+    {"banned_tokens": tuple((i, i + 1) for i in range(100)), "allowed_token_ids": tuple(range(30, 90))},
     {"grammar": "(yes|no), (certainly|never) [0-9]{2,4}", "grammar_type": GrammarType.REGEX, "ignore_eos": False},
     {"grammar": "[a-z ]{3,20}", "grammar_type": GrammarType.REGEX, "do_sample": True, "ignore_eos": False},
 )
