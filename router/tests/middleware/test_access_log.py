@@ -158,7 +158,7 @@ async def test_what_is_logged_on_the_way_bears_the_id_too(client: httpx.AsyncCli
         def emit(self, record: logging.LogRecord) -> None:
             found.append(logs.fields_of(record))
 
-    logger, handler = logging.getLogger("funitel.router.api.common.body"), Catch()
+    logger, handler = logging.getLogger("funitel.router.api.common.field_policy"), Catch()
     logger.addHandler(handler)
     try:
         body = json.dumps({"inputs": "Hi", "nonsense": 1})
