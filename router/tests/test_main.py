@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx
@@ -195,7 +195,10 @@ def test_a4_a_child_of_the_router_would_inherit_neither_its_port_nor_the_launche
         passed = (listener.fileno(), write_end)
         process = start("--listen-fd", str(passed[0]), "--ready-fd", str(write_end), pass_fds=passed)
         wait_for(port, 200)
-        files = {path.name: path.read_text() for path in Path(f"/proc/{process.pid}/fdinfo").iterdir()}
+        files = {}
+        for path in Path(f"/proc/{process.pid}/fdinfo").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                files[path.name] = path.read_text()
     flags = {name: int(text.partition("flags:")[2].split()[0], 8) for name, text in files.items()}
     inherited = {name for name, value in flags.items() if not value & os.O_CLOEXEC}
     assert inherited <= {"0", "1", "2"}, inherited

@@ -363,7 +363,7 @@ def test_a_sequence_longer_than_the_context_is_refused(tmp_path: Path, model: Pa
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path, model: Path) -> None:
     tensors = load_file(model / "model.safetensors")
-    tensors["model.layers.2.mlp.up_proj.weight"][3, 3] = torch.nan
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 3] = torch.inf
     plan = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     with output.SafetensorsWriter(model, plan) as writer:

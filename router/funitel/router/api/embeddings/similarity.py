@@ -38,7 +38,7 @@ from funitel.router.api.openai.schema_completions import GivenPrompt
 from funitel.router.encoder.engine import BYTES, Encoded
 from funitel.router.encoder.service import TokenizeOptions
 
-MAX_NUMBERS = 2**24  # of one answer of `/embed_all`
+MAX_NUMBERS = 2**22  # of one answer of `/embed_all`: up to 90 MB, within --max-total-unread-bytes
 SLICE = 2**15  # numbers that are computed with, or written, before other requests have their turn
 
 
