@@ -312,7 +312,7 @@ async def test_a_killed_launcher_leaves_nothing(start: Start, model: Path, tmp_p
         await until(lambda: not marked(server.mark), 15)
         await failed(task)
     assert not list(base.parent.iterdir()), "the shards did not clean up after their launcher"
-    assert footprint.left() == []
+    footprint.wait_gone()
     again = start("--model-id", str(model), *TWO, "--shard-uds-path", str(base)).wait_ready()
     assert await answers(again)
     assert again.stop() == 0

@@ -48,7 +48,7 @@ def status(port: int, target: str, *headers: str, body: str = '{"inputs": "hi"}'
     """Send a request as it is written here, with nothing made tidy on the way; the status of the answer."""
     lines = [f"{target} HTTP/1.1", "Content-Type: application/json", f"Content-Length: {len(body)}", *headers]
     if not any(header.lower().startswith("host:") for header in headers):
-        lines.append("Host: here")
+        lines.append("Host: localhost")
     if not any(header.lower().startswith("connection:") for header in headers):
         lines.append("Connection: close")
     with socket.create_connection((HOST, port), timeout=10) as connection:

@@ -147,7 +147,7 @@ def test_completions(openai_client: Any) -> None:
     answer = openai_client.completions.create(**fields, logprobs=2)
     (choice,) = answer.choices
     assert "Paris" in choice.text
-    assert "".join(choice.logprobs.tokens) == choice.text
+    assert "".join(choice.logprobs.tokens).removesuffix("<|im_end|>") == choice.text  # which ended it, as in vLLM
     assert answer.usage.completion_tokens <= 20
     chunks = list(openai_client.completions.create(**fields, stream=True))
     assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == choice.text
@@ -226,7 +226,7 @@ def test_responses(openai_client: Any) -> None:
     second = openai_client.responses.create(input="And of Italy?", previous_response_id=first.id, **fields)
     items = openai_client.responses.input_items.list(second.id, order="asc")
     assert [item.role for item in items] == ["user", "assistant", "user"]
-    with pytest.raises(openai.UnprocessableEntityError, match="background"):
+    with pytest.raises(openai.BadRequestError, match="background"):
         openai_client.responses.cancel(second.id)
     openai_client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
