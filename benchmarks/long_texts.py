@@ -169,7 +169,7 @@ def model(context: int) -> Iterator[list[str]]:
     found = max(Path("~/.cache/funitel").expanduser().glob("SmolLM2*/"), key=lambda folder: folder.stat().st_mtime)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "model"
-        shutil.copytree(found, copy)
+        shutil.copytree(found, copy, ignore=shutil.ignore_patterns("funitel-manifest.json"))
         config = json.loads((copy / "config.json").read_text())
         (copy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
         yield ["--model-id", str(copy), "--max-total-tokens", str(context), "--max-batch-total-tokens", str(context)]
