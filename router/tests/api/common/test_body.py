@@ -10,6 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from fakes import FakeEngine, Serve
+from starlette.types import Receive, Scope, Send
+
+from funitel.router.middleware.route_gate import RouteGate
 
 NATIVE = ("/", "/generate", "/generate_stream", "/tokenize")
 CHAT = "/v1/chat/completions"
@@ -288,3 +291,21 @@ async def test_a1_the_loop_goes_on_while_many_values_are_checked(client: httpx.A
         num_turns += 1
     assert num_turns > 3
     assert (await work).status_code == 422
+
+
+async def test_a1_a_body_is_released_with_its_answer(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scope lives until cycles are collected; bodies of refused requests filled gigabytes by then."""
+    scopes = []
+    call = RouteGate.__call__
+
+    async def noting(gate: RouteGate, scope: Scope, receive: Receive, send: Send) -> None:
+        scopes.append(scope)
+        await call(gate, scope, receive, send)
+
+    monkeypatch.setattr(RouteGate, "__call__", noting)
+    text = "sea " * 100
+    for path, status in (("/generate", 422), ("/tokenize", 200)):
+        assert (await client.post(path, json={"inputs": text})).status_code == status
+    assert [any(text in repr(value) for value in scope.values()) for scope in scopes] == [False, False]

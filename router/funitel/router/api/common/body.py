@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from funitel.proto.errors import (
     InvalidRequest,
@@ -92,6 +93,12 @@ async def read_json(request: Request, limit: int) -> Any:
             check_model(scope, content.get("model"))
         scope[_PARSED] = content
     return scope[_PARSED]
+
+
+def forget_body(scope: Scope) -> None:
+    """Release the body of a request; its scope is part of a cycle, which may be collected much later."""
+    scope.pop(_RAW, None)
+    scope.pop(_PARSED, None)
 
 
 async def receive_body(request: Request, limit: int) -> None:

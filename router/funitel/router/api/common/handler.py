@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from funitel.proto.errors import FunitelError
-from funitel.router.api.common.body import declared_size, read_body, receive_body
+from funitel.router.api.common.body import declared_size, forget_body, read_body, receive_body
 from funitel.router.api.common.errors import error_record
 from funitel.router.api.common.schema_base import Body
 from funitel.router.core import request_context
@@ -113,6 +113,13 @@ async def _admitted(request: HttpRequest, service: Service, gate: Admits, handle
     noted: Arrival | None = request.scope.get(ARRIVAL)
     if noted is not None:  # another handler has handed it on
         return await handler(IncomingRequest(request, service, noted))
+    try:
+        return await _reserved(request, service, gate, handler)
+    finally:
+        forget_body(request.scope)
+
+
+async def _reserved(request: HttpRequest, service: Service, gate: Admits, handler: IncomingHandler) -> Response:
     arrived = Arrival.of(request)
     incoming = arrived.incoming
     request_context.current().owner = arrived.key
