@@ -160,7 +160,11 @@ async def test_a1_what_is_encoded_counts_for_its_key(tokenizer: Tokenizer) -> No
 async def encoding_for(tokenizer: Tokenizer, owner: bytes, text: str = LONG) -> None:
     with request_context("1") as context:
         context.owner = owner
-        await tokenizer.encode(text, max_tokens=10**7)
+        try:
+            await tokenizer.encode(text, max_tokens=10**7)
+        except Overloaded:
+            assert context.encoded_tokens == 0, "a key is not charged for what nothing was done for"
+            raise
 
 
 async def test_a1_a_key_with_many_long_texts_leaves_a_process_to_others(tokenizer: Tokenizer) -> None:

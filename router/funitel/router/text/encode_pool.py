@@ -87,7 +87,11 @@ class EncodePool:
         context = request_context.current()
         estimate = num_characters // CHARACTERS_PER_TOKEN
         context.encoded_tokens += estimate  # also if it fails, or the client leaves
-        encoded = await self._in_process(call, num_characters, field, arguments)
+        try:
+            encoded = await self._in_process(call, num_characters, field, arguments)
+        except Overloaded:
+            context.encoded_tokens -= estimate
+            raise
         context.encoded_tokens -= estimate
         if encoded is None:
             raise InvalidRequest(f"`{field}` cannot be tokenized", field)
