@@ -19,6 +19,7 @@ from gpu_sections.figures import Facts, Line
 from gpu_sections.plan import Plan
 
 GRACE_SECONDS = 15.0  # for a section that was told to end, before it is killed
+KILL_SECONDS = 10.0  # for killed processes to be gone
 LOG_CHARS = 400  # of a section's last words
 
 
@@ -135,6 +136,9 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.wait()
     for pid in alive(started):
         os.kill(pid, signal.SIGKILL)
+    end = time.monotonic() + KILL_SECONDS
+    while alive(started) and time.monotonic() < end:  # a signal is delivered when its process is next scheduled
+        time.sleep(0.01)
 
 
 def run_section(name: str, plan: Plan, facts: Facts) -> None:
