@@ -8,7 +8,7 @@ TIMED_TESTS := $(addprefix integration-tests/test_,fairness.py grammar.py prefix
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test unit system timed clients mutants faults check triton fmt proto docs itest bench families fuzz wheel clean
+.PHONY: help setup serve test unit system timed clients mutants faults check triton fmt proto pages docs itest bench families fuzz wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -61,7 +61,11 @@ fmt: setup ## format and sort imports
 proto: setup ## regenerate code from the .proto files
 	PYTHON=$(BIN)/python scripts/proto.sh
 
-docs: setup ## regenerate docs/settings.md, docs/modules.md and docs/differences.md
+docs: setup ## build the documentation into site/, and fail on a dead link or anchor
+	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo "open site/index.html"
+
+pages: setup ## regenerate docs/settings.md, docs/modules.md and docs/differences.md
 	$(BIN)/python scripts/settings_page.py && $(BIN)/python scripts/modules_page.py && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page
 
 itest: setup ## tests of the whole system only
@@ -80,5 +84,5 @@ wheel: setup ## build dist/*.whl
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 clean: ## remove what was built, but not .venv
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

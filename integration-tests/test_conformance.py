@@ -69,7 +69,7 @@ def test_every_row_is_tried_and_no_two_are_one(figures: dict[str, object]) -> No
 
 
 def test_the_page_of_differences_is_up_to_date() -> None:
-    assert PAGE.read_text() == render(), "run make docs"
+    assert PAGE.read_text() == render(), "run make pages"
 
 
 @pytest.mark.parametrize("pointer", ELSEWHERE + COMPLAINTS, ids=lambda pointer: f"{pointer.section} {pointer.claim}")

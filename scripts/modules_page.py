@@ -56,7 +56,7 @@ def main() -> int:
         return 0
     is_current = PAGE.exists() and PAGE.read_text() == wanted
     if not is_current:
-        print("error: docs/modules.md is out of date: make docs", file=sys.stderr)
+        print("error: docs/modules.md is out of date: make pages", file=sys.stderr)
     return int(not is_current)
 
 

@@ -22,7 +22,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
 
 HEAD = """# Settings
 
-Written by `make docs` from the settings dataclasses; change those, not this page.
+Written by `make pages` from the settings dataclasses; change those, not this page.
 
 Precedence: flag, environment variable, default. An empty variable counts as unset. The launcher also reads variables
 from the file of `--config`, which overrides the environment ([restarts](restarts.md)). A switch is a flag without a
@@ -186,7 +186,7 @@ def explanation(field: "Field[Any]") -> str:
 def main() -> int:
     if sys.argv[1:] == ["--check"]:
         if not PAGE.exists() or PAGE.read_text() != page():
-            print(f"error: {PAGE.relative_to(PAGE.parent.parent)} is stale: run make docs", file=sys.stderr)
+            print(f"error: {PAGE.relative_to(PAGE.parent.parent)} is stale: run make pages", file=sys.stderr)
             return 1
         return 0
     PAGE.write_text(page())

@@ -8,7 +8,7 @@ from funitel_testing.conformance import ROWS
 PAGE = Path(__file__).parents[3] / "docs" / "differences.md"
 HEAD = """# Where funitel answers otherwise than TGI
 
-Written by `make docs` from the rows of the conformance test; change those, not this page. Every other row of the
+Written by `make pages` from the rows of the conformance test; change those, not this page. Every other row of the
 contract is answered as TGI answers it. The section is that of the contract the row was taken from; "-" is ours.
 
 | section | route | what | why |
@@ -58,7 +58,7 @@ def main() -> int:
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(render(), encoding="utf-8")
     elif PAGE.read_text(encoding="utf-8") != render():
-        print(f"{PAGE} is not up to date: run make docs", file=sys.stderr)
+        print(f"{PAGE} is not up to date: run make pages", file=sys.stderr)
         return 1
     return 0
 
