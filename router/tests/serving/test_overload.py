@@ -372,5 +372,5 @@ async def test_a1_a_client_whose_long_texts_wait_is_refused_before_another_body_
         for path, body in (("/generate", {"inputs": "sea " * 5000}), ("/tokenize", {"inputs": "sea " * 5000})):
             answer = await client.post(path, json=body)
             assert answer.status_code == 429
-            assert "0 long texts of this client wait to be tokenized" in answer.text
+            assert "overloaded: long texts of this client wait to be tokenized" in answer.text
         assert (await client.post("/generate", json={"inputs": "sea"})).status_code == 200

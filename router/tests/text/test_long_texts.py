@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from fakes import byte_tokenizer, eventually, write_model
+from fakes import byte_tokenizer, write_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_kinds import CORPUS, MAKE, tokenizer_of
@@ -178,25 +178,25 @@ async def test_a1_a_key_with_many_long_texts_leaves_a_process_to_others(tokenize
 async def test_a1_a_key_with_too_much_that_waits_is_refused(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer.pool._process_semaphore, "_max_queued", 2 * len(LONG))
+    monkeypatch.setattr(encode_pool, "MAX_WAITING_CHARACTERS", 3 * len(LONG))
     many = [asyncio.create_task(encoding_for(tokenizer, b"a")) for _ in range(8)]
     results = await asyncio.gather(*many, encoding_for(tokenizer, b"b"), return_exceptions=True)
     assert [isinstance(result, Overloaded) for result in results] == [False] * 3 + [True] * 5 + [False]
 
 
-async def test_a1_a_client_that_leaves_holds_its_place_until_the_work_has_ended(tokenizer: Tokenizer) -> None:
+async def test_a1_texts_of_clients_that_leave_take_no_process_from_others(tokenizer: Tokenizer) -> None:
+    """A text that a process works on is encoded to its end; those that wait are withdrawn."""
     await encoding_for(tokenizer, b"a")
-    task = asyncio.create_task(encoding_for(tokenizer, b"a", LONG * 20))
-    await eventually(lambda: _is(tokenizer.pool._process_semaphore._held[b"a"] == 1), "it is being encoded")
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert tokenizer.pool._process_semaphore._held[b"a"] == 1
-    await eventually(lambda: _is(not tokenizer.pool._process_semaphore._held), "its work has ended")
-
-
-async def _is(value: bool) -> bool:
-    return value
+    gone = [asyncio.create_task(encoding_for(tokenizer, b"a", LONG * 20)) for _ in range(12)]
+    await asyncio.sleep(0)
+    for task in gone:
+        task.cancel()
+    await asyncio.gather(*gone, return_exceptions=True)
+    assert all(task.cancelled() for task in gone)
+    assert len(tokenizer.pool._processes._waiting) == 0
+    assert not tokenizer.pool._waiting_characters
+    assert sum(process.keys[b"a"] > 0 for process in tokenizer.pool._processes._processes) <= 1
+    await encoding_for(tokenizer, b"b")
 
 
 async def test_a_text_is_not_to_blame_where_no_thread_can_be_started(

@@ -5,8 +5,6 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from funitel.proto.errors import Overloaded
-
 
 class FairSemaphore:
     """Blocks that hold it: at most `limit` at once.
@@ -14,44 +12,29 @@ class FairSemaphore:
     Args:
         limit: of all keys together.
         limit_per_key: of one key.
-        max_queued: maximum of the sizes that one key has waiting; None for no bound.
     """
 
-    def __init__(self, limit: int, limit_per_key: int, max_queued: int | None = None) -> None:
+    def __init__(self, limit: int, limit_per_key: int) -> None:
         self._limit = limit
         self._limit_per_key = limit_per_key
-        self._max_queued = max_queued
         self._held: Counter[bytes] = Counter()
         self._queues: OrderedDict[bytes, deque[asyncio.Future[None]]] = OrderedDict()  # the next key first
-        self._queued_sizes: Counter[bytes] = Counter()
-
-    def check_room(self, key: bytes) -> None:
-        """Raise Overloaded where as much of a key waits as may."""
-        if self._max_queued is not None and self._queued_sizes[key] >= self._max_queued:
-            count = len(self._queues.get(key, ()))
-            raise Overloaded(f": {count} long texts of this client wait to be tokenized", reason="tokenizing")
 
     @asynccontextmanager
-    async def acquired(self, key: bytes, size: int = 0) -> AsyncIterator[None]:
-        """Hold the semaphore while the block runs; wait for that behind others of the key.
-
-        Raises:
-            Overloaded: as much of the key waits as may.
-        """
-        await self._acquire(key, size)
+    async def acquired(self, key: bytes) -> AsyncIterator[None]:
+        """Hold the semaphore while the block runs; wait for that behind others of the key."""
+        await self._acquire(key)
         try:
             yield
         finally:
             self._release(key)
 
-    async def _acquire(self, key: bytes, size: int) -> None:
+    async def _acquire(self, key: bytes) -> None:
         if key not in self._queues and self._is_free_for(key):
             self._held[key] += 1
             return
-        self.check_room(key)
         waiter = asyncio.get_running_loop().create_future()
         self._queues.setdefault(key, deque()).append(waiter)
-        self._queued_sizes[key] += size
         try:
             await waiter
         except asyncio.CancelledError:
@@ -60,9 +43,6 @@ class FairSemaphore:
             else:  # it was given the semaphore at the same time
                 self._release(key)
             raise
-        finally:
-            self._queued_sizes[key] -= size
-            self._queued_sizes = +self._queued_sizes
 
     def _release(self, key: bytes) -> None:
         self._held[key] -= 1

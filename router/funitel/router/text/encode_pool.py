@@ -6,8 +6,8 @@ lower priority, so that long texts delay no other request. Event loop only.
 
 import asyncio
 import logging
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ TIME_LIMIT_SECONDS = 60.0  # of any kind: the machine may be busy with the model
 MEMORY_LIMIT_BYTES = 2 << 30
 MAX_ANSWER_BYTES = 1 << 26
 NICENESS = 10
-MAX_WAITING_CHARACTERS = 32 << 20  # of long texts, for each key
+MAX_WAITING_CHARACTERS = 32 << 20  # of long texts that wait or are encoded, for each key
 CHARACTERS_PER_TOKEN = 4  # usual; where the number of tokens is not known
 
 
@@ -48,7 +48,7 @@ class EncodePool:
         self._calls = calls
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="tokenizer")
         self._thread_semaphore = FairSemaphore(workers, of_a_key)
-        self._process_semaphore = FairSemaphore(workers, of_a_key, MAX_WAITING_CHARACTERS)
+        self._waiting_characters: Counter[bytes] = Counter()  # of long texts, by key
         self._processes = SandboxPool(
             "funitel.router.text.encode_worker",
             {"path": str(path), "control": asdict(calls.control)},
@@ -64,7 +64,8 @@ class EncodePool:
 
     def check_room(self) -> None:
         """Raise Overloaded where no further long text of the current request's key may wait."""
-        self._process_semaphore.check_room(request_context.current().owner)
+        if self._waiting_characters[request_context.current().owner] >= MAX_WAITING_CHARACTERS:
+            raise Overloaded(": long texts of this client wait to be tokenized", reason="tokenizing")
 
     async def run(
         self, call: str, num_characters: int, field: str, *, short: int = SHORT_CHARACTERS, **arguments: Any
@@ -102,23 +103,19 @@ class EncodePool:
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
 
     async def _in_process(self, call: str, num_characters: int, field: str, arguments: dict[str, Any]) -> Any:
+        self.check_room()
         owner = request_context.current().owner
-        async with AsyncExitStack() as held:
-            await held.enter_async_context(self._process_semaphore.acquired(owner, num_characters))
-            # Its process goes on where the client leaves, so the semaphore is held as long.
-            task = asyncio.create_task(self._answer_of({"call": call, "arguments": arguments}, owner, held.pop_all()))
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        self._waiting_characters[owner] += num_characters
         try:
-            return await asyncio.shield(task)
+            return await self._processes.run({"call": call, "arguments": arguments}, owner)
         except Killed as limit:
             raise InvalidRequest(f"`{field}` cannot be tokenized: {limit}", field) from None
         except WorkerUnavailable as problem:
             logger.warning("a long text cannot be tokenized: %s", problem)
             raise Overloaded(": no process can be started to tokenize a long text", reason="tokenizing") from None
-
-    async def _answer_of(self, task: dict[str, Any], owner: bytes, held: AsyncExitStack) -> Any:
-        async with held:
-            return await self._processes.run(task, owner)
+        finally:
+            self._waiting_characters[owner] -= num_characters
+            self._waiting_characters = +self._waiting_characters
 
     async def close(self) -> None:
         """Let the threads end, and end the processes."""

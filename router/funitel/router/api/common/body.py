@@ -46,8 +46,8 @@ MAX_SHOWN_HEADER = 80
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
-# In a request's scope: its body. A route may look at it before it hands the request on.
-_RAW, _PARSED = "funitel.bytes", "funitel.body"
+# In a request's scope: its body, and how many values that has. A route may look at it before it hands the request on.
+_RAW, _PARSED, _NUM_VALUES = "funitel.bytes", "funitel.body", "funitel.num_values"
 
 
 async def read_body(request: Request, model: type[B], settings: RouterSettings, thread: FairSemaphore) -> B:
@@ -64,7 +64,7 @@ async def read_body(request: Request, model: type[B], settings: RouterSettings, 
     """
     content = await read_json(request, settings.payload_limit)
     policy = FieldPolicy(settings.strict_fields)
-    if count_values(content) <= FEW_VALUES:
+    if request.scope[_NUM_VALUES] <= FEW_VALUES:
         body = _validated(content, model, policy)
     else:
         async with thread.acquired(request_context.current().owner):
@@ -88,7 +88,7 @@ async def read_json(request: Request, limit: int) -> Any:
     scope = request.scope
     if _PARSED not in scope:
         await receive_body(request, limit)
-        content = _parse_json(scope.pop(_RAW))
+        content, scope[_NUM_VALUES] = _parse_json(scope.pop(_RAW))
         if isinstance(content, dict):
             check_model(scope, content.get("model"))
         scope[_PARSED] = content
@@ -151,13 +151,14 @@ async def _read_bytes(request: Request, limit: int) -> bytes:
     return bytes(content)
 
 
-def _parse_json(content: bytes) -> Any:
+def _parse_json(content: bytes) -> tuple[Any, int]:
+    """The value, and how many values it has together."""
     try:
         parsed = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
-        count_values(parsed)
+        num_values = count_values(parsed)
         if _SURROGATE.search(content):
             _refuse_surrogates(parsed, ())
-        return parsed
+        return parsed, num_values
     except UnicodeDecodeError as error:
         raise MalformedBody(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
     except RecursionError:

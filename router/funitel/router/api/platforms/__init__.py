@@ -2,7 +2,7 @@
 
 from funitel.router.api.common.route_kinds import native_fact, native_probe, native_work
 from funitel.router.api.native.schema import GenerateResponse, StreamResponse
-from funitel.router.api.platforms import bare_url, kserve, sagemaker_vertex
+from funitel.router.api.platforms import bare_url, kserve, sagemaker, vertex
 from funitel.router.api.platforms.schema import (
     BareUrlRequest,
     KserveLive,
@@ -17,9 +17,7 @@ from funitel.router.api.platforms.schema import (
 )
 
 KSERVE_MODEL = "/v2/models/{name}/versions/{version}"
-VERTEX = native_work(
-    "/vertex", sagemaker_vertex.vertex, "Vertex AI: the texts of all instances", VertexRequest, VertexResponse
-)
+VERTEX = native_work("/vertex", vertex.vertex, "Vertex AI: the texts of all instances", VertexRequest, VertexResponse)
 ROUTES = (
     native_work(
         "/",
@@ -32,7 +30,7 @@ ROUTES = (
     ),
     native_work(
         "/invocations",
-        sagemaker_vertex.invocations,
+        sagemaker.invocations,
         "SageMaker: a body of `/` or of a route of OpenAI's, told apart by its fields",
         SagemakerRequest,
         SagemakerResponse,

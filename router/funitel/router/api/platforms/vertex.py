@@ -1,19 +1,14 @@
-"""Handle `/invocations` of SageMaker and `/vertex` of Vertex AI, which carry bodies of the other routes."""
+"""Handle `/vertex` of Vertex AI, which carries bodies of `/generate` and of chats."""
 
 from itertools import chain
 
-from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from funitel.proto.errors import InvalidRequest, NoInstances
-from funitel.router.api.common.body import json_answer, read_json
-from funitel.router.api.common.handler import Handler, IncomingRequest, generation_route, service_of
-from funitel.router.api.native import generate
+from funitel.router.api.common.body import json_answer
+from funitel.router.api.common.handler import IncomingRequest, generation_route
 from funitel.router.api.native.schema import GenerateParameters, GenerateRequest
-from funitel.router.api.openai import chat as openai
-from funitel.router.api.openai import completions
 from funitel.router.api.openai.schema_chat import ChatRequest
-from funitel.router.api.platforms import bare_url
 from funitel.router.api.platforms.schema import VertexRequest, VertexResponse
 from funitel.router.chat.run import prepare_chat
 from funitel.router.serving.arrival import Arrival
@@ -21,30 +16,6 @@ from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
 from funitel.router.serving.run import check_count, collect_best, summed_headers
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import run_until_disconnect
-
-# The field that tells a body's kind, in TGI's order.
-_HANDLERS: tuple[tuple[str, Handler], ...] = (
-    ("inputs", generate.compat_generate),
-    ("messages", openai.chat_completions),
-    ("prompt", completions.completions),
-)
-
-
-async def invocations(http: HttpRequest) -> Response:
-    """`/invocations`: what the route answers that the body is meant for; of an encoder as `POST /`."""
-    return await (bare_url.serve_task if service_of(http).is_encoder else _generate)(http)
-
-
-@generation_route
-async def _generate(incoming: IncomingRequest) -> Response:
-    content = await read_json(incoming.http, incoming.service.settings.payload_limit)
-    if not isinstance(content, dict):
-        raise InvalidRequest("the body must be an object")
-    for field, handler in _HANDLERS:
-        if content.get(field) is not None:
-            return await handler(incoming.http)
-    fields = ", ".join(f"`{field}`" for field, _ in _HANDLERS)
-    raise InvalidRequest(f"the body must have one of {fields}")
 
 
 @generation_route
