@@ -41,22 +41,6 @@ BLOCKS = tuple(range(1, 120))
 MOST_MASK_SECONDS = 0.25  # of CPU time; some ten milliseconds is usual for the worst
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=CONTEXT)
-
-
-@pytest.fixture(scope="module")
-def forcing(folder: Path) -> Executor:
-    return load_executor(folder)
-
-
-@pytest.fixture(scope="module")
-def stepping(folder: Path) -> Executor:
-    """Computes every token by itself."""
-    return load_executor(folder, disable_forced_spans=True)
-
-
 @pytest.fixture
 def executor(forcing: Executor) -> Executor:
     forcing.clear()

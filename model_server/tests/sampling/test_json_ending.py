@@ -13,8 +13,8 @@ from funitel.model_server.sampling import json_ending
 from funitel.model_server.sampling.grammar import GrammarCompiler
 from funitel.model_server.sampling.json_ending import Haste, JsonAnswers, JsonEnding, JsonPosition
 from funitel.proto.step import FinishReason, Generation, GrammarType, SequenceStart
-from funitel_testing.executors import ids_of, load_executor, run_alone, start
-from funitel_testing.tiny import byte_tokenizer, save_tiny
+from funitel_testing.executors import ids_of, run_alone, start
+from funitel_testing.tiny import byte_tokenizer
 
 PROMPT = list(range(40, 60))
 CONTEXT = 4096
@@ -46,22 +46,6 @@ OPEN: dict[str, dict[str, Any]] = {
     "call or answer": {"anyOf": [{"properties": {"name": {"const": "f"}, "arguments": PERSON}}, TREE["$defs"]["tree"]]}
     | {"$defs": TREE["$defs"]},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=CONTEXT)
-
-
-@pytest.fixture(scope="module")
-def forcing(folder: Path) -> Executor:
-    return load_executor(folder)
-
-
-@pytest.fixture(scope="module")
-def stepping(folder: Path) -> Executor:
-    """Computes every token by itself."""
-    return load_executor(folder, disable_forced_spans=True)
 
 
 def asked(schema: Any, max_new_tokens: int, **fields: Any) -> SequenceStart:

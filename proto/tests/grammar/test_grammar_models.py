@@ -9,7 +9,6 @@ import uuid
 from typing import Annotated, Any, Literal
 
 import jsonschema
-import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel, ConfigDict, Field, RootModel
@@ -17,10 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.grammar.compiler import compile_grammar
 from funitel.proto.step import GrammarType
+from funitel_testing.random_writer import EOS_ID, written
 from funitel_testing.tiny import byte_tokenizer
 
-EOS = 256
-MAX_TOKENS = 300
 WALKS = 6
 
 
@@ -104,27 +102,11 @@ MODELS: list[type[BaseModel]] = [Node, Unions, Bounds, Annotations, Formats, Enu
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     byte_tokenizer().save(str(path))
-    return LLTokenizer(str(path), eos_token=EOS)
+    return LLTokenizer(str(path), eos_token=EOS_ID)
 
 
 def kept(schema: Any, tokenizer: LLTokenizer) -> LLMatcher:
     return compile_grammar(GrammarType.JSON, json.dumps(schema), tokenizer)
-
-
-def written(grammar: LLMatcher, seed: int) -> str | None:
-    """What a model that draws at random writes; None if it does not come to an end. It prefers what closes."""
-    matcher, draw, tokenizer = grammar.deep_copy(), random.Random(seed), byte_tokenizer()
-    closing = {tokenizer.token_to_id(character) for character in '}"]0123456789e,:'}
-    ids: list[int] = []
-    while len(ids) < MAX_TOKENS and not matcher.is_stopped():
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits).tolist()
-        if allowed == [EOS] or (EOS in allowed and draw.random() < 0.5):
-            return str(tokenizer.decode(ids))
-        usual = [token_id for token_id in allowed if token_id in closing]
-        ids.append(draw.choice(usual if usual and draw.random() < 0.8 else [i for i in allowed if i != EOS]))
-        assert matcher.consume_token(ids[-1])
-    return str(tokenizer.decode(ids)) if matcher.is_stopped() else None
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
@@ -132,7 +114,12 @@ def test_what_follows_a_models_schema_validates(model: type[BaseModel], tokenize
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     schema = model.model_json_schema()
     grammar = kept(schema, tokenizer)
-    texts = [text for seed in range(WALKS) if (text := written(grammar, seed)) is not None]
+    texts = [
+        text
+        for seed in range(WALKS)
+        if (text := written(grammar, random.Random(seed), max_tokens=300, closing='}"]0123456789e,:', share=0.8))
+        is not None
+    ]
     assert len(texts) > WALKS // 2, "hardly any comes to an end"
     for text in texts:
         jsonschema.validate(json.loads(text), schema, format_checker=checker)

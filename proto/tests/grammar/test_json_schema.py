@@ -5,18 +5,14 @@ import random
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from funitel.proto.errors import InvalidRequest
 from funitel.proto.grammar.compiler import compile_grammar
 from funitel.proto.step import GrammarType
-from funitel_testing.tiny import byte_tokenizer
+from funitel_testing.random_writer import EOS_ID, TOKENIZER, written
 
-EOS = 256
-TOKENIZER = byte_tokenizer()
-MAX_TOKENS = 400
 NUM_SCHEMAS = 120
 WALKS = 4
 INTEGER, TEXT = {"type": "integer"}, {"type": "string"}
@@ -39,7 +35,7 @@ DOG = {"type": "object", "properties": {"kind": {"const": "dog"}, "name": TEXT},
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     TOKENIZER.save(str(path))
-    return LLTokenizer(str(path), eos_token=EOS)
+    return LLTokenizer(str(path), eos_token=EOS_ID)
 
 
 def kept(schema: Any, tokenizer: LLTokenizer) -> LLMatcher:
@@ -285,21 +281,6 @@ def required(schema: Any, root: Any) -> list[str]:
 def members(schema: Any, root: Any) -> list[Any]:
     target = [root["$defs"][schema["$ref"].rpartition("/")[2]]] if "$ref" in schema else []
     return [*schema.get("allOf", ()), *target]
-
-
-def written(grammar: LLMatcher, draw: random.Random) -> str | None:
-    """What a model that draws at random writes; None if it does not come to an end. It prefers what closes."""
-    matcher, tokenizer, ids = grammar.deep_copy(), TOKENIZER, []
-    closing = {tokenizer.token_to_id(character) for character in '}"]01:'}
-    while len(ids) < MAX_TOKENS and not matcher.is_stopped():
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits).tolist()
-        if allowed == [EOS] or (EOS in allowed and draw.random() < 0.5):
-            return str(tokenizer.decode(ids))
-        usual = [token_id for token_id in allowed if token_id in closing]
-        ids.append(draw.choice(usual if usual and draw.random() < 0.6 else [i for i in allowed if i != EOS]))
-        assert matcher.consume_token(ids[-1])
-    return str(tokenizer.decode(ids)) if matcher.is_stopped() else None
 
 
 def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

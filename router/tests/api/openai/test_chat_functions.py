@@ -7,24 +7,14 @@ from typing import Any
 import httpx
 import pytest
 from fakes import FakeEngine, Serve
+from scripted_chat import CALL, CHAT, HERMES, WIDE, ask, whole, writes
 
-from funitel.router.core.request import Limits
-
-CALL = '{"name": "weather", "arguments": {"city": "Paris"}}'
 FUNCTION = {
     "name": "weather",
     "description": "The weather.",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 TOOL = {"type": "function", "function": FUNCTION}
-CHAT = "/v1/chat/completions"
-WIDE = Limits(max_input_tokens=4000, max_total_tokens=5000, pool_tokens=9000)
-HERMES = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments.city }}</tool_call>"
-    "{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 NOW = {"name": "now"}
 
 
@@ -32,21 +22,6 @@ NOW = {"name": "now"}
 def hermes(model: Path) -> Path:
     (model / "chat_template.jinja").write_text(HERMES)
     return model
-
-
-def writes(text: str) -> FakeEngine:
-    """An engine whose model writes a text, three characters a token."""
-    return FakeEngine(pieces=[text[start : start + 3] for start in range(0, len(text), 3)], limits=WIDE)
-
-
-def ask(**fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "Hi"}]} | fields
-
-
-async def whole(client: httpx.AsyncClient, **fields: Any) -> Any:
-    response = await client.post(CHAT, json=ask(**fields))
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]
 
 
 async def deltas(client: httpx.AsyncClient, **fields: Any) -> list[Any]:

@@ -8,15 +8,14 @@ import httpx
 import pytest
 from fakes import FakeEngine, Serve
 from llguidance import LLTokenizer
+from scripted_chat import CALL, CHAT, HERMES, WIDE, ask, whole, writes
 
 from funitel.proto.grammar.compiler import compile_grammar
 from funitel.proto.step import GrammarType
 from funitel.router.core.request import Limits
 from funitel_testing.tiny import byte_tokenizer
 
-WIDE = Limits(max_input_tokens=4000, max_total_tokens=5000, pool_tokens=9000)
 VAST = Limits(max_input_tokens=10**6, max_total_tokens=10**6 + 100, pool_tokens=10**7)
-CHAT = "/v1/chat/completions"
 WEATHER = {
     "type": "function",
     "function": {
@@ -31,13 +30,6 @@ WEATHER = {
     },
 }
 NOW = {"type": "function", "function": {"name": "now"}}
-CALL = '{"name": "weather", "arguments": {"city": "Paris"}}'
-HERMES = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}"
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}{{ c.function.arguments.city }}</tool_call>"
-    "{% endfor %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 THINKING = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] }}{{ m.reasoning_content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% if enable_thinking is not false %}<think>\n{% endif %}{% endif %}"
@@ -54,22 +46,6 @@ def hermes(model: Path) -> Path:
 def thinking(model: Path) -> Path:
     (model / "chat_template.jinja").write_text(THINKING)
     return model
-
-
-def writes(text: str, length: int = 3) -> FakeEngine:
-    """An engine whose model writes a text, so many characters a token."""
-    pieces = [text[start : start + length] for start in range(0, len(text), length)]
-    return FakeEngine(pieces=pieces, limits=WIDE)
-
-
-def ask(**fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "Hi"}]} | fields
-
-
-async def whole(client: httpx.AsyncClient, **fields: Any) -> Any:
-    response = await client.post(CHAT, json=ask(**fields))
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]
 
 
 async def streamed(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
