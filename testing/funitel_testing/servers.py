@@ -210,13 +210,15 @@ class Server:
         program: str = LAUNCHER,
         port: int | None = None,
     ) -> None:
-        self.port = port or free_port()
+        given = args[args.index("--port") + 1] if "--port" in args else None
+        self.port = int(given) if given else port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"server-{self.port}.log"
         self.out = folder / f"server-{self.port}.out"
         self.mark = uuid.uuid4().hex
         self._shared_memory = shared_memory()
-        command = [sys.executable, "-m", program, "--port", str(self.port), *args]
+        flags = args if given else ("--port", str(self.port), *args)
+        command = [sys.executable, "-m", program, *flags]
         environment = {**os.environ, **(environ or {}), MARK: self.mark}
         with self.log.open("wb") as log, self.out.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=log, env=environment, start_new_session=True)

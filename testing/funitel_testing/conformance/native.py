@@ -252,10 +252,10 @@ def _runs_long(claim: str, parameters: dict[str, Any], count: int, differs: str)
     )
 
 
-_SLICES = "TGI generates in slices of 1024 tokens, each whole: up to 2048 tokens come back (contract 5.4)"
+_SLICES = "TGI generates in slices of 1024 tokens, each whole: up to 2048 tokens come back"
 _CLAMPED = (
     "where 1024 tokens fit, as in TGI, but the answer ends with the context and not with a slice; `max_tokens`, "
-    "`max_completion_tokens` and `max_output_tokens` alike (contract 5.4)"
+    "`max_completion_tokens` and `max_output_tokens` alike"
 )
 
 LENGTHS = (

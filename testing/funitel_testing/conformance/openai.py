@@ -5,7 +5,7 @@ from typing import Any
 from funitel_testing.conformance.rows import ABSENT, DONE, Matches, Row
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
-_OBJECT = "TGI's error is a string, OpenAI's an object, which its clients read (contract 6.8)"
+_OBJECT = "TGI's error is a string, OpenAI's an object, which its clients read"
 
 
 def chat(content: Any = "Hi", **fields: Any) -> dict[str, Any]:

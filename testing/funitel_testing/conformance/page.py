@@ -8,19 +8,20 @@ from funitel_testing.conformance import ROWS
 PAGE = Path(__file__).parents[3] / "docs" / "differences.md"
 HEAD = """# Where funitel answers otherwise than TGI
 
-Written by `make pages` from the rows of the conformance test; change those, not this page. Every other row of the
-contract is answered as TGI answers it. The section is that of the contract the row was taken from; "-" is ours.
+Written by `make pages` from the rows of the conformance test; change those, not this page. Every other field, bound,
+status, header and metric that the test walks is answered as TGI answers it. Rows with the same reason stand together;
+issue numbers are those of TGI's repository. [migrate.md](migrate.md) says what this means for a deployment.
 
-| section | route | what | why |
-| --- | --- | --- | --- |
+| reason | where |
+| --- | --- |
 """
 
 
 STARTS_HEAD = """
 ## Where it is started otherwise
 
-| section | flag | what | why |
-| --- | --- | --- | --- |
+| flag | what | why |
+| --- | --- | --- |
 """
 STARTS = (
     (
@@ -48,9 +49,17 @@ STARTS = (
 
 def render() -> str:
     """The page."""
-    rows = [f"| {row.section} | `{row.path}` | {row.claim} | {row.differs} |\n" for row in ROWS if row.differs]
-    starts = [f"| 2.1 | `{flag}` | {what} | {why} |\n" for flag, what, why in STARTS]
+    reasons: dict[str, dict[str, list[str]]] = {}
+    for row in ROWS:
+        if row.differs:
+            reasons.setdefault(row.differs, {}).setdefault(row.path, []).append(row.claim)
+    rows = [f"| {why} | {_places(claims)} |\n" for why, claims in reasons.items()]
+    starts = [f"| `{flag}` | {what} | {why} |\n" for flag, what, why in STARTS]
     return "".join([HEAD, *rows, STARTS_HEAD, *starts])
+
+
+def _places(claims: dict[str, list[str]]) -> str:
+    return "<br>".join(f"`{path}`: {'; '.join(found)}" for path, found in claims.items())
 
 
 def main() -> int:
