@@ -1,0 +1,156 @@
+"""Every fenced block of the pages: of a known language, parsed, its commands and requests checked against the code."""
+
+import ast
+import json
+import subprocess
+import tomllib
+from collections.abc import Callable, Mapping
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from funitel_testing.documents.blocks import Block, all_blocks, blocks_of
+from funitel_testing.documents.command_lines import problems_of
+from funitel_testing.documents.commands import check_commands
+from funitel_testing.documents.shell import commands_of
+
+BLOCKS = all_blocks()
+
+
+def in_language(*languages: str) -> "pytest.MarkDecorator":
+    return pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in languages], ids=str)
+
+
+# What a block of a language must be; `text` is for what is in no language: drawings, logs, answers.
+PARSERS: Mapping[str, Callable[[str], object]] = {
+    "json": json.loads,
+    "python": ast.parse,
+    "sh": lambda text: subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=True),
+    "text": lambda text: None,
+    "toml": tomllib.loads,
+    "yaml": lambda text: list(yaml.safe_load_all(text)),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_is_in_its_language(block: Block) -> None:
+    assert block.language in PARSERS, f"{block}: name one of {', '.join(PARSERS)} after the fence"
+    PARSERS[block.language](block.text)
+
+
+@in_language("sh")
+def test_a_command_names_what_exists(block: Block) -> None:
+    check_commands(block.text)
+
+
+def test_every_command_line_of_ours_parses() -> None:
+    lines = [(block, command) for block in BLOCKS if block.language == "sh" for command in check_commands(block.text)]
+    problems = problems_of([(command.words, command.variables) for _, command in lines])
+    found = [
+        f"{block}: {' '.join(command.words)}: {problem}"
+        for (block, command), problem in zip(lines, problems, strict=True)
+        if problem is not None
+    ]
+    assert len(lines) > 20
+    assert not found, "\n".join(found)
+
+
+# The checks themselves
+
+
+def test_a_wrong_command_line_is_found() -> None:
+    wrong = [
+        ("funitel", "--prot", "3000"),
+        ("funitel", "--num-shard", "two"),
+        ("funitel", "--quantize", "exl2"),
+        ("funitel", "bench", "--urls", "x"),
+        ("funitel", "models", "m", "--num-shards", "2"),
+        ("funitel", "key", "make"),
+        ("funitel-router", "--model-id", "m"),
+        ("funitel-server", "serve"),
+    ]
+    right = [
+        ("funitel",),
+        ("funitel", "--model-id", "m", "--config", "/no/such"),
+        ("funitel", "bench", "kernels", "m"),
+        ("funitel", "models", "m", "--num-shard", "2"),
+        ("funitel", "key", "list"),
+        ("text-generation-launcher", "--port", "80"),
+    ]
+    problems = problems_of([(words, {}) for words in wrong + right])
+    assert [words for words, problem in zip(wrong, problems, strict=False) if problem is None] == []
+    assert problems[len(wrong) :] == [None] * len(right)
+    assert problems_of([(("funitel",), {"PORT": "many"})]) != [None]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("curl localhost:3000/v2/chat", "no route has GET /v2/chat"),
+        ("curl -X POST localhost:3000/health", "no route has POST /health"),
+        ("curl --json '{\"inputs\": 1}' localhost:3000/generate", "inputs"),
+        ('curl --json \'{"input": "a"}\' localhost:3000/generate', "input: unknown field"),
+        ('curl --json \'{"inputs": "a", "max_tokens": 1}\' http://127.0.0.1:3000/generate', "unknown field"),
+        ('curl -d \'{"inputs": "a"}\' localhost:3000/generate', "content-type"),
+        ("curl --json '{inputs: 1}' localhost:3000/generate", "Expecting property name"),
+        ("curl -X POST localhost:3000/generate", "needs a body"),
+        ("curl --jsn '{}' localhost:3000/generate", "curl: "),
+        ("cat x | curl localhost:3000/helth", "no route"),
+        ("make serv", "no target serv"),
+        ("make serve && python benchmarks/nothing.py", "no benchmarks/nothing.py"),
+        ("pytest integration-tests/test_nothing.py -q", "no integration-tests/test_nothing.py"),
+        ("python -m funitel_testing.nothing", "no module"),
+        ("export MAX_INPUT_TOKNS=3", "no variable MAX_INPUT_TOKNS"),
+        ("docker run -e MODELID=x funitel", "no variable MODELID"),
+        ("pip install 'funitel[sever]'", "no extra sever"),
+    ],
+)
+def test_a_wrong_command_is_found(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_commands(text)
+
+
+def test_a_shell_text_is_split_into_its_commands() -> None:
+    text = """# a comment's quote
+export A=1  # why
+B='x y' funitel --port 1 \\
+    --hostname ::1 > log 2>&1 &
+cat <<'END' | tee x
+anything "goes
+END
+curl --json '{"a":
+ "b # c"}' x; if true; then make; fi
+echo "$(funitel top)" && (funitel chat)
+"""
+    found = [(command.words, dict(command.variables)) for command in commands_of(text)]
+    assert found == [
+        (("export",), {"A": "1"}),
+        (("funitel", "--port", "1", "--hostname", "::1"), {"B": "x y"}),
+        (("cat",), {}),
+        (("tee", "x"), {}),
+        (("curl", "--json", '{"a":\n "b # c"}', "x"), {}),
+        (("if", "true"), {}),
+        (("make",), {}),
+        (("fi",), {}),
+        (("echo", "$(funitel top)"), {}),
+        (("funitel", "chat"), {}),
+    ]
+
+
+def test_a_container_and_make_start_our_program() -> None:
+    text = 'docker run --name funitel -p 1:80 funitel:latest --port 80\nmake serve ARGS="--port 3001 --quiet"'
+    assert [command.words for command in check_commands(text)] == [
+        ("funitel", "--port", "80"),
+        ("funitel", "--port", "3001", "--quiet"),
+    ]
+
+
+def test_blocks_are_found_with_their_marks() -> None:
+    text = "a\n<!-- run: Paris -->\n```sh\nx\n```\n- b\n\n  ````text\n  ```\n  y\n  ````\n\n```\nz\n```\n"
+    assert list(blocks_of(text, "p")) == [
+        Block("p", 3, "sh", "x\n", "Paris"),
+        Block("p", 8, "text", "```\ny\n"),
+        Block("p", 13, "", "z\n"),
+    ]
+    with pytest.raises(ValueError, match="p:1: the fence is not closed"):
+        list(blocks_of("```sh\nx\n", "p"))

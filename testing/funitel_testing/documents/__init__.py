@@ -1,0 +1,1 @@
+"""What the pages of the documentation show: fenced blocks, shell commands in them, and whether each is valid."""
