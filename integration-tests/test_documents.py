@@ -5,11 +5,12 @@ import json
 import subprocess
 import tomllib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from funitel_testing.documents.blocks import Block, all_blocks, blocks_of
+from funitel_testing.documents.blocks import Block, all_blocks, blocks_of, misread_lines, pages
 from funitel_testing.documents.command_lines import problems_of
 from funitel_testing.documents.commands import check_commands
 from funitel_testing.documents.shell import commands_of
@@ -22,7 +23,16 @@ def in_language(*languages: str) -> "pytest.MarkDecorator":
 
 
 # What a block of a language must be; `text` is for what is in no language: drawings, logs, answers.
+DIFF_MARKS = ("+", "-", " ", "@@", "diff ", "index ")
+
+
+def parse_diff(text: str) -> None:
+    strange = [line for line in text.splitlines() if line and not line.startswith(DIFF_MARKS)]
+    assert not strange, strange
+
+
 PARSERS: Mapping[str, Callable[[str], object]] = {
+    "diff": parse_diff,
     "json": json.loads,
     "python": ast.parse,
     "sh": lambda text: subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=True),
@@ -36,6 +46,11 @@ PARSERS: Mapping[str, Callable[[str], object]] = {
 def test_a_block_is_in_its_language(block: Block) -> None:
     assert block.language in PARSERS, f"{block}: name one of {', '.join(PARSERS)} after the fence"
     PARSERS[block.language](block.text)
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_a_page_reads_alike_on_github_and_on_the_site(path: Path) -> None:
+    assert list(misread_lines(path.read_text())) == []
 
 
 @in_language("sh")
@@ -154,3 +169,8 @@ def test_blocks_are_found_with_their_marks() -> None:
     ]
     with pytest.raises(ValueError, match="p:1: the fence is not closed"):
         list(blocks_of("```sh\nx\n", "p"))
+
+
+def test_what_the_site_would_misread_is_found() -> None:
+    text = "a\n- b\n\nc\n\n    d\n\n1. e\n\n   ```sh\n   f\n   ```\n\n    g\n- h\n"
+    assert [line.partition(":")[0] for line in misread_lines(text)] == ["2", "6", "10", "12"]

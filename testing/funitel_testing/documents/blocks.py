@@ -67,3 +67,22 @@ def blocks_of(text: str, page: str) -> Iterator[Block]:
 def all_blocks(root: Path = ROOT) -> list[Block]:
     """The blocks of all pages, in the order of the pages."""
     return [block for path in pages(root) for block in blocks_of(path.read_text("utf-8"), str(path.relative_to(root)))]
+
+
+def misread_lines(text: str) -> Iterator[str]:
+    """Lines that the site's Markdown reads otherwise than GitHub's: each as its number and what to do."""
+    is_fenced = is_list = False
+    before = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            is_fenced = not is_fenced
+            if (len(line) - len(line.lstrip())) % 4:
+                yield f"{number}: indent the fence by four spaces"
+        elif not is_fenced:
+            is_item = re.match(r"\s*([-*]|\d+\.) ", line) is not None
+            if is_item and before and not is_list:
+                yield f"{number}: put an empty line before the list"
+            is_list = is_item or (is_list and (not line or line.startswith(" ")))
+            if line.startswith("    ") and not is_list and not before:
+                yield f"{number}: put the code into a fence"
+        before = line
