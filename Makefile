@@ -50,7 +50,7 @@ check: setup ## format, lint, types, imports, rules of the house, generated code
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/lint-imports && $(BIN)/python scripts/house.py
-	PYTHON=$(BIN)/python scripts/proto.sh --check && $(BIN)/python scripts/check_version.py && $(BIN)/python scripts/settings_page.py --check && $(BIN)/python scripts/modules_page.py --check && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page --check
+	PYTHON=$(BIN)/python scripts/proto.sh --check && $(BIN)/python scripts/check_version.py && $(BIN)/python scripts/settings_page.py --check && $(BIN)/python scripts/modules_page.py --check && $(BIN)/python scripts/examples_page.py --check && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page --check
 
 triton: setup # what tests of GPU kernels interpret; 0.3 GB that serving on a CPU does without
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps "triton>=3.3" || echo "no triton for this machine: its tests are skipped"
@@ -66,7 +66,7 @@ docs: setup ## build the documentation into site/, and fail on a dead link or an
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo "open site/index.html"
 
 pages: setup ## regenerate docs/settings.md, docs/modules.md and docs/differences.md
-	$(BIN)/python scripts/settings_page.py && $(BIN)/python scripts/modules_page.py && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page
+	$(BIN)/python scripts/settings_page.py && $(BIN)/python scripts/modules_page.py && $(BIN)/python scripts/examples_page.py && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page
 
 itest: setup ## tests of the whole system only
 	$(BIN)/pytest $(WHOLE_SYSTEM_TESTS) $(ARGS)
