@@ -15,6 +15,7 @@ from funitel.launcher.config.sockets import claim, listen
 from funitel.launcher.config.task_limit import check_task_limit
 from funitel.launcher.config.upgrade import next_settings
 from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.supervisor.address_file import address_file
 from funitel.launcher.supervisor.pid_one import end_at_early_sigterm, is_pid_one
 from funitel.launcher.supervisor.supervisor import NextDeployment, Supervisor
 from funitel.proto.errors import SettingsError
@@ -54,6 +55,7 @@ def serve(given: ParsedCommandLine, commands: Commands | None = None) -> None:
             if resolved.prometheus_port is not None:
                 second = listen(resolved.hostname, resolved.prometheus_port, "--prometheus-port")
                 listeners.append(stack.enter_context(second))
+            stack.enter_context(address_file(resolved))
             asyncio.run(Supervisor(resolved, environ, listeners, resolve_next, commands).run())
 
 

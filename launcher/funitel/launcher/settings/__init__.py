@@ -109,6 +109,11 @@ class LauncherSettings:
     default_hostname: str | None = _router("default_hostname")
     port: int = _router("port")
     prometheus_port: int | None = _router("prometheus_port")
+    address_file: str | None = setting(
+        None,
+        "File that has the server's URL while it serves, for a health check on the same machine.",
+        env="FUNITEL_ADDRESS_FILE",
+    )
     shard_uds_path: str | None = setting(
         None,
         "Unix socket path of the shards, followed by -RANK; /tmp/text-generation-server when not given, or another "
