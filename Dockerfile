@@ -18,8 +18,8 @@ RUN PIP_NO_CACHE_DIR=1 scripts/install.sh --torch ${TORCH} --extras server --no-
 ENV PATH=/opt/funitel/bin:${PATH} \
     HF_HOME=/data \
     FUNITEL_CACHE=/data/funitel \
-    DEFAULT_HOSTNAME=0.0.0.0 \
-    PORT=80
+    FUNITEL_DEFAULT_HOSTNAME=0.0.0.0 \
+    FUNITEL_DEFAULT_PORT=80
 VOLUME /data
 EXPOSE 80
 STOPSIGNAL SIGTERM

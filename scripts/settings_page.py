@@ -24,13 +24,27 @@ HEAD = """# Settings
 
 Written by `make pages` from the settings dataclasses; change those, not this page.
 
-Precedence: flag, environment variable, default. An empty variable counts as unset. The launcher also reads variables
-from the file of `--config`, which overrides the environment ([restarts](restarts.md)). A switch is a flag without a
-value; `--no-` before its name turns it off. Booleans are `true`, `1`, `yes`, `on` or `false`, `0`, `no`, `off`, in any
-case. A repeatable flag is given once for each value; its variable has the values separated by spaces. An unknown flag
-or a value of the wrong type ends the program with exit code 2; settings that contradict each other end it with exit
-code 1. Both print the reason in one line. The default "-" means that the setting is not given; its text says what then
-applies.
+Precedence: flag, environment variable, file of `--config` (launcher only, [restarts](restarts.md)), default. A line of
+the file that a flag or a variable overrides is logged.
+
+Every variable is `FUNITEL_` and the name of the flag. Where text-generation-inference has the setting, TGI's name,
+which the tables show, is read too; `FUNITEL_` before it wins (`FUNITEL_PORT` over `PORT`). TGI's names are common, so
+
+- the log names those that count: `settings from the environment: MODEL_ID, PORT`;
+- `API_KEY` requires the key of requests, but does not open the port to other machines as `FUNITEL_API_KEY` and
+  `--api-key` do ([access](access.md#addresses));
+- `HOSTNAME` counts if it is an address or `localhost`, and a variable of a port unless it is a link to a Service of
+  Kubernetes (`tcp://...`).
+
+Names without `FUNITEL_` of settings that TGI does not have (`NUMA`, `DEVICE`, `NUM_THREADS`) are not read: a warning
+gives the new name. `API_KEY_FILE`, `TLS_CLIENT_CA` and `PROTECT_ALL_ROUTES`, which kept clients out, are refused.
+
+A variable `FUNITEL_DEFAULT_` and the rest of the name is a default of the launcher that the file overrides; the image
+sets `FUNITEL_DEFAULT_PORT=80`. An empty variable counts as unset. A switch is a flag without a value; `--no-` before
+its name turns it off. Booleans are `true`, `1`, `yes`, `on` or `false`, `0`, `no`, `off`, in any case. A repeatable
+flag is given once for each value; its variable has the values separated by spaces. An unknown flag or a value of the
+wrong type ends the program with exit code 2; settings that contradict each other end it with exit code 1. Both print
+the reason in one line. The default "-" means that the setting is not given; its text says what then applies.
 
 Every flag and variable of text-generation-inference is accepted, in one of three classes. *Honoured* ones are in the
 tables of the five programs. Those [accepted without effect](#accepted-without-effect) change no answer here and are

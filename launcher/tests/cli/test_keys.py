@@ -146,7 +146,7 @@ def test_the_list_says_what_each_may_do(path: str, capsys: pytest.CaptureFixture
 
 
 def test_the_commands_are_found_by_their_names(path: str) -> None:
-    environ = {"PYTHONPATH": ":".join(filter(None, sys.path)), "API_KEY_FILE": path, "PATH": "/bin"}
+    environ = {"PYTHONPATH": ":".join(filter(None, sys.path)), "FUNITEL_API_KEY_FILE": path, "PATH": "/bin"}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "funitel.launcher", "key", *words]
@@ -156,7 +156,7 @@ def test_the_commands_are_found_by_their_names(path: str) -> None:
     assert made.stdout.startswith("funitel-"), made.stderr
     record = json.loads(Path(path).read_text())
     assert (record["routes"], record["max_concurrent_requests"]) == (["/v1/*", "/generate"], 3)
-    del environ["API_KEY_FILE"]
+    del environ["FUNITEL_API_KEY_FILE"]
     failed = run("list")
     assert failed.returncode == 1
     assert failed.stderr == "error: --api-key-file must name the file of keys\n"

@@ -83,11 +83,12 @@ def test_the_router_gets_the_model_folder_under_the_clients_name() -> None:
 def test_the_api_key_travels_in_the_routers_environment_only() -> None:
     settings = resolved(api_key="sesame")
     environ = {"PATH": "/bin", "API_KEY": "older"}
-    assert router_environ(settings, environ)["API_KEY"] == "sesame"
+    told = router_environ(settings, environ)
+    assert (told["FUNITEL_API_KEY"], "API_KEY" in told) == ("sesame", False)
     assert "sesame" not in " ".join(COMMANDS.route(settings, FOLDER))
     for inherited in (shard_environ(settings, environ, 0), download_environ(settings, environ)):
         assert "API_KEY" not in inherited
-    assert "API_KEY" not in router_environ(resolved(), {"PATH": "/bin"})
+    assert router_environ(resolved(), {"PATH": "/bin", "API_KEY": "x", "FUNITEL_API_KEY": "y"}) == {"PATH": "/bin"}
 
 
 def test_the_download_is_told_where_and_what() -> None:

@@ -1,6 +1,7 @@
 """The file of --config: what it may hold, what beats what, and which line an error names."""
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from funitel.launcher.config.resolve import resolve
 from funitel.launcher.config.upgrade import next_settings
 from funitel.launcher.settings import LauncherSettings
 from funitel.proto.errors import SettingsError
+from funitel.proto.settings.variables import names_of
 
 Write = Callable[..., str]
 
@@ -30,7 +32,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture(autouse=True)
 def _no_settings_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*FLAGS, "FUNITEL_CONFIG"):
+    for name in (name for variable in FLAGS for name in (*names_of(variable), "FUNITEL_CONFIG")):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -64,7 +66,13 @@ def test_a_value(write: Write, line: str, value: str) -> None:
 def test_comments_and_blank_lines_count_and_the_last_line_of_a_variable_wins(write: Write) -> None:
     file = read_config(write("# ours", "", "PORT=1", "  # PORT=2", "DTYPE=float32", "PORT=3", ""))
     assert file.values == {"PORT": "3", "DTYPE": "float32"}
-    assert file.lines == {"PORT": 6, "DTYPE": 5}
+    assert file.lines == {"PORT": (6, "PORT"), "DTYPE": (5, "DTYPE")}
+
+
+def test_the_prefix_of_a_variable_may_be_left_out_or_added(write: Write) -> None:
+    file = read_config(write("NUM_THREADS=1", "FUNITEL_PORT=3", "FUNITEL_NUM_THREADS=2"))
+    assert file.values == {"FUNITEL_NUM_THREADS": "2", "PORT": "3"}
+    assert file.position("PORT").endswith("line 2: FUNITEL_PORT")
 
 
 @pytest.mark.parametrize(
@@ -109,30 +117,56 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 # What beats what --------------------------------------------------------------------------------------------
 
 
-def test_flag_beats_file_beats_environment_beats_default(
+def test_flag_beats_environment_beats_file_beats_default(
     write: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name, value in (("DTYPE", "bfloat16"), ("MAX_BEST_OF", "3"), ("MAX_BATCH_SIZE", "5"), ("JSON_OUTPUT", "true")):
+    for name, value in (
+        ("DTYPE", "bfloat16"),
+        ("MAX_BEST_OF", "3"),
+        ("FUNITEL_MAX_QUEUED_TOKENS", "7"),
+        ("FUNITEL_PORT", "3001"),
+        ("MAX_CLIENT_BATCH_SIZE", ""),
+        ("FUNITEL_DEFAULT_MAX_BATCH_SIZE", "99"),
+        ("FUNITEL_DEFAULT_MAX_STOP_SEQUENCES", "9"),
+    ):
         monkeypatch.setenv(name, value)
     path = write(
         "MODEL_ID=filed",
         "DTYPE=float32",
-        "MAX_BATCH_SIZE=",
-        "JSON_OUTPUT=false",
+        "MAX_BATCH_SIZE=5",
+        "JSON_OUTPUT=true",
         "BLOCK_SIZE=many",
         "CORS_ALLOW_ORIGIN=https://a https://b",
+        "PORT=3002",
+        "MAX_CLIENT_BATCH_SIZE=6",
     )
     before = dict(os.environ)
-    found = given("--config", path, "--block-size", "32")
+    found = given("--config", path, "--block-size", "32", "--no-json-output")
     told = found.settings
-    assert (told.model_id, told.dtype, told.block_size, told.max_best_of) == ("filed", "float32", 32, 3)
-    assert told.max_batch_size is None, "an empty variable is as good as none, and hides that of the environment"
-    assert told.json_output is False
+    assert (told.model_id, told.dtype, told.block_size, told.max_best_of) == ("filed", "bfloat16", 32, 3)
+    assert (told.max_queued_tokens, told.port, told.json_output) == (7, 3001, False)
+    assert told.max_batch_size == 5, "a default of the image is beaten by the file"
+    assert told.max_stop_sequences == 9
+    assert told.max_client_batch_size == 6, "an empty variable is as good as none"
     assert told.cors_allow_origin == ("https://a", "https://b")
     assert dict(os.environ) == before
-    assert not {"DTYPE", "MAX_BATCH_SIZE", "JSON_OUTPUT"} & set(found.environ), "children must not read these either"
-    assert found.environ["MAX_BEST_OF"] == "3"
-    assert caplog.messages == [f"{path}, line 5: BLOCK_SIZE has no effect: --block-size is given"]
+    assert not {"DTYPE", "MAX_BEST_OF", "FUNITEL_PORT"} & set(found.environ), "children get settings as flags only"
+    assert [line for line in caplog.messages if "no effect" in line] == [
+        f"{path}, line 2: DTYPE has no effect: the environment has DTYPE",
+        f"{path}, line 4: JSON_OUTPUT has no effect: --json-output is given",
+        f"{path}, line 5: BLOCK_SIZE has no effect: --block-size is given",
+        f"{path}, line 7: PORT has no effect: the environment has FUNITEL_PORT",
+    ]
+
+
+def test_what_the_machine_leaves_in_the_environment_does_not_hide_the_file(
+    write: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOSTNAME", socket.gethostname())
+    monkeypatch.setenv("PORT", "tcp://10.0.0.1:80")
+    told = given("--config", write("HOSTNAME=0.0.0.0", "PORT=3002")).settings
+    assert (told.hostname, told.port) == ("0.0.0.0", 3002)
+    assert not [line for line in caplog.messages if "no effect" in line]
 
 
 def test_a_variable_names_the_file_and_a_flag_beats_it(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +178,12 @@ def test_a_variable_names_the_file_and_a_flag_beats_it(write: Write, monkeypatch
         given("--config", "/nowhere")
 
 
-def test_the_file_is_read_again_with_the_same_flags(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DTYPE", "float16")
+def test_the_file_is_read_again_with_the_same_flags(write: Write) -> None:
     first = given("--config", write("MODEL_ID=old", "DTYPE=float32"), "--block-size", "32")
     write("MODEL_ID=new")
     again = first.reread().settings
     assert (again.model_id, again.block_size) == ("new", 32)
-    assert again.dtype == "float16", "a line that is gone leaves nothing behind"
+    assert again.dtype is None, "a line that is gone leaves nothing behind"
     write("MODEL_ID=new", "MAX_BATCH_SIZE=many")
     with pytest.raises(SettingsError, match="line 2: MAX_BATCH_SIZE: .*'many' is not a valid integer"):
         first.reread()

@@ -70,7 +70,7 @@ def stages() -> dict[str, str]:
 def test_the_image_has_tgis_shape() -> None:
     found = stages()
     assert 'ENTRYPOINT ["text-generation-launcher"]' in found[""]
-    for promise in ("HF_HOME=/data", "PORT=80", "EXPOSE 80", "STOPSIGNAL SIGTERM", "VOLUME /data"):
+    for promise in ("HF_HOME=/data", "FUNITEL_DEFAULT_PORT=80", "EXPOSE 80", "STOPSIGNAL SIGTERM", "VOLUME /data"):
         assert promise in found["base"]
     assert "HUGGINGFACE_HUB_CACHE" not in found["base"], "TGI's image keeps models in /data/hub"
 

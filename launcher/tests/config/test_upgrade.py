@@ -50,7 +50,7 @@ def test_others_take_the_place_of_what_serves_before_it_is_stopped(launch: Launc
 def test_children_get_what_the_file_says_now_and_a_wrong_file_changes_nothing(launch: Launch, tmp_path: Path) -> None:
     file = tmp_path / "settings"
     file.write_text("MODEL_ID=old\nMAX_BEST_OF=3\n")
-    launched = launch(*ONE, "--config", str(file), environ={"MAX_BEST_OF": "9"}).until_ready()
+    launched = launch(*ONE, "--config", str(file), environ={"MAX_STOP_SEQUENCES": "9"}).until_ready()
     launched.until("router ready")
     before = launched.events
     for lines, said in (
@@ -69,9 +69,9 @@ def test_children_get_what_the_file_says_now_and_a_wrong_file_changes_nothing(la
     first, second = of(launched, "router", "start")
     assert (flag(first, "--max-best-of"), flag(second, "--max-best-of")) == ("3", "5")
     assert flag(second, "--served-model-name") == "it"
-    assert second["environ"]["API_KEY"] == "sesame"
+    assert second["environ"]["FUNITEL_API_KEY"] == "sesame"
     assert not any("sesame" in word for word in second["argv"])
-    assert "MAX_BEST_OF" not in second["environ"], "a child must not read what the file says otherwise"
+    assert "MAX_STOP_SEQUENCES" not in second["environ"], "a child gets settings as flags"
     assert [entry["argv"][1] for entry in of(launched, "download", "start")] == ["old", "new"]
     assert len(of(launched, "replica-1-shard-0", "start")) == 1
     assert "sesame" not in launched.stderr

@@ -23,6 +23,7 @@ from funitel.model_server.settings import (
 from funitel.proto.process import logs
 from funitel.proto.process.parent import stop_with_parent
 from funitel.proto.process.standard_streams import open_standard_streams
+from funitel.proto.settings.command import SettingsCommand
 from funitel.proto.settings.fields import as_command, run_app
 from funitel.proto.tracing.export import export
 
@@ -134,13 +135,13 @@ def _log_as_quantizer(settings: QuantizeSettings) -> None:
     logs.configure("quantize", json_output=settings.json_output, level=settings.logger_level)
 
 
-app.command("serve")(
+app.command("serve", cls=SettingsCommand)(
     as_command(ModelServerSettings, serve, {"model_id": "Model to serve."}, program="shard", set_up=_log_as_shard)
 )
-app.command("download-weights")(
+app.command("download-weights", cls=SettingsCommand)(
     as_command(DownloadSettings, download, {"model_id": "Model to fetch."}, program="download", set_up=_log_as_download)
 )
-app.command("quantize")(
+app.command("quantize", cls=SettingsCommand)(
     as_command(
         QuantizeSettings,
         quantize,
@@ -149,14 +150,14 @@ app.command("quantize")(
         set_up=_log_as_quantizer,
     )
 )
-app.command("bench-kernels")(
+app.command("bench-kernels", cls=SettingsCommand)(
     as_command(
         KernelSettings, bench_kernels, {"model_id": "Model with the matrices to measure."}, set_up=_log_as_measurement
     )
 )
 
 
-app.command("spec")(
+app.command("spec", cls=SettingsCommand)(
     as_command(
         SpecSettings,
         spec,
@@ -165,7 +166,7 @@ app.command("spec")(
 )
 
 
-app.command("models")(
+app.command("models", cls=SettingsCommand)(
     as_command(ModelsSettings, models, {"model_id": "Model to estimate; all that can be served when left out."})
 )
 

@@ -86,26 +86,26 @@ def parse(
     ("argv", "environ", "field", "value"),
     [
         ([], {}, "name", "nobody"),
-        ([], {"NAME": "variable"}, "name", "variable"),
-        (["--name", "flag"], {"NAME": "variable"}, "name", "flag"),
+        ([], {"FUNITEL_NAME": "variable"}, "name", "variable"),
+        (["--name", "flag"], {"FUNITEL_NAME": "variable"}, "name", "flag"),
         (["--name=flag"], {}, "name", "flag"),
-        (["-n", "short"], {"NAME": "variable"}, "name", "short"),
-        (["--called", "alias"], {"NAME": "variable"}, "name", "alias"),
-        ([], {"NUM_ROOMS": "7"}, "num_rooms", 7),
-        (["--num-rooms", "8"], {"NUM_ROOMS": "7"}, "num_rooms", 8),
+        (["-n", "short"], {"FUNITEL_NAME": "variable"}, "name", "short"),
+        (["--called", "alias"], {"FUNITEL_NAME": "variable"}, "name", "alias"),
+        ([], {"FUNITEL_NUM_ROOMS": "7"}, "num_rooms", 7),
+        (["--num-rooms", "8"], {"FUNITEL_NUM_ROOMS": "7"}, "num_rooms", 8),
         (["--ratio", "0.25"], {}, "ratio", 0.25),
         ([], {}, "limit", None),
-        ([], {"LIMIT": "9"}, "limit", 9),
+        ([], {"FUNITEL_LIMIT": "9"}, "limit", 9),
         ([], {}, "is_quiet", False),
         (["--is-quiet"], {}, "is_quiet", True),
-        ([], {"IS_QUIET": "true"}, "is_quiet", True),
-        ([], {"IS_QUIET": "false"}, "is_quiet", False),
+        ([], {"FUNITEL_IS_QUIET": "true"}, "is_quiet", True),
+        ([], {"FUNITEL_IS_QUIET": "false"}, "is_quiet", False),
         (["--colour", "green"], {}, "colour", "green"),
-        ([], {"COLOUR": "green"}, "colour", "green"),
+        ([], {"FUNITEL_COLOUR": "green"}, "colour", "green"),
         ([], {}, "guests", ()),
         (["--guests", "Ann", "--guests", "Bob"], {}, "guests", ("Ann", "Bob")),
-        ([], {"GUESTS": "Ann"}, "guests", ("Ann",)),
-        (["--guests", "Ann"], {"GUESTS": "Bob"}, "guests", ("Ann",)),
+        ([], {"FUNITEL_GUESTS": "Ann"}, "guests", ("Ann",)),
+        (["--guests", "Ann"], {"FUNITEL_GUESTS": "Bob"}, "guests", ("Ann",)),
         ([], {"EXAMPLE_CACHE": "/there"}, "cache", "/there"),
         ([], {"CACHE": "/elsewhere"}, "cache", None),
         ([], {"SECRET": "unread"}, "secret", None),
@@ -124,7 +124,7 @@ def test_a_field_without_default_can_be_positional() -> None:
 def test_names_of_flags_and_variables() -> None:
     assert flag_of("max_batch_size") == "--max-batch-size"
     variables = {field.name: variable_of(field) for field in dataclasses.fields(Example)}
-    assert variables["num_rooms"] == "NUM_ROOMS"
+    assert variables["num_rooms"] == "FUNITEL_NUM_ROOMS"
     assert variables["cache"] == "EXAMPLE_CACHE"
     assert variables["secret"] is None
 
@@ -146,7 +146,7 @@ def run(app: typer.Typer, argv: Sequence[str], monkeypatch: pytest.MonkeyPatch) 
     [
         (["--no-such-flag"], {}, 2, ["No such option: --no-such-flag"]),
         (["--num-rooms", "many"], {}, 2, ["--num-rooms", "valid integer"]),
-        ([], {"NUM_ROOMS": "many"}, 2, ["NUM_ROOMS", "valid integer"]),
+        ([], {"FUNITEL_NUM_ROOMS": "many"}, 2, ["FUNITEL_NUM_ROOMS", "valid integer"]),
         (["--colour", "blue"], {}, 2, ["--colour", "blue", "red", "green"]),
         (["--num-rooms"], {}, 2, ["--num-rooms"]),
         (["surplus"], {}, 2, ["surplus"]),
@@ -161,7 +161,7 @@ def test_mistakes_are_one_line_and_an_exit_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name in (field.name.upper() for field in dataclasses.fields(Example)):
+    for name in (f"FUNITEL_{field.name.upper()}" for field in dataclasses.fields(Example)):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -198,7 +198,7 @@ def test_how_a_command_ends(
 
 
 def test_a_command_that_returns_ends_with_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NAME", raising=False)
+    monkeypatch.delenv("FUNITEL_NAME", raising=False)
     assert run(app_of(Example, []), [], monkeypatch) == 0
 
 

@@ -232,7 +232,10 @@ DIFFERENT: dict[tuple[Program, str], tuple[Any, str]] = {
     ("launcher", "--master-port"): (None, "a free one, so that two instances run side by side"),
     ("launcher", "--prometheus-port"): (None, "TGI opens 9000 and answers nothing there"),
     ("router", "--prometheus-port"): (None, "TGI opens 9000 and answers nothing there"),
-    ("launcher", "--hostname"): (None, "loopback where there is no key; the image keeps TGI's by DEFAULT_HOSTNAME"),
+    ("launcher", "--hostname"): (
+        None,
+        "loopback where there is no key; the image keeps TGI's",
+    ),
     ("router", "--hostname"): (None, "the same"),
     ("launcher", "--cuda-memory-fraction"): (
         None,
@@ -299,7 +302,7 @@ def test_every_flag_is_taken_by_name_variable_and_default(
     option = options(program)[flag]
     assert not option.hidden
     if variable != "-":
-        assert option.envvar == variable
+        assert variable in option.envvar
     expected = DIFFERENT.get((program, flag), (default, ""))[0]
     if row_of(program, flag) is None:  # a row that is not honoured has no value at all
         found = tuple(option.default) if isinstance(option.default, list) else option.default
@@ -308,7 +311,7 @@ def test_every_flag_is_taken_by_name_variable_and_default(
 
 @pytest.mark.parametrize(("program", "variable"), [(p, v) for p, names in VARIABLES.items() for v in names])
 def test_every_variable_is_taken(program: Program, variable: str) -> None:
-    assert variable in {option.envvar for option in options(program).values()}
+    assert any(variable in (option.envvar or ()) for option in options(program).values())
 
 
 def test_the_short_p_is_the_port_not_the_metrics_port() -> None:

@@ -14,13 +14,14 @@ import typer
 
 from funitel.proto.process import logs
 from funitel.proto.process.standard_streams import open_standard_streams
+from funitel.proto.settings.command import SettingsCommand
 from funitel.proto.settings.fields import as_command, run_app
-from funitel.proto.settings.listen_address import LOCAL_ONLY, is_local_by_default, is_loopback, listen_address
+from funitel.proto.settings.listen_address import is_local_by_default, is_loopback, listen_address
 from funitel.proto.tracing.export import export
 from funitel.router.api.routes import document
 from funitel.router.app import build_app
 from funitel.router.connect import connect
-from funitel.router.settings import RouterSettings, is_guarded
+from funitel.router.settings import RouterSettings, is_guarded, local_only, opens_port
 from funitel.router.transport.fd_limit import allow_open_files, max_connections
 from funitel.router.transport.server import SEND_BUFFER_BYTES, Server, bind
 
@@ -35,9 +36,9 @@ GARBAGE_THRESHOLDS = (50_000, 20, 20)
 def _address(settings: RouterSettings) -> str:
     """Decide on the address to listen on, and log it if no setting names one."""
     asked = (settings.hostname, settings.default_hostname)
-    if is_local_by_default(*asked, is_guarded=is_guarded(settings)):
-        logger.info(LOCAL_ONLY)
-    return listen_address(*asked, is_guarded=is_guarded(settings))
+    if is_local_by_default(*asked, is_guarded=opens_port(settings)):
+        logger.info(local_only(settings))
+    return listen_address(*asked, is_guarded=opens_port(settings))
 
 
 def _is_local(settings: RouterSettings, listeners: Iterable[socket.socket]) -> bool:
@@ -87,7 +88,7 @@ def main() -> None:
         print(json.dumps(document(), indent=2))
         return
     app = typer.Typer(add_completion=False)
-    app.command(epilog="`print-schema` as the first argument prints the OpenAPI document.")(
+    app.command(cls=SettingsCommand, epilog="`print-schema` as the first argument prints the OpenAPI document.")(
         as_command(RouterSettings, serve, program="router", set_up=_configure_logs)
     )
     run_app(app)

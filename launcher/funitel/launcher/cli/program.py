@@ -16,6 +16,7 @@ from funitel.launcher.cli.keys import KEY_COMMANDS
 from funitel.launcher.cli.settings import ChatSettings, GenerateSettings, TopSettings
 from funitel.launcher.cli.top import top
 from funitel.proto.process.python import module_command
+from funitel.proto.settings.command import SettingsCommand
 from funitel.proto.settings.fields import as_command, run_app
 
 T = TypeVar("T")
@@ -37,10 +38,10 @@ def run_client() -> NoReturn:
     app = typer.Typer(add_completion=False)
     app.callback()(lambda: None)  # without it, typer would take no name for a single command
     for name, command in CLIENTS.items():
-        app.command(name)(command)
+        app.command(name, cls=SettingsCommand)(command)
     keys = typer.Typer(help="Create, list and revoke the API keys of a file.")
     for name, command in KEY_COMMANDS.items():
-        keys.command(name)(command)
+        keys.command(name, cls=SettingsCommand)(command)
     app.add_typer(keys, name=KEYS)
     run_app(app)
 

@@ -22,6 +22,7 @@ Environ = Mapping[str, str]
 
 LOADING_SECONDS = 7 * 24 * 3600  # timeout of the router for shards; the launcher itself notices shards that end
 TOKENS = ("HF_TOKEN", "HF_API_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # hub tokens; the first that is set is used
+API_KEYS = ("FUNITEL_API_KEY", "API_KEY")
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Commands:
 
 def download_environ(settings: LauncherSettings, environ: Environ) -> dict[str, str]:
     """Environment of the download: the launcher's, without secrets other than the hub's."""
-    inherited = {name: value for name, value in environ.items() if name not in ("API_KEY", "LOG_LEVEL")}
+    inherited = {name: value for name, value in environ.items() if name not in (*API_KEYS, "LOG_LEVEL")}
     return _without_inert(inherited) | _hub(settings, environ)
 
 
@@ -105,9 +106,9 @@ def shard_environ(settings: ResolvedSettings, environ: Environ, rank: int) -> di
 
 def router_environ(settings: ResolvedSettings, environ: Environ) -> dict[str, str]:
     """Environment of the router: the launcher's plus the API key."""
-    return (
-        _without_inert(environ) | _hub(settings, environ) | ({"API_KEY": settings.api_key} if settings.api_key else {})
-    )
+    inherited = {name: value for name, value in _without_inert(environ).items() if name not in API_KEYS}
+    key = {"FUNITEL_API_KEY": str(settings.api_key)} if settings.api_key else {}
+    return inherited | _hub(settings, environ) | key
 
 
 def _without_inert(environ: Environ) -> dict[str, str]:

@@ -1,50 +1,53 @@
 """Parse the launcher's command line, and parse it again for a reload of the `--config` file.
 
-Precedence: flag, file, environment variable, default.
+Precedence: flag, environment variable, file, default that a container image sets (`FUNITEL_DEFAULT_...`), default.
 """
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
 
 from funitel.launcher.config.config_file import FLAGS, ConfigFile, read_config
 from funitel.launcher.settings import LauncherSettings
 from funitel.proto.errors import SettingsError
+from funitel.proto.settings.command import SettingsCommand
 from funitel.proto.settings.fields import as_command
 from funitel.proto.settings.options import usage_message
+from funitel.proto.settings.variables import DEFAULT_PREFIX, PREFIX, first_set, names_of, overlaid
 
 logger = logging.getLogger(__name__)
 
 CONFIG = "config"  # the setting that names the file
+# The variables of settings, which children get as flags.
+_OWN = frozenset(name for variable in FLAGS for name in (*names_of(variable), variable.removeprefix(PREFIX)))
 
 
 @dataclass(slots=True)
 class _ParseState:
-    """State of one parse: the file's content, and those of its variables that a flag overrides."""
+    """State of one parse: the file's content, and by what each of its variables without effect is overridden."""
 
     variables: MutableMapping[str, str]  # the environment as typer reads it
     file: ConfigFile = field(default_factory=ConfigFile)
-    overridden: tuple[str, ...] = ()
+    overridden: dict[str, str] = field(default_factory=dict)
 
-    @contextmanager
-    def overlaid(self) -> Iterator[None]:
-        """Put the variables of the file into the environment, and restore the environment afterwards."""
-        before = {name: self.variables.get(name) for name in self.file.values}
-        self.variables.update(self.file.values)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                del self.variables[name]
-                if value is not None:
-                    self.variables[name] = value
+    def additions(self) -> dict[str, str | None]:
+        """Variables of the file, and defaults of the image, for settings that the environment does not set."""
+        added: dict[str, str | None] = {}
+        for variable in FLAGS:
+            names = names_of(variable)
+            if found := first_set(names, self.variables):
+                if variable in self.file.values:
+                    self.overridden[variable] = f"the environment has {found}"
+            elif variable in self.file.values:
+                added[names[0]] = self.file.values[variable]
+            elif variable != "HOSTNAME":  # FUNITEL_DEFAULT_HOSTNAME is a setting
+                added[names[0]] = self.variables.get(DEFAULT_PREFIX + variable.removeprefix(PREFIX))
+        return added
 
     def located(self, message: str) -> SettingsError:
         """Make a SettingsError with a message that names the line of the file at fault, if any."""
@@ -53,7 +56,7 @@ class _ParseState:
 
 @dataclass(frozen=True)
 class ParsedCommandLine:
-    """The parsed settings, and the environment without the variables that the file sets."""
+    """The parsed settings, and the environment of children, which get settings as flags."""
 
     settings: LauncherSettings
     environ: Mapping[str, str]
@@ -61,23 +64,25 @@ class ParsedCommandLine:
     located: Callable[[str], SettingsError]  # makes an error that names the line of the file
 
 
-class _Command(TyperCommand):
-    """A typer command that also reads variables from a file; its context's object is a `_ParseState`."""
+class _Command(SettingsCommand):
+    """A command that also reads variables from a file; its context's object is a `_ParseState`."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+    def parse_settings(self, ctx: Any, args: list[str]) -> list[str]:
         state: _ParseState = ctx.obj
         path = self._path(ctx, args)
         state.file = ConfigFile() if path is None else read_config(path)
-        with state.overlaid():
+        with overlaid(state.variables, state.additions()):
             try:
-                rest = super().parse_args(ctx, args)
+                rest = super().parse_settings(ctx, args)
             except typer.BadParameter as error:
                 option: Any = error.param
-                if _source(ctx, option) == "ENVIRONMENT" and option.envvar in state.file.values:
+                if _source(ctx, option) == "ENVIRONMENT":
                     raise state.located(usage_message(error)) from error
                 raise
-        by_flag = {each.envvar for each in self.get_params(ctx) if _source(ctx, each) == "COMMANDLINE"}
-        state.overridden = tuple(name for name in state.file.values if name in by_flag)
+        for option in self.get_params(ctx):
+            variable = (option.envvar or [None])[-1]
+            if variable in state.file.values and _source(ctx, option) == "COMMANDLINE":
+                state.overridden[variable] = f"{FLAGS[variable]} is given"
         return rest
 
     def _path(self, ctx: Any, args: Sequence[str]) -> str | None:
@@ -117,9 +122,9 @@ def launcher_app(
     state = _ParseState(variables)
 
     def run_parsed(settings: LauncherSettings) -> None:
-        for name in state.overridden:
-            logger.warning("%s has no effect: %s is given", state.file.position(name), FLAGS[name])
-        environ = state.file.without_file_variables(variables)
+        for name in filter(state.overridden.get, state.file.values):
+            logger.warning("%s has no effect: %s", state.file.position(name), state.overridden[name])
+        environ = {name: value for name, value in variables.items() if name not in _OWN}
         run(ParsedCommandLine(settings, environ, lambda: _parse(argv, variables), state.located))
 
     app = typer.Typer(add_completion=False)

@@ -15,6 +15,7 @@ from funitel.proto.errors import SettingsError
 from funitel.proto.settings.fields import require
 from funitel.proto.settings.options import flag_of, variable_of
 from funitel.proto.settings.tgi_flags import rows_of
+from funitel.proto.settings.variables import PREFIX
 
 MAX_BYTES = 1 << 20
 QUOTES = ("'", '"')
@@ -29,6 +30,10 @@ FLAGS: Mapping[str, str] = {
     )
     if variable is not None
 }
+# What a file may write for each: the prefix is optional, since nothing else writes there.
+_SPELLINGS: Mapping[str, str] = {
+    prefix + variable.removeprefix(PREFIX): variable for variable in FLAGS for prefix in ("", PREFIX)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,32 +41,30 @@ class ConfigFile:
     """The settings of a file; without a path, no file was given.
 
     Attributes:
-        values: by variable; an empty value counts as unset, and hides the environment's.
-        lines: line number of each variable, counted from 1.
+        values: by variable, as in `FLAGS`; an empty value counts as unset.
+        lines: line number of each variable, counted from 1, and its name there.
     """
 
     path: str = ""
     values: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    lines: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-
-    def without_file_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The environment without variables that the file sets; children get those as flags."""
-        return {name: value for name, value in environ.items() if name not in self.values}
+    lines: Mapping[str, tuple[int, str]] = field(default_factory=lambda: MappingProxyType({}))
 
     def position(self, variable: str) -> str:
         """File, line and name of a variable, for messages."""
-        return f"{self.path}, line {self.lines[variable]}: {variable}"
+        number, name = self.lines[variable]
+        return f"{self.path}, line {number}: {name}"
 
     def locate(self, message: str, overridden: Collection[str] = ()) -> str:
         """Prefix a message with the line of the first setting it names that the file has set.
 
         Args:
             message: names settings by flag or variable.
-            overridden: variables of the file that a flag overrides.
+            overridden: variables of the file that a flag or the environment overrides.
         """
         for word in re.findall(r"--[a-z][a-z0-9-]*|[A-Z][A-Z0-9_]*", message):
             for variable in self.values:
-                if word in (variable, FLAGS[variable]) and variable not in overridden:
+                is_named = FLAGS[variable] == word or _SPELLINGS.get(word) == variable
+                if is_named and variable not in overridden:
                     return f"{self.position(variable)}: {message}"
         return message
 
@@ -73,15 +76,16 @@ def read_config(path: str) -> ConfigFile:
         SettingsError: it cannot be read, or a line is not `VARIABLE=value` of a setting; values are not shown.
     """
     values: dict[str, str] = {}
-    lines: dict[str, int] = {}
+    lines: dict[str, tuple[int, str]] = {}
     for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        variable, is_set, value = (part.strip() for part in line.partition("="))
+        name, is_set, value = (part.strip() for part in line.partition("="))
         where = f"{path}, line {number}"
         require(bool(is_set), f"{where}: not of the form VARIABLE=value")
-        require(variable.isprintable() and variable in FLAGS, f"{where}: {variable!r} is not the variable of a setting")
-        values[variable], lines[variable] = _plain(value, f"{where}: {variable}"), number
+        require(name.isprintable() and name in _SPELLINGS, f"{where}: {name!r} is not the variable of a setting")
+        variable = _SPELLINGS[name]
+        values[variable], lines[variable] = _plain(value, f"{where}: {name}"), (number, name)
     return ConfigFile(path, values, lines)
 
 

@@ -25,7 +25,7 @@ from funitel.proto.security.keys import read_keys
 from funitel.proto.security.tls import server_context
 from funitel.proto.settings.fields import project, require
 from funitel.proto.settings.listen_address import is_local_by_default, listen_address
-from funitel.router.settings import RouterSettings, is_guarded
+from funitel.router.settings import RouterSettings, opens_port
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ResolvedSettings(LauncherSettings):
     shard_uds_path: str
     served_model_name: str
     hostname: str
-    is_local_by_default: bool = False  # no address was given, and clients need no key
+    is_local_by_default: bool = False  # no address was given, and no access control for this server
     most_threads: int | None = None  # of each shard, where the shard itself decides the number
     core_assignments: tuple[ShardPlacement, ...] = ()  # of every shard of every replica, with --numa
     gpus: tuple[str, ...] = ()  # divided among several replicas, as CUDA names them
@@ -87,8 +87,8 @@ def resolve(settings: LauncherSettings, num_shard: int, uds_path: str, gpus: tup
         most_threads=most_threads,
         max_input_tokens=max_input,
         max_input_length=None,
-        hostname=listen_address(*asked, is_guarded=is_guarded(settings)),
-        is_local_by_default=is_local_by_default(*asked, is_guarded=is_guarded(settings)),
+        hostname=listen_address(*asked, is_guarded=opens_port(settings)),
+        is_local_by_default=is_local_by_default(*asked, is_guarded=opens_port(settings)),
         port=settings.port or free_port(),
         master_port=ports[0],
         master_ports=ports,

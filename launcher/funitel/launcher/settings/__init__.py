@@ -171,7 +171,7 @@ class LauncherSettings:
     debug_routes: bool = _router("debug_routes")
     config: str | None = setting(
         None,
-        "File of settings, one VARIABLE=value a line, which override the environment; reloaded on SIGHUP, see "
+        "File of settings, one VARIABLE=value a line; flags and the environment override it. Reloaded on SIGHUP, see "
         "docs/restarts.md.",
         env="FUNITEL_CONFIG",
     )

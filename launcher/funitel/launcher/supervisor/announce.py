@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from funitel.launcher.config.resolve import ResolvedSettings
-from funitel.proto.settings.listen_address import LOCAL_ONLY
+from funitel.router.settings import local_only
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ def announce(settings: ResolvedSettings, *, seconds: float) -> None:
         with suppress(OSError):  # the server runs even if stdout is on a full disk
             print(f"\n{ready}\n\n{example(settings)}\n", flush=True)
     if settings.is_local_by_default:
-        logger.info(LOCAL_ONLY)
+        logger.info(local_only(settings))
 
 
 def url(settings: ResolvedSettings) -> str:

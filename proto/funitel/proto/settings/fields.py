@@ -1,13 +1,15 @@
 """Settings as frozen dataclasses, rendered as typer commands.
 
-A field made with `setting(default, help)` becomes the flag `--its-name`, the variable `ITS_NAME` and a line of
-`--help`. Precedence: flag, variable, default. Only typer reads the environment. Flags of TGI that are accepted without
-being honoured are rows of `tgi_flags`. `to_argv` converts settings back to flags for a child process.
+A field made with `setting(default, help)` becomes the flag `--its-name`, the variable `FUNITEL_ITS_NAME` (also TGI's
+name, where TGI has it) and a line of `--help`. Precedence: flag, variable, default. Only typer reads the environment.
+Flags of TGI that are accepted without being honoured are rows of `tgi_flags`. `to_argv` converts settings back to flags
+for a child process.
 """
 
 import dataclasses
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
@@ -18,8 +20,9 @@ import typer
 
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.settings.bounds import ANY, Bounds
-from funitel.proto.settings.options import Meta, flag_of, option_of, tgi_option, usage_message
+from funitel.proto.settings.options import Meta, flag_of, option_of, tgi_option, usage_message, variable_of
 from funitel.proto.settings.tgi_flags import Inert, Program, Refused, rows_of
+from funitel.proto.settings.variables import PREFIX, PROTECTIVE, GivenBy, disregarded, first_set
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ def setting(
     takes_value: bool = False,
     refused: Mapping[str, str] = MappingProxyType({}),
     bounds: Bounds = ANY,
+    keeps_variable: bool = False,
 ) -> Any:
     """Declare one field of a settings dataclass.
 
@@ -45,13 +49,14 @@ def setting(
         help: one line for `--help` and the settings page; names the unit.
         short: one-letter flag, such as "-p".
         choices: the allowed values; empty for any.
-        env: name of the variable; "" derives it from the field, None means there is none.
+        env: name of the variable; "" derives it from the field, None means that there is none.
         aliases: further long flags.
         takes_value: a boolean that is written `--its-name true` instead of being a switch.
         refused: known values that cannot be honoured, with the reason.
         bounds: range for `check_bounds`; None is always allowed where it is the default.
+        keeps_variable: a text that a variable gave is a `GivenBy`.
     """
-    meta = Meta(help, short, tuple(choices), env, tuple(aliases), takes_value, refused, bounds)
+    meta = Meta(help, short, tuple(choices), env, tuple(aliases), takes_value, refused, bounds, keeps_variable)
     return field(default=default, metadata={"setting": meta})
 
 
@@ -89,8 +94,10 @@ def as_command(
             if isinstance(row, Refused):
                 raise SettingsError(row.refusal(text))
         given.check_refused(cls)
-        settings = cls(**{f.name: given.value(f.name) for f in dataclasses.fields(cls)})  # type: ignore[arg-type]
+        settings = cls(**{f.name: given.value(f) for f in dataclasses.fields(cls)})  # type: ignore[arg-type]
         set_up(settings)
+        if getattr(settings, "exit_with_parent", None) is None:  # the parent has logged it
+            given.log_variables(settings, is_named=program is not None)
         for row, text in asked:
             if isinstance(row, Inert):
                 logger.info(row.remark(text))
@@ -121,17 +128,57 @@ class _Given:
     context: typer.Context
     values: Mapping[str, Any]
 
-    def value(self, name: str) -> Any:
+    def value(self, setting_field: dataclasses.Field[Any]) -> Any:
         """A value in the type of the dataclass."""
-        value = self.values[name]
+        value = self.values[setting_field.name]
+        meta = setting_field.metadata.get("setting")
+        variable = self.variable(setting_field.name)
+        if meta is not None and meta.keeps_variable and variable is not None and value is not None:
+            return GivenBy.of(value, variable)
         return tuple(value) if isinstance(value, list) else value
+
+    def variable(self, name: str) -> str | None:
+        """The variable of the environment that gave a value; None for one of a flag, a file or a default."""
+        source = self.context.get_parameter_source(name)
+        if source is None or source.name != "ENVIRONMENT":
+            return None
+        option = next(option for option in self.context.command.params if option.name == name)
+        ignored = disregarded(os.environ)
+        return first_set((each for each in option.envvar or () if each not in ignored), os.environ)
 
     def text(self, name: str, value: Any) -> str:
         """A value as it was given: `--its-name value` or `ITS_NAME=value`."""
         source = self.context.get_parameter_source(name)
         if source is not None and source.name == "ENVIRONMENT":
-            return f"{name.upper()}={str(value).lower() if isinstance(value, bool) else value}"
+            shown = str(value).lower() if isinstance(value, bool) else value
+            return f"{self.variable(name) or name.upper()}={shown}"
         return flag_of(name) if value is True else f"{flag_of(name)} {value}"
+
+    def log_variables(self, settings: Any, *, is_named: bool) -> None:
+        """Log which shared variables count, if `is_named`, and which do not although another version would read them.
+
+        Raises:
+            SettingsError: such a variable would keep clients out.
+        """
+        for name, reason in disregarded(os.environ).items():
+            if reason and name in self._variables:
+                logger.warning("%s=%s is not used: %s", name, os.environ[name], reason)
+        for setting_field in dataclasses.fields(settings):
+            variable = variable_of(setting_field) if "setting" in setting_field.metadata else None
+            former = setting_field.name.upper()
+            if variable == PREFIX + former and os.environ.get(former) and not os.environ.get(variable):
+                message = f"{former} is not read: the variable of {flag_of(setting_field.name)} is {variable}"
+                require(former not in PROTECTIVE, message)
+                logger.warning(message)
+        changed = (each.name for each in dataclasses.fields(settings) if getattr(settings, each.name) != each.default)
+        used = filter(None, map(self.variable, changed))
+        shared = [name for name in used if not name.startswith(PREFIX)]
+        if shared and is_named:
+            logger.info("settings from the environment: %s", ", ".join(shared))
+
+    @property
+    def _variables(self) -> set[str]:
+        return {name for option in self.context.command.params for name in option.envvar or ()}
 
     def check_refused(self, cls: type[Any]) -> None:
         """Raise SettingsError for a known value that cannot be honoured."""

@@ -10,23 +10,18 @@ logger = logging.getLogger(__name__)
 
 EVERY_ADDRESS = "0.0.0.0"
 LOOPBACK = "127.0.0.1"
-LOCAL_ONLY = (
-    f"there is no API key: listening on {LOOPBACK}, for this machine only; for other machines give --api-key, "
-    f"or --hostname {EVERY_ADDRESS} to serve without a key"
-)
 
 
 def listen_address(hostname: str | None, default: str | None, *, is_guarded: bool) -> str:
     """Decide the address to bind.
 
-    A server without authentication listens on loopback by default. The machine's own name counts as not given, since
-    containers and some shells export it as HOSTNAME. Any other name that is no address means all addresses, as with
-    TGI.
+    A server without authentication of its own listens on loopback by default. The machine's own name counts as not
+    given. Any other name that is no address means all addresses, as with TGI.
 
     Args:
         hostname: as given, or None.
         default: address when `hostname` is not given, as the container image sets it; or None.
-        is_guarded: whether clients must authenticate.
+        is_guarded: whether clients must authenticate, by settings made for this server.
 
     Raises:
         SettingsError: `default` is no address.
@@ -43,7 +38,7 @@ def listen_address(hostname: str | None, default: str | None, *, is_guarded: boo
 
 
 def is_local_by_default(hostname: str | None, default: str | None, *, is_guarded: bool) -> bool:
-    """Whether `listen_address` falls back to loopback; `LOCAL_ONLY` must then be logged."""
+    """Whether `listen_address` falls back to loopback, which must then be logged."""
     return _is_default(hostname) and default is None and not is_guarded
 
 

@@ -1,6 +1,7 @@
 """Make typer options from settings fields and from rows of TGI's flags, and parse their text."""
 
 import inspect
+import os
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass
@@ -11,6 +12,7 @@ import typer
 
 from funitel.proto.settings.bounds import Bounds
 from funitel.proto.settings.tgi_flags import Inert, Program, TgiFlag
+from funitel.proto.settings.variables import PREFIX, TGI_VARIABLES, first_set, names_of
 
 T = TypeVar("T")
 
@@ -62,6 +64,7 @@ class Meta:
     takes_value: bool
     refused: Mapping[str, str]
     bounds: Bounds
+    keeps_variable: bool
 
 
 def flag_of(name: str) -> str:
@@ -70,9 +73,16 @@ def flag_of(name: str) -> str:
 
 
 def variable_of(field: "Field[Any]") -> str | None:
-    """Name of the environment variable of a field, or None."""
+    """The environment variable under which a field is described, TGI's where TGI has it; None if it has none."""
     env: str | None = field.metadata["setting"].env
-    return field.name.upper() if env == "" else env
+    if env != "":
+        return env
+    name = field.name.upper()
+    return name if name in TGI_VARIABLES else PREFIX + name
+
+
+def _names_of(variable: str | None) -> list[str] | None:
+    return None if variable is None else list(names_of(variable))
 
 
 def _plain(annotation: Any) -> tuple[Any, bool]:
@@ -96,7 +106,7 @@ def option_of(field: "Field[Any]", annotation: Any) -> inspect.Parameter:
         [*names, *([meta.short] if meta.short else [])],
         plain,
         is_switch=is_switch,
-        env=variable_of(field),
+        env=_names_of(variable_of(field)),
         help=meta.help,
     )
     known = (*meta.choices, *meta.refused)
@@ -112,7 +122,7 @@ def tgi_option(row: TgiFlag, program: Program) -> inspect.Parameter:
         [_switch(row.name) if is_switch else flag_of(row.name)],
         row.kind,
         is_switch=is_switch,
-        env=row.env,
+        env=_names_of(row.env),
         help=f"Accepted without effect: {row.why}." if isinstance(row, Inert) else f"Refused: {row.why}.",
         hidden=program not in row.flag,
     )
@@ -126,7 +136,7 @@ def _switch(name: str) -> str:
 
 
 def _make_option(
-    default: Any, names: list[str], kind: Callable[[str], Any], *, is_switch: bool, env: str | None, **more: Any
+    default: Any, names: list[str], kind: Callable[[str], Any], *, is_switch: bool, env: list[str] | None, **more: Any
 ) -> Any:
     parser = None if is_switch or kind is str else partial(_parse, parse_bool if kind is bool else kind)
     return typer.Option(default, *names, envvar=env, parser=parser, show_default=default is not None, **more)
@@ -160,9 +170,13 @@ def parse_bool(text: str) -> bool:
 
 
 def usage_message(error: typer.TyperException) -> str:
-    """Describe a usage error in one line; typer leaves out the value of a switch's variable."""
+    """Describe a usage error in one line, with the variable at fault; typer leaves out the value of a switch's."""
     option = getattr(error, "param", None)
+    message = " ".join(error.format_message().split())
     if isinstance(error, typer.BadParameter) and getattr(option, "is_flag", False) and option and error.ctx:
         value = option.value_from_envvar(error.ctx)
-        return f"Invalid value for {option.get_error_hint()}: {value!r} {_NOT_BOOLEAN}"
-    return " ".join(error.format_message().split())
+        message = f"Invalid value for {option.get_error_hint()}: {value!r} {_NOT_BOOLEAN}"
+    names = getattr(option, "envvar", None)
+    if isinstance(names, list):  # typer writes all of them
+        message = message.replace(f"'{names}'", f"'{first_set(names, os.environ) or names[-1]}'")
+    return message

@@ -8,10 +8,12 @@ from funitel.proto.security.keys import keys_of
 from funitel.proto.security.tls import MutualTls
 from funitel.proto.settings.bounds import NOT_NEGATIVE, POSITIVE, Bounds
 from funitel.proto.settings.fields import check_bounds, require, setting
-from funitel.proto.settings.listen_address import is_loopback
+from funitel.proto.settings.listen_address import EVERY_ADDRESS, LOOPBACK, is_loopback
+from funitel.proto.settings.variables import PREFIX, variable_of_value
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
+STRAY_KEY = "API_KEY"  # a variable of TGI and of many other programs
 MAX_GB_S = 1_000_000  # a petabyte a second: more than any memory
 MAX_TIMEOUT_SECONDS = 86_400  # a day
 MAX_TARGET_ITL_MS = 600_000  # ten minutes
@@ -58,7 +60,9 @@ class RouterSettings:
         bounds=TIMEOUT,
     )
     hostname: str | None = setting(
-        None, "Address to listen on; when not given, 0.0.0.0 if clients need a key or certificate, else 127.0.0.1."
+        None,
+        "Address to listen on; when not given, 0.0.0.0 if clients need a certificate, or a key that is not that of the "
+        "variable API_KEY, else 127.0.0.1.",
     )
     default_hostname: str | None = setting(
         None, "Address to listen on when --hostname is not given, or is this machine's name; the image sets 0.0.0.0."
@@ -182,7 +186,7 @@ class RouterSettings:
         1000, "Maximum of answers of /v1/responses kept in memory; 0 keeps none.", bounds=NOT_NEGATIVE
     )
     max_stored_response_bytes: int = setting(64_000_000, "Maximum bytes of JSON of those answers.", bounds=POSITIVE)
-    api_key: str | None = setting(None, "Bearer token that requests must carry.")
+    api_key: str | None = setting(None, "Bearer token that requests must carry.", keeps_variable=True)
     api_key_file: str | None = setting(
         None,
         "File of API keys, one a line; requests must carry one of them. Reloaded when it changes; see docs/access.md.",
@@ -286,7 +290,7 @@ class RouterSettings:
     def _is_local(self) -> bool:
         """Whether the HTTP port is on loopback."""
         hostname = self.hostname or self.default_hostname
-        return not is_guarded(self) if hostname is None else is_loopback(hostname)
+        return not opens_port(self) if hostname is None else is_loopback(hostname)
 
     @property
     def has_several_keys(self) -> bool:
@@ -314,6 +318,27 @@ def check_api_key(api_key: str | None) -> None:
 def is_guarded(settings: Any) -> bool:
     """Whether clients are authenticated, by the settings of a router or a launcher."""
     return any(value is not None for value in (settings.api_key, settings.api_key_file, settings.tls_client_ca))
+
+
+def opens_port(settings: Any) -> bool:
+    """Whether clients are authenticated by settings that were made for this server, a router or a launcher.
+
+    The variable API_KEY does not count: other programs have it too, and it would open the port of a server by accident.
+    """
+    is_stray = variable_of_value(settings.api_key) == STRAY_KEY
+    return is_guarded(settings) and not (is_stray and settings.api_key_file is None and settings.tls_client_ca is None)
+
+
+def local_only(settings: Any) -> str:
+    """The line that says why a server without an address listens on loopback."""
+    name = variable_of_value(settings.api_key)
+    known = "there is no API key" if name is None else f"the API key is that of {name}, which other programs read too"
+    own = "--api-key" if name is None else f"it as {PREFIX}{name} or --api-key"
+    rest = "serve without a key" if name is None else "listen on all addresses"
+    return (
+        f"{known}: listening on {LOOPBACK}, for this machine only; for other machines give {own}, or "
+        f"--hostname {EVERY_ADDRESS} to {rest}"
+    )
 
 
 def check_access(settings: Any) -> None:
