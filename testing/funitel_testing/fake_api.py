@@ -26,7 +26,9 @@ class FakeApi:
     info: Any = field(default_factory=lambda: {"model_id": "fake"})
     get_status: int = 200  # of what is asked by GET
     starting: int = 0  # how many times it says that it is starting
+    redirects_to: str | None = None
     bodies: list[Any] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)  # the Authorization of each request
     go_on: threading.Event = field(default_factory=threading.Event)
     url: str = ""
 
@@ -48,23 +50,33 @@ class FakeApi:
 
 
 @contextmanager
-def serving(api: FakeApi) -> Iterator[FakeApi]:
+def serving(api: FakeApi, host: str = "127.0.0.1") -> Iterator[FakeApi]:
     """The API on a free port."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            if api.starting:
+            api.keys.append(self.headers["Authorization"])
+            if api.redirects_to is not None:
+                self._redirect(api.redirects_to)
+            elif api.starting:
                 api.starting -= 1
                 self._json(503, {"error": "unhealthy: starting: waiting for the model shards"})
-            elif api.key is not None and self.headers["Authorization"] != f"Bearer {api.key}":
+            elif not self._has_key():
                 self._json(401, {"error": "missing or wrong API key"})
             else:
                 self._json(api.get_status, api.info)
 
         def do_POST(self) -> None:
+            api.keys.append(self.headers["Authorization"])
             api.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            if api.redirects_to is not None:
+                self._redirect(api.redirects_to)
+                return
+            if not self._has_key():
+                self._json(401, {"error": "missing or wrong API key"})
+                return
             if api.status != 200:
                 self._json(api.status, api.refusal)
                 return
@@ -92,6 +104,15 @@ def serving(api: FakeApi) -> Iterator[FakeApi]:
             data = text.encode()
             self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
+        def _has_key(self) -> bool:
+            return api.key is None or self.headers["Authorization"] == f"Bearer {api.key}"
+
+        def _redirect(self, url: str) -> None:
+            self.send_response(307)
+            self.send_header("Location", url + self.path)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
         def _json(self, status: int, content: Any) -> None:
             data = json.dumps(content).encode()
             self.send_response(status)
@@ -102,10 +123,10 @@ def serving(api: FakeApi) -> Iterator[FakeApi]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer((host, 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
-        api.url = f"http://127.0.0.1:{server.server_port}"
+        api.url = f"http://{host}:{server.server_port}"
         try:
             yield api
         finally:

@@ -137,7 +137,7 @@ def test_nobody_there_is_one_line(tmp_path: Path) -> None:
 
 def test_a_key_is_asked_for_and_sent(start: Start) -> None:
     fake = start(key="sesame")
-    with pytest.raises(Unauthorized, match="missing or wrong API key: give --api-key or set API_KEY"):
+    with pytest.raises(Unauthorized, match="missing or wrong API key: give --api-key or set FUNITEL_API_KEY"):
         Api(fake.url).get("/info")
     assert Api(fake.url, "sesame").get("/info") == {"model_id": "fake"}
 

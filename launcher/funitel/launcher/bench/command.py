@@ -72,7 +72,7 @@ class Bench:
             Target(
                 settings.name_of(index),
                 settings.api_of(index),
-                Endpoint(url, settings.api_key, context),
+                Endpoint(url, settings.api_key_of(index), context),
                 model=settings.model_of(index),
                 options=options,
                 timeout=settings.timeout,

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from funitel.launcher.bench.figures import Failure
+from funitel.launcher.terminal_ui.credentials import credential_for
 
 CONNECT_SECONDS = 10.0
 
@@ -42,14 +43,16 @@ class Endpoint:
     """A server's address; each request has its own connection, as those of unrelated clients do."""
 
     def __init__(self, url: str, api_key: str | None = None, context: ssl.SSLContext | None = None) -> None:
-        """`url` has been checked by `settings`; `context` is for HTTPS."""
+        """`url` has been checked by `settings`; `credential_for` decides on `api_key`; `context` is for HTTPS."""
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = (context or ssl.create_default_context()) if parts.scheme == "https" else None
         self._path = parts.path
-        key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        credential = credential_for(api_key, self.url)
+        self.advice = credential.advice
+        key = f"Authorization: Bearer {credential.key}\r\n" if credential.key else ""
         self._head = f"Host: {parts.netloc}\r\nContent-Type: application/json\r\nConnection: close\r\n{key}"
 
     async def request(self, method: str, path: str, body: bytes, seconds: float) -> HttpReply:

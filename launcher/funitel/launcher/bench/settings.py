@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from funitel.launcher.bench.apis import DIALECTS
 from funitel.launcher.bench.workload import SHAREGPT_OUTPUT, SHAREGPT_PROMPT
 from funitel.launcher.terminal_ui.http_client import Api, check_client_tls
 from funitel.proto.settings.fields import require, setting
 from funitel.proto.settings.options import Counts, Rates
+from funitel.proto.settings.variables import variable_of_value
 
 WORKLOADS = ("fixed", "sharegpt", "shared-prefix")
 MAX_TOKENS = 1 << 20
@@ -28,7 +30,7 @@ class BenchSettings:
     The last line on stdout is one JSON object.
     """
 
-    url: tuple[str, ...] = _flag(
+    url: tuple[str, ...] = setting(
         ("http://127.0.0.1:3000",), "URL of a server, repeatable: several are measured in turns and compared."
     )
     name: tuple[str, ...] = _flag((), "Name of a server in tables, one for each --url; its address when not given.")
@@ -38,7 +40,12 @@ class BenchSettings:
     model_id: tuple[str, ...] = _flag(
         (), "Model name in requests: one for all, or one for each --url; the first that a server lists when not given."
     )
-    api_key: str | None = setting(None, "Bearer token for the servers.")
+    api_key: tuple[str, ...] = setting(
+        (),
+        "Bearer token for the server, or one for each --url; that of a variable goes to this machine and, if it is "
+        "FUNITEL_API_KEY, to the servers of FUNITEL_URL.",
+        keeps_variable=True,
+    )
     tls_ca: str | None = _flag(None, "PEM file of authorities to trust for https servers; the system's when not given.")
     tls_cert: str | None = _flag(None, "PEM file of a certificate to show to https servers.")
     tls_key: str | None = _flag(None, "PEM file of the key of --tls-cert.")
@@ -96,6 +103,12 @@ class BenchSettings:
                 len(given) in (0, 1, len(self.url)),
                 f"{flag} must be given once or once for each of {len(self.url)} --url, given {len(given)} times",
             )
+        hosts = {urlsplit(Api(url).url).hostname for url in self.url}
+        is_given = any(variable_of_value(key) is None for key in self.api_key)
+        require(
+            not is_given or len(self.api_key) == len(self.url) or (len(self.api_key) == 1 and len(hosts) == 1),
+            f"--api-key must be given once for each of {len(self.url)} --url, given {len(self.api_key)} times",
+        )
         for api in self.api:
             require(api in DIALECTS, f"--api must be one of {', '.join(DIALECTS)}, given {api!r}")
         require(bool(self.api), "--api must be given at least once")
@@ -170,6 +183,10 @@ class BenchSettings:
     def name_of(self, index: int) -> str:
         """Name of a server in tables."""
         return self.name[index] if self.name else self.url[index].removeprefix("http://").rstrip("/")
+
+    def api_key_of(self, index: int) -> str | None:
+        """The key that was given for a server; `credential_for` decides whether it is sent there."""
+        return self.api_key[index % len(self.api_key)] if self.api_key else None
 
     def api_of(self, index: int) -> str:
         """The API that a server speaks."""

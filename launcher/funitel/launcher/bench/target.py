@@ -97,8 +97,9 @@ class Target:
                 break
         assert failure is not None
         path = self._dialect.path
+        advice = f": {self.endpoint.advice}" if failure.kind == "HTTP 401" else ""
         raise FunitelError(
-            f"{self.endpoint.url}{path} does not answer a first request: {failure.kind}: {failure.message}"
+            f"{self.endpoint.url}{path} does not answer a first request: {failure.kind}: {failure.message}{advice}"
         )
 
     async def _find_tokenizer(self, text: str) -> int | None:

@@ -23,6 +23,11 @@ POLL_SECONDS = 0.2
 STOP_SECONDS = 120.0  # longer than the launcher's grace period for its children
 LAST_LINES = 20  # of its output, for the reason of its end
 
+_ACCESS = (
+    *("FUNITEL_API_KEY", "API_KEY", "FUNITEL_API_KEY_FILE", "FUNITEL_PROTECT_ALL_ROUTES"),
+    *("FUNITEL_TLS_CERT", "FUNITEL_TLS_KEY", "FUNITEL_TLS_CLIENT_CA"),
+)
+
 # The process that wrote a line which the launcher forwards.
 _LINE_PREFIX = re.compile(r"^(?:shard \d+|router) \| ")
 
@@ -90,6 +95,12 @@ def _started(settings: ClientSettings) -> Iterator[Api]:
         server.stop()
 
 
+def _environ(api_key: str | None) -> dict[str, str]:
+    """The environment of a temporary server: this one's without access control, and with the client's key."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _ACCESS}
+    return inherited | ({} if api_key is None else {"FUNITEL_API_KEY": str(api_key)})
+
+
 class _Launcher:
     """A launcher in its own session, so that Ctrl-C reaches only the client; it ends with the client process."""
 
@@ -102,6 +113,7 @@ class _Launcher:
         words += [] if settings.model_id is None else ["--model-id", settings.model_id]
         self._process = subprocess.Popen(
             [*module_command("funitel.launcher.hosted"), str(os.getpid()), *words],
+            env=_environ(settings.api_key),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

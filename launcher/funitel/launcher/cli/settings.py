@@ -15,15 +15,25 @@ def _given(help: str, **more: Any) -> Any:
     return setting(None, help, env=None, **more)
 
 
+def _api_key() -> Any:
+    return setting(
+        None,
+        "Bearer token for the server; that of a variable goes to this machine and, if it is FUNITEL_API_KEY, to the "
+        "server of FUNITEL_URL.",
+        keeps_variable=True,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClientSettings:
     """Settings common to chat and generate."""
 
-    url: str | None = _given(
-        "URL of the server; when not given, http://127.0.0.1:3000, or a temporary server that is started."
+    url: str | None = setting(
+        None,
+        "URL of the server; when not given, http://127.0.0.1:3000, or a temporary server that is started.",
     )
     model_id: str | None = _given("Model to use; a running server is used only if it serves this model.")
-    api_key: str | None = setting(None, "Bearer token for the server.")
+    api_key: str | None = _api_key()
     tls_ca: str | None = _given("PEM file of authorities to trust for an https server; the system's when not given.")
     tls_cert: str | None = _given("PEM file of a certificate to show to the server.")
     tls_key: str | None = _given("PEM file of the key of --tls-cert.")
@@ -64,8 +74,10 @@ class GenerateSettings(ClientSettings):
 class TopSettings:
     """Show running and waiting sequences of a server, its KV pool and its last steps; q quits."""
 
-    url: str | None = _given("URL of a server started with --debug-routes; http://127.0.0.1:3000 when not given.")
-    api_key: str | None = setting(None, "Bearer token for the server.")
+    url: str | None = setting(
+        None, "URL of a server started with --debug-routes; http://127.0.0.1:3000 when not given."
+    )
+    api_key: str | None = _api_key()
     tls_ca: str | None = _given("PEM file of authorities to trust for an https server; the system's when not given.")
     tls_cert: str | None = _given("PEM file of a certificate to show to the server.")
     tls_key: str | None = _given("PEM file of the key of --tls-cert.")

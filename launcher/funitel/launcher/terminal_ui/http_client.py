@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
+from funitel.launcher.terminal_ui.credentials import credential_for
 from funitel.proto.errors import FunitelError, InvalidRequest, NotReady, SettingsError, Unauthorized
 from funitel.proto.security.tls import Pair, client_context
 from funitel.proto.settings.fields import require
@@ -49,11 +50,22 @@ class Api:
     """One server, with a connection for each request; closing a stream early cancels its request."""
 
     def __init__(self, url: str, api_key: str | None = None, context: ssl.SSLContext | None = None) -> None:
-        """Raise SettingsError for an invalid `url`; `host:port` alone means HTTP. `context` is for HTTPS."""
+        """Make a client of one server.
+
+        Args:
+            url: `host:port` alone means HTTP.
+            api_key: as the settings have it; `credential_for` decides whether this server gets it.
+            context: for HTTPS.
+
+        Raises:
+            SettingsError: `url` is invalid.
+        """
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         self._parts = _split(self.url)
         self._context = context
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        credential = credential_for(api_key, self.url)
+        self._headers = {"Authorization": f"Bearer {credential.key}"} if credential.key else {}
+        self._advice = credential.advice
 
     def get(self, path: str) -> JSON:
         """The answer to a GET.
@@ -96,7 +108,7 @@ class Api:
                 connection.sock.settimeout(READ_TIMEOUT_SECONDS if body is not None else CONNECT_SECONDS)
             response = connection.getresponse()
             if response.status != 200:
-                raise self._refusal(response.status, response.read())
+                raise self._refusal(response, response.read())
             yield response
         except (OSError, http.client.HTTPException) as error:
             reason = str(error) or type(error).__name__
@@ -112,12 +124,15 @@ class Api:
             return http.client.HTTPSConnection(host, port, timeout=CONNECT_SECONDS, context=self._context)
         return http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
 
-    def _refusal(self, status: int, content: bytes) -> FunitelError:
-        """The server's error message, as the error class of its status."""
+    def _refusal(self, response: http.client.HTTPResponse, content: bytes) -> FunitelError:
+        """The server's error message, as the error class of its status; a redirect, which may lead away, is one."""
+        status = response.status
         message = _message(parsed(content)) or f"{self.url} answers with status {status}"
         match status:
             case 401 | 403:
-                return Unauthorized(f"{message}: give --api-key or set API_KEY")
+                return Unauthorized(f"{message}: {self._advice}")
+            case _ if 300 <= status < 400:
+                return FunitelError(f"{self.url} redirects to {response.headers['Location']!r}: give that as --url")
             case 503:
                 return NotReady(message)
             case _ if 400 <= status < 500:

@@ -133,9 +133,10 @@ class _Given:
         value = self.values[setting_field.name]
         meta = setting_field.metadata.get("setting")
         variable = self.variable(setting_field.name)
-        if meta is not None and meta.keeps_variable and variable is not None and value is not None:
-            return GivenBy.of(value, variable)
-        return tuple(value) if isinstance(value, list) else value
+        keeps = meta is not None and meta.keeps_variable and variable is not None
+        if isinstance(value, list):
+            return tuple(GivenBy.of(each, variable) if keeps and variable else each for each in value)
+        return GivenBy.of(value, variable) if keeps and variable else value
 
     def variable(self, name: str) -> str | None:
         """The variable of the environment that gave a value; None for one of a flag, a file or a default."""
