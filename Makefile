@@ -6,6 +6,8 @@ WHOLE_SYSTEM_TESTS := integration-tests --ignore=integration-tests/faults
 # They measure time, so nothing else may run beside them.
 TIMED_TESTS := $(addprefix integration-tests/test_,fairness.py grammar.py prefix_cache.py replicas.py scheduling.py throughput.py)
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
+# With --check: only say whether they are up to date.
+write_pages = for page in settings routes metrics modules examples; do $(BIN)/python scripts/$${page}_page.py $(1) || exit 1; done
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test unit system timed clients mutants faults check triton fmt proto pages docs itest bench families fuzz wheel clean
@@ -50,7 +52,7 @@ check: setup ## format, lint, types, imports, rules of the house, generated code
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/lint-imports && $(BIN)/python scripts/house.py
-	PYTHON=$(BIN)/python scripts/proto.sh --check && $(BIN)/python scripts/check_version.py && $(BIN)/python scripts/settings_page.py --check && $(BIN)/python scripts/modules_page.py --check && $(BIN)/python scripts/examples_page.py --check && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page --check
+	PYTHON=$(BIN)/python scripts/proto.sh --check && $(BIN)/python scripts/check_version.py && $(call write_pages,--check) && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page --check
 
 triton: setup # what tests of GPU kernels interpret; 0.3 GB that serving on a CPU does without
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps "triton>=3.3" || echo "no triton for this machine: its tests are skipped"
@@ -65,8 +67,8 @@ docs: setup ## build the documentation into site/, and fail on a dead link or an
 	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[docs]"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo "open site/index.html"
 
-pages: setup ## regenerate docs/settings.md, docs/modules.md and docs/differences.md
-	$(BIN)/python scripts/settings_page.py && $(BIN)/python scripts/modules_page.py && $(BIN)/python scripts/examples_page.py && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page
+pages: setup ## regenerate docs/settings.md, routes.md, metrics.md, modules.md, examples.md and differences.md
+	$(call write_pages) && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page
 
 itest: setup ## tests of the whole system only
 	$(BIN)/pytest $(WHOLE_SYSTEM_TESTS) $(ARGS)

@@ -396,7 +396,7 @@ class Metrics:
         self._recomputed = self._counter("funitel_recomputed_tokens", "Tokens computed again after a preemption.")
         self._prefix_queried = self._counter("funitel_prefix_cache_queried_tokens", "Prompt tokens of new sequences.")
         self._prefix_hits = self._counter(
-            "funitel_prefix_cache_hit_tokens", "Those of them that were computed already."
+            "funitel_prefix_cache_hit_tokens", "Prompt tokens of new sequences that were cached."
         )
 
     def _make_token_histograms(self, max_input: int, max_total: int) -> None:

@@ -59,13 +59,18 @@ class Roofline(Collector):
         read = CounterMetricFamily(
             "funitel_decode_read_bytes", "Bytes that decoding steps had to read: weights and KV.", labels=["rank"]
         )
-        seconds = CounterMetricFamily("funitel_decode_read_seconds", "Time of those steps.", labels=["rank"])
+        seconds = CounterMetricFamily("funitel_decode_read_seconds", "Time of decoding steps.", labels=["rank"])
         rate = GaugeMetricFamily(
-            "funitel_decode_bandwidth_bytes_per_second", "Bytes a second, over the last steps.", labels=["rank"]
+            "funitel_decode_bandwidth_bytes_per_second",
+            "Memory bandwidth of the last fifty decoding steps.",
+            labels=["rank"],
         )
-        share = GaugeMetricFamily("funitel_decode_bandwidth_share", "The same, of the roof.", labels=["rank"])
+        share = GaugeMetricFamily(
+            "funitel_decode_bandwidth_share", "Share of the peak bandwidth in decoding steps.", labels=["rank"]
+        )
         roof = GaugeMetricFamily(
-            "funitel_memory_bandwidth_bytes_per_second", "The roof: what a rank's memory gives at best, if it was told."
+            "funitel_memory_bandwidth_bytes_per_second",
+            "Peak memory bandwidth of a rank, if --memory-bandwidth gives it.",
         )
         for number, rank in self._ranks.items():
             label = [str(number)]

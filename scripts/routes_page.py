@@ -1,0 +1,81 @@
+"""Write docs/routes.md from the table of routes, or with --check say whether it is up to date."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from funitel.router.api import anthropic, embeddings, native, openai, operators, platforms, responses, vllm
+from funitel.router.api.openapi import KEY_FAILURES, MEANINGS
+from funitel.router.api.routes import OPERATIONS
+from funitel.router.middleware.operation import Access, Operation
+
+PAGE = Path(__file__).parent.parent / "docs" / "routes.md"
+
+HEAD = """# Routes
+
+Written by `make pages` from the table of routes; change that, not this page. A running server describes the same routes
+with the fields of every body and answer at `/docs` (for people) and `/openapi.json`; `funitel-router print-schema`
+prints the document without a server.
+
+*Key* says whether a request needs an API key, if the server has any ([access](access.md)). *Streams* marks routes that
+can answer as Server-Sent Events. A [status](#statuses) other than 200 has the error record of the route's API.
+"""
+
+PLATFORMS = "KServe, SageMaker and Vertex AI, which names its paths in `AIP_PREDICT_ROUTE` and `AIP_HEALTH_ROUTE`."
+ENCODERS = "Routes of text-embeddings-inference, OpenAI and Cohere; see [embeddings](embeddings.md)."
+OPERATORS = "Health, facts and metrics; see [observability](observability.md) and [metrics](metrics.md)."
+TGI = "Routes of text-generation-inference; see [migrate](migrate.md) and [differences](differences.md)."
+
+SECTIONS: tuple[tuple[str, str, Sequence[Operation]], ...] = (
+    ("TGI", TGI, native.ROUTES),
+    ("OpenAI", "Chats and completions; see [openai](openai.md).", openai.ROUTES),
+    ("OpenAI's responses", "See [responses](responses.md).", responses.ROUTES),
+    ("Anthropic", "See [anthropic](anthropic.md).", anthropic.ROUTES),
+    ("Encoders", ENCODERS, embeddings.ROUTES),
+    ("vLLM", "Routes that vLLM has beside OpenAI's.", vllm.ROUTES),
+    ("Platforms", PLATFORMS, platforms.ROUTES),
+    ("Operators", OPERATORS, operators.ROUTES),
+    ("Debugging", "With `--debug-routes` only.", operators.DEBUG_ROUTES),
+)
+KEYS = {Access.KEY: "yes", Access.FACT: "no", Access.CLOSED_FACT: "yes", Access.PROBE: "no"}
+
+
+def row(operation: Operation) -> str:
+    """The line of a route."""
+    statuses = sorted({*operation.failures, *(KEY_FAILURES if operation.is_protected else ())})
+    cells = (
+        f"`{operation.method} {operation.documented_path}`",
+        operation.summary,
+        "yes" if operation.event is not None else "",
+        KEYS[operation.access],
+        ", ".join(map(str, statuses)),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def page() -> str:
+    """The whole page."""
+    listed = [operation for _, _, routes in SECTIONS[:-1] for operation in routes]
+    if {id(each) for each in listed} != {id(each) for each in OPERATIONS}:
+        raise SystemExit("error: a route of the table is in no section of scripts/routes_page.py")
+    parts = [HEAD]
+    for title, text, routes in SECTIONS:
+        head = "| route | what for | streams | key | other statuses |\n| --- | --- | --- | --- | --- |"
+        parts.append(f"## {title}\n\n{text}\n\n{head}\n" + "\n".join(map(row, routes)) + "\n")
+    meanings = "\n".join(f"| {status} | {meaning} |" for status, meaning in MEANINGS.items())
+    parts.append(f"## Statuses\n\n| status | meaning |\n| --- | --- |\n{meanings}\n")
+    return "\n".join(parts)
+
+
+def main() -> int:
+    """Write or check the page."""
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page())
+    elif not PAGE.exists() or PAGE.read_text() != page():
+        print("error: docs/routes.md is out of date: make pages", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
