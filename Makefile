@@ -82,8 +82,8 @@ families: setup ## every architecture against transformers: the worst error of e
 fuzz: setup ## 60,000 hostile inputs, from files to requests, and a table of what became of them; ARGS="--count 50 gguf"
 	@PYTHONPATH=testing $(BIN)/python -m funitel_testing.fuzz $(ARGS)
 
-wheel: setup ## build dist/*.whl
-	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+wheel: setup ## build the sdist and the wheel in dist/, the C++ step compiled
+	$(BIN)/python -m build
 
 clean: ## remove what was built, but not .venv
 	rm -rf build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -22,7 +22,6 @@ from tokenizers import Tokenizer
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.gguf_block_types import BLOCKS
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import Tier
@@ -114,7 +113,7 @@ def main() -> None:
     if not windows:
         parser.error(f"--num-tokens {options.num_tokens}: the texts must have at least {WINDOW} tokens together")
     spec = spec_of(read_json(folder / "config.json"))
-    library = load_library(build(DEFAULT_CACHE_DIR.expanduser()))
+    library = load_library(DEFAULT_CACHE_DIR.expanduser())
     exact = torch_logits(folder, windows, Tier.FLOAT32)
     table = {"torch float32": compare(exact, exact, windows)}
     for tier in Tier:

@@ -16,7 +16,6 @@ import json
 
 import torch
 
-from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import MatrixKind
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR
@@ -35,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-inputs", type=int, nargs="+", default=[576, 1536, 4096], help="multiples of 32")
     options = parser.parse_args()
-    library = load_library(build(DEFAULT_CACHE_DIR.expanduser()))
+    library = load_library(DEFAULT_CACHE_DIR.expanduser())
     torch.manual_seed(0)
     table = []
     for num_inputs in options.num_inputs:

@@ -12,7 +12,8 @@ import gguf
 import numpy as np
 import pytest
 
-from funitel.model_server.cpu.build import CannotBuild, build
+from funitel.model_server.cpu.build import build
+from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.hub.catalogue import CATALOGUE, IndexPackage
 from funitel_testing.cache import usual_cache
 from funitel_testing.servers import Ended, run_launcher

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from funitel.model_server.cpu.build import LIBRARY, CannotBuild, build
+from funitel.model_server.cpu.build import LIBRARY, build
+from funitel.model_server.cpu.compiler import CannotBuild
 from funitel_testing.cache import usual_cache
 from funitel_testing.clients import client_of, generate
 from funitel_testing.servers import Server, serving

@@ -48,6 +48,7 @@ def test_the_image_copies_every_file_the_package_is_built_from() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert kept >= {
         "pyproject.toml",
+        "hatch_build.py",
         "README.md",
         "LICENSE",
         "scripts",

@@ -14,7 +14,6 @@ import torch
 
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import Tier
@@ -112,7 +111,7 @@ def fused_decoder(
 
 def fused_library(instruction_set: str | None = None) -> ctypes.CDLL:
     """The library of the fused step, from the cache that FUNITEL_CACHE names."""
-    return load_library(build(usual_cache(), instruction_set))
+    return load_library(usual_cache(), instruction_set)
 
 
 @torch.inference_mode()

@@ -209,6 +209,7 @@ class Server:
         environ: dict[str, str] | None = None,
         program: str = LAUNCHER,
         port: int | None = None,
+        python: str = sys.executable,
     ) -> None:
         given = args[args.index("--port") + 1] if "--port" in args else None
         self.port = int(given) if given else port or free_port()
@@ -218,7 +219,7 @@ class Server:
         self.mark = uuid.uuid4().hex
         self._shared_memory = shared_memory()
         flags = args if given else ("--port", str(self.port), *args)
-        command = [sys.executable, "-m", program, *flags]
+        command = [python, "-m", program, *flags]
         environment = {**os.environ, **(environ or {}), MARK: self.mark}
         with self.log.open("wb") as log, self.out.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=log, env=environment, start_new_session=True)
@@ -291,10 +292,14 @@ class Server:
 
 @contextmanager
 def serving(
-    folder: Path, *args: str, environ: dict[str, str] | None = None, program: str = LAUNCHER
+    folder: Path,
+    *args: str,
+    environ: dict[str, str] | None = None,
+    program: str = LAUNCHER,
+    python: str = sys.executable,
 ) -> Iterator[Server]:
     """A ready server for the length of a `with`."""
-    server = Server(folder, *args, environ=environ, program=program)
+    server = Server(folder, *args, environ=environ, program=program, python=python)
     try:
         yield server.wait_ready()
     finally:

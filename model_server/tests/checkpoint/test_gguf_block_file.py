@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from funitel.model_server.checkpoint.gguf_block_types import BLOCKS, RECORD, record_weights, why_unusable
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu import build as building
+from funitel.model_server.cpu import compiler
+from funitel.model_server.cpu.compiler import INSTRUCTION_SETS
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.precision import MatrixKind, Tier
@@ -77,7 +79,7 @@ def test_a_product_is_that_of_the_values_whatever_the_rows_beside_it(kind: str) 
     weight *= torch.logspace(-3, 3, 85)[:, None]
     x *= torch.logspace(-6, 6, 25)[:, None] * torch.logspace(-1, 1, 6).repeat_interleave(32)
     given, made = kept(MatrixKind[kind], weight)
-    for name, needs, _ in building.INSTRUCTION_SETS:
+    for name, needs, _ in INSTRUCTION_SETS:
         if needs <= building.cpu_flags():
             library = fused_library(name)
             found = product(library, MatrixKind[kind], given, x)
@@ -116,7 +118,7 @@ def test_a_row_has_the_same_bits_in_any_company_threads_and_instruction_set(kind
     others = [[logits_of(folder, decoder, [prompt])[0] for prompt in prompts]]
     others += [logits_of(folder, decoder, prompts, chunk) for chunk in (1, 2, 5, 13, 100)]
     others.append(logits_of(folder, fused_decoder(folder, Tier.GGUF, TensorParallel(), num_threads=1), prompts))
-    for name, needs, _ in building.INSTRUCTION_SETS:
+    for name, needs, _ in INSTRUCTION_SETS:
         if needs <= building.cpu_flags():
             other = fused_decoder(folder, Tier.GGUF, TensorParallel(), instruction_set=name)
             others.append(logits_of(folder, other, prompts))
@@ -223,7 +225,7 @@ def test_blocks_that_are_not_there_cannot_be_asked_for(tmp_path: Path, monkeypat
     folder = save_blocks("llama", tmp_path / "blocks", "Q4_0")
     with pytest.raises(SettingsError, match="--quantize gguf keeps blocks as they are, --dtype float32 keeps them"):
         load(replace(settings, dtype="float32"), folder)
-    monkeypatch.setattr(building, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
     with pytest.raises(SettingsError, match="--quantize gguf needs the fused CPU step: there is no C"):
         load(replace(settings, cache_dir=str(tmp_path / "nothing built")), folder)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from funitel.model_server.cpu import build as building
+from funitel.model_server.cpu.compiler import INSTRUCTION_SETS
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.footprint import weight_bytes
 from funitel.model_server.cpu.precision import Tier
@@ -98,7 +99,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_on_every_instruction_set(
     prompts = make_prompts(41, 9, 74)
     expected = logits_of(folder, prompts)
     others = [[logits_of(folder, [prompt])[0] for prompt in prompts], logits_of(folder, prompts, chunk=100)]
-    for instruction_set, needs, _ in building.INSTRUCTION_SETS:
+    for instruction_set, needs, _ in INSTRUCTION_SETS:
         if needs <= building.cpu_flags():
             others.append(logits_of(folder, prompts, instruction_set=instruction_set))
     assert all(torch.equal(*pair) for found in others for pair in zip(found, expected, strict=True))

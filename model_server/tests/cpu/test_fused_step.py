@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from funitel.model_server.cpu import build as building
-from funitel.model_server.cpu.build import CannotBuild, build
+from funitel.model_server.cpu import compiler
+from funitel.model_server.cpu.build import build
+from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.precision import MatrixKind, Tier, choose_tier
@@ -82,7 +84,7 @@ def test_bits_are_the_same_on_any_number_of_threads_and_every_instruction_set(ti
         decoder = fused_decoder(folder, tier, TensorParallel(), num_threads=num_threads)
         assert decoder.num_threads == num_threads
         assert_same_bits(logits_of(folder, decoder, prompts), expected)
-    for name, needs, _ in building.INSTRUCTION_SETS:
+    for name, needs, _ in compiler.INSTRUCTION_SETS:
         if needs <= building.cpu_flags():
             decoder = fused_decoder(folder, tier, TensorParallel(), instruction_set=name)
             assert_same_bits(logits_of(folder, decoder, prompts), expected)
@@ -202,7 +204,7 @@ def small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "engine.cpp").write_text('extern "C" int answer() { return 42; }\n')
-    monkeypatch.setattr(building, "SOURCES", folder)
+    monkeypatch.setattr(compiler, "SOURCES", folder)
     return folder
 
 
@@ -221,8 +223,8 @@ def test_a_cache_that_cannot_be_written_does_without(small_source: Path, tmp_pat
     temporary.mkdir()
     script = f"""
 from pathlib import Path
-from funitel.model_server.cpu import build
-build.SOURCES = Path({str(small_source)!r})
+from funitel.model_server.cpu import build, compiler
+compiler.SOURCES = Path({str(small_source)!r})
 print(build.build(Path({str(tmp_path / "cache")!r})).is_file())
 """
     environ = os.environ | {"TMPDIR": str(temporary)}
@@ -235,7 +237,7 @@ def test_what_was_built_is_used_where_there_is_no_compiler(
     small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = build(tmp_path / "cache")
-    monkeypatch.setattr(building, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
     assert build(tmp_path / "cache") == library
     (small_source / "more.h").write_text("// another source\n")
     with pytest.raises(CannotBuild, match="there is no C"):
@@ -246,9 +248,9 @@ def test_shards_that_start_together_build_once(small_source: Path, tmp_path: Pat
     script = f"""
 import logging, sys
 from pathlib import Path
-from funitel.model_server.cpu import build
+from funitel.model_server.cpu import build, compiler
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-build.SOURCES = Path({str(small_source)!r})
+compiler.SOURCES = Path({str(small_source)!r})
 print(build.build(Path({str(tmp_path / "cache")!r})))
 """
     shards = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -281,7 +283,7 @@ def test_a6_a_damaged_library_is_built_again_and_never_opened(
     spoiled.rename(spoiled.with_name("other"))  # the shard's own bytes stay
     spoiled.write_bytes(_damaged(content, kind))
     with monkeypatch.context() as patch:
-        patch.setattr(building, "COMPILERS", ("no-such-compiler",))
+        patch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
         with pytest.raises(CannotBuild, match="there is no C"):
             build(tmp_path / "cache")
     assert build(tmp_path / "cache") == library
@@ -305,10 +307,10 @@ def test_a_full_cache_does_without(small_source: Path, tmp_path: Path, monkeypat
     """The linker only says that it failed."""
     compile_, cache = building._compile, tmp_path / "cache"
 
-    def full(command: list[str], source: str, library: Path) -> Path:
+    def full(command: str, target: compiler.CompileTarget, library: Path) -> Path:
         if library.is_relative_to(cache):
             raise CannotBuild("g++ failed: collect2: error: ld returned 1 exit status")
-        return compile_(command, source, library)
+        return compile_(command, target, library)
 
     monkeypatch.setattr(building, "_compile", full)
     with pytest.raises(CannotBuild, match="ld returned 1"):
@@ -323,7 +325,7 @@ def test_what_cannot_be_built_says_why(small_source: Path, tmp_path: Path, monke
     with pytest.raises(CannotBuild, match=r"failed: .*engine\.cpp:1.*error"):
         build(tmp_path / "cache")
     with monkeypatch.context() as patch:
-        patch.setattr(building, "COMPILERS", ("no-such-compiler",))
+        patch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
         with pytest.raises(CannotBuild, match=r"there is no C\+\+ compiler \(no-such-compiler\)"):
             build(tmp_path / "cache")
     monkeypatch.setattr(building, "cpu_flags", lambda: frozenset({"sse2"}))
@@ -388,7 +390,7 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so(
     folder = save_tiny("llama", tmp_path)
     fused = load_executor(folder, dtype="float32")
     assert isinstance(fused.runner.decoder, FusedDecoder)
-    monkeypatch.setattr(building, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
     caplog.set_level(logging.WARNING)
     cache_dir = str(tmp_path / "nothing built")
     plain = load_executor(folder, dtype="float32", cache_dir=cache_dir)
@@ -403,12 +405,12 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so(
 
 
 def test_every_source_file_is_in_the_build() -> None:
-    names = {path.name for path in building.SOURCES.iterdir() if path.suffix in (".h", ".cpp")}
+    names = {path.name for path in compiler.SOURCES.iterdir() if path.suffix in (".h", ".cpp")}
     included = {
         line.split('"')[1]
         for source in ("engine.cpp", "encoder.cpp", "matrix.h")
-        for line in (building.SOURCES / source).read_text().splitlines()
+        for line in (compiler.SOURCES / source).read_text().splitlines()
         if '#include "' in line
     }
     assert names == included | {"engine.cpp", "encoder.cpp", "roofs.cpp"}  # each a library of its own
-    assert os.access(building.find_compiler(), os.X_OK)
+    assert os.access(compiler.find_compiler(), os.X_OK)

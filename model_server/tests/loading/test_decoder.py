@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from funitel.model_server.cpu import build as building
+from funitel.model_server.cpu import compiler
 from funitel.model_server.loading.decoder import load
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError
@@ -65,7 +65,7 @@ def test_a_flag_for_threads_of_the_fused_step_is_warned_of_where_torch_computes(
     settings = ModelServerSettings(model_id="tiny", device="cpu", num_threads=1, thread_spin_us=7)
     load(settings, folder)
     assert "--thread-spin-us" not in caplog.text
-    monkeypatch.setattr(building, "COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
     load(replace(settings, cache_dir=str(tmp_path / "nothing built")), folder)
     assert caplog.text.count("--thread-spin-us 7 changes nothing: the fused CPU step") == 1
 

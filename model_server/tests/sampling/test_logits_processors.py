@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from funitel.model_server.cpu.build import INSTRUCTION_SETS, CannotBuild, build
+from funitel.model_server.cpu.compiler import INSTRUCTION_SETS, CannotBuild
 from funitel.model_server.cpu.decoder import FusedLogitsProcessors
 from funitel.model_server.cpu.native import NativeEngine, Shape, load_library
 from funitel.model_server.sampling.grammar import TokenMasks
@@ -23,7 +23,7 @@ TORCH = TorchLogitsProcessors()
 @pytest.fixture(params=[name for name, *_ in INSTRUCTION_SETS])
 def fused(request: pytest.FixtureRequest) -> FusedLogitsProcessors:
     try:
-        library = load_library(build(usual_cache(), request.param))
+        library = load_library(usual_cache(), request.param)
     except CannotBuild as reason:
         pytest.skip(str(reason))
     return FusedLogitsProcessors(NativeEngine(library, Shape(num_threads=2, block_size=16)))

@@ -1,10 +1,12 @@
-"""Compile the C++ step with the system's compiler, once for each instruction set, compiler and version of the source.
+"""Open the C++ step: the library of the wheel, or one compiled with the system's compiler at first use.
 
-What is built is kept in the cache folder under a name made of all three, so that hosts which share a home do not
-disturb each other and an upgrade builds anew. Where there is no compiler, what any has built of this source will do.
+What is compiled is kept in the cache folder under a name made of instruction set, compiler and version of the source,
+so that hosts which share a home do not disturb each other and an upgrade builds anew. Where there is no compiler, what
+any has built of this source will do.
 """
 
 import atexit
+import ctypes
 import hashlib
 import logging
 import os
@@ -12,38 +14,69 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from funitel.model_server.cpu.compiler import (
+    STEP,
+    CannotBuild,
+    CompileTarget,
+    choose_target,
+    find_compiler,
+    run_compiler,
+)
+from funitel.model_server.cpu.prebuilt import find_prebuilt
 from funitel.model_server.files.atomic_folder import exclusive, install, scratch
 from funitel.model_server.files.manifest import Damaged, has_manifest, verify, write_manifest
 
 logger = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "csrc"
-COMPILERS = ("g++", "c++", "clang++")
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-ffp-contract=off")
 LIBRARY = "funitel_cpu.so"
 _BUILD_BYTES = 1 << 24  # of the disk, at most, for a build
-STEP = "engine.cpp"
 
-# Best first: (name, what /proc/cpuinfo must list, what the compiler is told).
-INSTRUCTION_SETS: tuple[tuple[str, frozenset[str], tuple[str, ...]], ...] = tuple(
-    (name, frozenset(flags.split()), tuple(f"-m{flag.replace('_', '')}" for flag in flags.split()))
-    for name, flags in (
-        ("avx512-vnni", "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni"),
-        ("avx512", "avx2 fma f16c avx512f avx512bw avx512vl avx512dq"),
-        ("avx2", "avx2 fma f16c"),
-    )
-)
+Functions = Mapping[str, tuple[Any, Sequence[Any]]]
+"""Result and arguments of each function of a C interface."""
 
 
-class CannotBuild(Exception):
-    """Why there is no fused step on this machine; one line."""
+def open_library(
+    cache_dir: Path, functions: Functions, instruction_set: str | None = None, *, source: str = STEP
+) -> ctypes.CDLL:
+    """Load what `source` was compiled to for this CPU, and declare its functions.
+
+    Args:
+        cache_dir: where `build` keeps libraries.
+        functions: by their names without the suffix of the instruction set.
+        instruction_set: name of a set the CPU has; the best one when not given.
+
+    Raises:
+        CannotBuild: see `build`.
+        OSError: what was built cannot be loaded.
+    """
+    target = choose_target(source, cpu_flags(), instruction_set)
+    library = _load_prebuilt(target) or ctypes.CDLL(str(build(cache_dir, target.instruction_set, source=source)))
+    for name, (result, arguments) in functions.items():
+        function = getattr(library, f"{name}_{target.suffix}")
+        function.restype, function.argtypes = result, arguments
+        setattr(library, name, function)
+    return library
+
+
+def _load_prebuilt(target: CompileTarget) -> ctypes.CDLL | None:
+    path = find_prebuilt(target)
+    if path is None:
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        logger.warning("the prebuilt CPU step cannot be loaded: %s", error)
+        return None
+    logger.info("prebuilt CPU step source=%s instruction_set=%s", target.source, target.instruction_set)
+    return library
 
 
 def build(cache_dir: Path, instruction_set: str | None = None, *, source: str = STEP) -> Path:
-    """Return the library for this CPU, compiled if it is not yet in `cache_dir`.
+    """Return a library for this CPU, compiled if it is not yet in `cache_dir`.
 
     Args:
         cache_dir: where libraries are kept, in a folder of their own; if it cannot be written, what is built is gone
@@ -54,8 +87,8 @@ def build(cache_dir: Path, instruction_set: str | None = None, *, source: str = 
     Raises:
         CannotBuild: the CPU lacks AVX2, there is no compiler and nothing built before, or it failed.
     """
-    name, flags = _choose(cpu_flags(), instruction_set)
-    stem = f"{name}-{_source_digest(flags, source)}"
+    wanted = choose_target(source, cpu_flags(), instruction_set)
+    stem = f"{wanted.instruction_set}-{wanted.digest()}"
     try:
         compiler = find_compiler()
     except CannotBuild:
@@ -64,7 +97,6 @@ def build(cache_dir: Path, instruction_set: str | None = None, *, source: str = 
         if found is None:
             raise
         return found / LIBRARY
-    command = [compiler, *FLAGS, *flags]
     target = cache_dir / "cpu" / f"{stem}-{_compiler_digest(compiler)}"
     library = target / LIBRARY
     if _is_sound(target):
@@ -77,7 +109,7 @@ def build(cache_dir: Path, instruction_set: str | None = None, *, source: str = 
                 with scratch(target) as folder:
                     # A name of its own: the compiler of a process that was killed may still be writing.
                     done = folder / f"done-{os.getpid()}"
-                    _compile(command, source, done / LIBRARY)
+                    _compile(compiler, wanted, done / LIBRARY)
                     write_manifest(done)
                     install(done, target)
         return library
@@ -89,7 +121,7 @@ def build(cache_dir: Path, instruction_set: str | None = None, *, source: str = 
         logger.warning("the fused CPU step cannot be kept in %s: no space left", cache_dir)
     folder = Path(tempfile.mkdtemp(prefix="funitel-cpu-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return _compile(command, source, folder / LIBRARY)
+    return _compile(compiler, wanted, folder / LIBRARY)
 
 
 def _is_sound(folder: Path) -> bool:
@@ -113,42 +145,15 @@ def cpu_flags() -> frozenset[str]:
     return next((frozenset(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), frozenset())
 
 
-def find_compiler() -> str:
-    """Path of the system's C++ compiler. Raises: `CannotBuild`."""
-    found = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if found is None:
-        raise CannotBuild(f"there is no C++ compiler ({', '.join(COMPILERS)})")
-    return found
-
-
-def _choose(has: Collection[str], asked: str | None) -> tuple[str, tuple[str, ...]]:
-    for name, needs, flags in INSTRUCTION_SETS:
-        if needs <= set(has) and asked in (None, name):
-            return name, flags
-    raise CannotBuild(f"the CPU lacks {asked or 'AVX2, FMA or F16C'}")
-
-
 def _compiler_digest(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False)
     return hashlib.sha256(compiler.encode() + b"\n" + version.stdout).hexdigest()[:8]
 
 
-def _source_digest(flags: Sequence[str], source: str) -> str:
-    digest = hashlib.sha256("\n".join((*FLAGS, *flags)).encode())
-    for path in [*sorted(SOURCES.glob("*.h")), SOURCES / source]:
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _compile(command: list[str], source: str, library: Path) -> Path:
+def _compile(compiler: str, target: CompileTarget, library: Path) -> Path:
     library.parent.mkdir(parents=True, exist_ok=True)
-    logger.info("building the fused CPU step source=%s compiler=%s folder=%s", source, command[0], library.parent)
+    logger.info("building the fused CPU step source=%s compiler=%s folder=%s", target.source, compiler, library.parent)
     begin = time.monotonic()
-    done = subprocess.run(
-        [*command, str(SOURCES / source), "-o", str(library)], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        reason = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
-        raise CannotBuild(f"{command[0]} failed: {reason}")
+    run_compiler([compiler, *target.flags, "-shared", str(target.path), "-o", str(library)])
     logger.info("built the fused CPU step seconds=%.1f", time.monotonic() - begin)
     return library

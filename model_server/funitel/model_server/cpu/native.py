@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from funitel.model_server.cpu.build import Functions, open_library
 from funitel.model_server.cpu.precision import MatrixKind
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.proto.errors import NotEnoughMemory
@@ -114,11 +115,10 @@ class Batch(ctypes.Structure):
     ]
 
 
-def load_library(path: Path) -> ctypes.CDLL:
-    """Load a built library and declare its functions."""
-    library = ctypes.CDLL(str(path))
+def load_library(cache_dir: Path, instruction_set: str | None = None) -> ctypes.CDLL:
+    """Load the fused step for this CPU; see `open_library`."""
     number, size, address = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
-    declared: dict[str, tuple[Any, list[Any]]] = {
+    functions: Functions = {
         "funitel_engine": (address, [address]),
         "funitel_release": (None, [address]),
         "funitel_num_threads": (number, [address]),
@@ -146,10 +146,7 @@ def load_library(path: Path) -> ctypes.CDLL:
         "funitel_ranks_broadcast": (number, [address, address, size, number]),
         "funitel_ranks_gather": (number, [address, address, number, address, address]),
     }
-    for name, (result, arguments) in declared.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+    return open_library(cache_dir, functions, instruction_set)
 
 
 class Warp(ctypes.Structure):

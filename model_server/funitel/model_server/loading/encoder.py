@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.cpu.build import CannotBuild
+from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.device.memory import log_idle_memory
 from funitel.model_server.executor.encoder import EncoderExecutor
 from funitel.model_server.files.integrity import read_json

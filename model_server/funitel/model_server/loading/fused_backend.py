@@ -8,7 +8,7 @@ import torch
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu import decoder as fused
-from funitel.model_server.cpu.build import CannotBuild, build
+from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.decoder import FusedLogitsProcessors
 from funitel.model_server.cpu.footprint import step_bytes, weight_bytes
@@ -41,7 +41,7 @@ def load_fused(
     library, reason = None, missing(spec)
     if reason is None:
         try:
-            library = load_library(build(cache_folder(settings.cache_dir)))
+            library = load_library(cache_folder(settings.cache_dir))
         except (CannotBuild, OSError) as error:
             reason = str(error)
     if not parallel.smallest(library is not None):

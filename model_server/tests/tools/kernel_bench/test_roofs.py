@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from funitel.model_server.cpu import build as build_module
-from funitel.model_server.cpu.build import INSTRUCTION_SETS, CannotBuild, build, cpu_flags
+from funitel.model_server.cpu.build import build, cpu_flags
+from funitel.model_server.cpu.compiler import INSTRUCTION_SETS, CannotBuild
 from funitel.model_server.cpu.precision import MatrixKind
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.settings import KernelSettings

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "activations.h"
+#include "entry.h"
 #include "norms.h"
 #include "threads.h"
 #include "tiles.h"
@@ -183,7 +184,7 @@ using funitel::Encoder;
 extern "C" {
 
 // Null where the processor's tiles cannot be used, the sizes do not fit, or there is no memory.
-void* funitel_encoder(const void* shape) {
+void* ENTRY(funitel_encoder)(const void* shape) {
     const auto& given = *static_cast<const funitel::EncoderShape*>(shape);
     if (!funitel::TileMatrix::fits(given.hidden_size, given.intermediate_size) ||
         !funitel::TileMatrix::fits(given.intermediate_size, given.hidden_size) || !funitel::may_use_tiles()) {
@@ -197,19 +198,21 @@ void* funitel_encoder(const void* shape) {
     return encoder;
 }
 
-void funitel_encoder_release(void* encoder) { delete static_cast<Encoder*>(encoder); }
+void ENTRY(funitel_encoder_release)(void* encoder) { delete static_cast<Encoder*>(encoder); }
 
 // Weights [outputs, inputs] and a bias of qkv, out, up or down; 0 without memory.
-int32_t funitel_encoder_dense(void* encoder, int32_t layer, int32_t which, const float* weights, const float* bias) {
+int32_t ENTRY(funitel_encoder_dense)(void* encoder, int32_t layer, int32_t which, const float* weights,
+                                     const float* bias) {
     return static_cast<Encoder*>(encoder)->take_dense(layer, static_cast<funitel::Dense>(which), weights, bias);
 }
 
-void funitel_encoder_norm(void* encoder, int32_t layer, int32_t which, const float* weights, const float* bias) {
+void ENTRY(funitel_encoder_norm)(void* encoder, int32_t layer, int32_t which, const float* weights, const float* bias) {
     static_cast<Encoder*>(encoder)->take_norm(layer, which, weights, bias);
 }
 
 // Go on behind the attention of a layer; -1 for before the first.
-void funitel_encoder_run(void* encoder, int32_t layer, int32_t num_tokens, const float* attended, float* x, float* qkv) {
+void ENTRY(funitel_encoder_run)(void* encoder, int32_t layer, int32_t num_tokens, const float* attended, float* x,
+                                float* qkv) {
     static_cast<Encoder*>(encoder)->run({layer, num_tokens, 0, attended, x, qkv});
 }
 }

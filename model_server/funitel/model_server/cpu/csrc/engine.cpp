@@ -9,6 +9,7 @@
 #include "ahead.h"
 #include "attention.h"
 #include "block_products.h"
+#include "entry.h"
 #include "layout.h"
 #include "matrix.h"
 #include "memory.h"
@@ -612,7 +613,7 @@ using funitel::Engine;
 extern "C" {
 
 // Make an engine without weights or program; null when memory is short.
-Engine* funitel_engine(const funitel::Shape* shape) {
+Engine* ENTRY(funitel_engine)(const funitel::Shape* shape) {
     try {
         return new Engine(*shape);
     } catch (const std::bad_alloc&) {
@@ -620,12 +621,12 @@ Engine* funitel_engine(const funitel::Shape* shape) {
     }
 }
 
-void funitel_release(Engine* engine) { delete engine; }
+void ENTRY(funitel_release)(Engine* engine) { delete engine; }
 
-int32_t funitel_num_threads(const Engine* engine) { return engine->num_threads(); }
+int32_t ENTRY(funitel_num_threads)(const Engine* engine) { return engine->num_threads(); }
 
 // Compute on so many threads from the next step on, which spin so long before they sleep. Returns 0 or kNoMemory.
-int32_t funitel_set_threads(Engine* engine, int32_t num_threads, int32_t spin_microseconds) {
+int32_t ENTRY(funitel_set_threads)(Engine* engine, int32_t num_threads, int32_t spin_microseconds) {
     try {
         engine->set_threads(num_threads, spin_microseconds);
         return 0;
@@ -635,12 +636,13 @@ int32_t funitel_set_threads(Engine* engine, int32_t num_threads, int32_t spin_mi
 }
 
 // Make room for the weights of all matrices, before the first; what does not fit gets memory of its own.
-int32_t funitel_reserve(Engine* engine, int64_t num_bytes) {
+int32_t ENTRY(funitel_reserve)(Engine* engine, int64_t num_bytes) {
     return engine->weights.reserve(num_bytes) ? 0 : funitel::kNoMemory;
 }
 
 // Add a matrix and return its index, or kNoMemory. Fill it with funitel_rows, then funitel_matrix_done.
-int32_t funitel_matrix(Engine* engine, int32_t kind, int32_t num_outputs, int32_t num_inputs, int32_t num_parts) {
+int32_t ENTRY(funitel_matrix)(Engine* engine, int32_t kind, int32_t num_outputs, int32_t num_inputs,
+                              int32_t num_parts) {
     try {
         auto matrix = std::make_unique<funitel::Matrix>(static_cast<funitel::Kind>(kind), num_outputs, num_inputs,
                                                         num_parts);
@@ -653,29 +655,29 @@ int32_t funitel_matrix(Engine* engine, int32_t kind, int32_t num_outputs, int32_
 }
 
 // Outputs [first, first + count) of a part, from rows `row_stride` apart of inputs `input_stride` apart, in floats.
-void funitel_rows(Engine* engine, int32_t matrix, int32_t part, int32_t first, int32_t count, const float* source,
-                  int64_t row_stride, int64_t input_stride, const float* bias) {
+void ENTRY(funitel_rows)(Engine* engine, int32_t matrix, int32_t part, int32_t first, int32_t count,
+                         const float* source, int64_t row_stride, int64_t input_stride, const float* bias) {
     funitel::Matrix& target = *engine->matrices[matrix];
     engine->fill(target, part, first, count, source, row_stride, input_stride);
     for (int32_t i = 0; bias != nullptr && i < count; i++) target.set_bias(part, first + i, bias[i]);
 }
 
 // Outputs [first, first + count) of a part of a matrix of blocks, as they lie in a GGUF, `row_bytes` apart.
-void funitel_blocks(Engine* engine, int32_t matrix, int32_t part, int32_t first, int32_t count, const uint8_t* source,
-                    int64_t row_bytes, const float* bias) {
+void ENTRY(funitel_blocks)(Engine* engine, int32_t matrix, int32_t part, int32_t first, int32_t count,
+                           const uint8_t* source, int64_t row_bytes, const float* bias) {
     funitel::Matrix& target = *engine->matrices[matrix];
     engine->fill_blocks(target, part, first, count, source, row_bytes);
     for (int32_t i = 0; bias != nullptr && i < count; i++) target.set_bias(part, first + i, bias[i]);
 }
 
 // The matrix is whole; returns the bytes it takes.
-int64_t funitel_matrix_done(Engine* engine, int32_t matrix) {
+int64_t ENTRY(funitel_matrix_done)(Engine* engine, int32_t matrix) {
     engine->choose_levels(*engine->matrices[matrix]);
     return engine->matrices[matrix]->num_bytes();
 }
 
 // Copy a vector (norm weights, position table, slopes) and return its index, or kNoMemory.
-int32_t funitel_vector(Engine* engine, const float* values, int64_t count) {
+int32_t ENTRY(funitel_vector)(Engine* engine, const float* values, int64_t count) {
     try {
         engine->vectors.emplace_back(values, values + count);
         return static_cast<int32_t>(engine->vectors.size()) - 1;
@@ -685,7 +687,7 @@ int32_t funitel_vector(Engine* engine, const float* values, int64_t count) {
 }
 
 // Add a norm and return its index, or kNoMemory.
-int32_t funitel_norm(Engine* engine, const funitel::Norm* norm) {
+int32_t ENTRY(funitel_norm)(Engine* engine, const funitel::Norm* norm) {
     try {
         engine->norms.push_back(*norm);
         return static_cast<int32_t>(engine->norms.size()) - 1;
@@ -695,7 +697,8 @@ int32_t funitel_norm(Engine* engine, const funitel::Norm* norm) {
 }
 
 // Add rotary positions with a frequency for each pair and return their index, or kNoMemory.
-int32_t funitel_turn(Engine* engine, const float* frequencies, int32_t count, float amplitude, int32_t is_interleaved) {
+int32_t ENTRY(funitel_turn)(Engine* engine, const float* frequencies, int32_t count, float amplitude,
+                            int32_t is_interleaved) {
     try {
         engine->add_turn({frequencies, frequencies + count}, amplitude, is_interleaved != 0);
         return static_cast<int32_t>(engine->turns.size()) - 1;
@@ -704,14 +707,14 @@ int32_t funitel_turn(Engine* engine, const float* frequencies, int32_t count, fl
     }
 }
 
-void funitel_program(Engine* engine, const funitel::Operation* operations, int32_t count) {
+void ENTRY(funitel_program)(Engine* engine, const funitel::Operation* operations, int32_t count) {
     engine->set_program(operations, count);
 }
 
-void funitel_join(Engine* engine, funitel::Ranks* ranks) { engine->ranks = ranks; }
+void ENTRY(funitel_join)(Engine* engine, funitel::Ranks* ranks) { engine->ranks = ranks; }
 
 // See Engine::run.
-int32_t funitel_run(Engine* engine, const funitel::Batch* batch, int32_t at) {
+int32_t ENTRY(funitel_run)(Engine* engine, const funitel::Batch* batch, int32_t at) {
     try {
         return engine->run(*batch, at);
     } catch (const std::bad_alloc&) {
@@ -720,14 +723,14 @@ int32_t funitel_run(Engine* engine, const funitel::Batch* batch, int32_t at) {
 }
 
 // See scores.h. `bits`: a pointer for each row, null where everything is allowed.
-void funitel_allow_scores(Engine* engine, float* scores, int32_t num_rows, int32_t count,
-                          const uint32_t* const* bits) {
+void ENTRY(funitel_allow_scores)(Engine* engine, float* scores, int32_t num_rows, int32_t count,
+                                 const uint32_t* const* bits) {
     engine->allow(scores, num_rows, count, bits);
 }
 
 // Returns 0 or kNoMemory.
-int32_t funitel_warp_scores(Engine* engine, float* scores, const int64_t* rows, int32_t num_rows, int32_t count,
-                            const funitel::Warp* warps) {
+int32_t ENTRY(funitel_warp_scores)(Engine* engine, float* scores, const int64_t* rows, int32_t num_rows, int32_t count,
+                                   const funitel::Warp* warps) {
     try {
         engine->warp(scores, rows, num_rows, count, warps);
         return 0;
@@ -736,13 +739,13 @@ int32_t funitel_warp_scores(Engine* engine, float* scores, const int64_t* rows, 
     }
 }
 
-void funitel_best_scores(Engine* engine, const float* scores, int32_t num_rows, int32_t count, int64_t* tokens,
-                         float* normalisers) {
+void ENTRY(funitel_best_scores)(Engine* engine, const float* scores, int32_t num_rows, int32_t count, int64_t* tokens,
+                                float* normalisers) {
     engine->best(scores, num_rows, count, tokens, normalisers);
 }
 
-void funitel_draw_scores(Engine* engine, const float* scores, const int64_t* rows, int32_t num_rows, int32_t count,
-                         const uint64_t* keys, int64_t* tokens) {
+void ENTRY(funitel_draw_scores)(Engine* engine, const float* scores, const int64_t* rows, int32_t num_rows,
+                                int32_t count, const uint64_t* keys, int64_t* tokens) {
     engine->draw(scores, rows, num_rows, count, keys, tokens);
 }
 

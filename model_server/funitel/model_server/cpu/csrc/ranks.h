@@ -20,6 +20,7 @@
 #include <cstring>
 #include <new>
 
+#include "entry.h"
 #include "vector.h"
 
 namespace funitel {
@@ -204,32 +205,32 @@ class Ranks {
 // The C interface; `ranks.py` says the same in ctypes.
 extern "C" {
 
-int64_t funitel_ranks_bytes(int32_t size) { return funitel::Ranks::num_bytes(size); }
+int64_t ENTRY(funitel_ranks_bytes)(int32_t size) { return funitel::Ranks::num_bytes(size); }
 
 // Join the ranks in `fd`, which is closed with them, or at once when this returns null: it cannot be.
-funitel::Ranks* funitel_ranks(int32_t fd, int32_t rank, int32_t size, int64_t timeout_ms) {
+funitel::Ranks* ENTRY(funitel_ranks)(int32_t fd, int32_t rank, int32_t size, int64_t timeout_ms) {
     auto* ranks = new (std::nothrow) funitel::Ranks(fd, rank, size, timeout_ms);
     if (ranks == nullptr || ranks->is_open()) return ranks;
     delete ranks;
     return nullptr;
 }
 
-void funitel_ranks_release(funitel::Ranks* ranks) { delete ranks; }
+void ENTRY(funitel_ranks_release)(funitel::Ranks* ranks) { delete ranks; }
 
-int32_t funitel_ranks_lost_rank(const funitel::Ranks* ranks) { return ranks->lost_rank(); }
+int32_t ENTRY(funitel_ranks_lost_rank)(const funitel::Ranks* ranks) { return ranks->lost_rank(); }
 
 // These return whether all ranks came.
 
-int32_t funitel_ranks_sum(funitel::Ranks* ranks, float* values, int64_t count) {
+int32_t ENTRY(funitel_ranks_sum)(funitel::Ranks* ranks, float* values, int64_t count) {
     return ranks->sum(values, count, [](size_t n, auto work) { work(0, n); });
 }
 
-int32_t funitel_ranks_broadcast(funitel::Ranks* ranks, char* data, int64_t size, int32_t source) {
+int32_t ENTRY(funitel_ranks_broadcast)(funitel::Ranks* ranks, char* data, int64_t size, int32_t source) {
     return ranks->broadcast(data, size, source);
 }
 
-int32_t funitel_ranks_gather(funitel::Ranks* ranks, const float* part, int32_t num_rows, const int64_t* starts,
-                             float* all) {
+int32_t ENTRY(funitel_ranks_gather)(funitel::Ranks* ranks, const float* part, int32_t num_rows, const int64_t* starts,
+                                    float* all) {
     return ranks->gather(part, num_rows, starts, all);
 }
 

@@ -5,6 +5,7 @@
 #include <new>
 #include <vector>
 
+#include "entry.h"
 #include "matrix.h"
 #include "memory.h"
 #include "threads.h"
@@ -127,7 +128,7 @@ using funitel::Roofs;
 extern "C" {
 
 // Null where there is no memory for the buffer.
-Roofs* funitel_roofs(int32_t num_threads, int64_t num_bytes) {
+Roofs* ENTRY(funitel_roofs)(int32_t num_threads, int64_t num_bytes) {
     Roofs* roofs = new (std::nothrow) Roofs(num_threads);
     if (roofs == nullptr) return nullptr;
     roofs->num_chunks = static_cast<int>(std::max<int64_t>(1, num_bytes / funitel::kChunk));
@@ -141,12 +142,12 @@ Roofs* funitel_roofs(int32_t num_threads, int64_t num_bytes) {
     return roofs;
 }
 
-void funitel_roofs_release(Roofs* roofs) { delete roofs; }
+void ENTRY(funitel_roofs_release)(Roofs* roofs) { delete roofs; }
 
-int32_t funitel_roofs_num_reads() { return static_cast<int32_t>(std::size(funitel::kReads)); }
+int32_t ENTRY(funitel_roofs_num_reads)() { return static_cast<int32_t>(std::size(funitel::kReads)); }
 
 // Bytes a second of one pass over the buffer, read in one of the ways.
-double funitel_roofs_read(Roofs* roofs, int32_t way) {
+double ENTRY(funitel_roofs_read)(Roofs* roofs, int32_t way) {
     const uint8_t* start = roofs->buffer.as<uint8_t>();
     funitel::Read read = funitel::kReads[way];
     double seconds = funitel::timed(*roofs, roofs->num_chunks, [&](int chunk) { read(start + chunk * funitel::kChunk); });
@@ -154,7 +155,7 @@ double funitel_roofs_read(Roofs* roofs, int32_t way) {
 }
 
 // Multiply-adds a second with the instructions for matrices of a kind.
-double funitel_roofs_multiply(Roofs* roofs, int32_t kind) {
+double ENTRY(funitel_roofs_multiply)(Roofs* roofs, int32_t kind) {
     int num_chunks = 16 * roofs->threads.count();
     std::atomic<int64_t> done{0};
     double seconds = funitel::timed(*roofs, num_chunks, [&](int) {

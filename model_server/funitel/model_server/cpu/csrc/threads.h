@@ -18,6 +18,14 @@
 #include <cstdint>
 #include <vector>
 
+// Version 2.34 of glibc gave these functions new versions and kept the old ones. A library that asks for the old ones loads
+// with older versions of glibc too.
+#if defined(__GLIBC__)
+__asm__(".symver pthread_create,pthread_create@GLIBC_2.2.5");
+__asm__(".symver pthread_join,pthread_join@GLIBC_2.2.5");
+__asm__(".symver pthread_sigmask,pthread_sigmask@GLIBC_2.2.5");
+#endif
+
 namespace funitel {
 
 // Ticks of the counter that `__rdtsc` reads.

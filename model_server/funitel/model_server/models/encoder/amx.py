@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from funitel.model_server.cpu.build import CannotBuild, build, cpu_flags
+from funitel.model_server.cpu.build import Functions, cpu_flags, open_library
+from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.models.encoder.layers import DistanceBias, attend
 from funitel.model_server.models.encoder.model import LayerWeights
 from funitel.model_server.models.encoder.packed import Packed
@@ -18,6 +19,14 @@ from funitel.proto.errors import NotEnoughMemory
 _NEEDS = frozenset({"amx_tile", "amx_bf16", "avx512_bf16"})
 _ACTIVATIONS = {"gelu": 1, "gelu_tanh": 2, "relu": 3}  # as in `activations.h`
 _SQUARE = 32  # what sizes must divide into
+_NUMBER, _ADDRESS = ctypes.c_int32, ctypes.c_void_p
+_FUNCTIONS: Functions = {
+    "funitel_encoder": (_ADDRESS, [_ADDRESS]),
+    "funitel_encoder_release": (None, [_ADDRESS]),
+    "funitel_encoder_dense": (_NUMBER, [_ADDRESS, _NUMBER, _NUMBER, _ADDRESS, _ADDRESS]),
+    "funitel_encoder_norm": (None, [_ADDRESS, _NUMBER, _NUMBER, _ADDRESS, _ADDRESS]),
+    "funitel_encoder_run": (None, [_ADDRESS, _NUMBER, _NUMBER, _ADDRESS, _ADDRESS, _ADDRESS]),
+}
 
 
 class _Shape(ctypes.Structure):
@@ -42,19 +51,9 @@ def open_layers(cache_dir: Path, spec: EncoderSpec, num_threads: int) -> "FusedL
     if spec.hidden_size % _SQUARE or spec.intermediate_size % _SQUARE:
         raise CannotBuild(f"sizes {spec.hidden_size} and {spec.intermediate_size} do not divide into {_SQUARE}")
     try:
-        library = ctypes.CDLL(str(build(cache_dir, source="encoder.cpp")))
+        library = open_library(cache_dir, _FUNCTIONS, source="encoder.cpp")
     except OSError as error:
         raise CannotBuild(str(error)) from error
-    number, address = ctypes.c_int32, ctypes.c_void_p
-    for name, result, arguments in (
-        ("funitel_encoder", address, [address]),
-        ("funitel_encoder_release", None, [address]),
-        ("funitel_encoder_dense", number, [address, number, number, address, address]),
-        ("funitel_encoder_norm", None, [address, number, number, address, address]),
-        ("funitel_encoder_run", None, [address, number, number, address, address, address]),
-    ):
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
     return FusedLayers(library, spec, num_threads)
 
 

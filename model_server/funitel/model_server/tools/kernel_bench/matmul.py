@@ -22,7 +22,7 @@ import torch
 
 from funitel.model_server.checkpoint.gguf_block_file import open_blocks
 from funitel.model_server.checkpoint.gguf_block_types import BLOCK_INPUTS, BlockType
-from funitel.model_server.cpu.build import CannotBuild, build
+from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.native import (
@@ -130,7 +130,7 @@ def measure_kernels(settings: KernelSettings) -> None:
     libraries = cache_folder(settings.cache_dir)
     try:
         roofs = Roofs(libraries, num_threads=num_threads, num_bytes=footprint)
-        library = load_library(build(libraries))
+        library = load_library(libraries)
         table = list(_rows(kinds, spec, settings.rows, library, roofs, num_threads, footprint))
     except CannotBuild as error:
         raise StartupError(f"the fused CPU step cannot be measured: {error}") from error

@@ -4,12 +4,19 @@ import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
-from funitel.model_server.cpu.build import build
+from funitel.model_server.cpu.build import Functions, open_library
 from funitel.model_server.cpu.precision import MatrixKind
 from funitel.proto.errors import NotEnoughMemory
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_FUNCTIONS: Functions = {
+    "funitel_roofs": (ctypes.c_void_p, [ctypes.c_int32, ctypes.c_int64]),
+    "funitel_roofs_release": (None, [ctypes.c_void_p]),
+    "funitel_roofs_num_reads": (ctypes.c_int32, []),
+    "funitel_roofs_read": (ctypes.c_double, [ctypes.c_void_p, ctypes.c_int32]),
+    "funitel_roofs_multiply": (ctypes.c_double, [ctypes.c_void_p, ctypes.c_int32]),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +48,7 @@ class Roofs:
 
     def __init__(self, cache_dir: Path, *, num_threads: int, num_bytes: int) -> None:
         """Raise CannotBuild without a compiler, NotEnoughMemory without so much memory."""
-        self._library = ctypes.CDLL(str(build(cache_dir, source="roofs.cpp")))
-        for name, result, arguments in (
-            ("funitel_roofs", ctypes.c_void_p, [ctypes.c_int32, ctypes.c_int64]),
-            ("funitel_roofs_release", None, [ctypes.c_void_p]),
-            ("funitel_roofs_num_reads", ctypes.c_int32, []),
-            ("funitel_roofs_read", ctypes.c_double, [ctypes.c_void_p, ctypes.c_int32]),
-            ("funitel_roofs_multiply", ctypes.c_double, [ctypes.c_void_p, ctypes.c_int32]),
-        ):
-            function = getattr(self._library, name)
-            function.restype, function.argtypes = result, arguments
+        self._library = open_library(cache_dir, _FUNCTIONS, source="roofs.cpp")
         self._handle = self._library.funitel_roofs(num_threads, num_bytes)
         if not self._handle:
             raise NotEnoughMemory(f"there are no {num_bytes >> 20} MiB of memory to read")
