@@ -14,7 +14,7 @@ import pytest
 
 from funitel.model_server.cpu.build import build
 from funitel.model_server.cpu.compiler import CannotBuild
-from funitel.model_server.hub.catalogue import CATALOGUE, IndexPackage
+from funitel.model_server.settings.catalogue import CATALOGUE, IndexPackage
 from funitel_testing.cache import usual_cache
 from funitel_testing.servers import Ended, run_launcher
 

@@ -13,7 +13,15 @@ from funitel.launcher.bench.settings import BenchSettings
 from funitel.launcher.cli.keys import ListKeysSettings, NewKeySettings, RevokeKeySettings
 from funitel.launcher.cli.settings import ChatSettings, GenerateSettings, TopSettings
 from funitel.launcher.settings import LauncherSettings
-from funitel.model_server.settings import DownloadSettings, KernelSettings, ModelServerSettings, QuantizeSettings
+from funitel.model_server.settings import (
+    DownloadSettings,
+    KernelSettings,
+    ModelServerSettings,
+    ModelsSettings,
+    QuantizeSettings,
+    SpecSettings,
+)
+from funitel.proto.settings.groups import GROUPS
 from funitel.proto.settings.options import flag_of, variable_of
 from funitel.proto.settings.tgi_flags import INERT, REFUSED, REFUSED_VALUES, Program, Refused, TgiFlag
 from funitel.router.settings import RouterSettings
@@ -46,6 +54,9 @@ flag is given once for each value; its variable has the values separated by spac
 wrong type ends the program with exit code 2; settings that contradict each other end it with exit code 1. Both print
 the reason in one line. The default "-" means that the setting is not given; its text says what then applies.
 
+The settings of a program are in the groups that its `--help` has: `--help` alone shows the common flags, `--help=all`
+all, `--help=GROUP` those of a group and `--help=WORD` those whose name, variable or description contains a word.
+
 Every flag and variable of text-generation-inference is accepted, in one of three classes. *Honoured* ones are in the
 tables of the five programs. Those [accepted without effect](#accepted-without-effect) change no answer here and are
 logged when given. Those [refused](#refused) would change answers and end the program with exit code 1.
@@ -53,12 +64,13 @@ logged when given. Those [refused](#refused) would change answers and end the pr
 
 SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
     (
-        "Launcher: `funitel`, `text-generation-launcher`",
-        "Serves a model. It passes settings of the router and the shards on to them as flags.",
+        "Launcher: `funitel serve MODEL`, `funitel`, `text-generation-launcher`",
+        "Serves a model, which is named after `serve` or by `--model-id`. It passes settings of the router and the "
+        "shards on to them as flags.",
         LauncherSettings,
     ),
     (
-        "Chat: `funitel chat`",
+        "Chat: `funitel chat MODEL`",
         "Chats with a model in the terminal, or line by line from a pipe.",
         ChatSettings,
     ),
@@ -80,7 +92,7 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
     ("List keys: `funitel key list`", "Lists the keys of a file.", ListKeysSettings),
     ("Revoke a key: `funitel key revoke NAME`", "Revokes a key.", RevokeKeySettings),
     (
-        "Load generator: `funitel bench`",
+        "Load generator: `funitel bench MODEL`",
         "Loads servers with requests and measures latency and throughput. See [bench](bench.md).",
         BenchSettings,
     ),
@@ -95,12 +107,12 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
         ModelServerSettings,
     ),
     (
-        "Download: `funitel-server download-weights MODEL_ID`, `text-generation-server download-weights MODEL_ID`",
+        "Download: `funitel download-weights MODEL_ID`, `text-generation-server download-weights MODEL_ID`",
         "Fetches or converts a model; the last line on stdout is its folder.",
         DownloadSettings,
     ),
     (
-        "Quantiser: `funitel-server quantize MODEL_ID OUTPUT_DIR`, also of `text-generation-server`",
+        "Quantiser: `funitel quantize MODEL_ID OUTPUT_DIR`, also of `text-generation-server`",
         "Writes a model with smaller weights to a folder, which it prints. See [quantization](quantization.md).",
         QuantizeSettings,
     ),
@@ -108,6 +120,16 @@ SECTIONS: tuple[tuple[str, str, type[Any]], ...] = (
         "Kernels: `funitel bench kernels MODEL_ID`, also `funitel-server bench-kernels MODEL_ID`",
         "Measures matrix products on a CPU against its memory bandwidth and multiply rate. See [bench](bench.md).",
         KernelSettings,
+    ),
+    (
+        "Models: `funitel models MODEL`, also `funitel-server models MODEL`",
+        "Lists what can be served, or says what one model needs. See [models](models.md).",
+        ModelsSettings,
+    ),
+    (
+        "Spec: `funitel spec show MODEL`, `funitel spec check MODEL`, also of `funitel-server`",
+        "Prints the spec of a model, or checks one against its tensors. See [models](models.md).",
+        SpecSettings,
     ),
 )
 
@@ -163,11 +185,16 @@ def sentence(text: str) -> str:
 
 
 def table(cls: type[Any]) -> Iterator[str]:
-    """One line for each setting that is a flag."""
-    yield "| flag | variable | default | |"
-    yield "| --- | --- | --- | --- |"
-    for field in fields(cls):
-        if "setting" in field.metadata:
+    """One line for each setting that is a flag, in the order of their groups."""
+    named = {field.name: field for field in fields(cls) if "setting" in field.metadata}
+    groups = [(group, [name for name in (*group.common, *group.others) if name in named]) for group in GROUPS]
+    present = [(group, names) for group, names in groups if names]
+    for index, (group, names) in enumerate(present):
+        if len(present) > 1:
+            yield from (*([""] if index else []), f"**{group.title}** (`--help={group.name}`)", "")
+        yield "| flag | variable | default | |"
+        yield "| --- | --- | --- | --- |"
+        for field in (named[name] for name in names):
             yield f"| {flags(field)} | {variable(field)} | {default(field.default)} | {explanation(field)} |"
 
 

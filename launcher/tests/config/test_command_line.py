@@ -31,7 +31,8 @@ def test_version(module: str) -> None:
 def test_unknown_flags_are_usage_errors_in_one_line(words: list[str]) -> None:
     result = run("funitel", *words, "--xyzzy")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "error: No such option: --xyzzy\n"
+    program = " ".join(["python -m funitel", *words])
+    assert result.stderr == f"error: No such option: --xyzzy; {program} --help=all lists all\n"
 
 
 def test_contradicting_settings_are_one_line_and_exit_code_1() -> None:

@@ -3,8 +3,9 @@
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 import uvloop
@@ -13,6 +14,7 @@ from funitel.model_server.device.cpu_affinity import pin
 from funitel.model_server.hub import resolve
 from funitel.model_server.rpc.listen_address import remove_files
 from funitel.model_server.settings import (
+    ARGUMENTS,
     DownloadSettings,
     KernelSettings,
     ModelServerSettings,
@@ -23,16 +25,12 @@ from funitel.model_server.settings import (
 from funitel.proto.process import logs
 from funitel.proto.process.parent import stop_with_parent
 from funitel.proto.process.standard_streams import open_standard_streams
-from funitel.proto.settings.command import SettingsCommand
+from funitel.proto.settings.command import CommandGroup, SettingsCommand
 from funitel.proto.settings.fields import as_command, run_app
 from funitel.proto.tracing.export import export
 
 app = typer.Typer(
-    help="Model shards of funitel.",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=True,
+    cls=CommandGroup, help="Model shards of funitel.", rich_markup_mode=None, pretty_exceptions_enable=False
 )
 
 
@@ -135,40 +133,16 @@ def _log_as_quantizer(settings: QuantizeSettings) -> None:
     logs.configure("quantize", json_output=settings.json_output, level=settings.logger_level)
 
 
-app.command("serve", cls=SettingsCommand)(
-    as_command(ModelServerSettings, serve, {"model_id": "Model to serve."}, program="shard", set_up=_log_as_shard)
-)
-app.command("download-weights", cls=SettingsCommand)(
-    as_command(DownloadSettings, download, {"model_id": "Model to fetch."}, program="download", set_up=_log_as_download)
-)
-app.command("quantize", cls=SettingsCommand)(
-    as_command(
-        QuantizeSettings,
-        quantize,
-        {"model_id": "Model to quantise.", "output_dir": "Folder to write, new or empty."},
-        program="quantize",
-        set_up=_log_as_quantizer,
-    )
-)
-app.command("bench-kernels", cls=SettingsCommand)(
-    as_command(
-        KernelSettings, bench_kernels, {"model_id": "Model with the matrices to measure."}, set_up=_log_as_measurement
-    )
-)
+def _command(name: str, cls: type[Any], run: Callable[[Any], None], **more: Any) -> None:
+    app.command(name, cls=SettingsCommand)(as_command(cls, run, ARGUMENTS[cls], **more))
 
 
-app.command("spec", cls=SettingsCommand)(
-    as_command(
-        SpecSettings,
-        spec,
-        {"action": "show or check.", "model_id": "Model to show the spec of, or to check the tensors of."},
-    )
-)
-
-
-app.command("models", cls=SettingsCommand)(
-    as_command(ModelsSettings, models, {"model_id": "Model to estimate; all that can be served when left out."})
-)
+_command("serve", ModelServerSettings, serve, program="shard", set_up=_log_as_shard)
+_command("download-weights", DownloadSettings, download, program="download", set_up=_log_as_download)
+_command("quantize", QuantizeSettings, quantize, program="quantize", set_up=_log_as_quantizer)
+_command("bench-kernels", KernelSettings, bench_kernels, set_up=_log_as_measurement)
+_command("spec", SpecSettings, spec)
+_command("models", ModelsSettings, models)
 
 
 def main() -> NoReturn:

@@ -23,8 +23,9 @@ from funitel.model_server.convert import hf_folder as conversion
 from funitel.model_server.files.integrity import check_safetensors
 from funitel.model_server.files.manifest import MANIFEST, VERIFIED
 from funitel.model_server.files.progress import Progress
-from funitel.model_server.hub import catalogue, huggingface, pypi, resolve
-from funitel.model_server.hub.catalogue import HubRepository, IndexFolder, IndexPackage, Source
+from funitel.model_server.hub import huggingface, pypi, resolve
+from funitel.model_server.settings import catalogue
+from funitel.model_server.settings.catalogue import HubRepository, IndexFolder, IndexPackage, Source
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel, WeightsError
 
 MakeGguf = Callable[..., PreTrainedModel]

@@ -81,16 +81,20 @@ def _configure_logs(settings: RouterSettings) -> None:
     logs.configure("router", json_output=settings.json_output, level=settings.log_level)
 
 
+class RouterCommand(SettingsCommand):
+    """The command line of the router."""
+
+    commands = (("print-schema", "Print the OpenAPI document."),)
+
+
 def main() -> None:
     """Entry point of the console script."""
     open_standard_streams()
     if sys.argv[1:2] == ["print-schema"]:
         print(json.dumps(document(), indent=2))
         return
-    app = typer.Typer(add_completion=False)
-    app.command(cls=SettingsCommand, epilog="`print-schema` as the first argument prints the OpenAPI document.")(
-        as_command(RouterSettings, serve, program="router", set_up=_configure_logs)
-    )
+    app = typer.Typer()
+    app.command(cls=RouterCommand)(as_command(RouterSettings, serve, program="router", set_up=_configure_logs))
     run_app(app)
 
 

@@ -1,49 +1,237 @@
-"""Command lines of the clients, and their handling of signals and closed pipes."""
+"""The program `funitel`: its commands, each imported when it is asked for; without one it serves a model."""
 
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
+from typer.main import get_command
 
-from funitel.launcher.bench.command import bench
-from funitel.launcher.bench.settings import BenchSettings
-from funitel.launcher.cli.chat import chat
-from funitel.launcher.cli.generate import generate
-from funitel.launcher.cli.keys import KEY_COMMANDS
-from funitel.launcher.cli.settings import ChatSettings, GenerateSettings, TopSettings
-from funitel.launcher.cli.top import top
+from funitel.launcher.config.command_line import LauncherCommand, ParsedCommandLine, launcher_app
+from funitel.launcher.settings import LauncherSettings
+from funitel.model_server.settings import ARGUMENTS
+from funitel.model_server.settings.catalogue import CATALOGUE
 from funitel.proto.process.python import module_command
-from funitel.proto.settings.command import SettingsCommand
-from funitel.proto.settings.fields import as_command, run_app
+from funitel.proto.settings.command import CommandGroup, SettingsCommand
+from funitel.proto.settings.fields import as_command
+from funitel.proto.settings.tgi_flags import Program
 
 T = TypeVar("T")
 
-TORCH_COMMANDS = ("models", "spec")
-KEYS = "key"  # the group of commands about keys
-PROMPT_HELP = "What to complete; - reads it from stdin."
+SERVE, HELP = "serve", "help"
+_TGI_FORM = ""  # of a command line without a command; no word of a command line
 
 
-def run_client() -> NoReturn:
-    """Run the client that the first word of the command line names.
+@dataclass(frozen=True)
+class ClientCommand:
+    """A command of this package.
 
-    `bench kernels` and `TORCH_COMMANDS` need torch: the model server replaces this process.
+    Attributes:
+        summary: one line for the list of commands.
+        settings: its dataclass, as `module:name` in the launcher.
+        run: its function.
+        arguments: its positional arguments, with their help.
     """
-    if sys.argv[1:3] == ["bench", "kernels"]:
-        os.execv(sys.executable, [*module_command("funitel.model_server"), "bench-kernels", *sys.argv[3:]])
-    if sys.argv[1] in TORCH_COMMANDS:
-        os.execv(sys.executable, [*module_command("funitel.model_server"), *sys.argv[1:]])
+
+    summary: str
+    settings: str
+    run: str
+    arguments: Mapping[str, str] = field(default_factory=dict)
+
+    def make(self, words: str) -> Any:
+        """The typer command."""
+        run = _until_signalled(_loaded(self.run))
+        return _command(words, as_command(_loaded(self.settings), run, dict(self.arguments)))
+
+
+@dataclass(frozen=True)
+class KeyCommands:
+    """A group of commands: `commands` is a mapping of them, as `module:name` in the launcher."""
+
+    summary: str
+    commands: str
+
+    def make(self, words: str) -> Any:
+        """The typer group."""
+        app = typer.Typer(cls=CommandGroup, help=self.summary, add_completion=False)
+        for name, function in _loaded(self.commands).items():
+            app.command(name, cls=SettingsCommand)(function)
+        return get_command(app)
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """A command of the model server, which replaces this process once the command line is right.
+
+    Attributes:
+        settings: its dataclass, of `model_server.settings`.
+        name: its name there.
+    """
+
+    summary: str
+    settings: str
+    name: str
+    program: Program | None = None
+
+    def make(self, words: str) -> Any:
+        """The typer command."""
+        settings = getattr(import_module("funitel.model_server.settings"), self.settings)
+        rest = 1 + len(words.split())
+
+        def replace_process(_: Any) -> None:
+            os.execv(sys.executable, [*module_command("funitel.model_server"), self.name, *sys.argv[rest:]])
+
+        return _command(words, as_command(settings, replace_process, ARGUMENTS[settings], program=self.program))
+
+
+COMMANDS: Mapping[str, ClientCommand | KeyCommands | ServerCommand] = {
+    "chat": ClientCommand(
+        "Chat with a model in the terminal.",
+        "cli.settings:ChatSettings",
+        "cli.chat:chat",
+        {"model_id": "Model to chat with, as --model-id."},
+    ),
+    "generate": ClientCommand(
+        "Complete a prompt.",
+        "cli.settings:GenerateSettings",
+        "cli.generate:generate",
+        {"prompt": "What to complete; - reads it from stdin. The model is --model-id."},
+    ),
+    "bench": ClientCommand(
+        "Measure latency and throughput of servers; `bench kernels` measures this CPU.",
+        "bench.settings:BenchSettings",
+        "bench.command:bench",
+        {"model_id": "Model name in requests, as --model-id."},
+    ),
+    "bench kernels": ServerCommand("", "KernelSettings", "bench-kernels"),
+    "top": ClientCommand("Show what a server is doing.", "cli.settings:TopSettings", "cli.top:top"),
+    "models": ServerCommand("List what can be served, or what a model needs.", "ModelsSettings", "models"),
+    "spec": ServerCommand("Show or check the description of a model.", "SpecSettings", "spec"),
+    "download-weights": ServerCommand(
+        "Fetch or convert a model before it is served.", "DownloadSettings", "download-weights", "download"
+    ),
+    "quantize": ServerCommand("Write a model with smaller weights.", "QuantizeSettings", "quantize", "quantize"),
+    "key": KeyCommands("Create, list, group and revoke the API keys of a file.", "cli.keys:KEY_COMMANDS"),
+}
+SUMMARIES: Mapping[str, str] = {
+    SERVE: "Serve a model; also done without a command.",
+    **{name: entry.summary for name, entry in COMMANDS.items() if entry.summary},
+    HELP: "Show the help of a command, a group of flags or a word.",
+}
+
+
+class ServeCommand(LauncherCommand):
+    """`funitel serve MODEL`."""
+
+    arguments: Mapping[str, str] = {"model_id": "Model to serve, as --model-id."}
+
+    def surplus(self, ctx: Any, extra: Sequence[str]) -> str:
+        """Say that there is one model."""
+        return f"unexpected argument {extra[0]!r}: funitel serve takes one MODEL"
+
+
+class TgiForm(LauncherCommand):
+    """`funitel FLAGS`, as text-generation-launcher is called."""
+
+    commands = tuple(SUMMARIES.items())
+
+    def about(self) -> str:
+        """What the program does, and what it does without a command."""
+        return (
+            f"{self.help}\n\nWithout a command it serves the model of --model-id. The flags below are those of serve."
+        )
+
+    def surplus(self, ctx: Any, extra: Sequence[str]) -> str:
+        """Say where a command or a model belongs."""
+        if extra[0] in SUMMARIES:
+            return f"{extra[0]} comes before the flags: funitel {extra[0]} ..."
+        return f"unexpected argument {extra[0]!r}: to serve a model, run funitel serve {extra[0]}, or give --model-id"
+
+
+class _Program(CommandGroup):
+    """The commands above, and TGI's form where the first word is none."""
+
+    load: Callable[[str], Any]
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*SUMMARIES]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A stand-in for a list; `resolve_command` gives the command itself."""
+        return TyperCommand(cmd_name, help=SUMMARIES[cmd_name]) if cmd_name in SUMMARIES else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        words = "bench kernels" if args[:2] == ["bench", "kernels"] else args[0]
+        if words != _TGI_FORM and words not in (*SUMMARIES, *COMMANDS) and not ctx.resilient_parsing:
+            ctx.fail(self.unknown(ctx, words))
+        known = words == _TGI_FORM or words in SUMMARIES or words in COMMANDS
+        return words, self.load(words) if known else None, args[max(1, len(words.split())) :]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:1] == [HELP]:
+            args = [*args[1:2], "--help"] if args[1:2] == [] or args[1] in SUMMARIES else [f"--help={args[1]}"]
+        own = {name for option in self.params for name in option.opts}
+        if args[:1] == [""]:
+            ctx.fail("the first argument is empty: it must be a command or a flag")
+        if not args and ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        if not args or (args[0].startswith("-") and args[0] not in own):
+            args = [_TGI_FORM, *args]
+        return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        flags = self.load(_TGI_FORM).shell_complete(ctx, incomplete) if incomplete.startswith("-") else []
+        return [*super().shell_complete(ctx, incomplete), *flags]
+
+    def unknown(self, ctx: Any, word: str) -> str:
+        if word in CATALOGUE or "/" in word or Path(word).exists():
+            return f"{ctx.command_path} has no command {word!r}: to serve that model, run funitel serve {word}"
+        return super().unknown(ctx, word)
+
+
+def program(
+    variables: MutableMapping[str, str],
+    serve: Callable[[ParsedCommandLine], None],
+    set_up: Callable[[LauncherSettings], None],
+) -> typer.Typer:
+    """Make the program.
+
+    Args:
+        variables: the environment as typer reads it.
+        serve: run by `serve` and without a command.
+        set_up: called before it.
+    """
+
+    def load(words: str) -> Any:
+        if words in (SERVE, _TGI_FORM):
+            form, argv = (ServeCommand, sys.argv[2:]) if words == SERVE else (TgiForm, sys.argv[1:])
+            return get_command(launcher_app(argv, variables, serve, set_up, form))
+        return COMMANDS[words].make(words)
+
+    class _Loaded(_Program):
+        """The program with its loader."""
+
+    _Loaded.load = staticmethod(load)
+    app = typer.Typer(cls=_Loaded, rich_markup_mode=None)
+    app.callback()(lambda: None)
+    return app
+
+
+def _command(words: str, function: Callable[..., None]) -> Any:
     app = typer.Typer(add_completion=False)
-    app.callback()(lambda: None)  # without it, typer would take no name for a single command
-    for name, command in CLIENTS.items():
-        app.command(name, cls=SettingsCommand)(command)
-    keys = typer.Typer(help="Create, list and revoke the API keys of a file.")
-    for name, command in KEY_COMMANDS.items():
-        keys.command(name, cls=SettingsCommand)(command)
-    app.add_typer(keys, name=KEYS)
-    run_app(app)
+    app.command(words, cls=SettingsCommand)(function)
+    return get_command(app)
+
+
+def _loaded(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(import_module(f"funitel.launcher.{module}"), name)
 
 
 def _until_signalled(run: Callable[[T], None]) -> Callable[[T], None]:
@@ -59,11 +247,3 @@ def _until_signalled(run: Callable[[T], None]) -> Callable[[T], None]:
             sys.exit(128 + signal.SIGPIPE)
 
     return run_client_command
-
-
-CLIENTS: Mapping[str, Callable[..., Any]] = {
-    "bench": as_command(BenchSettings, _until_signalled(bench)),
-    "chat": as_command(ChatSettings, _until_signalled(chat)),
-    "generate": as_command(GenerateSettings, _until_signalled(generate), {"prompt": PROMPT_HELP}),
-    "top": as_command(TopSettings, _until_signalled(top)),
-}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from funitel.launcher.terminal_ui.http_client import check_client_tls
+from funitel.model_server.settings.catalogue import model_names
 from funitel.proto.settings.bounds import AT_LEAST_ONE, Bounds
 from funitel.proto.settings.fields import check_bounds, require, setting
 
@@ -32,7 +33,9 @@ class ClientSettings:
         None,
         "URL of the server; when not given, http://127.0.0.1:3000, or a temporary server that is started.",
     )
-    model_id: str | None = _given("Model to use; a running server is used only if it serves this model.")
+    model_id: str | None = _given(
+        "Model to use; a running server is used only if it serves this model.", complete=model_names
+    )
     api_key: str | None = _api_key()
     tls_ca: str | None = _given("PEM file of authorities to trust for an https server; the system's when not given.")
     tls_cert: str | None = _given("PEM file of a certificate to show to the server.")

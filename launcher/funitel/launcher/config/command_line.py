@@ -64,10 +64,16 @@ class ParsedCommandLine:
     located: Callable[[str], SettingsError]  # makes an error that names the line of the file
 
 
-class _Command(SettingsCommand):
-    """A command that also reads variables from a file; its context's object is a `_ParseState`."""
+class LauncherCommand(SettingsCommand):
+    """TGI's form, without positional arguments; reads variables from a file too.
+
+    Its context's object is a `_ParseState`.
+    """
+
+    arguments: Mapping[str, str] = {}  # positional ones, with their help
 
     def parse_settings(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse, with the variables of the file."""
         state: _ParseState = ctx.obj
         path = self._path(ctx, args)
         state.file = ConfigFile() if path is None else read_config(path)
@@ -92,6 +98,10 @@ class _Command(SettingsCommand):
         path: str | None = option.consume_value(ctx, given)[0]
         return path
 
+    def surplus(self, ctx: Any, extra: Sequence[str]) -> str:
+        """Say where the word belongs."""
+        return f"unexpected argument {extra[0]!r}: put a command first, as in funitel serve {extra[0]}"
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -110,6 +120,7 @@ def launcher_app(
     variables: MutableMapping[str, str],
     run: Callable[[ParsedCommandLine], None],
     set_up: Callable[[LauncherSettings], None] = lambda settings: None,
+    command: type[LauncherCommand] = LauncherCommand,
 ) -> typer.Typer:
     """Make the program that parses its command line and calls `run` with the result.
 
@@ -118,6 +129,7 @@ def launcher_app(
         variables: the environment as typer reads it; the file overlays it during a parse.
         run: called once.
         set_up: as of `as_command`.
+        command: the form of its command line.
     """
     state = _ParseState(variables)
 
@@ -125,19 +137,21 @@ def launcher_app(
         for name in filter(state.overridden.get, state.file.values):
             logger.warning("%s has no effect: %s", state.file.position(name), state.overridden[name])
         environ = {name: value for name, value in variables.items() if name not in _OWN}
-        run(ParsedCommandLine(settings, environ, lambda: _parse(argv, variables), state.located))
+        run(ParsedCommandLine(settings, environ, lambda: _parse(argv, variables, command), state.located))
 
     app = typer.Typer(add_completion=False)
-    command = _with_version(as_command(LauncherSettings, run_parsed, program="launcher", set_up=set_up))
-    app.command(cls=_Command, context_settings={"obj": state})(command)
+    parsed = as_command(LauncherSettings, run_parsed, command.arguments, program="launcher", set_up=set_up)
+    app.command(cls=command, context_settings={"obj": state})(_with_version(parsed))
     return app
 
 
-def _parse(argv: Sequence[str], variables: MutableMapping[str, str]) -> ParsedCommandLine:
+def _parse(
+    argv: Sequence[str], variables: MutableMapping[str, str], command: type[LauncherCommand]
+) -> ParsedCommandLine:
     """Parse a command line; any error in it is raised as a SettingsError."""
     found: list[ParsedCommandLine] = []
     try:
-        launcher_app(argv, variables, found.append)(list(argv), standalone_mode=False)
+        launcher_app(argv, variables, found.append, command=command)(list(argv), standalone_mode=False)
     except typer.TyperException as error:
         raise SettingsError(usage_message(error)) from error
     return found[0]

@@ -5,6 +5,7 @@ from typing import Any
 
 from funitel.launcher.settings.shard_count import ShardCount, is_auto
 from funitel.model_server.settings import ModelServerSettings
+from funitel.model_server.settings.catalogue import model_names
 from funitel.proto.security.tls import Pair
 from funitel.proto.settings.batch_sizes import BatchSizes
 from funitel.proto.settings.bounds import AT_LEAST_ONE, NOT_NEGATIVE
@@ -34,7 +35,9 @@ class LauncherSettings:
     """Serve a model: start its shards and the router, supervise them, stop them in order."""
 
     model_id: str = setting(
-        "smollm2-135m-instruct", "Catalogue name, hub repository, local folder, or path of a .gguf file."
+        "smollm2-135m-instruct",
+        "Catalogue name, hub repository, local folder, or path of a .gguf file.",
+        complete=model_names,
     )
     revision: str | None = _shard("revision")
     cache_dir: str | None = _shard("cache_dir")
@@ -190,6 +193,7 @@ class LauncherSettings:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        require(bool(self.model_id.strip()), "--model-id must not be empty")
         require(
             self.max_input_tokens is None or self.max_input_length is None,
             "--max-input-tokens and --max-input-length are the same setting: give one",

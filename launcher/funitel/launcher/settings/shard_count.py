@@ -4,6 +4,8 @@
 class ShardCount(int):
     """A number of shards; `auto` has the value 1, the minimum, and `is_auto`."""
 
+    METAVAR = "INTEGER|auto"
+
     is_auto: bool
 
     def __new__(cls, text: str) -> "ShardCount":

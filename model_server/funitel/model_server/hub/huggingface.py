@@ -14,7 +14,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from funitel.model_server.hub.catalogue import CATALOGUE
+from funitel.model_server.settings.catalogue import CATALOGUE
 from funitel.proto.errors import StartupError, WeightsError
 
 # Code is run with --trust-remote-code only, by shards.

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from funitel.model_server.files.integrity import hash_file
 from funitel.model_server.files.progress import Progress
-from funitel.model_server.hub.catalogue import IndexFolder, IndexPackage, IndexWheel
+from funitel.model_server.settings.catalogue import IndexFolder, IndexPackage, IndexWheel
 from funitel.proto.errors import StartupError, WeightsError
 from funitel.proto.process.python import module_command
 

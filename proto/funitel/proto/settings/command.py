@@ -1,20 +1,148 @@
-"""A typer command that reads settings from the environment, without values that other software left there."""
+"""The typer command of every program: pages of help, a flag that is positional too, variables, mistakes in one line."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
-from typer.core import TyperCommand
+import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
+from funitel.proto.settings.help_page import ALL, Flag, HelpPage
+from funitel.proto.settings.suggestions import did_you_mean
 from funitel.proto.settings.variables import disregarded, overlaid
+
+POSITIONAL = "_positional"
+"""What follows the name of a setting in the name of its positional argument."""
+
+_TOPIC = "--help="
+_HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class SettingsCommand(TyperCommand):
-    """The command class of `fields.as_command`: variables that `variables.disregarded` names are not read."""
+    """The command class of `fields.as_command`.
+
+    It has `-h`, `--help`, `--help=all`, `--help=GROUP` and `--help=WORD`. Variables that `variables.disregarded` names
+    are not read.
+    """
+
+    commands: Sequence[tuple[str, str]] = ()  # on its page of help
+
+    def __init__(self, *args: Any, context_settings: dict[str, Any] | None = None, **more: Any) -> None:
+        super().__init__(*args, context_settings=_HELP | (context_settings or {}), **more)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse; the page of a topic of help ends the program."""
+        if ctx.resilient_parsing:  # a shell asks for completions
+            return super().parse_args(ctx, args)
+        options = args[: args.index("--")] if "--" in args else args
+        if (topic := next((word for word in options if word.startswith(_TOPIC)), None)) is not None:
+            typer.echo(self._page_about(ctx, topic.removeprefix(_TOPIC)))
+            raise typer.Exit
         with overlaid(os.environ, dict.fromkeys(disregarded(os.environ))):
             return self.parse_settings(ctx, args)
 
     def parse_settings(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the flags, and the variables that count."""
-        return super().parse_args(ctx, args)
+        self._check_repeated(ctx, args)
+        ctx.allow_extra_args = True
+        extra = super().parse_args(ctx, args)
+        if extra:
+            ctx.fail(self.surplus(ctx, extra))
+        for name in [name for name in ctx.params if name.endswith(POSITIONAL)]:
+            self._merge(ctx, name.removesuffix(POSITIONAL), ctx.params.pop(name))
+        return extra
+
+    def surplus(self, ctx: Any, extra: Sequence[str]) -> str:
+        """What to say of words that are not expected."""
+        takes = " ".join(str(each.metavar) for each in self.params if isinstance(each, TyperArgument))
+        return f"unexpected argument {extra[0]!r}: {_path(ctx)} takes {takes or 'flags only'}"
+
+    def about(self) -> str:
+        """What the program does, on its page of help."""
+        return self.help or ""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the short page."""
+        formatter.write(self.page(ctx).short() + "\n")
+
+    def page(self, ctx: Any) -> HelpPage:
+        """What the pages of help are made of."""
+        params = self.get_params(ctx)
+        arguments = [each for each in params if isinstance(each, TyperArgument)]
+        options = [each for each in params if isinstance(each, TyperOption) and not each.hidden]
+        path = _path(ctx)
+        return HelpPage(
+            program=path,
+            usage=" ".join([path, "[FLAGS]", *(piece for each in arguments for piece in each.get_usage_pieces(ctx))]),
+            about=self.about(),
+            flags=[Flag.of(option) for option in options],
+            arguments=[(str(each.metavar), each.help or "") for each in arguments],
+            commands=self.commands,
+        )
+
+    def _page_about(self, ctx: Any, topic: str) -> str:
+        page = self.page(ctx)
+        text = page.all() if topic.lower() == ALL else page.about_topic(topic)
+        return text or str(ctx.fail(page.no_topic(topic)))
+
+    def _check_repeated(self, ctx: Any, args: Sequence[str]) -> None:
+        """Fail for a flag that is given twice and takes one value."""
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        for option in order if not any(each.is_eager for each in order) else ():
+            if isinstance(option, TyperOption) and not option.multiple and order.count(option) > 1:
+                ctx.fail(f"{max(option.opts, key=len)} is given {order.count(option)} times: give it once")
+
+    def _merge(self, ctx: Any, name: str, value: str | None) -> None:
+        """Take a positional argument for the flag that means the same."""
+        flag = "--" + name.replace("_", "-")
+        if value is None:
+            return
+        if not value.strip():
+            ctx.fail(f"{name.upper().removesuffix('_ID')} must not be empty")
+        given, source = ctx.params[name], ctx.get_parameter_source(name)
+        is_list = isinstance(given, (list, tuple))
+        if source.name == "COMMANDLINE" and given != ([value] if is_list else value):
+            ctx.fail(f"{value} and {flag} {' '.join(given) if is_list else given} are different models: give one")
+        ctx.params[name] = [value] if is_list else value
+        ctx.set_parameter_source(name, type(source).COMMANDLINE)
+
+
+class CommandGroup(TyperGroup):
+    """A program with commands."""
+
+    def __init__(self, *args: Any, context_settings: dict[str, Any] | None = None, **more: Any) -> None:
+        super().__init__(*args, context_settings=_HELP | (context_settings or {}), **more)
+
+    def summaries(self, ctx: Any) -> list[tuple[str, str]]:
+        """(name, first paragraph of its help) of each command."""
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        texts = {name: (command.help or "") if command else "" for name, command in commands.items()}
+        return [(name, " ".join(text.split("\n\n")[0].split())) for name, text in texts.items()]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands."""
+        path = _path(ctx)
+        page = HelpPage(path, f"{path} COMMAND [FLAGS]", self.help or "", (), commands=self.summaries(ctx))
+        formatter.write(f"{page.short()}\n\n{path} COMMAND --help shows the flags of a command.\n")
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse up to the command."""
+        rest = super().parse_args(ctx, args)
+        if not args and not ctx.resilient_parsing:
+            ctx.fail(f"{_path(ctx)} needs a command: {', '.join(self.list_commands(ctx))}")
+        return rest
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command; an unknown one is a usage error that suggests another."""
+        if self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
+            ctx.fail(self.unknown(ctx, args[0]))
+        return super().resolve_command(ctx, args)
+
+    def unknown(self, ctx: Any, word: str) -> str:
+        """What to say of a word that is no command."""
+        hint = did_you_mean(word, self.list_commands(ctx))
+        return f"{_path(ctx)} has no command {word!r}{hint or f'; {_path(ctx)} --help lists them'}"
+
+
+def _path(ctx: Any) -> str:
+    return str(ctx.command_path).strip()

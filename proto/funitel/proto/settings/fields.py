@@ -20,6 +20,7 @@ import typer
 
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.settings.bounds import ANY, Bounds
+from funitel.proto.settings.command import POSITIONAL
 from funitel.proto.settings.options import Meta, flag_of, option_of, tgi_option, usage_message, variable_of
 from funitel.proto.settings.tgi_flags import Inert, Program, Refused, rows_of
 from funitel.proto.settings.variables import PREFIX, PROTECTIVE, GivenBy, disregarded, first_set
@@ -41,6 +42,7 @@ def setting(
     refused: Mapping[str, str] = MappingProxyType({}),
     bounds: Bounds = ANY,
     keeps_variable: bool = False,
+    complete: Callable[[str], Iterable[str]] | None = None,
 ) -> Any:
     """Declare one field of a settings dataclass.
 
@@ -55,8 +57,11 @@ def setting(
         refused: known values that cannot be honoured, with the reason.
         bounds: range for `check_bounds`; None is always allowed where it is the default.
         keeps_variable: a text that a variable gave is a `GivenBy`.
+        complete: values that begin with a text, for the completion of shells; those of `choices` need none.
     """
-    meta = Meta(help, short, tuple(choices), env, tuple(aliases), takes_value, refused, bounds, keeps_variable)
+    meta = Meta(
+        help, short, tuple(choices), env, tuple(aliases), takes_value, refused, bounds, keeps_variable, complete
+    )
     return field(default=default, metadata={"setting": meta})
 
 
@@ -69,7 +74,7 @@ def inherited(source: dataclasses.Field[Any], **changes: Any) -> Any:
 def as_command(
     cls: type[T],
     run: Callable[[T], None],
-    arguments: dict[str, str] | None = None,
+    arguments: Mapping[str, str] | None = None,
     *,
     program: Program | None = None,
     set_up: Callable[[T], None] = lambda settings: None,
@@ -79,7 +84,8 @@ def as_command(
     Args:
         cls: the settings dataclass.
         run: called with the settings.
-        arguments: the fields that are positional, with their help.
+        arguments: the fields that are positional, with their help; one that is a setting too keeps its flag, and
+            needs the class `command.SettingsCommand`.
         program: its rows of `tgi_flags` are accepted too; refused ones raise SettingsError before `run`.
         set_up: called before `run` and before the first log line; each given row without effect is logged.
     """
@@ -112,13 +118,23 @@ def as_command(
 def _parameters(cls: type[Any], positional: Mapping[str, str]) -> Iterator[inspect.Parameter]:
     hints = get_type_hints(cls)
     for setting_field in dataclasses.fields(cls):
-        name = setting_field.name
-        if name in positional:
-            default = ... if setting_field.default is MISSING else setting_field.default
-            argument = typer.Argument(default, help=positional[name])
-            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=argument, annotation=hints[name])
-        else:
+        name, meta = setting_field.name, setting_field.metadata.get("setting")
+        if meta is not None:
             yield option_of(setting_field, hints[name])
+        if name in positional:
+            yield _argument(setting_field, meta, hints[name], positional[name])
+
+
+def _argument(setting_field: dataclasses.Field[Any], meta: Meta | None, hint: Any, help: str) -> inspect.Parameter:
+    """The positional argument of a field; that of a setting, which has a flag too, can be left out."""
+    metavar = setting_field.name.upper().removesuffix("_ID")
+    if meta is not None:
+        argument = typer.Argument(None, help=help, metavar=metavar, show_default=False, autocompletion=meta.complete)
+        name = setting_field.name + POSITIONAL
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=argument, annotation=str | None)
+    default = ... if setting_field.default is MISSING else setting_field.default
+    argument = typer.Argument(default, help=help, metavar=metavar)
+    return inspect.Parameter(setting_field.name, inspect.Parameter.KEYWORD_ONLY, default=argument, annotation=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,13 +249,15 @@ def check_bounds(settings: Any) -> None:
             require(value in meta.bounds, f"{flag_of(setting_field.name)} must be {meta.bounds}, given {value}")
 
 
-def run_app(app: typer.Typer) -> NoReturn:
+def run_app(app: typer.Typer, name: str | None = None) -> NoReturn:
     """Run a typer app; usage errors end it with one line and exit code 2, others with one line and exit code 1.
+
+    `name` is that of the program, the script's by default.
 
     The traceback of an unexpected error is logged at debug level.
     """
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name=name)
     except typer.Abort:
         sys.exit(130)
     except typer.TyperException as error:

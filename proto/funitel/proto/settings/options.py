@@ -2,15 +2,19 @@
 
 import inspect
 import os
+import re
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, TypeVar, Union, get_args, get_origin
 
 import typer
 
 from funitel.proto.settings.bounds import Bounds
+from funitel.proto.settings.groups import COMPATIBILITY, GROUP_OF, GROUPS
+from funitel.proto.settings.help_page import CHOICES
+from funitel.proto.settings.suggestions import did_you_mean
 from funitel.proto.settings.tgi_flags import Inert, Program, TgiFlag
 from funitel.proto.settings.variables import PREFIX, TGI_VARIABLES, first_set, names_of
 
@@ -65,6 +69,30 @@ class Meta:
     refused: Mapping[str, str]
     bounds: Bounds
     keeps_variable: bool
+    complete: Callable[[str], Iterable[str]] | None = None
+
+    @property
+    def parser(self) -> "OneOf | None":
+        """The parser of a setting with choices."""
+        return OneOf((*self.choices,), (*self.refused,)) if self.choices else None
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """The parser of one of several words; refused ones are words too, which are offered nowhere."""
+
+    offered: tuple[str, ...]
+    refused: tuple[str, ...] = ()
+
+    def __call__(self, text: str) -> str:
+        """Raise ValueError, with what is allowed, for any other text."""
+        if text not in (*self.offered, *self.refused):
+            raise ValueError(f"is not one of {', '.join(self.offered)}{did_you_mean(text, self.offered)}")
+        return text
+
+    def complete(self, incomplete: str) -> list[str]:
+        """The words that begin with `incomplete`."""
+        return [word for word in self.offered if word.startswith(incomplete)]
 
 
 def flag_of(name: str) -> str:
@@ -102,15 +130,16 @@ def option_of(field: "Field[Any]", annotation: Any) -> inspect.Parameter:
     names = [_switch(field.name) if is_switch else flag_of(field.name), *meta.aliases]
     default: Any = field.default
     option = _make_option(
-        list(default) if repeatable else default,
+        list(default) if repeatable else None if default is MISSING else default,
         [*names, *([meta.short] if meta.short else [])],
-        plain,
+        meta.parser or plain,
         is_switch=is_switch,
         env=_names_of(variable_of(field)),
         help=meta.help,
+        complete=meta.complete,
+        rich_help_panel=GROUP_OF[field.name].title if field.name in GROUP_OF else None,
     )
-    known = (*meta.choices, *meta.refused)
-    kind: Any = Literal[known] if known else bool if is_switch else str if plain is bool else plain
+    kind: Any = bool if is_switch else str if plain is bool else plain
     return _parameter(field.name, option, list[kind] if repeatable else kind)
 
 
@@ -120,14 +149,14 @@ def tgi_option(row: TgiFlag, program: Program) -> inspect.Parameter:
     option = _make_option(
         None,
         [_switch(row.name) if is_switch else flag_of(row.name)],
-        row.kind,
+        OneOf(row.choices) if row.choices else row.kind,
         is_switch=is_switch,
         env=_names_of(row.env),
         help=f"Accepted without effect: {row.why}." if isinstance(row, Inert) else f"Refused: {row.why}.",
         hidden=program not in row.flag,
+        rich_help_panel=next(group.title for group in GROUPS if group.name == COMPATIBILITY),
     )
-    kind: Any = Literal[row.choices] if row.choices else bool if is_switch else str
-    return _parameter(row.name, option, kind)
+    return _parameter(row.name, option, bool if is_switch else str)
 
 
 def _switch(name: str) -> str:
@@ -136,10 +165,43 @@ def _switch(name: str) -> str:
 
 
 def _make_option(
-    default: Any, names: list[str], kind: Callable[[str], Any], *, is_switch: bool, env: list[str] | None, **more: Any
+    default: Any,
+    names: list[str],
+    kind: Callable[[str], Any],
+    *,
+    is_switch: bool,
+    env: list[str] | None,
+    help: str,
+    complete: Callable[[str], Iterable[str]] | None = None,
+    **more: Any,
 ) -> Any:
     parser = None if is_switch or kind is str else partial(_parse, parse_bool if kind is bool else kind)
-    return typer.Option(default, *names, envvar=env, parser=parser, show_default=default is not None, **more)
+    metavar = None if is_switch else _METAVARS.get(kind) or _words_of(kind)
+    if metavar == _CHOICE and isinstance(kind, OneOf):
+        help = f"{help} {CHOICES}{', '.join(kind.offered)}."
+    words = OneOf(("true", "false")) if kind is bool else kind
+    return typer.Option(
+        default,
+        *names,
+        envvar=env,
+        parser=parser,
+        metavar=metavar,
+        help=help,
+        autocompletion=complete or (None if is_switch or not isinstance(words, OneOf) else words.complete),
+        show_default=default is not None,
+        **more,
+    )
+
+
+_METAVARS: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", bool: "true|false"}
+_CHOICE = "CHOICE"
+MAX_METAVAR = 18  # characters; longer lists of choices are in the description
+
+
+def _words_of(kind: Any) -> str:
+    """`auto|cpu|cuda`, or one word for what has many choices or a type of its own."""
+    words = "|".join(kind.offered) if isinstance(kind, OneOf) else ""
+    return words if 0 < len(words) <= MAX_METAVAR else _CHOICE if words else getattr(kind, "METAVAR", "LIST")
 
 
 def _parameter(name: str, option: Any, kind: Any) -> inspect.Parameter:
@@ -169,14 +231,26 @@ def parse_bool(text: str) -> bool:
     return word in TRUE_WORDS
 
 
+_UNKNOWN_FLAG = re.compile(r"No such option: (\S+)")
+
+
 def usage_message(error: typer.TyperException) -> str:
     """Describe a usage error in one line, with the variable at fault; typer leaves out the value of a switch's."""
-    option = getattr(error, "param", None)
+    option, context = getattr(error, "param", None), getattr(error, "ctx", None)
     message = " ".join(error.format_message().split())
     if isinstance(error, typer.BadParameter) and getattr(option, "is_flag", False) and option and error.ctx:
         value = option.value_from_envvar(error.ctx)
         message = f"Invalid value for {option.get_error_hint()}: {value!r} {_NOT_BOOLEAN}"
+    unknown = _UNKNOWN_FLAG.match(message)
+    if unknown and context is not None:
+        flags = [name for each in context.command.get_params(context) if not each.hidden for name in _spellings(each)]
+        hint = did_you_mean(unknown[1], flags) or f"; {context.command_path.strip()} --help=all lists all"
+        return f"{unknown[0]}{hint}"
     names = getattr(option, "envvar", None)
     if isinstance(names, list):  # typer writes all of them
         message = message.replace(f"'{names}'", f"'{first_set(names, os.environ) or names[-1]}'")
     return message
+
+
+def _spellings(option: Any) -> list[str]:
+    return [name for name in (*option.opts, *option.secondary_opts) if name.startswith("--")]

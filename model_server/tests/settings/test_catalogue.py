@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from funitel.model_server.hub.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
+from funitel.model_server.settings.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -4,7 +4,9 @@ A row is data: sources are tried in order, the first that can be reached wins. F
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
 
@@ -86,3 +88,20 @@ CATALOGUE: Mapping[str, tuple[Source, ...]] = MappingProxyType(
         ),
     }
 )
+
+
+def model_names(incomplete: str) -> list[str]:
+    """What a shell completes to a model: names of the catalogue, and folders and files of this disk."""
+    names = [name for name in CATALOGUE if name.startswith(incomplete)]
+    given = Path(incomplete).expanduser()
+    folder, start = (given, "") if incomplete.endswith("/") else (given.parent, given.name)
+    typed = incomplete[: len(incomplete) - len(start)]
+    with suppress(OSError):
+        found = sorted(each for each in folder.iterdir() if each.name.startswith(start))
+        names += [f"{typed}{each.name}{'/' if each.is_dir() else ''}" for each in found if _may_be_model(each, start)]
+    return names
+
+
+def _may_be_model(path: Path, start: str) -> bool:
+    is_shown = not path.name.startswith(".") or start.startswith(".")
+    return is_shown and (path.is_dir() or path.suffix in (".gguf", ".bin"))

@@ -1,0 +1,55 @@
+"""Serve a model until a signal or a failure: resolve what is open, claim addresses, run the supervisor."""
+
+import asyncio
+import logging
+from contextlib import ExitStack
+
+from funitel.launcher.config.child_commands import Commands
+from funitel.launcher.config.command_line import ParsedCommandLine
+from funitel.launcher.config.environment_report import describe_environment
+from funitel.launcher.config.resolve import resolve, shards_and_gpus, share_of_cores
+from funitel.launcher.config.sockets import claim, listen
+from funitel.launcher.config.task_limit import check_task_limit
+from funitel.launcher.config.upgrade import next_settings
+from funitel.launcher.supervisor.address_file import address_file
+from funitel.launcher.supervisor.supervisor import NextDeployment, Supervisor
+from funitel.proto.errors import SettingsError
+
+logger = logging.getLogger(__name__)
+
+
+def run(given: ParsedCommandLine, commands: Commands | None = None) -> None:
+    """Serve the model of a command line.
+
+    Args:
+        given: the command line.
+        commands: of the children; those of this program when not given.
+
+    Raises:
+        FunitelError: settings are wrong, or a child ended; the message names it and the reason.
+        typer.Exit: the download failed and has logged the reason.
+    """
+    settings, environ = given.settings, given.environ
+    if settings.env:
+        logger.info("%s", describe_environment())
+    num_shard, gpus = shards_and_gpus(settings, environ)
+    num_shards = num_shard * settings.num_replicas
+    check_task_limit(num_shards, settings.num_threads or share_of_cores(settings.device, num_shards) or 1)
+    with claim(settings.shard_uds_path, num_shard, settings.num_replicas) as uds_path:
+        resolved = resolve(settings, num_shard, uds_path, gpus)
+
+        def resolve_next(number: int) -> NextDeployment:
+            fresh = given.reread()
+            try:
+                following = next_settings(settings, resolved, fresh.settings, fresh.environ, number)
+                return NextDeployment(following, fresh.environ, fresh.located)
+            except SettingsError as error:
+                raise fresh.located(error.message) from error
+
+        with ExitStack() as stack:
+            listeners = [stack.enter_context(listen(resolved.hostname, resolved.port))]
+            if resolved.prometheus_port is not None:
+                second = listen(resolved.hostname, resolved.prometheus_port, "--prometheus-port")
+                listeners.append(stack.enter_context(second))
+            stack.enter_context(address_file(resolved))
+            asyncio.run(Supervisor(resolved, environ, listeners, resolve_next, commands).run())
