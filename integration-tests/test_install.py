@@ -63,9 +63,14 @@ def test_the_image_copies_every_file_the_package_is_built_from() -> None:
 
 def test_the_dockerfiles_install_command_resolves_without_cuda(tmp_path: Path) -> None:
     variables, words, _ = install_command()
+    compiler = tmp_path / "g++"
+    compiler.write_text(f"#!/bin/sh\ntouch {tmp_path / 'compiled'}\nexit 1\n")
+    compiler.chmod(0o755)
+    variables = {**variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     result = run([*words, "--dry-run", str(tmp_path / "venv")], variables)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "==> found: torch==" in result.stdout
+    assert not (tmp_path / "compiled").exists()  # resolving takes seconds, compiling half a minute
 
 
 @pytest.mark.slow

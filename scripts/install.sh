@@ -53,7 +53,8 @@ make_environment() {
 would_install() {
   local report
   report=$(mktemp)
-  pip install -qq --dry-run --report "$report" "$@" || { rm -f "$report"; return 1; }
+  # pip builds a wheel to learn what it depends on; without the hooks of the build the C++ step is not compiled for it.
+  HATCH_BUILD_NO_HOOKS=true pip install -qq --dry-run --report "$report" "$@" || { rm -f "$report"; return 1; }
   "$python" -c 'import json, sys
 for item in json.load(open(sys.argv[1]))["install"]: print("{name}=={version}".format(**item["metadata"]).lower())' "$report"
   rm -f "$report"
