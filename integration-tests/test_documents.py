@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import tomllib
 from collections.abc import Callable, Mapping
@@ -10,12 +11,17 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from funitel_testing.documents.blocks import Block, all_blocks, blocks_of, misread_lines, pages
+from funitel_testing.documents.blocks import ROOT, Block, all_blocks, blocks_of, misread_lines, pages
 from funitel_testing.documents.command_lines import problems_of
 from funitel_testing.documents.commands import check_commands
+from funitel_testing.documents.links import dead_links
+from funitel_testing.documents.prose import commands_in, flags_in, known_flags
 from funitel_testing.documents.shell import commands_of
 
 BLOCKS = all_blocks()
+PAGES = [*pages(), ROOT / "CHANGELOG.md"]
+
+in_pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 
 
 def in_language(*languages: str) -> "pytest.MarkDecorator":
@@ -48,7 +54,7 @@ def test_a_block_is_in_its_language(block: Block) -> None:
     PARSERS[block.language](block.text)
 
 
-@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+@in_pages
 def test_a_page_reads_alike_on_github_and_on_the_site(path: Path) -> None:
     assert list(misread_lines(path.read_text())) == []
 
@@ -68,6 +74,26 @@ def test_every_command_line_of_ours_parses() -> None:
     ]
     assert len(lines) > 20
     assert not found, "\n".join(found)
+
+
+def test_commands_in_the_text_parse() -> None:
+    named = [(path.name, line, command) for path in PAGES for line in commands_in(path.read_text())
+             for command in check_commands(line)]  # fmt: skip
+    problems = problems_of([(command.words, command.variables) for _, _, command in named])
+    found = [(*line, problem) for line, problem in zip(named, problems, strict=True) if problem]
+    assert len(named) > 20
+    # A name such as `funitel generate` stands without what it needs.
+    assert [line for line in found if not re.search("Missing (argument|command)|requires an argument", line[-1])] == []
+
+
+@in_pages
+def test_a_flag_in_the_text_exists(path: Path) -> None:
+    assert flags_in(path.read_text()) - known_flags() == set()
+
+
+@in_pages
+def test_links_lead_somewhere(path: Path) -> None:
+    assert dead_links(path) == []
 
 
 # The checks themselves
@@ -174,3 +200,23 @@ def test_blocks_are_found_with_their_marks() -> None:
 def test_what_the_site_would_misread_is_found() -> None:
     text = "a\n- b\n\nc\n\n    d\n\n1. e\n\n   ```sh\n   f\n   ```\n\n    g\n- h\n"
     assert [line.partition(":")[0] for line in misread_lines(text)] == ["2", "6", "10", "12"]
+
+
+def test_a_dead_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# A `b`, c's\n\n```text\n# d\n```\n\n## A\n## A\n<a id='e'></a>\n")
+    page = tmp_path / "page.md"
+    right = "[x](other.md) [x](other.md#a-b-cs) [x](other.md#a_1) [x](#here) `[x](no)` [x](https://y/z)\n# Here"
+    page.write_text(f"{right}\n```text\n[x](none)\n```\n")
+    assert dead_links(page) == []
+    wrong = ["none.md", "other.md#d", "#there", "/other.md", "folder/", "https:/x", "http://y:0/", "htp://z"]
+    page.write_text(" ".join(f"[x\ny]({target})" for target in wrong))
+    assert dead_links(page) == wrong
+
+
+def test_a_wrong_flag_in_the_text_is_found() -> None:
+    text = "`--prot 1`, `--port` and `--no-json-output`\n```sh\n--in-a-block\n```\n"
+    assert flags_in(text) - known_flags() == {"--prot"}
+    assert list(commands_in("`funitel --num-shard N`, `funitel`, `make\nserve`")) == [
+        "funitel --num-shard 2",
+        "make serve",
+    ]

@@ -103,7 +103,7 @@ def _check_make(words: Sequence[str]) -> None:
 
 
 def _check_python(words: Sequence[str]) -> None:
-    if words[:1] == ("-m",):
+    if words[:1] == ("-m",) and len(words) > 1:
         if words[1].startswith("funitel") and importlib.util.find_spec(words[1]) is None:
             raise ValueError(f"no module {words[1]}")
     elif words and words[0].endswith(".py") and "/" in words[0] and not words[0].startswith("/"):
