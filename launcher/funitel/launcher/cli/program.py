@@ -25,6 +25,7 @@ from funitel.proto.settings.tgi_flags import Program
 T = TypeVar("T")
 
 SERVE, HELP = "serve", "help"
+SHELLS = ("bash", "zsh", "fish")
 _TGI_FORM = ""  # of a command line without a command; no word of a command line
 
 
@@ -154,6 +155,13 @@ class TgiForm(LauncherCommand):
         return f"unexpected argument {extra[0]!r}: to serve a model, run funitel serve {extra[0]}, or give --model-id"
 
 
+class _StandIn(TyperCommand):
+    """A command in a list of commands."""
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        return self.help or ""
+
+
 class _Program(CommandGroup):
     """The commands above, and TGI's form where the first word is none."""
 
@@ -164,7 +172,7 @@ class _Program(CommandGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A stand-in for a list; `resolve_command` gives the command itself."""
-        return TyperCommand(cmd_name, help=SUMMARIES[cmd_name]) if cmd_name in SUMMARIES else None
+        return _StandIn(cmd_name, help=SUMMARIES[cmd_name]) if cmd_name in SUMMARIES else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         words = "bench kernels" if args[:2] == ["bench", "kernels"] else args[0]
@@ -174,13 +182,19 @@ class _Program(CommandGroup):
         return words, self.load(words) if known else None, args[max(1, len(words.split())) :]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing and args == [HELP]:
+            return super().parse_args(ctx, [])
         if args[:1] == [HELP]:
             args = [*args[1:2], "--help"] if args[1:2] == [] or args[1] in SUMMARIES else [f"--help={args[1]}"]
-        own = {name for option in self.params for name in option.opts}
+        own = {name: option for option in self.params for name in option.opts}
         if args[:1] == [""]:
             ctx.fail("the first argument is empty: it must be a command or a flag")
         if not args and ctx.resilient_parsing:
             return super().parse_args(ctx, args)
+        if len(args) > 1 and args[0] in own:  # of completion, which takes a shell
+            if args[1] not in SHELLS:
+                ctx.fail(f"{args[0]} takes {', '.join(SHELLS)} or nothing, given {args[1]!r}")
+            own[args[0]].callback(ctx, own[args[0]], args[1])
         if not args or (args[0].startswith("-") and args[0] not in own):
             args = [_TGI_FORM, *args]
         return super().parse_args(ctx, args)

@@ -1,6 +1,7 @@
 """The typer command of every program: pages of help, a flag that is positional too, variables, mistakes in one line."""
 
 import os
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from funitel.proto.settings.variables import disregarded, overlaid
 POSITIONAL = "_positional"
 """What follows the name of a setting in the name of its positional argument."""
 
+MAX_COMPLETION = 70  # characters of a description; typer breaks longer ones into lines
 _TOPIC = "--help="
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -64,6 +66,13 @@ class SettingsCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the short page."""
         formatter.write(self.page(ctx).short() + "\n")
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """The flags that begin with `incomplete`, each with one short line."""
+        items = super().shell_complete(ctx, incomplete)
+        for item in items:
+            item.help = textwrap.shorten(item.help or "", MAX_COMPLETION, placeholder=" ...")
+        return items
 
     def page(self, ctx: Any) -> HelpPage:
         """What the pages of help are made of."""
