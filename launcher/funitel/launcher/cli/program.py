@@ -186,7 +186,7 @@ class _Program(CommandGroup):
             return super().parse_args(ctx, [])
         if args[:1] == [HELP]:
             args = [*args[1:2], "--help"] if args[1:2] == [] or args[1] in SUMMARIES else [f"--help={args[1]}"]
-        own = {name: option for option in self.params for name in option.opts}
+        own: dict[str, Any] = {name: option for option in self.params for name in option.opts}
         if args[:1] == [""]:
             ctx.fail("the first argument is empty: it must be a command or a flag")
         if not args and ctx.resilient_parsing:
