@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 import numpy as np
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import track
 
 from funitel.model_server.executor.executor import Executor
 from funitel.model_server.hub.resolve import resolve
@@ -141,7 +142,8 @@ def calibrate(
     executor.warmup([warm], WarmupLimits(max_batch_total_tokens=POOL_TOKENS))
     most = min(executor.spec.max_position_embeddings, POOL_TOKENS)
     shapes = [s for s in SHAPES if s.computed + s.chunk * (SETTLING_STEPS + num_steps) < most]
-    samples = [measure(executor, shape, num_steps) for shape in tqdm(shapes, desc="measuring steps")]
+    console = Console(stderr=True)
+    samples = [measure(executor, shape, num_steps) for shape in track(shapes, "measuring steps", console=console)]
     return fit(samples), samples
 
 

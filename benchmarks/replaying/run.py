@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import Progress
 
 from funitel.router.kv_cache.block_pool import BlockPool
 from funitel.router.scheduler.plan import SchedulerPolicy
@@ -87,9 +88,10 @@ def replay(variant: Variant, advance: Callable[[int], None]) -> dict[str, Any]:
 def replay_all(variants: Sequence[Variant]) -> list[dict[str, Any]]:
     """Run every variant, with one progress bar on stderr."""
     total = sum(variant.num_requests for variant in variants)
-    with tqdm(total=total, desc="replaying", unit="req") as bar:
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("replaying", total=total)
         if len(variants) == 1:
-            return [replay(variants[0], bar.update)]
+            return [replay(variants[0], lambda count: bar.advance(task, count))]
         context = multiprocessing.get_context("spawn")
         counter = context.Value("q", 0)
         workers = min(len(variants), os.cpu_count() or 1)
@@ -97,8 +99,8 @@ def replay_all(variants: Sequence[Variant]) -> list[dict[str, Any]]:
             futures = [pool.submit(_replay_counted, variant) for variant in variants]
             while not all(future.done() for future in futures):
                 time.sleep(SHOWN_EVERY)
-                bar.update(counter.value - bar.n)
-            bar.update(counter.value - bar.n)
+                bar.update(task, completed=counter.value)
+            bar.update(task, completed=counter.value)
             return [future.result() for future in futures]
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -237,6 +238,19 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any], message: str) 
 def test_messages_of_a_pipe_are_lines_or_blocks() -> None:
     text = b'one\r\n\n"""\ntwo\nthree\n"""\n"""four"""\nf\xc3\xbcnf\xff\n"""open\nend'
     assert list(piped_messages(io.BytesIO(text))) == ["one", "", "two\nthree", "four", "fünf\ufffd", "open\nend"]
+
+
+def test_a_status_on_a_terminal_is_replaced_and_gone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "20")
+    with Status(stream) as status:
+        status.show("starting \x1b[2J[red] " + "long " * 9)
+    written = stream.getvalue()
+    assert "starting ?[2J[red]" in written
+    assert "\x1b[2J" not in written
+    assert max(map(len, re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written).replace("\r", "\n").splitlines())) <= 20
+    assert written.endswith("\x1b[1A\x1b[2K")
 
 
 def test_a_status_is_a_line_for_each_change() -> None:

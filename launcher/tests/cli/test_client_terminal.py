@@ -26,6 +26,7 @@ class Terminal:
         self.process = process
         self._master = master
         self.screen = ""
+        self.written = ""  # all of it, with control sequences
 
     def type(self, text: str) -> None:
         os.write(self._master, text.encode())
@@ -51,7 +52,9 @@ class Terminal:
         while text not in self.screen and time.monotonic() < deadline:
             if select.select([self._master], [], [], 0.1)[0]:
                 try:
-                    self.screen += COLOURS.sub("", os.read(self._master, 65536).decode())
+                    read = os.read(self._master, 65536).decode()
+                    self.written += read
+                    self.screen += COLOURS.sub("", read)
                 except OSError:  # the program has ended
                     return
 
@@ -60,13 +63,13 @@ class Terminal:
 
 
 @contextmanager
-def terminal(*words: str) -> Iterator[Terminal]:
+def terminal(*words: str, **variables: str) -> Iterator[Terminal]:
     """`funitel` with these words, in charge of a terminal of its own."""
     master, slave = pty.openpty()
     take_charge = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     code = take_charge + "from funitel.launcher.__main__ import main; main()"
     path = ":".join(filter(None, sys.path))
-    environ = {"PYTHONPATH": path, "TERM": "xterm", "LC_ALL": "C.UTF-8", "INPUTRC": "/dev/null"}
+    environ = {"PYTHONPATH": path, "TERM": "xterm", "LC_ALL": "C.UTF-8", "INPUTRC": "/dev/null"} | variables
     process = subprocess.Popen(
         [sys.executable, "-c", code, *words],
         stdin=slave,
@@ -144,6 +147,43 @@ def test_a_failed_answer_does_not_end_a_chat_at_a_terminal() -> None:
         tty.wait_for(">>> ")
         tty.type("\x04")
         assert tty.end() == 0
+
+
+HOSTILE = ("\x1b[2J", "\x1b]0;owned\x07", "[bold red]", ":smile:", "\x9b31m", "a\r", "\r\nb\tc", " é\u200d…")
+
+
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}, {"FORCE_COLOR": "1"}])
+def test_an_answer_does_not_control_the_terminal(variables: dict[str, str]) -> None:
+    thoughts = ("\x1b[3J", "[/] hm")
+    with (
+        serving(FakeApi(words=HOSTILE, thoughts=thoughts, info={"model_id": "fa\x1bke"})) as fake,
+        terminal("chat", "--url", fake.url, **variables) as tty,
+    ):
+        tty.wait_for("fa?ke at")
+        tty.wait_for(">>> ")
+        tty.type("Hi\n")
+        tty.wait_for("?[3J[/] hm")
+        tty.wait_for("?[2J?]0;owned?[bold red]:smile:?31ma")
+        tty.wait_for("b")
+        tty.wait_for("é\u200d…")
+        tty.wait_for(">>> ")
+        for sequence in ("\x1b[2J", "\x1b[3J", "\x1b]0", "\x9b", "\x07"):
+            assert sequence not in tty.written
+        assert not re.search("\x1b\\[[0-9;]*3[0-7]m", tty.written), "no colours"
+
+
+def test_a_pipe_gets_the_text_of_the_model_as_it_is() -> None:
+    with serving(FakeApi(words=HOSTILE)) as fake:
+        for words in (("chat",), ("generate", "Hi")):
+            done = run(*words, "--url", fake.url, text=b"Hi\n")
+            assert done.stdout.decode() == "".join(HOSTILE) + "\n"
+
+
+def test_a_refusal_is_one_line_without_controls() -> None:
+    refusal = {"error": "\x1b[2Jno\n[red]room\x9b"}
+    with serving(FakeApi(status=422, refusal=refusal)) as fake:
+        done = run("generate", "Hi", "--url", fake.url)
+    assert done.stderr.decode() == "error: ?[2Jno [red]room?\n"
 
 
 def test_a_chat_through_pipes_prints_answers_alone() -> None:

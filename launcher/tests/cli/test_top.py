@@ -1,5 +1,6 @@
 """`funitel top`: its page for any state and size, once, line by line, and in place on a terminal."""
 
+import io
 import json
 import os
 import pty
@@ -17,10 +18,11 @@ from fcntl import ioctl
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from funitel.launcher.cli.settings import TopSettings
-from funitel.launcher.cli.top import CLEAR_BELOW, ENTER, HOME, LEAVE, top
-from funitel.launcher.cli.top_page import fit, page
+from funitel.launcher.cli.top import top
+from funitel.launcher.cli.top_page import page
 from funitel.proto.errors import FunitelError, NotReady, SettingsError, Unauthorized
 from funitel_testing.fake_api import FakeApi, serving
 
@@ -54,38 +56,46 @@ def state(num_running: int = 1, num_waiting: int = 1, **changes: Any) -> dict[st
 # The page
 
 
+def rendered(shown: Any, width: int = 200, **options: Any) -> str:
+    """A page as text of a window."""
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False, **options).print(page(shown, "http://here:3000"))
+    return out.getvalue()
+
+
 def test_everything_is_on_the_page() -> None:
-    text = "\n".join(page(state(), "http://here:3000"))
-    assert "http://here:3000  tiny  funitel 0.1.0" in text
-    assert "replica 0  2 ranks  812 tokens/s  running 1  waiting 1 (31 prompt tokens)" in text
-    assert "50%  50 of 100 blocks of 16 tokens used, 8 cached, 2 preempted" in text
-    assert "[###############...............]" in text
-    assert (
-        "last: decode of 1 row, 1 token, 5.8 ms (predicted 5.6 ms), 0.4 ms ago;  last 3: 3 decode, 5.8 ms each" in text
-    )
+    text = rendered(state())
+    assert "http://here:3000 tiny funitel 0.1.0" in text
+    assert "replica 0: 2 ranks, 812 tokens/s, running 1, waiting 1 (31 prompt tokens)" in text
+    assert "50%: 50 of 100 blocks of 16 tokens used, 8 cached, 2 preempted" in text
+    assert f"pool {'━' * 15}" in text
+    assert "last decode of 1 row, 1 token, 5.8 ms (predicted 5.6 ms), 0.4 ms ago; last 3: 3 decode, 5.8 ms each" in text
     assert re.search(r"7  0123456789ab  team-a +31 +16 +18/64 +4 +1m05s +6\.1 ms", text)
     assert re.search(r"1  0123456789ab  team-a +31 +0 +-1 +1m05s +2\.5 s", text)
 
 
 def test_an_idle_server_has_no_tables() -> None:
-    lines = page(state(0, 0, steps=[]), "u")
+    lines = rendered(state(0, 0, steps=[])).splitlines()
     assert len(lines) == 5
-    assert lines[-1] == "steps  none yet"
+    assert lines[-1].strip() == "steps: none yet"
 
 
 def test_what_the_server_has_cut_is_counted() -> None:
-    assert "... and 2,300 more" in page(state(1, 2400), "u")
+    assert "... and 2,300 more" in rendered(state(1, 2400))
 
 
 def test_without_a_replica_it_says_so() -> None:
-    assert page(state() | {"replicas": []}, "u")[-1] == "no replica serves"
+    assert rendered(state() | {"replicas": []}).splitlines()[-1].strip() == "no replica serves"
 
 
-def test_lines_fit_and_obey_nobody() -> None:
-    hostile = page(state() | {"model_id": "\x1b[2J\nx"}, "u")
-    shown = fit(hostile, 40, 3)
-    assert len(shown) == 3
-    assert all(len(line) <= 40 and line.isprintable() for line in shown)
+@pytest.mark.parametrize("width", [1, 10, 40, 80])
+def test_lines_fit_and_what_the_server_says_is_text(width: int) -> None:
+    row = RUNNING | {"request_id": "\x1b[2J[red]", "key": "\u202e\x9b31m[/]"}
+    shown = rendered(state(running=[row]) | {"model_id": "\x1b]0;x\x07 [link=http://evil.test]:smile:\n"}, width)
+    assert all(len(line) <= width and line.isprintable() for line in shown.splitlines())
+    if width == 80:
+        assert "?]0;x? [link=http://evil.test]:smile:" in shown
+        assert "?[2J[red]" in shown
 
 
 @pytest.mark.parametrize("answer", [{}, {"model_id": "x", "version": "1", "replicas": [{}]}, {"replicas": 1}])
@@ -151,6 +161,9 @@ def test_in_a_pipe_it_prints_again_and_again_and_outlives_the_server(start: Star
 
 # On a terminal
 
+ENTER, LEAVE = "\x1b[?1049h", "\x1b[?1049l"
+HOME = "\x1b[H"
+
 
 class Screen:
     """The program on a pseudo-terminal; `text` is all it wrote."""
@@ -211,8 +224,9 @@ def test_it_refreshes_follows_the_window_and_leaves_by_q(start: Start, watch: Ca
     screen.wait_for("running 4")
     screen.resize(30, 6)
     time.sleep(0.5)
-    screen.wait_for(CLEAR_BELOW)  # all that was drawn meanwhile
-    last = screen.wait_for(CLEAR_BELOW).split(HOME)[-1]
+    screen.wait_for(HOME)  # all that was drawn meanwhile
+    screen.wait_for(HOME)
+    last = screen.wait_for(HOME).rpartition(HOME)[0]
     lines = re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", last).split("\r\n")
     assert len(lines) <= 6
     assert max(map(len, lines)) <= 30

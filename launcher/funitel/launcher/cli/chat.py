@@ -7,10 +7,18 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from rich.text import Text
+
 from funitel.launcher.cli.server import connected, model_of
 from funitel.launcher.cli.settings import ChatSettings
 from funitel.launcher.terminal_ui.http_client import Api
-from funitel.launcher.terminal_ui.terminal import is_interactive, piped_messages, typed_messages
+from funitel.launcher.terminal_ui.terminal import (
+    console_of,
+    is_interactive,
+    piped_messages,
+    typed_messages,
+    without_controls,
+)
 from funitel.proto.errors import FunitelError, Incomplete
 
 HELP = '''/reset          forget the conversation
@@ -19,9 +27,6 @@ HELP = '''/reset          forget the conversation
 Ctrl-C stops an answer. Lines between """ and """ are one message, and so are lines pasted together.'''
 
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
-
-
-DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +144,15 @@ def _run_command(conversation: Conversation, name: str, text: str | None) -> boo
 
 def _show_answer(conversation: Conversation, message: str, *, is_typed: bool) -> None:
     """Stream an answer to stdout; on a terminal, Ctrl-C and failures end only this answer."""
+    screen = console_of(sys.stdout)
     try:
         with closing(conversation.answer(message)) as pieces:
             for piece in pieces:
-                if not piece.is_thought:
+                if is_typed:
+                    shown = Text(without_controls(piece.text), "dim" if piece.is_thought else "")
+                    screen.print(shown, end="", soft_wrap=True)
+                elif not piece.is_thought:
                     print(piece.text, end="", flush=True)
-                elif is_typed:
-                    print(f"{DIM}{piece.text}{PLAIN}", end="", flush=True)
         print(flush=True)
     except KeyboardInterrupt:
         if not is_typed:

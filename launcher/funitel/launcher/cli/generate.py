@@ -9,6 +9,7 @@ from typing import Any
 from funitel.launcher.cli.server import connected, model_of
 from funitel.launcher.cli.settings import GenerateSettings
 from funitel.launcher.terminal_ui.http_client import Api
+from funitel.launcher.terminal_ui.terminal import without_controls
 from funitel.proto.errors import Incomplete, InvalidRequest
 
 
@@ -52,10 +53,11 @@ def _parameters(settings: GenerateSettings) -> dict[str, Any]:
 
 def _write(api: Api, body: dict[str, Any], *, is_text: bool) -> dict[str, Any]:
     """Print tokens as they arrive, if `is_text`; return the last event, which has the whole text."""
+    shown = without_controls if sys.stdout.isatty() else str
     with closing(api.stream("/generate_stream", body)) as events:
         for event in events:
             if is_text and not event["token"]["special"]:
-                print(event["token"]["text"], end="", flush=True)
+                print(shown(event["token"]["text"]), end="", flush=True)
             if event.get("generated_text") is not None:
                 if is_text:
                     print(flush=True)

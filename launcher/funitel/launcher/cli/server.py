@@ -14,7 +14,7 @@ from funitel.launcher.cli.settings import ClientSettings
 from funitel.launcher.config.sockets import free_port
 from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.terminal_ui.http_client import Api, context_of
-from funitel.launcher.terminal_ui.terminal import Status
+from funitel.launcher.terminal_ui.terminal import Status, one_line
 from funitel.proto.errors import FunitelError, NotReady, StartupError
 from funitel.proto.process.python import module_command
 
@@ -51,8 +51,8 @@ def connected(settings: ClientSettings) -> Iterator[Api]:
 
 
 def model_of(api: Api) -> str:
-    """The name of the model a server serves."""
-    return str(api.get("/info").get("model_id"))
+    """The name of the model a server serves, in one line."""
+    return one_line(str(api.get("/info").get("model_id")))
 
 
 def _wait_info(api: Api) -> Any:
@@ -73,7 +73,7 @@ def _check_model(api: Api, info: Any, model_id: str | None) -> None:
     if served is None:
         raise FunitelError(f"{api.url} is not a funitel server: its /info names no model")
     if model_id is not None and served != model_id:
-        raise FunitelError(f"{api.url} serves {served}, not {model_id}")
+        raise FunitelError(f"{api.url} serves {one_line(str(served))}, not {model_id}")
 
 
 def _serves(api: Api, model_id: str | None) -> bool:

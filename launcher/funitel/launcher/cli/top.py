@@ -2,26 +2,26 @@
 
 import json
 import select
-import shutil
 import sys
 import termios
 import threading
 import time
 import tty
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+from rich.console import Group, RenderableType
+from rich.live import Live
 
 from funitel.launcher.cli.server import LOCAL_URL
 from funitel.launcher.cli.settings import TopSettings
-from funitel.launcher.cli.top_page import State, fit, page
+from funitel.launcher.cli.top_page import State, line, page
 from funitel.launcher.terminal_ui.http_client import Api, context_of
+from funitel.launcher.terminal_ui.terminal import console_of
 from funitel.proto.errors import FunitelError, InvalidRequest, NotReady
 
 PATH = "/debug/scheduler"
 TICK_SECONDS = 0.1  # between two polls of keys and the window's size
-# The alternate screen without a cursor, and back.
-ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-HOME, CLEAR_REST_OF_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 QUIT = frozenset("qQ\x03\x04")
 
 
@@ -34,7 +34,7 @@ def top(settings: TopSettings) -> None:
     api = Api(settings.url or LOCAL_URL, settings.api_key, context_of(settings))
     if settings.once:
         _print(_state_of(api), api.url, is_json=settings.json)
-    elif settings.json or not (sys.stdout.isatty() and sys.stdin.isatty()):
+    elif settings.json or not (console_of(sys.stdout).is_terminal and sys.stdin.isatty()):
         _print_repeatedly(api, settings)
     else:
         _watch(api, settings.interval)
@@ -57,8 +57,10 @@ def _state_of(api: Api) -> State:
 
 
 def _print(state: State, url: str, *, is_json: bool) -> None:
-    lines = [json.dumps(state)] if is_json else fit(page(state, url), sys.maxsize, sys.maxsize)
-    print(*lines, sep="\n", flush=True)
+    if is_json:
+        print(json.dumps(state), flush=True)
+    else:
+        console_of(sys.stdout).print(page(state, url))
 
 
 def _print_repeatedly(api: Api, settings: TopSettings) -> None:
@@ -95,46 +97,38 @@ class _Poller:
 
 def _watch(api: Api, interval: float) -> None:
     poller = _Poller(api, interval)
-    with _screen():
+    console = console_of(sys.stdout)
+    with suppress(KeyboardInterrupt), _keys(), Live(console=console, screen=True, auto_refresh=False) as live:
         drawn: object = None
         while not _is_quit_requested():
             if poller.state is None and poller.error is not None and not isinstance(poller.error, NotReady):
                 break  # the server does not serve its state
-            size = shutil.get_terminal_size()
-            if (poller.num_answers, size) != drawn:
-                drawn = poller.num_answers, size
-                _draw(_lines(poller, api.url), size.columns, size.lines)
+            if (poller.num_answers, console.size) != drawn:
+                drawn = poller.num_answers, console.size
+                live.update(_page(poller, api.url), refresh=True)
     if poller.state is None and poller.error is not None:
         raise poller.error
 
 
-def _lines(poller: _Poller, url: str) -> list[str]:
+def _page(poller: _Poller, url: str) -> RenderableType:
     """The last state, with a note if the server no longer answers."""
     state, error = poller.state, poller.error
     if state is None:
-        return [url, "", f"not answering: {error.message}" if error is not None else "asking ..."]
+        return Group(
+            line(url), line(""), line(f"not answering: {error.message}" if error is not None else "asking ...")
+        )
     note = "" if error is None else f"NOT ANSWERING: {error.message}"
     return page(state, url, note)
 
 
-def _draw(lines: list[str], width: int, height: int) -> None:
-    shown = fit(lines, width, height - 1)
-    text = "".join(f"{line}{CLEAR_REST_OF_LINE}\n" for line in shown)
-    print(f"{HOME}{text}{CLEAR_BELOW}", end="", flush=True)
-
-
 @contextmanager
-def _screen() -> Iterator[None]:
-    """Switch to the alternate screen, and restore the terminal at the end."""
+def _keys() -> Iterator[None]:
+    """Read single keys, and restore the terminal at the end."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
-    print(ENTER, end="", flush=True)
     try:
         yield
-    except KeyboardInterrupt:
-        pass
     finally:
-        print(LEAVE, end="", flush=True)
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from funitel.launcher.terminal_ui.credentials import credential_for
+from funitel.launcher.terminal_ui.terminal import one_line
 from funitel.proto.errors import FunitelError, InvalidRequest, NotReady, SettingsError, Unauthorized
 from funitel.proto.security.tls import Pair, client_context
 from funitel.proto.settings.fields import require
@@ -161,7 +162,7 @@ def parsed(content: bytes) -> JSON:
 
 
 def _message(content: JSON) -> str:
-    """The text of an error in TGI's form or OpenAI's."""
+    """The text of an error in TGI's form or OpenAI's, in one line."""
     error = content.get("error") if isinstance(content, dict) else None
     text = error.get("message") if isinstance(error, dict) else error
-    return text if isinstance(text, str) else ""
+    return one_line(text) if isinstance(text, str) else ""

@@ -1,23 +1,57 @@
-"""Terminal input and output: a status line, messages typed by a user, messages read from a pipe."""
+"""Terminal input and output: a status, safe text, messages typed by a user, messages read from a pipe."""
 
-import shutil
+import re
 import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import BinaryIO, Self, TextIO
 
-CLEAR_LINE = "\r\x1b[K"
+from rich.console import Console
+from rich.status import Status as Spinner
+from rich.text import Text
+
 BLOCK = '"""'  # delimits a message of several lines
 PROMPT = ">>> "
 MORE = "... "
+PIPE_COLUMNS = 1000  # nothing that is written to a pipe or a file is cut
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def console_of(stream: TextIO) -> Console:
+    """A console that takes text as text: no markup, no emoji codes, no colours of its own choice.
+
+    `is_terminal` says whether the stream is one that can be drawn on; elsewhere nothing but text is written.
+    """
+    is_terminal = stream.isatty()
+    console = Console(
+        file=stream,
+        force_terminal=is_terminal,
+        width=None if is_terminal else PIPE_COLUMNS,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+    if console.is_dumb_terminal:
+        console = Console(file=stream, force_terminal=False, markup=False, emoji=False, highlight=False)
+    return console
+
+
+def without_controls(text: str) -> str:
+    """A text that cannot control a terminal, in which line breaks and tabs remain."""
+    return _CONTROLS.sub("?", text.replace("\r\n", "\n"))
+
+
+def one_line(text: str) -> str:
+    """A text in one line, in which every character that cannot be printed is `?`."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 class Status:
-    """A status on stderr: one line that is overwritten on a terminal, else a line for each change."""
+    """A status on stderr: one that is replaced on a terminal, else a line for each change."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._is_terminal = self._stream.isatty()
+        self._console = console_of(stream or sys.stderr)
+        self._spinner = Spinner("", console=self._console)
         self._shown = ""
 
     def show(self, text: str) -> None:
@@ -25,11 +59,12 @@ class Status:
         if text == self._shown:
             return
         self._shown = text
-        if self._is_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            print(CLEAR_LINE + text[:width], end="", file=self._stream, flush=True)
+        line = Text(one_line(text))
+        if self._console.is_terminal:
+            self._spinner.update(line)
+            self._spinner.start()
         else:
-            print(text, file=self._stream, flush=True)
+            self._console.print(line, soft_wrap=True)
 
     def __enter__(self) -> Self:
         return self
@@ -37,8 +72,7 @@ class Status:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._shown and self._is_terminal:
-            print(CLEAR_LINE, end="", file=self._stream, flush=True)
+        self._spinner.stop()
 
 
 def is_interactive() -> bool:
