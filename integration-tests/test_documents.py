@@ -15,11 +15,13 @@ from funitel_testing.documents.blocks import ROOT, Block, all_blocks, blocks_of,
 from funitel_testing.documents.command_lines import problems_of
 from funitel_testing.documents.commands import check_commands
 from funitel_testing.documents.links import dead_links
-from funitel_testing.documents.prose import commands_in, flags_in, known_flags
+from funitel_testing.documents.prose import commands_in, flags_in, known_flags, missing_tests
 from funitel_testing.documents.shell import commands_of
 
 BLOCKS = all_blocks()
 PAGES = [*pages(), ROOT / "CHANGELOG.md"]
+HISTORY = ("CHANGELOG.md", "log.md")  # name what was there at the time
+INVENTED = ("random.py",)  # of an attacker
 
 in_pages = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 
@@ -83,12 +85,19 @@ def test_commands_in_the_text_parse() -> None:
     found = [(*line, problem) for line, problem in zip(named, problems, strict=True) if problem]
     assert len(named) > 20
     # A name such as `funitel generate` stands without what it needs.
-    assert [line for line in found if not re.search("Missing (argument|command)|requires an argument", line[-1])] == []
+    assert [
+        line for line in found if not re.search("Missing argument|needs a command|requires an argument", line[-1])
+    ] == []
 
 
 @in_pages
 def test_a_flag_in_the_text_exists(path: Path) -> None:
     assert flags_in(path.read_text()) - known_flags() == set()
+
+
+@pytest.mark.parametrize("path", [p for p in PAGES if p.name not in HISTORY], ids=lambda path: path.name)
+def test_tests_and_modules_in_the_text_exist(path: Path) -> None:
+    assert [name for name in missing_tests(path.read_text()) if name not in INVENTED] == []
 
 
 @in_pages
@@ -211,6 +220,13 @@ def test_a_dead_link_is_found(tmp_path: Path) -> None:
     wrong = ["none.md", "other.md#d", "#there", "/other.md", "folder/", "https:/x", "http://y:0/", "htp://z"]
     page.write_text(" ".join(f"[x\ny]({target})" for target in wrong))
     assert dead_links(page) == wrong
+
+
+def test_a_test_that_is_not_there_is_found() -> None:
+    text = "`test_documents.py::test_links_lead_somewhere`, `::test_links_lead_somewhere`, `commands.py`"
+    assert missing_tests(text) == []
+    wrong = "`test_wheel.py::test_links_lead_somewhere`, `S::test_nothing`, `no/such.py`"
+    assert missing_tests(wrong) == ["test_wheel.py::test_links_lead_somewhere", "S::test_nothing", "no/such.py"]
 
 
 def test_a_wrong_flag_in_the_text_is_found() -> None:

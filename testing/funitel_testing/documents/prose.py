@@ -11,6 +11,8 @@ _CODE = re.compile(r"`([^`]+)`")
 _COMMAND = re.compile(r"(funitel(-router|-server)?|text-generation-\w+|make|python|pytest|curl) \S")
 _FLAG = re.compile(r"--[a-z][a-z0-9-]+")
 _NUMBER = re.compile(r"\bN\b")  # stands for a number
+_TEST = re.compile(r"(?:([\w/]+\.py|S))?::(test_\w+)")
+_MODULE = re.compile(r"[\w/]+\.py")
 OTHER_FLAGS = (
     "--build-arg",
     "--cap-add",
@@ -54,3 +56,45 @@ def known_flags() -> set[str]:
     texts = [(ROOT / "docs/settings.md").read_text(), *(path.read_text() for path in scripts)]
     found = {flag for text in texts for flag in _FLAG.findall(text)}
     return found | {flag.replace("--", "--no-", 1) for flag in found} | {*OTHER_FLAGS}
+
+
+def missing_tests(text: str) -> list[str]:
+    """The tests and modules that a page names, and that the repository does not have; `S` is test_security.py."""
+    missing = []
+    for code in _CODE.findall(prose(text)):
+        for file, test in _TEST.findall(code):
+            wanted = "test_security.py" if file == "S" else file
+            if not any(path.endswith(wanted) for path in tests_by_name().get(test, ())):
+                missing.append(f"{file}::{test}")
+        if _MODULE.fullmatch(code) and not any(f"/{path}".endswith(f"/{code}") for path in modules()):
+            missing.append(code)
+    return missing
+
+
+@cache
+def modules() -> list[str]:
+    """Every module of the repository, tests included."""
+    parts = (
+        "proto",
+        "router",
+        "model_server",
+        "launcher",
+        "llm",
+        "testing",
+        "scripts",
+        "benchmarks",
+        "integration-tests",
+        "docs",
+    )
+    paths = [*ROOT.glob("*.py"), *(path for part in parts for path in (ROOT / part).rglob("*.py"))]
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+@cache
+def tests_by_name() -> dict[str, list[str]]:
+    """The modules that have each test."""
+    found: dict[str, list[str]] = {}
+    for path in modules():
+        for name in re.findall(r"def (test_\w+)", (ROOT / path).read_text()) if "/test_" in path else ():
+            found.setdefault(name, []).append(path)
+    return found
