@@ -122,6 +122,19 @@ async def test_what_a_download_logs_is_handed_on_and_is_no_folder(capfd: pytest.
     assert json.loads(capfd.readouterr().err)["message"] == "fetching"
 
 
+async def test_stderr_of_a_download_is_json_where_logs_are(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; print('50%', file=sys.stderr); print('/the/folder'); print('error: no', file=sys.stderr)"
+    download = Download([sys.executable, "-c", code], dict(os.environ), json_output=True)
+    assert await download.folder() == Path("/the/folder")
+    events = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [(event["level"], event["process"], event["message"]) for event in events] == [
+        ("INFO", "download", "50%"),
+        ("ERROR", "download", "error: no"),
+    ]
+    await Download([sys.executable, "-c", code], dict(os.environ)).folder()
+    assert capfd.readouterr().err == "50%\nerror: no\n"
+
+
 def test_relay_in_json_wraps_only_what_is_not_json(capsys: pytest.CaptureFixture[str]) -> None:
     on_line = relay("shard 0", json_output=True)
     on_line('{"level": "INFO"}')

@@ -10,12 +10,18 @@ from funitel.proto.errors import StartupError
 
 
 class Download:
-    """One run of `download-weights`; it inherits stderr, so that progress bars work on a terminal."""
+    """One run of `download-weights`; it inherits stderr, so that progress bars work on a terminal.
 
-    def __init__(self, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    With `json_output` its stderr is rewritten as JSON events, like that of other processes.
+    """
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], *, json_output: bool = False) -> None:
         self._lines: list[str] = []
         self._log = relay("download", json_output=True)
-        self.child = Child("download", argv, environ, self._on_line, stderr_through=True)
+        on_stderr_line = self._log if json_output else None
+        self.child = Child(
+            "download", argv, environ, self._on_line, stderr_through=not json_output, on_stderr_line=on_stderr_line
+        )
 
     def _on_line(self, line: str) -> None:
         """Forward log records; keep other lines, of which the last is the folder."""

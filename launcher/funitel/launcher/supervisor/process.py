@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from funitel.launcher.supervisor.pid_one import OwnChildren
 from funitel.proto.printable import printable
@@ -37,6 +38,7 @@ class Child:
         on_line: Callable[[str], None],
         *,
         stderr_through: bool = False,
+        on_stderr_line: Callable[[str], None] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
         """Describe the child; `start` starts it.
@@ -47,6 +49,7 @@ class Child:
             environ: its complete environment.
             on_line: called with each line of its output.
             stderr_through: let it inherit stderr instead of reading stderr together with stdout.
+            on_stderr_line: called with each line of its stderr, which is then read apart from stdout.
             pass_fds: descriptors that it inherits under the same numbers.
         """
         self.name = name
@@ -56,6 +59,7 @@ class Child:
         self._environ = environ
         self._on_line = on_line
         self._stderr_through = stderr_through
+        self._on_stderr_line = on_stderr_line
         self._pass_fds = pass_fds
         self._pid: int | None = None
         self._exited: asyncio.Task[int] | None = None
@@ -79,16 +83,19 @@ class Child:
     async def start(self) -> None:
         """Start the process; one that cannot be started has exited with code 1, with the reason as its last error."""
         # Not asyncio's own pipe: its `wait()` also waits for pipes, which a grandchild may keep open.
-        read_end, write_end = os.pipe()
-        reader = await _open_reader(read_end)
+        pipes = [await _Pipe.opened(self._on_line)]
+        stderr: int | None = None if self._stderr_through else asyncio.subprocess.STDOUT
+        if self._on_stderr_line is not None:
+            pipes.append(await _Pipe.opened(self._on_stderr_line))
+            stderr = pipes[-1].write_end
         try:
             with OWN_CHILDREN.starting():
                 process = await asyncio.create_subprocess_exec(
                     *self._argv,
                     env=self._environ,
                     stdin=asyncio.subprocess.DEVNULL,
-                    stdout=write_end,
-                    stderr=None if self._stderr_through else asyncio.subprocess.STDOUT,
+                    stdout=pipes[0].write_end,
+                    stderr=stderr,
                     start_new_session=True,
                     cwd=_working_directory(),
                     pass_fds=self._pass_fds,
@@ -99,9 +106,10 @@ class Child:
             self._exited = asyncio.create_task(_failed_start())
             return
         finally:
-            os.close(write_end)
+            for pipe in pipes:
+                os.close(pipe.write_end)
         self._pid = process.pid
-        self._exited = asyncio.create_task(self._forward_output(process, reader))
+        self._exited = asyncio.create_task(self._forward_output(process, pipes))
 
     async def wait(self) -> int:
         """Wait for its end and return the exit code; cancelling the caller does not affect the child."""
@@ -166,22 +174,23 @@ class Child:
             with suppress(ProcessLookupError):
                 send(self._pid, number)
 
-    async def _forward_output(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> int:
-        reading = asyncio.create_task(self._read(reader))
+    async def _forward_output(self, process: asyncio.subprocess.Process, pipes: "Sequence[_Pipe]") -> int:
+        reading = {asyncio.create_task(self._read(pipe)) for pipe in pipes}
         code = await process.wait()
         OWN_CHILDREN.pids.discard(process.pid)
         self._signal(os.killpg, signal.SIGKILL)  # processes that it left behind
-        await asyncio.wait({reading}, timeout=OUTPUT_SECONDS)
-        reading.cancel()
+        await asyncio.wait(reading, timeout=OUTPUT_SECONDS)
+        for task in reading:
+            task.cancel()
         return code
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        async for line in _lines(reader):
+    async def _read(self, pipe: "_Pipe") -> None:
+        async for line in _lines(pipe.reader):
             if line.startswith("error: "):
                 self.error = line.removeprefix("error: ")
             if line.strip():
                 self.last_line = line
-            self._on_line(line)
+            pipe.on_line(line)
 
 
 async def stop_child(child: Child, grace_seconds: float) -> None:
@@ -192,6 +201,20 @@ async def stop_child(child: Child, grace_seconds: float) -> None:
 
 async def _failed_start() -> int:
     return 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Pipe:
+    """A pipe from a child, and what its lines are for."""
+
+    reader: asyncio.StreamReader
+    write_end: int
+    on_line: Callable[[str], None]
+
+    @classmethod
+    async def opened(cls, on_line: Callable[[str], None]) -> Self:
+        read_end, write_end = os.pipe()
+        return cls(await _open_reader(read_end), write_end, on_line)
 
 
 async def _open_reader(descriptor: int) -> asyncio.StreamReader:

@@ -129,7 +129,7 @@ class Supervisor:
 
     async def _fetch(self, settings: ResolvedSettings, environ: Mapping[str, str]) -> Path:
         argv = self._commands.download(settings)
-        self._download = Download(argv, download_environ(settings, environ))
+        self._download = Download(argv, download_environ(settings, environ), json_output=settings.json_output)
         return await self._download.folder()
 
     # Upgrades -----------------------------------------------------------------------------------------------
