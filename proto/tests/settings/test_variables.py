@@ -25,6 +25,7 @@ class Example:
     api_key: str | None = setting(None, "TGI has it.", keeps_variable=True)
     num_threads: int | None = setting(None, "Ours.")
     api_key_file: str | None = setting(None, "Ours.")
+    url: str | None = setting(None, "Ours, with this name from the beginning.", env="FUNITEL_URL")
 
 
 def parse(*argv: str) -> Example:
@@ -72,12 +73,22 @@ def test_a_former_name_is_one_warning_with_the_new_one(
     environ.setenv("FUNITEL_NUM_THREADS", "2")
     caplog.clear()
     assert (parse().num_threads, caplog.messages) == (2, [])
+    assert parse("--num-threads", "3").num_threads == 3
+    assert caplog.messages == []
 
 
 def test_a_former_name_that_kept_clients_out_is_refused(environ: pytest.MonkeyPatch) -> None:
     environ.setenv("API_KEY_FILE", "/keys")
     with pytest.raises(SettingsError, match="^API_KEY_FILE is not read: .* is FUNITEL_API_KEY_FILE$"):
         parse()
+    assert parse("--api-key-file", "/other").api_key_file == "/other"
+
+
+def test_a_name_that_never_was_a_variable_is_none_of_ours(
+    environ: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    environ.setenv("URL", "http://evil.test")
+    assert (parse().url, caplog.messages) == (None, [])
 
 
 @pytest.mark.parametrize("name", ["PORT", "FUNITEL_PORT"])

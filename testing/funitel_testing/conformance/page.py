@@ -26,7 +26,7 @@ STARTS_HEAD = """
 STARTS = (
     (
         "--hostname",
-        "outside the image, 127.0.0.1 when neither it nor a key is given",
+        "outside the image, 127.0.0.1 when neither it nor a key is given; that of `API_KEY` does not count",
         "without authentication the server listens on loopback by default ([access](access.md))",
     ),
     (

@@ -31,7 +31,9 @@ class BenchSettings:
     """
 
     url: tuple[str, ...] = setting(
-        ("http://127.0.0.1:3000",), "URL of a server, repeatable: several are measured in turns and compared."
+        ("http://127.0.0.1:3000",),
+        "URL of a server, repeatable: several are measured in turns and compared.",
+        env="FUNITEL_URL",
     )
     name: tuple[str, ...] = _flag((), "Name of a server in tables, one for each --url; its address when not given.")
     api: tuple[str, ...] = _flag(

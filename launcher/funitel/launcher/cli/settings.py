@@ -32,6 +32,7 @@ class ClientSettings:
     url: str | None = setting(
         None,
         "URL of the server; when not given, http://127.0.0.1:3000, or a temporary server that is started.",
+        env="FUNITEL_URL",
     )
     model_id: str | None = _given(
         "Model to use; a running server is used only if it serves this model.", complete=model_names
@@ -78,7 +79,9 @@ class TopSettings:
     """Show running and waiting sequences of a server, its KV pool and its last steps; q quits."""
 
     url: str | None = setting(
-        None, "URL of a server started with --debug-routes; http://127.0.0.1:3000 when not given."
+        None,
+        "URL of a server started with --debug-routes; http://127.0.0.1:3000 when not given.",
+        env="FUNITEL_URL",
     )
     api_key: str | None = _api_key()
     tls_ca: str | None = _given("PEM file of authorities to trust for an https server; the system's when not given.")

@@ -21,9 +21,9 @@ import typer
 from funitel.proto.errors import FunitelError, SettingsError
 from funitel.proto.settings.bounds import ANY, Bounds
 from funitel.proto.settings.command import POSITIONAL
-from funitel.proto.settings.options import Meta, flag_of, option_of, tgi_option, usage_message, variable_of
+from funitel.proto.settings.options import Meta, flag_of, option_of, tgi_option, usage_message
 from funitel.proto.settings.tgi_flags import Inert, Program, Refused, rows_of
-from funitel.proto.settings.variables import PREFIX, PROTECTIVE, GivenBy, disregarded, first_set
+from funitel.proto.settings.variables import PREFIX, PROTECTIVE, TGI_VARIABLES, GivenBy, disregarded, first_set
 
 logger = logging.getLogger(__name__)
 
@@ -181,17 +181,22 @@ class _Given:
             if reason and name in self._variables:
                 logger.warning("%s=%s is not used: %s", name, os.environ[name], reason)
         for setting_field in dataclasses.fields(settings):
-            variable = variable_of(setting_field) if "setting" in setting_field.metadata else None
-            former = setting_field.name.upper()
-            if variable == PREFIX + former and os.environ.get(former) and not os.environ.get(variable):
-                message = f"{former} is not read: the variable of {flag_of(setting_field.name)} is {variable}"
-                require(former not in PROTECTIVE, message)
-                logger.warning(message)
+            self._check_former_name(setting_field, getattr(settings, setting_field.name))
         changed = (each.name for each in dataclasses.fields(settings) if getattr(settings, each.name) != each.default)
         used = filter(None, map(self.variable, changed))
         shared = [name for name in used if not name.startswith(PREFIX)]
         if shared and is_named:
             logger.info("settings from the environment: %s", ", ".join(shared))
+
+    def _check_former_name(self, setting_field: dataclasses.Field[Any], value: Any) -> None:
+        """Warn of a variable that lacks the prefix of ours, where nothing else gives the setting."""
+        meta, former = setting_field.metadata.get("setting"), setting_field.name.upper()
+        if meta is None or meta.env != "" or former in TGI_VARIABLES or value != setting_field.default:
+            return
+        if os.environ.get(former):
+            message = f"{former} is not read: the variable of {flag_of(setting_field.name)} is {PREFIX}{former}"
+            require(former not in PROTECTIVE, message)
+            logger.warning(message)
 
     @property
     def _variables(self) -> set[str]:
