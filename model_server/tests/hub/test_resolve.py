@@ -599,7 +599,9 @@ def test_hub_repository_is_checked(hf_folder: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("model_id", ["org/model", "model"])
 def test_unreachable_hub_is_one_line(model_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "snapshot_download", unreachable)
-    with pytest.raises(StartupError, match=r"the hub is unreachable: cannot find (org/)?model$"):
+    with pytest.raises(
+        StartupError, match=r"the hub is unreachable: cannot find (org/)?model; check the network, or name"
+    ):
         resolve.resolve(model_id)
 
 

@@ -170,6 +170,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise WeightsError(f"{path.parent} holds no {path.name}") from error
+    except PermissionError as error:
+        raise WeightsError(f"cannot read {path}: {error.strerror}: let this user read it") from error
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path} is not readable JSON: {error}") from error
     if not isinstance(value, dict):

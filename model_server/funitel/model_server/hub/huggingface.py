@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from funitel.model_server.hub.advice import NO_PERMISSION, NO_ROOM, suggestion
 from funitel.model_server.settings.catalogue import CATALOGUE
 from funitel.proto.errors import StartupError, WeightsError
 
@@ -50,19 +51,26 @@ def fetch_repository(model_id: str, repository: str, revision: str | None, cache
     except HFValidationError as error:
         names = ", ".join(CATALOGUE)
         message = f"{model_id} is no folder, GGUF file or hub repository, nor in the catalogue ({names})"
+        message += suggestion(model_id)
         raise WeightsError(message) from error
     except GatedRepoError as error:
         message = f"hub repository {repository} is gated: accept its terms there and set HF_TOKEN"
         raise StartupError(message) from error
     except RepositoryNotFoundError as error:
-        raise StartupError(f"the hub has no repository {repository}, or HF_TOKEN may not read it") from error
+        message = f"the hub has no repository {repository}, or HF_TOKEN may not read it{suggestion(model_id)}"
+        raise StartupError(message) from error
     except RevisionNotFoundError as error:
         raise StartupError(f"hub repository {repository} has no revision {revision}") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         known = "" if model_id in CATALOGUE else f" (catalogue: {', '.join(CATALOGUE)})"
-        message = f"{repository} is not on this machine{known} and the hub is unreachable: {first_line(error)}"
+        advice = suggestion(model_id) or "; check the network, or name a folder that has the model"
+        message = f"{repository} is not on this machine{known} and the hub is unreachable: {first_line(error)}{advice}"
         raise StartupError(message) from error
     except _HUB_ERRORS as error:
+        if isinstance(error, OSError) and error.errno in (*NO_ROOM, *NO_PERMISSION):
+            raise
+        if getattr(getattr(error, "response", None), "status_code", None) == 401:
+            raise StartupError(f"the hub refuses HF_TOKEN for {repository}: set a valid token, or none") from error
         raise StartupError(f"the hub failed to deliver {repository}: {first_line(error)}") from error
 
 

