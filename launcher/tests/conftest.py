@@ -66,7 +66,7 @@ class Launched:
 
     def _flags(self, flags: tuple[str, ...]) -> list[str]:
         given = [] if "--port" in flags else ["--port", str(self.port)]
-        given += [] if "--default-uds-path" in flags else ["--shard-uds-path", self.uds_path]
+        given += [] if {"--default-uds-path", "--shard-uds-path"} & {*flags} else ["--shard-uds-path", self.uds_path]
         return [*given, *(flag for flag in flags if flag != "--default-uds-path")]
 
     @property

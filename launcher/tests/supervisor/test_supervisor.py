@@ -202,10 +202,10 @@ def test_children_get_every_setting_but_no_secret_as_a_flag(launch: Launch) -> N
     assert _flag(shard["argv"], "--master-port") == shard["environ"]["MASTER_PORT"]
     assert _flag(shard["argv"], "--logger-level") == "debug"
     assert shard["environ"]["OMP_NUM_THREADS"] == shard["environ"]["MKL_NUM_THREADS"] == "3"
-    assert not {"LOG_LEVEL", "API_KEY"} & set(shard["environ"])
+    assert not {"LOG_LEVEL", "API_KEY", "FUNITEL_API_KEY"} & set(shard["environ"])
     assert _flag(router["argv"], "--tokenizer-name") == "/tmp/the-model"
     assert _flag(router["argv"], "--master-shard-uds-path") == f"{launched.uds_path}-0"
-    assert router["environ"]["API_KEY"] == "sesame"
+    assert router["environ"]["FUNITEL_API_KEY"] == "sesame"
     assert "sesame" not in " ".join(router["argv"] + shard["argv"]) + launched.stderr + launched.stdout
     assert '-H "Authorization: Bearer $API_KEY"' in launched.stdout
 
