@@ -119,7 +119,9 @@ def test_it_knows_that_an_answer_was_cut(start: Start) -> None:
 # Servers
 
 
-@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:0", "http://a:99999", "http://[", ""])
+@pytest.mark.parametrize(
+    "url", ["ftp://a", "http://", "http://a:0", "http://a:99999", "http://[", "", "http://a http://b", "http://a\n"]
+)
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(SettingsError, match="--url must be like http://host:port, given "):
         Api(url)

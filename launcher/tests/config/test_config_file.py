@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
 from funitel.launcher.config.command_line import ParsedCommandLine, launcher_app
 from funitel.launcher.config.config_file import FLAGS, MAX_BYTES, read_config
@@ -13,6 +14,7 @@ from funitel.launcher.config.resolve import resolve
 from funitel.launcher.config.upgrade import next_settings
 from funitel.launcher.settings import LauncherSettings
 from funitel.proto.errors import SettingsError
+from funitel.proto.settings.options import usage_message
 from funitel.proto.settings.variables import names_of
 
 Write = Callable[..., str]
@@ -210,6 +212,17 @@ def test_a_wrong_value_names_file_line_and_variable(
     path = write(*lines)
     with pytest.raises(SettingsError, match=f"^{path}, {words}"):
         given("--config", path, *argv)
+
+
+@pytest.mark.parametrize("variable", ["PORT", "FUNITEL_PORT", "FUNITEL_DEFAULT_PORT"])
+def test_a_wrong_variable_is_a_usage_error_and_not_blamed_on_the_file(
+    variable: str, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "many")
+    lines = ["DTYPE=float32"] + ([] if "DEFAULT" in variable else ["PORT=3002"])
+    with pytest.raises(typer.BadParameter) as caught:
+        given("--config", write(*lines))
+    assert f"(env var: '{variable}'): 'many' is not a valid integer" in usage_message(caught.value)
 
 
 def test_a_wrong_flag_is_not_blamed_on_the_file(write: Write) -> None:

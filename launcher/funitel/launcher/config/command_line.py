@@ -49,6 +49,10 @@ class _ParseState:
                 added[names[0]] = self.variables.get(DEFAULT_PREFIX + variable.removeprefix(PREFIX))
         return added
 
+    def file_gives(self, variable: str) -> bool:
+        """Whether the file, and not the environment, has a variable."""
+        return variable in self.file.values and variable not in self.overridden
+
     def located(self, message: str) -> SettingsError:
         """Make a SettingsError with a message that names the line of the file at fault, if any."""
         return SettingsError(self.file.locate(message, self.overridden))
@@ -82,7 +86,7 @@ class LauncherCommand(SettingsCommand):
                 rest = super().parse_settings(ctx, args)
             except typer.BadParameter as error:
                 option: Any = error.param
-                if _source(ctx, option) == "ENVIRONMENT":
+                if _source(ctx, option) == "ENVIRONMENT" and state.file_gives(option.envvar[-1]):
                     raise state.located(usage_message(error)) from error
                 raise
         for option in self.get_params(ctx):

@@ -146,6 +146,7 @@ def _split(url: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_right &= url.isprintable() and " " not in url
     except ValueError:
         is_right = False
     if not is_right:

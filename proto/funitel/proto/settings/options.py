@@ -16,7 +16,7 @@ from funitel.proto.settings.groups import COMPATIBILITY, GROUP_OF, GROUPS
 from funitel.proto.settings.help_page import CHOICES
 from funitel.proto.settings.suggestions import did_you_mean
 from funitel.proto.settings.tgi_flags import Inert, Program, TgiFlag
-from funitel.proto.settings.variables import PREFIX, TGI_VARIABLES, first_set, names_of
+from funitel.proto.settings.variables import DEFAULT_PREFIX, PREFIX, TGI_VARIABLES, first_set, names_of
 
 T = TypeVar("T")
 
@@ -234,6 +234,12 @@ def parse_bool(text: str) -> bool:
 _UNKNOWN_FLAG = re.compile(r"No such option: (\S+)")
 
 
+def _given_by(names: list[str]) -> str:
+    """The variable of a setting that has a value."""
+    default = DEFAULT_PREFIX + names[-1].removeprefix(PREFIX)
+    return first_set((*names, default), os.environ) or names[-1]
+
+
 def usage_message(error: typer.TyperException) -> str:
     """Describe a usage error in one line, with the variable at fault; typer leaves out the value of a switch's."""
     option, context = getattr(error, "param", None), getattr(error, "ctx", None)
@@ -248,7 +254,7 @@ def usage_message(error: typer.TyperException) -> str:
         return f"{unknown[0]}{hint}"
     names = getattr(option, "envvar", None)
     if isinstance(names, list):  # typer writes all of them
-        message = message.replace(f"'{names}'", f"'{first_set(names, os.environ) or names[-1]}'")
+        message = message.replace(f"'{names}'", f"'{_given_by(names)}'")
     return message
 
 
