@@ -329,9 +329,10 @@ def test_the_program_itself(start: Start) -> None:
     done = run_program(*words, "--warmup", "1")
     assert (done.returncode, done.stderr.splitlines()[0].split(maxsplit=1)[0]) == (0, "0%")
     assert len(json.loads(done.stdout.splitlines()[-1])["servers"][0]["levels"]) == 2
-    assert run_program("bench", "--url", "127.0.0.1:1").stderr.startswith(
-        "error: no server answers at http://127.0.0.1:1"
-    )
+    nowhere = run_program("bench", "--url", "127.0.0.1:1").stderr
+    assert nowhere.startswith("error: no server answers at http://127.0.0.1:1")
+    assert "start one by funitel serve MODEL" in nowhere
+    assert nowhere.count("\n") == 1
 
 
 def test_kernels_are_the_model_servers_command() -> None:

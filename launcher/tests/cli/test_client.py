@@ -134,7 +134,9 @@ def test_a_url_may_lack_its_scheme_and_have_a_version(start: Start) -> None:
 
 
 def test_nobody_there_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(NotReady, match=r"^no server answers at http://127.0.0.1:1: .*refused$"):
+    with pytest.raises(
+        NotReady, match=r"^no server answers at http://127.0.0.1:1: .*refused; start one by funitel serve MODEL, "
+    ):
         Api("127.0.0.1:1").get("/info")
 
 

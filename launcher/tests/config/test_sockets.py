@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from funitel.launcher.config import sockets
+from funitel.launcher.config.port_owner import owner_of
 from funitel.launcher.config.sockets import check_port, claim, free_port
 from funitel.proto.errors import SettingsError
 from funitel.proto.process import locks
@@ -102,9 +103,27 @@ def test_a_port_is_free_until_someone_listens() -> None:
     check_port("127.0.0.1", port)
     with socket.create_server(("127.0.0.1", port)), pytest.raises(SettingsError) as caught:
         check_port("0.0.0.0", port)
+    name = Path("/proc/self/comm").read_text().strip()
     assert caught.value.message == (
-        f"--port {port} is already in use on 0.0.0.0: stop that process or choose another --port"
+        f"--port {port} is already in use on 0.0.0.0 by process {os.getpid()} ({name}): "
+        "stop that process or choose another --port"
     )
+
+
+def test_the_owner_of_a_port_is_named_where_the_system_says_it(tmp_path: Path) -> None:
+    assert owner_of(free_port()) is None
+    assert owner_of(3000, tmp_path) is None  # no tables
+    (tmp_path / "net").mkdir()
+    row = "0: 00000000:0BB8 00000000:0000 {state} 00000000:00000000 00:00000000 00000000 0 0 4711 1"
+    (tmp_path / "net" / "tcp6").write_text("head\n" + row.format(state="01") + "\n")
+    descriptors = tmp_path / "42" / "fd"
+    descriptors.mkdir(parents=True)
+    (descriptors / "3").symlink_to("socket:[4711]")
+    (tmp_path / "42" / "comm").write_text("python3\n")
+    assert owner_of(3000, tmp_path) is None  # a connection, not a listener
+    (tmp_path / "net" / "tcp6").write_text("head\n" + row.format(state="0A") + "\n")
+    assert owner_of(3000, tmp_path) == "process 42 (python3)"
+    assert owner_of(3001, tmp_path) is None
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

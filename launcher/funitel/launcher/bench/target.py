@@ -11,6 +11,7 @@ from funitel.launcher.bench.apis import DIALECTS, IGNORE_EOS, USAGE, GenerationQ
 from funitel.launcher.bench.figures import Failure, Timeline
 from funitel.launcher.bench.http import Endpoint, RequestFailed
 from funitel.launcher.bench.workload import WORDS, PromptSpec
+from funitel.launcher.terminal_ui.http_client import START_ADVICE
 from funitel.proto.errors import FunitelError, NotReady
 
 PROBE_WORDS = 16
@@ -70,7 +71,7 @@ class Target:
             timeline = await self._negotiate_options(text)
             counted = await self._find_tokenizer(text)
         except RequestFailed as error:
-            raise NotReady(str(error)) from error
+            raise _not_ready(error.failure) from error
         if counted is not None and timeline.num_prompt_tokens is not None:
             self._overhead = max(0, timeline.num_prompt_tokens - counted)
 
@@ -92,7 +93,7 @@ class Target:
             if failure is None:
                 return timeline
             if failure.kind in ("connect", "timeout"):
-                raise NotReady(failure.message)
+                raise _not_ready(failure)
             if failure.kind not in REFUSALS:
                 break
         assert failure is not None
@@ -174,6 +175,11 @@ class Target:
         except RequestFailed as error:
             return Timeline(began, time.perf_counter(), failure=error.failure)
         return read_reply(self._dialect, began, reply)
+
+
+def _not_ready(failure: Failure) -> NotReady:
+    advice = f"; {START_ADVICE}" if failure.kind == "connect" else ""
+    return NotReady(f"{failure.message}{advice}")
 
 
 def _subsets(options: frozenset[str]) -> Iterator[frozenset[str]]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import product
 from pathlib import Path
 
+from funitel.launcher.config.port_owner import owner_of
 from funitel.proto import step_socket
 from funitel.proto.errors import SettingsError
 from funitel.proto.process.locks import lock_of, try_lock
@@ -161,5 +162,7 @@ def _cannot_listen(hostname: str, port: int, flag: str, error: OSError) -> str:
     if isinstance(error, PermissionError):
         return f"{flag} {port} needs privileges this process lacks: choose a port from 1024 up"
     if error.errno == errno.EADDRINUSE:
-        return f"{flag} {port} is already in use on {hostname}: stop that process or choose another {flag}"
+        owner = owner_of(port)
+        by = f" by {owner}" if owner else ""
+        return f"{flag} {port} is already in use on {hostname}{by}: stop that process or choose another {flag}"
     return f"cannot listen on --hostname {hostname} {flag} {port}: {error.strerror}"

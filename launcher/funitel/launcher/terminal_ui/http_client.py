@@ -44,6 +44,8 @@ def context_of(settings: Any) -> ssl.SSLContext | None:
 CONNECT_SECONDS = 5.0
 READ_TIMEOUT_SECONDS = 600.0  # a server in a long prefill sends nothing
 
+START_ADVICE = "start one by funitel serve MODEL, or name another by --url"
+
 JSON = Any
 
 
@@ -115,7 +117,7 @@ class Api:
             reason = str(error) or type(error).__name__
             if response is not None:
                 raise FunitelError(f"{self.url} closed the connection: {reason}") from error
-            raise NotReady(f"no server answers at {self.url}: {reason}") from error
+            raise NotReady(f"no server answers at {self.url}: {reason}; {START_ADVICE}") from error
         finally:
             connection.close()
 
