@@ -13,17 +13,10 @@ _FLAG = re.compile(r"--[a-z][a-z0-9-]+")
 _NUMBER = re.compile(r"\bN\b")  # stands for a number
 _TEST = re.compile(r"(?:([\w/]+\.py|S))?::(test_\w+)")
 _MODULE = re.compile(r"[\w/]+\.py")
-OTHER_FLAGS = (
-    "--build-arg",
-    "--cap-add",
-    "--ctx-size",
-    "--gpus",
-    "--parallel",
-    "--restart",
-    "--shm-size",
-    "--target",
-    "--threads",
-)
+DOCKER_FLAGS = """--build-arg --cap-add --cap-drop --cpus --env-file --gpus --init --ipc --memory --network --no-cache
+--pids-limit --privileged --read-only --restart --security-opt --shm-size --stop-timeout --target --time --tmpfs --user
+--volume""".split()
+PEER_FLAGS = ("--ctx-size", "--parallel", "--threads")
 
 
 def prose(text: str) -> str:
@@ -55,7 +48,7 @@ def known_flags() -> set[str]:
     ]
     texts = [(ROOT / "docs/settings.md").read_text(), *(path.read_text() for path in scripts)]
     found = {flag for text in texts for flag in _FLAG.findall(text)}
-    return found | {flag.replace("--", "--no-", 1) for flag in found} | {*OTHER_FLAGS}
+    return found | {flag.replace("--", "--no-", 1) for flag in found} | {*DOCKER_FLAGS, *PEER_FLAGS}
 
 
 def missing_tests(text: str) -> list[str]:
