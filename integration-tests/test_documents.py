@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from funitel.model_server.registry.decoders import FAMILIES
 from funitel_testing.documents.blocks import ROOT, Block, all_blocks, blocks_of, misread_lines, pages
 from funitel_testing.documents.command_lines import problems_of
 from funitel_testing.documents.commands import check_commands
@@ -98,6 +99,11 @@ def test_a_flag_in_the_text_exists(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in PAGES if p.name not in HISTORY], ids=lambda path: path.name)
 def test_tests_and_modules_in_the_text_exist(path: Path) -> None:
     assert [name for name in missing_tests(path.read_text()) if name not in INVENTED] == []
+
+
+def test_the_page_of_models_lists_every_decoder() -> None:
+    text = (ROOT / "docs/models.md").read_text().lower()
+    assert [name for name in FAMILIES if f"`{name.lower()}`" not in text] == []
 
 
 @in_pages
