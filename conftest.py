@@ -41,6 +41,7 @@ LONGEST = (
     "transformers_fallback/test_fallback.py",
     "executor/test_async_executor.py",
     # of the whole system
+    "integration-tests/test_wheel.py",
     "integration-tests/test_equality.py",
     "integration-tests/test_lifecycle.py",
     "integration-tests/test_bad_input.py",

@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from funitel.model_server.cpu import compiler, prebuilt
-from funitel.model_server.cpu.build import cpu_flags
+from funitel.model_server.cpu.build import cpu_flags, open_library
 from funitel.model_server.cpu.compiler import INSTRUCTION_SETS
 from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache
+from funitel.model_server.models.encoder import amx
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.tools.kernel_bench.roofs import Roofs
 from funitel_testing.clients import client_of, generate
@@ -87,6 +88,7 @@ def _without_compiler(environment: Path) -> dict[str, str]:
 # Files -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the files that git tracks")
 def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(wheel: Path) -> None:
     tracked = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True)
     new = subprocess.run(
@@ -234,6 +236,15 @@ def test_kernels_are_measured_without_a_compiler(step: Path, tmp_path: Path, mon
     roofs = Roofs(tmp_path, num_threads=1, num_bytes=1 << 20)
     roofs.measure(MatrixKind.INT8, passes=1)
     assert roofs.multiply_s > 0
+
+
+def test_encoders_have_their_functions_in_it(step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are declared, and not called: few machines have AMX."""
+    if "avx512_vnni" not in cpu_flags():
+        pytest.skip("the CPU lacks avx512-vnni, which every CPU with AMX has")
+    monkeypatch.setattr(prebuilt, "FOLDER", step)
+    monkeypatch.setattr(compiler, "COMPILERS", ("no-such-compiler",))
+    assert open_library(tmp_path, amx._FUNCTIONS, source="encoder.cpp").funitel_encoder_run
 
 
 # Installed ---------------------------------------------------------------------------------------------------

@@ -77,6 +77,13 @@ def test_one_library_has_every_source_for_every_instruction_set(wheel: Path) -> 
     assert set(json.loads((wheel / CONTENTS).read_text())["targets"]) == wanted | {"encoder.cpp avx512-vnni"}
 
 
+def test_two_builds_are_equal_to_the_byte(wheel: Path, tmp_path: Path) -> None:
+    (tmp_path / "another folder").mkdir()
+    build_prebuilt(tmp_path / "another folder")
+    for name in (LIBRARY, CONTENTS):
+        assert (tmp_path / "another folder" / name).read_bytes() == (wheel / name).read_bytes()
+
+
 @pytest.mark.usefixtures("no_compiler")
 def test_each_instruction_set_of_this_cpu_is_chosen_from_it_without_a_compiler(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
