@@ -1,6 +1,7 @@
 """Every fenced block of the pages: of a known language, parsed, its commands and requests checked against the code."""
 
 import ast
+import importlib
 import json
 import re
 import subprocess
@@ -40,12 +41,28 @@ def parse_diff(text: str) -> None:
     assert not strange, strange
 
 
+def parse_python(text: str) -> None:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("funitel"):
+            module = importlib.import_module(node.module or "")
+            missing = [name.name for name in node.names if not hasattr(module, name.name)]
+            assert not missing, missing
+
+
+COMMAND = re.compile(r"(\$ |(funitel|text-generation|curl|docker|make|pip|export)(-\w+)? )")
+
+
+def parse_text(text: str) -> None:
+    commands = [line for line in text.splitlines() if COMMAND.match(line.lstrip())]
+    assert not commands, f"commands belong in a block of sh: {commands}"
+
+
 PARSERS: Mapping[str, Callable[[str], object]] = {
     "diff": parse_diff,
     "json": json.loads,
-    "python": ast.parse,
+    "python": parse_python,
     "sh": lambda text: subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=True),
-    "text": lambda text: None,
+    "text": parse_text,
     "toml": tomllib.loads,
     "yaml": lambda text: list(yaml.safe_load_all(text)),
 }
@@ -137,6 +154,25 @@ def test_a_wrong_command_line_is_found() -> None:
     assert [words for words, problem in zip(wrong, problems, strict=False) if problem is None] == []
     assert problems[len(wrong) :] == [None] * len(right)
     assert problems_of([(("funitel",), {"PORT": "many"})]) != [None]
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("python", "from funitel.llm import LLMM"),
+        ("python", "print("),
+        ("text", "$ ls"),
+        ("text", "a\nfunitel serve x"),
+        ("diff", "a"),
+        ("json", "{a: 1}"),
+        ("yaml", "a: b: c"),
+        ("toml", "a ="),
+        ("sh", "if true"),
+    ],
+)
+def test_a_wrong_block_is_found(language: str, text: str) -> None:
+    with pytest.raises((AssertionError, SyntaxError, ValueError, yaml.YAMLError, subprocess.CalledProcessError)):
+        PARSERS[language](text)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,8 @@ def misread_lines(text: str) -> Iterator[str]:
     is_fenced = is_list = False
     before = ""
     for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("~~~"):
+            yield f"{number}: fence with backticks"
         if line.lstrip().startswith("```"):
             is_fenced = not is_fenced
             if (len(line) - len(line.lstrip())) % 4:
