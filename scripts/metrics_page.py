@@ -21,7 +21,7 @@ series `NAME_bucket`, `NAME_sum` and `NAME_count`. With several replicas a gauge
 across them. A series with a label appears with its first value.
 
 What to watch is in [observability](observability.md) and [scheduling](scheduling.md); a dashboard for Grafana is in
-[grafana](grafana).
+`docs/grafana`.
 """
 
 TGI = """Names, labels and buckets of text-generation-inference, so its dashboards keep working. What counts differently
