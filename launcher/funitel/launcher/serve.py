@@ -14,6 +14,7 @@ from funitel.launcher.config.upgrade import next_settings
 from funitel.launcher.supervisor.address_file import address_file
 from funitel.launcher.supervisor.supervisor import NextDeployment, Supervisor
 from funitel.proto.errors import SettingsError
+from funitel.proto.extras import check_extra
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,9 @@ def run(given: ParsedCommandLine, commands: Commands | None = None) -> None:
         typer.Exit: the download failed and has logged the reason.
     """
     settings, environ = given.settings, given.environ
+    check_extra("server", "serving a model")
+    if settings.otlp_endpoint is not None:
+        check_extra("otlp", "--otlp-endpoint")
     if settings.env:
         logger.info("%s", describe_environment())
     num_shard, gpus = shards_and_gpus(settings, environ)

@@ -3,11 +3,14 @@
 It runs the executor, scheduler and engine of the server in this process. See docs/offline.md.
 """
 
-from funitel.llm.llm import LLM
-from funitel.llm.outputs import CompletionOutput, Logprob, RequestOutput
-from funitel.llm.sampling import SamplingParams
 from funitel.proto.errors import FunitelError, InvalidRequest, StartupError
+from funitel.proto.extras import requiring
 from funitel.router.core.grammar import Grammar
+
+with requiring("server", "funitel.llm"):
+    from funitel.llm.llm import LLM
+    from funitel.llm.outputs import CompletionOutput, Logprob, RequestOutput
+    from funitel.llm.sampling import SamplingParams
 
 __all__ = [
     "LLM",

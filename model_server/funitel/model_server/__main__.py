@@ -22,6 +22,7 @@ from funitel.model_server.settings import (
     QuantizeSettings,
     SpecSettings,
 )
+from funitel.proto.extras import requiring
 from funitel.proto.process import logs
 from funitel.proto.process.parent import stop_with_parent
 from funitel.proto.process.standard_streams import open_standard_streams
@@ -34,12 +35,14 @@ app = typer.Typer(
 )
 
 
+@requiring("server", "fetching a model")
 def download(settings: DownloadSettings) -> None:
     """Make a model's files present and whole; print their folder as the last line of stdout."""
     stop_with_parent(settings.exit_with_parent)
     print(resolve.download_weights(settings.model_id, revision=settings.revision, cache_dir=settings.cache_dir))
 
 
+@requiring("server", "quantising a model")
 def quantize(settings: QuantizeSettings) -> None:
     """Write a model with smaller weights to a folder; print the folder as the last line of stdout."""
     received: list[int] = []
@@ -60,6 +63,7 @@ def quantize(settings: QuantizeSettings) -> None:
         raise
 
 
+@requiring("server", "measuring kernels")
 def bench_kernels(settings: KernelSettings) -> None:
     """Measure the matrix products of the fused CPU step."""
     from funitel.model_server.tools.kernel_bench.matmul import measure_kernels  # torch: seconds to import
@@ -67,6 +71,7 @@ def bench_kernels(settings: KernelSettings) -> None:
     measure_kernels(settings)
 
 
+@requiring("server", "the spec of a model")
 def spec(settings: SpecSettings) -> None:
     """Print the spec of a model, or what does not fit it; then the exit code is 1."""
     from funitel.model_server.tools import spec as spec_command  # torch: seconds to import, not wanted for --help
@@ -81,6 +86,7 @@ def spec(settings: SpecSettings) -> None:
         raise typer.Exit(1)
 
 
+@requiring("server", "the list of models")
 def models(settings: ModelsSettings) -> None:
     """List what can be served, or say what one model takes; then the exit code is 1 where it does not fit."""
     from funitel.model_server.tools.models.report import list_all, tell_needs  # torch: seconds to import
@@ -94,6 +100,7 @@ def models(settings: ModelsSettings) -> None:
         raise typer.Exit(1)
 
 
+@requiring("server", "a shard")
 def serve(settings: ModelServerSettings) -> None:
     """Load one rank and serve it until SIGTERM or SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -36,6 +36,7 @@ Handlers and the servicer read these attributes; they contain no `isinstance` la
     │   └── BrokenScores          the logits of a sequence are not finite
     └── StartupError              a process cannot start
         ├── SettingsError         flags or variables are invalid or contradict each other
+        ├── MissingPackage        a package of an extra is not installed
         ├── WeightsError          checkpoint missing, truncated, mismatched
         ├── UnsupportedModel      the architecture is not supported
         │   ├── NoRow             the registry has no row for it; transformers may run it
@@ -367,6 +368,10 @@ class StartupError(FunitelError):
 
 class SettingsError(StartupError):
     """Settings are invalid, or contradict each other or the machine."""
+
+
+class MissingPackage(StartupError, ImportError):
+    """A package that comes with an extra of funitel is not installed; the message names the extra."""
 
 
 class WeightsError(StartupError):

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from funitel.proto.errors import SettingsError
+from funitel.proto.errors import MissingPackage, SettingsError
 from funitel.proto.tracing import export, spans
 from funitel_testing.certificates import Authority
 from funitel_testing.spans import collecting
@@ -56,9 +56,8 @@ def test_tls_and_headers_are_those_of_the_standard_variables(tmp_path: Path, mon
 
 
 def test_an_exporter_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "funitel.proto.tracing.otlp", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    with pytest.raises(SettingsError, match="--otlp-endpoint needs the package opentelemetry-exporter-otlp-proto-grpc"):
+    with pytest.raises(MissingPackage, match=r"--otlp-endpoint needs packages .*: pip install 'funitel\[otlp\]'"):
         export.export("http://localhost:4317", "test")
 
 

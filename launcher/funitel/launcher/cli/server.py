@@ -16,6 +16,7 @@ from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.terminal_ui.http_client import Api, context_of
 from funitel.launcher.terminal_ui.terminal import Status, one_line
 from funitel.proto.errors import FunitelError, NotReady, StartupError
+from funitel.proto.extras import check_extra
 from funitel.proto.process.python import module_command
 
 LOCAL_URL = f"http://127.0.0.1:{LauncherSettings().port}"
@@ -88,6 +89,7 @@ def _serves(api: Api, model_id: str | None) -> bool:
 @contextmanager
 def _started(settings: ClientSettings) -> Iterator[Api]:
     """A temporary launcher on a free local port; it is stopped at the end."""
+    check_extra("server", "a server of its own, as none runs,")
     server = _Launcher(settings)
     try:
         yield server.ready()

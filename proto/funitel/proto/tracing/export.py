@@ -11,6 +11,7 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from funitel.proto.errors import SettingsError, translating
+from funitel.proto.extras import check_extra
 from funitel.proto.tracing import spans
 from funitel.proto.version import version
 
@@ -32,15 +33,13 @@ def export(endpoint: str, service_name: str, **attributes: str | int) -> Callabl
         attributes: further attributes of that resource.
 
     Raises:
-        SettingsError: the endpoint is invalid, or the exporter is not installed.
+        SettingsError: the endpoint is invalid.
+        MissingPackage: the extra `otlp` is not installed.
     """
     _check(endpoint)
-    try:
-        from funitel.proto.tracing.otlp import build_provider
-    except ImportError as error:
-        raise SettingsError(
-            "--otlp-endpoint needs the package opentelemetry-exporter-otlp-proto-grpc, which is not installed"
-        ) from error
+    check_extra("otlp", "--otlp-endpoint")
+    from funitel.proto.tracing.otlp import build_provider
+
     _limit_logs()
     facts = {"service.name": service_name, "service.version": version(), "process.pid": os.getpid(), **attributes}
     is_plain = urlsplit(endpoint).scheme != "https"
