@@ -5,7 +5,7 @@ import warnings
 
 import contract_v3_pb2 as contract__v3__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.72.1'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in contract_v3_pb2_grpc.py depends on'
+        + f' but the generated code in contract_v3_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class TextGenerationServiceStub:
+class TextGenerationServiceStub(object):
     """1.1 Service: unary calls only, the router drives every step.
     """
 
@@ -77,7 +77,7 @@ class TextGenerationServiceStub:
                 _registered_method=True)
 
 
-class TextGenerationServiceServicer:
+class TextGenerationServiceServicer(object):
     """1.1 Service: unary calls only, the router drives every step.
     """
 
@@ -180,7 +180,7 @@ def add_TextGenerationServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class TextGenerationService:
+class TextGenerationService(object):
     """1.1 Service: unary calls only, the router drives every step.
     """
 

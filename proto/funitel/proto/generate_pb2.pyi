@@ -106,7 +106,7 @@ class InfoResponse(_message.Message):
     step_socket: str
     num_opening_tokens: int
     vocab_size: int
-    def __init__(self, requires_padding: _Optional[bool] = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: _Optional[bool] = ..., use_prefix_caching: _Optional[bool] = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sharded_weight_bytes: _Optional[int] = ..., total_sharded_weight_bytes: _Optional[int] = ..., encoder: _Optional[_Union[EncoderFacts, _Mapping]] = ..., step_socket: _Optional[str] = ..., num_opening_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, requires_padding: bool = ..., dtype: _Optional[str] = ..., device_type: _Optional[str] = ..., window_size: _Optional[int] = ..., speculate: _Optional[int] = ..., support_chunking: bool = ..., use_prefix_caching: bool = ..., attention_impl: _Optional[str] = ..., block_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., sharded_weight_bytes: _Optional[int] = ..., total_sharded_weight_bytes: _Optional[int] = ..., encoder: _Optional[_Union[EncoderFacts, _Mapping]] = ..., step_socket: _Optional[str] = ..., num_opening_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ...) -> None: ...
 
 class EncoderFacts(_message.Message):
     __slots__ = ("tasks", "width", "max_tokens", "labels", "is_multi_label", "pooling", "usual_tokens", "token_width")
@@ -126,7 +126,7 @@ class EncoderFacts(_message.Message):
     pooling: str
     usual_tokens: int
     token_width: int
-    def __init__(self, tasks: _Optional[_Iterable[_Union[EncoderTask, str]]] = ..., width: _Optional[int] = ..., max_tokens: _Optional[int] = ..., labels: _Optional[_Iterable[str]] = ..., is_multi_label: _Optional[bool] = ..., pooling: _Optional[str] = ..., usual_tokens: _Optional[int] = ..., token_width: _Optional[int] = ...) -> None: ...
+    def __init__(self, tasks: _Optional[_Iterable[_Union[EncoderTask, str]]] = ..., width: _Optional[int] = ..., max_tokens: _Optional[int] = ..., labels: _Optional[_Iterable[str]] = ..., is_multi_label: bool = ..., pooling: _Optional[str] = ..., usual_tokens: _Optional[int] = ..., token_width: _Optional[int] = ...) -> None: ...
 
 class EncoderInput(_message.Message):
     __slots__ = ("input_ids", "type_ids", "dimensions", "is_normalized", "mask_place", "top_n")
@@ -142,7 +142,7 @@ class EncoderInput(_message.Message):
     is_normalized: bool
     mask_place: int
     top_n: int
-    def __init__(self, input_ids: _Optional[_Iterable[int]] = ..., type_ids: _Optional[_Iterable[int]] = ..., dimensions: _Optional[int] = ..., is_normalized: _Optional[bool] = ..., mask_place: _Optional[int] = ..., top_n: _Optional[int] = ...) -> None: ...
+    def __init__(self, input_ids: _Optional[_Iterable[int]] = ..., type_ids: _Optional[_Iterable[int]] = ..., dimensions: _Optional[int] = ..., is_normalized: bool = ..., mask_place: _Optional[int] = ..., top_n: _Optional[int] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
     __slots__ = ("task", "inputs")
@@ -268,7 +268,7 @@ class NextTokenChooserParameters(_message.Message):
     allowed_token_ids: _containers.RepeatedScalarFieldContainer[int]
     banned_tokens: _containers.RepeatedCompositeFieldContainer[TokenSequence]
     first_token: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: _Optional[bool] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: _Optional[bool] = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., presence_penalty: _Optional[float] = ..., count_penalty: _Optional[float] = ..., min_p: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., raw_logprobs: _Optional[bool] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_tokens: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., first_token: _Optional[int] = ...) -> None: ...
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., do_sample: bool = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., watermark: bool = ..., frequency_penalty: _Optional[float] = ..., grammar: _Optional[str] = ..., grammar_type: _Optional[_Union[GrammarType, str]] = ..., presence_penalty: _Optional[float] = ..., count_penalty: _Optional[float] = ..., min_p: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., raw_logprobs: bool = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_tokens: _Optional[_Iterable[_Union[TokenSequence, _Mapping]]] = ..., first_token: _Optional[int] = ...) -> None: ...
 
 class CompileGrammarRequest(_message.Message):
     __slots__ = ("grammar", "grammar_type")
@@ -290,7 +290,7 @@ class StoppingCriteriaParameters(_message.Message):
     max_new_tokens: int
     stop_sequences: _containers.RepeatedScalarFieldContainer[str]
     ignore_eos_token: bool
-    def __init__(self, max_new_tokens: _Optional[int] = ..., stop_sequences: _Optional[_Iterable[str]] = ..., ignore_eos_token: _Optional[bool] = ...) -> None: ...
+    def __init__(self, max_new_tokens: _Optional[int] = ..., stop_sequences: _Optional[_Iterable[str]] = ..., ignore_eos_token: bool = ...) -> None: ...
 
 class Request(_message.Message):
     __slots__ = ("id", "inputs", "truncate", "parameters", "stopping_parameters", "prefill_logprobs", "top_n_tokens", "input_chunks", "blocks", "slots", "adapter_id", "cache_len", "add_special_tokens", "chunk_len", "input_ids", "output_ids", "name", "prompt_logprobs")
@@ -330,7 +330,7 @@ class Request(_message.Message):
     output_ids: _containers.RepeatedScalarFieldContainer[int]
     name: str
     prompt_logprobs: int
-    def __init__(self, id: _Optional[int] = ..., inputs: _Optional[str] = ..., truncate: _Optional[int] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: _Optional[bool] = ..., top_n_tokens: _Optional[int] = ..., input_chunks: _Optional[_Union[Input, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., adapter_id: _Optional[str] = ..., cache_len: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., chunk_len: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., inputs: _Optional[str] = ..., truncate: _Optional[int] = ..., parameters: _Optional[_Union[NextTokenChooserParameters, _Mapping]] = ..., stopping_parameters: _Optional[_Union[StoppingCriteriaParameters, _Mapping]] = ..., prefill_logprobs: bool = ..., top_n_tokens: _Optional[int] = ..., input_chunks: _Optional[_Union[Input, _Mapping]] = ..., blocks: _Optional[_Iterable[int]] = ..., slots: _Optional[_Iterable[int]] = ..., adapter_id: _Optional[str] = ..., cache_len: _Optional[int] = ..., add_special_tokens: bool = ..., chunk_len: _Optional[int] = ..., input_ids: _Optional[_Iterable[int]] = ..., output_ids: _Optional[_Iterable[int]] = ..., name: _Optional[str] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Batch(_message.Message):
     __slots__ = ("id", "requests", "size", "max_tokens", "max_blocks")
@@ -459,7 +459,7 @@ class BlockCopy(_message.Message):
     block: int
     slot: int
     is_load: bool
-    def __init__(self, block: _Optional[int] = ..., slot: _Optional[int] = ..., is_load: _Optional[bool] = ...) -> None: ...
+    def __init__(self, block: _Optional[int] = ..., slot: _Optional[int] = ..., is_load: bool = ...) -> None: ...
 
 class Columns(_message.Message):
     __slots__ = ("request_ids", "ids", "logprobs", "texts", "is_special")
@@ -489,7 +489,7 @@ class PrefillRequest(_message.Message):
     rows: _containers.RepeatedCompositeFieldContainer[RowUpdate]
     takes_columns: bool
     copies: _containers.RepeatedCompositeFieldContainer[BlockCopy]
-    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: _Optional[bool] = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ...) -> None: ...
+    def __init__(self, batch: _Optional[_Union[Batch, _Mapping]] = ..., cached_batch: _Optional[_Union[CachedBatch, _Mapping]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: bool = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
     __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns")
@@ -527,7 +527,7 @@ class DecodeRequest(_message.Message):
     rows: _containers.RepeatedCompositeFieldContainer[RowUpdate]
     takes_columns: bool
     copies: _containers.RepeatedCompositeFieldContainer[BlockCopy]
-    def __init__(self, batches: _Optional[_Iterable[_Union[CachedBatch, _Mapping]]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: _Optional[bool] = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ...) -> None: ...
+    def __init__(self, batches: _Optional[_Iterable[_Union[CachedBatch, _Mapping]]] = ..., step_seq: _Optional[int] = ..., rows: _Optional[_Iterable[_Union[RowUpdate, _Mapping]]] = ..., takes_columns: bool = ..., copies: _Optional[_Iterable[_Union[BlockCopy, _Mapping]]] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ("generations", "batch", "forward_ns", "decode_ns", "total_ns", "concat_ns", "num_forwards", "num_forward_rows", "num_forward_tokens", "columns")
