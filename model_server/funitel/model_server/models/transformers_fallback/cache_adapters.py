@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, DynamicCache, DynamicLayer, LinearAttentionLayer
+from transformers import cache_utils
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from funitel.model_server.forward.batch import RowSpan
 from funitel.model_server.kv_cache.pool import Slots
@@ -66,6 +67,7 @@ class StackedRows:
         )
 
 
+_LAYERS_OF_NOTHING = tuple(getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name))  # 5.23
 _PROBE_TOKENS = 3
 
 
@@ -111,7 +113,7 @@ class TransformersCacheAdapter:
         self._kinds = [type(layer) for layer in probe.layers]
         self._attending = [i for i, layer in enumerate(probe.layers) if getattr(layer, "keys", None) is not None]
         self._linear = [i for i, kind in enumerate(self._kinds) if issubclass(kind, LinearAttentionLayer)]
-        known = (DynamicLayer, LinearAttentionLayer, DummyLayer)
+        known = (DynamicLayer, LinearAttentionLayer, *_LAYERS_OF_NOTHING)
         unknown = next((kind for kind in self._kinds if not issubclass(kind, known)), None)
         if unknown is not None:
             raise Unsuited(f"its code keeps layers of the kind {unknown.__name__}, which is not known here")
