@@ -5,20 +5,29 @@ UNIT_TESTS := proto/tests router/tests model_server/tests launcher/tests llm/tes
 WHOLE_SYSTEM_TESTS := integration-tests --ignore=integration-tests/faults
 # They measure time, so nothing else may run beside them.
 TIMED_TESTS := $(addprefix integration-tests/test_,fairness.py grammar.py prefix_cache.py replicas.py scheduling.py throughput.py)
+# Those that call what changed between releases of a library, and one of each program.
+LOWEST_TESTS := proto/tests/test_wire.py proto/tests/grammar/test_compiler.py proto/tests/tracing launcher/tests/config/test_command_line.py \
+  router/tests/transport/test_connection.py router/tests/telemetry/test_collectors.py model_server/tests/convert/test_gguf.py integration-tests/test_versions.py \
+  model_server/tests/models/transformers_fallback/test_fallback.py::test_two_ranks_say_what_transformers_says
+LOWEST_VENV ?= .venv-lowest
+LOWEST_TOOLS := pytest pytest-asyncio hypothesis jsonschema trustme
 PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funitel.launcher -p funitel.llm
 # With --check: only say whether they are up to date.
 write_pages = for page in settings routes metrics modules examples; do $(BIN)/python scripts/$${page}_page.py $(1) || exit 1; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test unit system timed clients mutants faults check triton fmt proto pages docs itest bench families fuzz wheel clean
+.PHONY: help setup serve test unit system timed clients mutants faults check lock lowest serving triton fmt proto pages docs itest bench families fuzz wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
 
-setup: ## install everything into .venv (repeats cost nothing)
+setup: ## install what tests need too into .venv (repeats cost nothing)
+	@PYTHON=$(PYTHON) scripts/install.sh --extras server,otlp,dev,clients,docs $(VENV)
+
+serving: # install what serving needs into .venv, and nothing else
 	@PYTHON=$(PYTHON) scripts/install.sh $(VENV)
 
-serve: setup ## serve the demo model on port 3000; make serve ARGS="--port 3001 --model-id ..."
+serve: serving ## serve the demo model on port 3000; make serve ARGS="--port 3001 --model-id ..."
 	@$(BIN)/funitel $(ARGS)
 
 NONE_IS_FINE := || [ $$? = 5 ]  # what ARGS chooses may be in other suites
@@ -45,14 +54,22 @@ faults: setup ## kills, full disks, cut networks under load, then a soak; ARGS="
 	@$(BIN)/pytest integration-tests/faults $(ARGS)
 
 mutants: setup ## change the pure core line by line: which changes does no test notice? ARGS="stops kv_cache"
-	@$(BIN)/python -c "import mutmut" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[mutants]"
+	@PYTHON=$(PYTHON) scripts/install.sh --extras server,otlp,dev,clients,docs,mutants $(VENV)
 	@$(BIN)/python scripts/mutants.py $(ARGS)
 
-check: setup ## format, lint, types, imports, rules of the house, generated code and pages, version
+check: setup ## format, lint, types, imports, rules of the house, generated code and pages, version, lock
 	$(BIN)/ruff format --check . && $(BIN)/ruff check .
 	$(BIN)/mypy $(PACKAGES)
 	$(BIN)/lint-imports && $(BIN)/python scripts/house.py
-	PYTHON=$(BIN)/python scripts/proto.sh --check && $(BIN)/python scripts/check_version.py && $(call write_pages,--check) && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page --check
+	PYTHON=$(BIN)/python scripts/proto.sh --check && $(BIN)/python scripts/check_version.py && $(BIN)/python scripts/lock.py --check && $(call write_pages,--check) && PYTHONPATH=testing $(BIN)/python -m funitel_testing.conformance.page --check
+
+lock: setup ## write constraints.txt and constraints-lowest.txt again, with the newest releases and the lowest
+	PATH=$(BIN):$$PATH $(BIN)/python scripts/lock.py
+
+lowest: ## tests of what uses libraries, with the lowest release of each that pyproject.toml allows, in .venv-lowest
+	@PYTHON=$(PYTHON) scripts/install.sh --lowest --extras server,otlp $(LOWEST_VENV)
+	@$(LOWEST_VENV)/bin/python -c "import pytest" 2>/dev/null || $(LOWEST_VENV)/bin/python -m pip install --quiet --constraint constraints.txt $(LOWEST_TOOLS)
+	@PYTHONPATH=testing $(LOWEST_VENV)/bin/python -m pytest -m "not slow" $(LOWEST_TESTS) $(ARGS)
 
 triton: setup # what tests of GPU kernels interpret; 0.3 GB that serving on a CPU does without
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --no-deps "triton>=3.3" || echo "no triton for this machine: its tests are skipped"
@@ -64,7 +81,6 @@ proto: setup ## regenerate code from the .proto files
 	PYTHON=$(BIN)/python scripts/proto.sh
 
 docs: setup ## build the documentation into site/, and fail on a dead link or anchor
-	@$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/python -m pip install --quiet -e ".[docs]"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo "open site/index.html"
 
 pages: setup ## regenerate docs/settings.md, routes.md, metrics.md, modules.md, examples.md and differences.md

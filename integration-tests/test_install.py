@@ -48,6 +48,7 @@ def test_the_image_copies_every_file_the_package_is_built_from() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert kept >= {
         "pyproject.toml",
+        "constraints.txt",
         "hatch_build.py",
         "README.md",
         "LICENSE",
@@ -107,26 +108,114 @@ def test_wrong_options_are_refused_in_one_line(words: list[str], why: str) -> No
     assert why in result.stderr
 
 
-def test_a_resolution_that_brings_cuda_is_refused(tmp_path: Path) -> None:
-    """A pip that answers every question with a CUDA build stands in for an index that has no other."""
-    python = tmp_path / "venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(FAKE_PYTHON)
-    python.chmod(0o755)
-    result = run([INSTALL, "--extras", "server", str(tmp_path / "venv")])
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_a_resolution_that_brings_cuda_is_refused(tmp_path: Path, installer: str) -> None:
+    """An installer that answers every question with a CUDA build stands in for an index that has no other."""
+    fake = Fake(tmp_path)
+    fake.program("python", FAKE_PYTHON.replace('"-c import torch") ;;', '"-c import torch") exit 1 ;;'))
+    fake.program("uv", 'echo " + nvidia-cublas==1" >&2')
+    result = fake.install("server", installer)
     assert result.returncode == 1
     assert result.stdout.count("passed over: torch==") == 3
     assert "would bring nvidia-cublas" in result.stdout
     assert result.stderr.startswith("error: no CPU build of torch")
+    assert fake.installed() == []
 
 
-FAKE_PYTHON = f"""#!/bin/sh
-case "$*" in
-  "-c import torch") exit 1 ;;
+def test_what_tests_need_is_added_to_what_serving_needs(tmp_path: Path) -> None:
+    fake = Fake(tmp_path)
+    fake.program("python", FAKE_PYTHON)
+    for extras, installed in (("server", True), ("server", False), ("server,dev", True), ("server", False)):
+        before = len(fake.installed())
+        assert fake.install(extras, "pip").returncode == 0
+        assert (len(fake.installed()) > before) is installed, extras
+    assert any(line.endswith(".[server]") for line in fake.installed())
+    assert all("--constraint constraints.txt" in line for line in fake.installed() if ".[" in line)
+
+
+def test_uv_installs_where_there_is_one(tmp_path: Path) -> None:
+    fake = Fake(tmp_path)
+    fake.program("python", FAKE_PYTHON)
+    fake.program("uv", LOG)
+    assert fake.install("server", "uv").returncode == 0
+    (line,) = fake.installed()
+    assert line.startswith("pip install --quiet --python")
+
+
+def test_pip_installs_what_uv_does_not(tmp_path: Path) -> None:
+    fake = Fake(tmp_path)
+    fake.program("python", FAKE_PYTHON)
+    fake.program("uv", "exit 2")
+    result = fake.install("server", "uv")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "trying pip" in result.stdout
+    (line,) = fake.installed()
+    assert line.startswith("-m pip")
+
+
+def test_pips_settings_are_given_to_uv(tmp_path: Path) -> None:
+    (tmp_path / "pip.conf").write_text(
+        "[global]\nindex-url = https://a.test/simple\nextra-index-url = https://b.test/simple\n  https://c.test/simple\n"
+    )
+    variables = {"PIP_CONFIG_FILE": str(tmp_path / "pip.conf"), "PIP_FIND_LINKS": "/one /two", "PIP_NO_CACHE_DIR": "1"}
+    names = ("UV_DEFAULT_INDEX", "UV_INDEX", "UV_FIND_LINKS", "UV_NO_CACHE")
+    show = "; ".join(f'echo "${name}"' for name in names)
+    clean = "unset " + " ".join(names)
+    result = run(["bash", "-c", f'{clean}; eval "$({sys.executable} scripts/pip_settings.py)"; {show}'], variables)
+    assert result.stdout.splitlines() == [
+        "https://a.test/simple",
+        "https://b.test/simple https://c.test/simple",
+        "/one,/two",
+        "1",
+    ]
+
+
+def test_without_extras_there_is_a_router_and_a_line_about_the_rest(tmp_path: Path) -> None:
+    """As `pip install funitel` leaves it: a fresh environment, nothing of this one."""
+    bin = tmp_path / "venv" / "bin"
+    installed = run([INSTALL, "--extras", "", str(tmp_path / "venv")])
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    schema = run([str(bin / "funitel-router"), "print-schema"])
+    assert "/generate" in schema.stdout, schema.stderr
+    for program, *words in (("funitel",), ("funitel", "models"), ("funitel-server", "serve", "owner/model")):
+        result = run([str(bin / program), *words])
+        assert (result.returncode, result.stdout) == (1, "")
+        assert result.stderr.endswith("pip install 'funitel[server]'\n")
+        assert result.stderr.count("\n") == 1
+
+
+LOG = 'echo "$*" >>"$(dirname "$0")/log"'
+FAKE_PYTHON = f"""case "$*" in
+  "-c import torch") ;;
   *"--dry-run --report"*)
     while [ "$1" != --report ]; do shift; done
     echo '{{"install": [{{"metadata": {{"name": "nvidia-cublas", "version": "1"}}}}]}}' > "$2" ;;
-  *" install "*) echo "nothing may be installed" >&2; exit 3 ;;
+  *"print(sysconfig"*) dirname "$0" ;;
+  *" install "*) {LOG} ;;
   *) exec {sys.executable} "$@" ;;
 esac
 """
+
+
+class Fake:
+    """A virtual environment of programs that install nothing, and log what they were asked to install."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "venv"
+        self.bin = self.folder / "bin"
+        self.bin.mkdir(parents=True)
+
+    def program(self, name: str, script: str) -> None:
+        """Make the shell script of a program."""
+        (self.bin / name).write_text(f"#!/bin/sh\n{script}\n")
+        (self.bin / name).chmod(0o755)
+
+    def install(self, extras: str, installer: str) -> "subprocess.CompletedProcess[str]":
+        """Run the script with this environment's programs first."""
+        variables = {"INSTALLER": installer, "PATH": f"{self.bin}:{os.environ['PATH']}"}
+        return run([INSTALL, "--extras", extras, str(self.folder)], variables)
+
+    def installed(self) -> list[str]:
+        """The command lines of installations."""
+        log = self.bin / "log"
+        return log.read_text().splitlines() if log.exists() else []

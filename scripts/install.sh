@@ -4,20 +4,23 @@
 #   scripts/install.sh [options] VENV
 #
 #   --torch cpu|cuda    which build of torch (default cpu: never pulls CUDA libraries, fails rather than do so)
-#   --extras LIST       extras of the package, comma-separated (default server,dev,clients)
+#   --extras LIST       extras of the package, comma-separated (default server)
+#   --lowest            the versions of constraints-lowest.txt instead of those of constraints.txt
 #   --no-editable       copy the package instead of linking the sources
 #   --dry-run           resolve and check everything, install nothing beyond the empty environment
 #
-# PYTHON names the interpreter for a new environment (default python3). Run again, it does nothing until
-# pyproject.toml, this script or the options change.
+# PYTHON names the interpreter for a new environment (default python3). INSTALLER=pip leaves uv alone, which is several
+# times faster and is fetched for the occasion where it is not installed. Run again, the script does nothing until
+# pyproject.toml, the versions, this script or the options change.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-TORCH_VERSION=2.13.0
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-TGI_CLIENT=text-generation==0.7.0
+# Both name older releases of their libraries than they run with, so what they name is not installed.
+TGI_CLIENT=text-generation==0.7.0      # huggingface-hub<1
+PROTO_COMPILER=grpcio-tools==1.72.1    # protobuf<7; what it writes decides the lowest grpcio and protobuf
 
-torch=cpu extras=server,dev,clients editable=yes dry_run=no venv=
+torch=cpu extras=server versions=constraints.txt editable=yes dry_run=no venv=
 options="$*"
 
 say() { printf '==> %s\n' "$*"; }
@@ -27,6 +30,7 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --torch) torch=${2:?--torch needs cpu or cuda}; shift ;;
     --extras) extras=${2?--extras needs a list}; shift ;;
+    --lowest) versions=constraints-lowest.txt ;;
     --no-editable) editable=no ;;
     --dry-run) dry_run=yes ;;
     -*) fail "unknown option $1" ;;
@@ -36,9 +40,11 @@ while [ $# -gt 0 ]; do
 done
 [ -n "$venv" ] || fail "give the folder of the virtual environment: scripts/install.sh .venv"
 case "$torch" in cpu | cuda) ;; *) fail "--torch must be cpu or cuda, given $torch" ;; esac
+torch_version=$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 
 python=$venv/bin/python
 pip() { "$python" -m pip --disable-pip-version-check "$@"; }
+has_extra() { case ",$extras," in *",$1,"*) ;; *) return 1 ;; esac; }
 
 make_environment() {
   "$python" -m pip --version >/dev/null 2>&1 && return  # one that was interrupted while being made has no pip
@@ -49,26 +55,55 @@ make_environment() {
   "$maker" -m venv "$venv"
 }
 
-# What pip would add for the given requirements, as NAME==VERSION, one a line; fails when pip cannot resolve them.
+# Set uv to the program's path, or to nothing where it cannot be had. It gets pip's settings, which it does not read.
+choose_installer() {
+  uv=
+  [ "${INSTALLER:-uv}" = uv ] || return 0
+  eval "$("$python" scripts/pip_settings.py)"
+  uv=$(command -v uv) && return
+  scratch=$(mktemp -d)
+  trap 'rm -rf "$scratch"' EXIT
+  pip install --quiet --no-deps --no-compile --constraint constraints.txt --target "$scratch" uv >/dev/null 2>&1 || return 0
+  uv=$scratch/bin/uv
+}
+
+# install ARGUMENT...: arguments that uv and pip share. Where uv fails, pip decides, and says why.
+install() {
+  if [ -n "$uv" ]; then
+    "$uv" pip install --quiet --python "$python" "$@" 2>/dev/null && return
+    say "uv did not install that; trying pip"
+  fi
+  pip install --quiet "$@"
+}
+
+# The names that installing the given requirements would add, one a line; fails when they cannot be resolved.
 would_install() {
   local report
   report=$(mktemp)
-  # pip builds a wheel to learn what it depends on; without the hooks of the build the C++ step is not compiled for it.
-  HATCH_BUILD_NO_HOOKS=true pip install -qq --dry-run --report "$report" "$@" || { rm -f "$report"; return 1; }
-  "$python" -c 'import json, sys
-for item in json.load(open(sys.argv[1]))["install"]: print("{name}=={version}".format(**item["metadata"]).lower())' "$report"
+  export HATCH_BUILD_NO_HOOKS=true  # of the package, only what it depends on is wanted; the C++ step is not compiled
+  if [ -n "$uv" ] && "$uv" pip install --python "$python" --dry-run "$@" 2>"$report"; then
+    sed -n 's/^ + \([^= ]*\).*/\1/p' "$report"
+  elif pip install -qq --dry-run --report "$report" "$@"; then
+    "$python" -c 'import json, sys
+for item in json.load(open(sys.argv[1]))["install"]: print(item["metadata"]["name"].lower())' "$report"
+  else
+    rm -f "$report"
+    return 1
+  fi
   rm -f "$report"
 }
 
-# Print which CUDA packages the requirements would bring; fails when there are none.
-cuda_packages() { grep -oE '^(nvidia-|cuda-|triton=)[^=]*' | tr -d '=' | tr '\n' ' '; }
+# Print which CUDA packages are among names; fails when there are none.
+cuda_packages() { grep -E '^(nvidia-|cuda-|triton$)' | tr '\n' ' ' | grep .; }
 
-# Set torch_choice to pip arguments that bring a torch without CUDA libraries.
-choose_torch_for_cpu() {
+needs_torch() { has_extra server && ! "$python" -c 'import torch' 2>/dev/null; }
+
+# Install a torch without CUDA libraries; in a dry run, set torch_choice to the arguments that would.
+install_torch_for_cpu() {
   local choice names cuda choices=(
-    "torch==$TORCH_VERSION+cpu"
-    "torch==$TORCH_VERSION+cpu --extra-index-url $TORCH_CPU_INDEX"
-    "torch==$TORCH_VERSION"
+    "torch==$torch_version+cpu"
+    "torch==$torch_version+cpu --extra-index-url $TORCH_CPU_INDEX"
+    "torch==$torch_version"
   )
   for choice in "${choices[@]}"; do
     read -ra torch_choice <<<"$choice"
@@ -78,47 +113,50 @@ choose_torch_for_cpu() {
       say "passed over: $choice would bring $cuda"
     else
       say "found: $choice"
-      return
+      [ "$dry_run" = yes ] || install --no-deps --no-compile "${torch_choice[@]}"
+      return 0
     fi
   done
-  fail "no CPU build of torch $TORCH_VERSION without CUDA libraries: check the package index, or use --torch cuda"
+  fail "no CPU build of torch $torch_version without CUDA libraries: check the package index, or use --torch cuda"
 }
 
 site_packages() { "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
-needs_torch() {
-  case ",$extras," in *,server,*) ;; *) return 1 ;; esac
-  ! "$python" -c 'import torch' 2>/dev/null
-}
-
+# Python compiles what is imported at its first import; compiling all that is installed takes a minute.
 install_package() {
-  local package=. resolved cuda pinned editable_flag=() compile_flag=()
+  local package=. names cuda flags=(--constraint "$versions")
   [ -z "$extras" ] || package=".[$extras]"
-  # Python compiles what is imported at its first import; compiling all that is installed takes a minute.
-  [ "$editable" = no ] || editable_flag=(--editable) compile_flag=(--no-compile)
-  say "resolving $package"
-  resolved=$(would_install "${torch_choice[@]}" "$package")
-  if [ "$torch" = cpu ] && cuda=$(cuda_packages <<<"$resolved"); then
-    fail "in CPU mode, $package would bring $cuda"
+  if [ "$dry_run" = yes ]; then
+    say "resolving $package"
+    names=$(would_install "${torch_choice[@]}" "${flags[@]}" "$package")
+    if [ "$torch" = cpu ] && cuda=$(cuda_packages <<<"$names"); then fail "in CPU mode, $package would bring $cuda"; fi
+    say "$(wc -w <<<"$names") packages to install"
+    return
   fi
-  say "$(wc -w <<<"$resolved") packages to install"
-  [ "$dry_run" = no ] || return 0
-  mapfile -t pinned < <(grep -v '^funitel==' <<<"$resolved")
-  [ ${#pinned[@]} = 0 ] || pip install --no-deps "${compile_flag[@]}" "${torch_choice[@]:1}" "${pinned[@]}"
-  pip install --no-deps "${editable_flag[@]}" .
-  [ "$editable" = no ] || echo "$PWD/testing" >"$(site_packages)/_funitel_testing.pth"  # for tests and benchmarks
-  # Its metadata asks for huggingface-hub<1 and would drag transformers back by a major version; it runs without.
-  case ",$extras," in *,clients,*) pip install --no-deps "$TGI_CLIENT" ;; esac
+  if [ "$editable" = yes ]; then flags+=(--no-compile --editable); else flags+=(--compile); fi
+  say "installing $package with the versions of $versions"
+  install "${flags[@]}" "$package"
+  if has_extra clients; then install --no-deps --no-compile "$TGI_CLIENT"; fi
+  if has_extra dev; then
+    install --no-deps --no-compile "$PROTO_COMPILER"
+    echo "$PWD/testing" >"$(site_packages)/_funitel_testing.pth"  # for tests and benchmarks
+  fi
 }
 
-stamp=$venv/.installed
-current=$(cat pyproject.toml "$0" - <<<"$options" | sha256sum)
-if [ "$editable" = yes ] && [ "$dry_run" = no ] && [ "$current" = "$(cat "$stamp" 2>/dev/null)" ]; then
-  exit 0
-fi
+# The marker has a line for each extra: what serving needs stays installed where what tests need is added.
+marker=$venv/.installed
+shared=${options/--extras $extras/}
+state=$(cat pyproject.toml "$versions" "$0" - <<<"${shared// /}" | sha256sum | cut -c1-16)
+wanted=$(tr ',' '\n' <<<"$extras" | sed "s/^/$state /")
+is_current() { [ -s "$marker" ] && ! grep -qvxFf "$marker" <<<"$wanted"; }
+
+if [ "$editable" = yes ] && [ "$dry_run" = no ] && is_current; then exit 0; fi
 make_environment
+choose_installer
 torch_choice=()
-if [ "$torch" = cpu ] && needs_torch; then choose_torch_for_cpu; fi
+if [ "$torch" = cpu ] && needs_torch; then install_torch_for_cpu; fi
 install_package
-[ "$dry_run" = yes ] || echo "$current" >"$stamp"
-say "done: $venv"
+[ "$dry_run" = no ] || exit 0
+others=$(grep "^$state " "$marker" 2>/dev/null || true)
+printf '%s\n' "$wanted" "$others" >"$marker"
+say "done: $venv has $("$python" -c 'import importlib.metadata as m; print(len({d.name for d in m.distributions()}))') packages"
