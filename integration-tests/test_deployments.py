@@ -61,6 +61,7 @@ def test_compose_publishes_and_checks_the_port_of_the_image(service: dict[str, A
 
 def test_compose_leaves_writable_what_the_server_writes(service: dict[str, Any]) -> None:
     assert service["read_only"] is True
+    assert not service["user"].startswith(("0", "root"))
     assert {*service["tmpfs"], *(volume.partition(":")[2] for volume in service["volumes"])} == WRITTEN
     assert int(service["stop_grace_period"].removesuffix("s")) > DRAIN_SECONDS
 
