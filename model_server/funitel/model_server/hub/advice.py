@@ -39,7 +39,9 @@ def explained(error: OSError, model_id: str, cache_dir: Path) -> str:
     place = Path(str(error.filename)) if error.filename else None
     if error.errno in NO_ROOM:
         where = place if place is not None else cache_dir
-        return f"cannot prepare {model_id} in {where}: no space left: free some, or name another folder by --cache-dir"
+        return (
+            f"cannot prepare {model_id} in {where}: {error.strerror}: free some, or name another folder by --cache-dir"
+        )
     if error.errno not in NO_PERMISSION:
         return f"cannot prepare {model_id} in {cache_dir}: {error}"
     model = Path(model_id).expanduser()
