@@ -26,6 +26,7 @@ from funitel.launcher.bench.target import PreparedRequest, Target
 from funitel.launcher.bench.workload import WORDS, Workload
 from funitel.proto.errors import FunitelError, NotReady, SettingsError
 from funitel.proto.settings.options import Counts, Rates
+from funitel_testing.fake_api import FakeApi, serving
 from funitel_testing.fake_streams import FakeStreams, streaming
 
 Start = Callable[..., FakeStreams]
@@ -381,6 +382,14 @@ def test_a_picture_without_matplotlib_is_one_line_before_anything_is_measured(mo
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match="^--plot a.png needs matplotlib, which is not installed: pip install"):
         bench(BenchSettings(url=("127.0.0.1:1",), plot="a.png"))
+
+
+def test_what_a_server_says_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(FakeApi(info={"data": [{"id": "m\x1b[2J[red]"}]})) as fake:
+        bench(BenchSettings(url=(fake.url,), concurrency=Counts("1"), num_requests=1, warmup=0))
+    shown = capsys.readouterr().out
+    assert "m?[2J[red]" in shown
+    assert "\x1b" not in shown
 
 
 def test_the_bar_is_a_line_for_each_level_in_a_pipe_and_moves_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from funitel.launcher.bench.settings import BenchSettings
 from funitel.launcher.bench.target import Target
 from funitel.launcher.bench.workload import Workload, arrivals
 from funitel.launcher.terminal_ui.http_client import context_of
+from funitel.launcher.terminal_ui.terminal import one_line, without_controls
 from funitel.proto.errors import FunitelError
 
 DEFAULT_CONCURRENCY = (1, 4, 16)
@@ -37,9 +38,9 @@ def bench(settings: BenchSettings) -> None:
         check_plot(settings.plot)
     seed = random.randrange(SEEDS) if settings.seed is None else settings.seed
     results = run_loop(Bench(settings, seed).run())
-    print("\n".join(tables(settings, results)))
+    print(without_controls("\n".join(tables(settings, results))))
     for warning in warnings(results):
-        print(f"warning: {warning}", file=sys.stderr)
+        print(f"warning: {one_line(warning)}", file=sys.stderr)
     if settings.plot is not None:
         plot(settings.plot, results)
     print(json.dumps(summary(settings, seed, results)), flush=True)

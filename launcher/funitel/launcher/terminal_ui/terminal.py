@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.status import Status as Spinner
 from rich.text import Text
 
+from funitel.proto.printable import printable
+
 BLOCK = '"""'  # delimits a message of several lines
 PROMPT = ">>> "
 MORE = "... "
@@ -42,8 +44,8 @@ def without_controls(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """A text in one line, in which every character that cannot be printed is `?`."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    """A text in one line, in which characters that cannot be printed are escaped."""
+    return printable(" ".join(text.split()))
 
 
 class Status:

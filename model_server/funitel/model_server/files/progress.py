@@ -6,6 +6,10 @@ Stdout stays free for results, so a caller may pipe it.
 import sys
 from typing import TextIO
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as Bar
+
 _BAR_WIDTH = 30
 
 
@@ -17,8 +21,15 @@ class Progress:
         self._label = label
         self._total_bytes = max(total_bytes, 1)
         self._stream = sys.stderr if stream is None else stream
-        self._is_terminal = self._stream.isatty()
+        console = Console(file=self._stream, force_terminal=self._stream.isatty())
+        self._is_terminal = console.is_terminal and not console.is_dumb_terminal
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(_BAR_WIDTH), TaskProgressColumn())
+        self._bar = Bar(*columns, DownloadColumn(), console=console, auto_refresh=False)
+        self._task = self._bar.add_task(label, total=self._total_bytes)
         self._percent_shown = -1
+        if self._is_terminal:
+            self._bar.start()
+            console.show_cursor(True)  # work that fails does not come back to the bar
         self._show()
 
     def advance(self, num_bytes: int) -> None:
@@ -34,20 +45,16 @@ class Progress:
         """Show one hundred percent, whatever was counted, and end the line."""
         self.update(self._total_bytes)
         if self._is_terminal:
-            self._stream.write("\n")
-            self._stream.flush()
+            self._bar.stop()
 
     def _show(self) -> None:
-        percent = min(100 * self.done_bytes // self._total_bytes, 100)
-        if self._is_terminal:
-            if percent == self._percent_shown:
-                return
-            filled = "#" * (_BAR_WIDTH * percent // 100)
-            self._stream.write(f"\r{self._label} [{filled:<{_BAR_WIDTH}}] {percent:3d}%")
-        else:
-            percent -= percent % 10
-            if percent == self._percent_shown:
-                return
-            self._stream.write(f"{self._label}: {percent}% of {self._total_bytes / 1e6:.1f} MB\n")
+        done = min(self.done_bytes, self._total_bytes)
+        percent = 100 * done // self._total_bytes
+        percent -= 0 if self._is_terminal else percent % 10
+        if percent == self._percent_shown:
+            return
         self._percent_shown = percent
-        self._stream.flush()
+        if self._is_terminal:
+            self._bar.update(self._task, completed=done, refresh=True)
+        else:
+            print(f"{self._label}: {percent}% of {self._total_bytes / 1e6:.1f} MB", file=self._stream, flush=True)
