@@ -134,6 +134,8 @@ USAGE = [
     (["serev"], "did you mean serve?"),
     (["bnech"], "did you mean bench?"),
     (["xyzzy"], "funitel --help lists them"),
+    (["version"], "did you mean --version?"),
+    (["port", "80"], "did you mean --port?"),
     ([""], "must be a command or a flag"),
     (["smollm2-135m-instruct"], "run funitel serve smollm2-135m-instruct"),
     (["./a/model"], "run funitel serve ./a/model"),
@@ -182,6 +184,23 @@ def test_a_setting_that_cannot_be_is_one_line(run: Any, argv: list[str], words: 
     ran = run(*argv)
     assert (ran.code, ran.out, ran.served, ran.err.count("\n")) == (1, "", [], 1)
     assert words in ran.err
+
+
+# The other programs
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("words", ["router", "model_server", "model_server serve"])
+def test_pages_of_router_and_shard_are_short_and_not_cut(words: str, width: int) -> None:
+    name, *rest = words.split()
+    code = f"import sys; sys.argv[0] = 'funitel-server'; from funitel.{name}.__main__ import main; main()"
+    env = {"PYTHONPATH": ":".join(filter(None, sys.path)), "COLUMNS": str(width)}
+    done = subprocess.run([sys.executable, "-c", code, *rest, "-h"], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert 5 < len(lines) <= 100
+    assert max(map(len, lines)) <= width
+    assert "…" not in done.stdout
 
 
 # Loading

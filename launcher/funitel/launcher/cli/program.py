@@ -206,6 +206,9 @@ class _Program(CommandGroup):
     def unknown(self, ctx: Any, word: str) -> str:
         if word in CATALOGUE or "/" in word or Path(word).exists():
             return f"{ctx.command_path} has no command {word!r}: to serve that model, run funitel serve {word}"
+        flags = {name for option in self.load(_TGI_FORM).params for name in option.opts}
+        if f"--{word}" in flags:
+            return f"{ctx.command_path} has no command {word!r}: did you mean --{word}?"
         return super().unknown(ctx, word)
 
 

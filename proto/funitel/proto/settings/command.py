@@ -82,7 +82,14 @@ class SettingsCommand(TyperCommand):
         path = _path(ctx)
         return HelpPage(
             program=path,
-            usage=" ".join([path, "[FLAGS]", *(piece for each in arguments for piece in each.get_usage_pieces(ctx))]),
+            usage=" ".join(
+                [
+                    path,
+                    *(["[COMMAND]"] if self.commands else []),
+                    "[FLAGS]",
+                    *(piece for each in arguments for piece in each.get_usage_pieces(ctx)),
+                ]
+            ),
             about=self.about(),
             flags=[Flag.of(option) for option in options],
             arguments=[(str(each.metavar), each.help or "") for each in arguments],
@@ -131,8 +138,9 @@ class CommandGroup(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the commands."""
         path = _path(ctx)
-        page = HelpPage(path, f"{path} COMMAND [FLAGS]", self.help or "", (), commands=self.summaries(ctx))
-        formatter.write(f"{page.short()}\n\n{path} COMMAND --help shows the flags of a command.\n")
+        about = f"{self.help or ''}\n\n{path} COMMAND --help shows the flags of a command."
+        page = HelpPage(path, f"{path} COMMAND [FLAGS]", about, (), commands=self.summaries(ctx))
+        formatter.write(page.short() + "\n")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse up to the command."""
