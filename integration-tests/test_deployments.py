@@ -134,9 +134,11 @@ def test_the_flags_of_the_deployment_parse(container: dict[str, Any]) -> None:
     assert problem_of(container["args"]) is None
 
 
-def test_probes_and_service_lead_to_the_server(manifests: dict[str, Any], container: dict[str, Any]) -> None:
+def test_probes_and_service_lead_to_the_server(
+    manifests: dict[str, Any], container: dict[str, Any], flags: dict[str, str]
+) -> None:
     (port,) = container["ports"]
-    assert port["containerPort"] == IMAGE_PORT
+    assert str(port["containerPort"]) == flags["--port"]
     probes = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     assert {probe["port"] for probe in probes.values()} == {port["name"]}
     assert {probe["path"] for probe in probes.values()} <= open_probes()
@@ -148,7 +150,7 @@ def test_probes_and_service_lead_to_the_server(manifests: dict[str, Any], contai
     assert service["selector"] == labels
     assert [found["targetPort"] for found in service["ports"]] == [port["name"]]
     annotations = template["metadata"]["annotations"]
-    assert annotations["prometheus.io/port"] == str(IMAGE_PORT)
+    assert annotations["prometheus.io/port"] == flags["--port"]
     assert annotations["prometheus.io/path"] in {found.path for found in OPERATIONS}
 
 
