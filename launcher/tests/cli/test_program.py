@@ -157,6 +157,8 @@ USAGE = [
     (["serve", "--help=prto"], "did you mean port"),
     (["generate"], "PROMPT"),
     (["generate", "a model", "a prompt"], "funitel generate takes PROMPT"),
+    (["spec", "show", "--model-id", "x"], "give MODEL without a flag"),
+    (["download-weights", "--model-id=x"], "give MODEL without a flag"),
     (["models", "a", "b"], "funitel models takes MODEL"),
     (["bench", "a", "--model-id", "b"], "are different models"),
     (["key"], "funitel key needs a command: new, list, group, revoke"),

@@ -249,6 +249,9 @@ def usage_message(error: typer.TyperException) -> str:
         message = f"Invalid value for {option.get_error_hint()}: {value!r} {_NOT_BOOLEAN}"
     unknown = _UNKNOWN_FLAG.match(message)
     if unknown and context is not None:
+        for each in context.command.params:
+            if each.param_type_name == "argument" and flag_of(each.name) == unknown[1]:
+                return f"{unknown[0]}: give {each.metavar} without a flag"
         flags = [name for each in context.command.get_params(context) if not each.hidden for name in _spellings(each)]
         hint = did_you_mean(unknown[1], flags) or f"; {context.command_path.strip()} --help=all lists all"
         return f"{unknown[0]}{hint}"
