@@ -52,8 +52,8 @@ def test_an_absolute_path_has_suggestions_too(here: Path) -> None:
     [
         (errno.ENOSPC, "/cache/x", "No space left on device: free some, or name another folder by --cache-dir"),
         (errno.EDQUOT, None, "Disk quota exceeded: free some"),
-        (errno.EROFS, "/cache/x", "name a folder that can be written by --cache-dir"),
-        (errno.EACCES, "/cache/.locks", "name a folder that can be written by --cache-dir"),
+        (errno.EROFS, "/cache/x", f"name one that user {os.geteuid()} can write by --cache-dir"),
+        (errno.EACCES, "/cache/.locks", f"name one that user {os.geteuid()} can write by --cache-dir"),
         (errno.EACCES, "/m/config.json", "cannot read /m/config.json: Permission denied: let this user read it"),
         (errno.EACCES, "/m", "chmod -R a+rX /m"),
         (errno.EIO, "/cache/x", "cannot prepare /m in /cache: "),

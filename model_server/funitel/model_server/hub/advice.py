@@ -1,6 +1,7 @@
 """Say what to do about a model that is not found, cannot be read, or has no room."""
 
 import errno
+import os
 from pathlib import Path
 
 from funitel.model_server.settings.catalogue import CATALOGUE
@@ -47,4 +48,6 @@ def explained(error: OSError, model_id: str, cache_dir: Path) -> str:
     model = Path(model_id).expanduser()
     if place is not None and (place == model or model in place.parents or place in model.parents):
         return f"cannot read {place}: {error.strerror}: let this user read it, as chmod -R a+rX {model} does"
-    return f"cannot prepare {model_id} in {cache_dir}: {error}: name a folder that can be written by --cache-dir"
+    return (
+        f"cannot prepare {model_id} in {cache_dir}: {error}: name one that user {os.geteuid()} can write by --cache-dir"
+    )
