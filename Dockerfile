@@ -1,33 +1,53 @@
-# funitel in TGI's container shape: same port, same cache folder, same entry point.
+# funitel in TGI's container shape: same port, same cache folder, same entry point (docs/docker.md).
 #   docker build -t funitel .                                                       CPU
 #   docker build -t funitel:cuda --build-arg BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04 \
 #     --build-arg TORCH=cuda .                                                      CUDA
-ARG BASE=ubuntu:24.04
+ARG BASE=debian:bookworm-slim
 FROM ${BASE} AS base
-ARG TORCH=cpu
-
-# g++ builds the CPU step on the machine that runs it, for the instructions that machine has.
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends ca-certificates g++ python3 python3-venv \
- && rm -rf /var/lib/apt/lists/*
+ && apt-get install --yes --no-install-recommends ca-certificates python3 python3-venv \
+ && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/*.log
 
-WORKDIR /usr/src/funitel
+# What compiles and installs stays behind in this stage. `--secret id=pip,src=pip.conf` gives it settings of pip.
+FROM base AS builder
+ARG TORCH=cpu
+RUN apt-get update && apt-get install --yes --no-install-recommends g++
+WORKDIR /src
 COPY . .
-RUN PIP_NO_CACHE_DIR=1 scripts/install.sh --torch ${TORCH} --extras server --no-editable /opt/funitel
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
+    PIP_NO_CACHE_DIR=1 scripts/install.sh --torch ${TORCH} --extras server,otlp --no-editable /opt/funitel
 
+FROM base AS serving
+COPY --from=builder /opt/funitel /opt/funitel
+# Any other user id works as well, with group 0 as on OpenShift: what has to be written has that group.
+RUN mkdir --mode=2775 /data && chown 1000:0 /data
 ENV PATH=/opt/funitel/bin:${PATH} \
+    HOME=/tmp \
     HF_HOME=/data \
-    FUNITEL_CACHE=/data/funitel \
+    FUNITEL_DEFAULT_CACHE=/data/funitel \
     FUNITEL_DEFAULT_HOSTNAME=0.0.0.0 \
-    FUNITEL_DEFAULT_PORT=80
+    FUNITEL_DEFAULT_PORT=80 \
+    FUNITEL_ADDRESS_FILE=/tmp/funitel-address
+USER 1000:0
 VOLUME /data
-EXPOSE 80
 STOPSIGNAL SIGTERM
+# A model may take an hour to download; a container that has become healthy leaves the start period at once.
+HEALTHCHECK --start-period=1h --interval=30s --timeout=10s --retries=3 \
+    CMD exec python -m funitel.launcher.health_check "$FUNITEL_ADDRESS_FILE"
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title=funitel \
+      org.opencontainers.image.description="LLM server with the interface of text-generation-inference" \
+      org.opencontainers.image.licenses=Apache-2.0 \
+      org.opencontainers.image.version=${VERSION} \
+      org.opencontainers.image.revision=${REVISION}
 
 # Amazon SageMaker: docker build --target sagemaker
-FROM base AS sagemaker
+FROM serving AS sagemaker
+COPY scripts/sagemaker-entrypoint.sh /usr/local/bin/
 EXPOSE 8080
-ENTRYPOINT ["/usr/src/funitel/scripts/sagemaker-entrypoint.sh"]
+ENTRYPOINT ["sagemaker-entrypoint.sh"]
 
-FROM base
+FROM serving
+EXPOSE 80
 ENTRYPOINT ["text-generation-launcher"]

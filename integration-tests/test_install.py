@@ -29,7 +29,7 @@ def install_command() -> tuple[dict[str, str], list[str], str]:
     (line,) = [line for line in dockerfile_lines() if line.startswith("RUN") and INSTALL in line]
     words = shlex.split(re.sub(r"\$\{(\w+)\}", lambda match: defaults[match[1]], line.removeprefix("RUN ")))
     start = words.index(INSTALL)
-    variables = dict(word.split("=", 1) for word in words[:start])
+    variables = dict(word.split("=", 1) for word in words[:start] if not word.startswith("--mount="))
     return variables, words[start:-1], words[-1]
 
 
