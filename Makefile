@@ -2,7 +2,7 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 UNIT_TESTS := proto/tests router/tests model_server/tests launcher/tests llm/tests
-WHOLE_SYSTEM_TESTS := integration-tests --ignore=integration-tests/faults
+WHOLE_SYSTEM_TESTS := integration-tests --ignore=integration-tests/faults --ignore=integration-tests/container
 # They measure time, so nothing else may run beside them.
 TIMED_TESTS := $(addprefix integration-tests/test_,fairness.py grammar.py prefix_cache.py replicas.py scheduling.py throughput.py)
 # Those that call what changed between releases of a library, and one of each program.
@@ -16,7 +16,7 @@ PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funite
 write_pages = for page in settings routes metrics modules examples; do $(BIN)/python scripts/$${page}_page.py $(1) || exit 1; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test unit system timed clients mutants faults check lock lowest serving triton fmt proto pages docs itest bench families fuzz wheel clean
+.PHONY: help setup serve test unit system timed clients mutants faults container check lock lowest serving triton fmt proto pages docs itest bench families fuzz wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -52,6 +52,9 @@ clients: setup ## third-party clients at pinned versions, in .venv-clients, and 
 
 faults: setup ## kills, full disks, cut networks under load, then a soak; ARGS="--full --write" is the long form
 	@$(BIN)/pytest integration-tests/faults $(ARGS)
+
+container: setup ## build the image and run it, as root; what it needs is installed by apt-get
+	@$(BIN)/pytest integration-tests/container $(ARGS)
 
 mutants: setup ## change the pure core line by line: which changes does no test notice? ARGS="stops kv_cache"
 	@PYTHON=$(PYTHON) scripts/install.sh --extras server,otlp,dev,clients,docs,mutants $(VENV)

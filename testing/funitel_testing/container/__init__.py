@@ -1,0 +1,1 @@
+"""Build the container image and run it, as root on a machine without a container engine."""
