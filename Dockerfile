@@ -16,6 +16,8 @@ WORKDIR /src
 COPY . .
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     PIP_NO_CACHE_DIR=1 scripts/install.sh --torch ${TORCH} --extras server,otlp --no-editable /opt/funitel
+# On a read-only root, what is not compiled to bytecode here would be at every start. Some files of libraries cannot be.
+RUN /opt/funitel/bin/python -m compileall -qq /opt/funitel/lib || true
 
 FROM base AS serving
 COPY --from=builder /opt/funitel /opt/funitel

@@ -70,6 +70,12 @@ def test_what_only_a_build_needs_is_not_in_it(image: Image) -> None:
     assert not [name for name in ("root/.cache", "src", "etc/pip.conf") if (image.root / name).exists()]
 
 
+def test_nothing_has_to_be_compiled_to_bytecode_at_each_start(image: Image) -> None:
+    (packages,) = (image.root / "opt/funitel/lib").glob("python3.*/site-packages")
+    for module in ("torch", "transformers", "funitel/launcher"):
+        assert list((packages / module / "__pycache__").glob("__init__.*.pyc")), module
+
+
 def test_its_size(image: Image, figures: dict[str, object]) -> None:
     (packages,) = (image.root / "opt/funitel/lib").glob("python3.*/site-packages")
     torch, ours = _size(packages / "torch"), _size(packages / "funitel")
