@@ -1,10 +1,11 @@
 """Describe the runtime environment for `--env`: system, interpreter, packages and GPUs, for bug reports."""
 
-import os
 import platform
 import subprocess
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+
+from funitel.proto.process.usable_cores import count_usable_cores
 
 PACKAGES = ("funitel", "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "grpcio", "uvicorn")
 
@@ -15,7 +16,7 @@ def describe_environment() -> str:
 
 
 def _lines() -> Iterator[str]:
-    yield f"System: {platform.platform()}, {len(os.sched_getaffinity(0))} usable cores"
+    yield f"System: {platform.platform()}, {count_usable_cores()} usable cores"
     yield f"Python: {platform.python_version()}"
     yield from (f"{name}: {_version(name)}" for name in PACKAGES)
     yield f"nvidia-smi: {_nvidia_smi()}"

@@ -6,7 +6,6 @@ Pure but for queries of the machine: free ports, GPUs, NUMA nodes and cores.
 import dataclasses
 import json
 import logging
-import os
 import ssl
 import subprocess
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from funitel.launcher.settings import LauncherSettings
 from funitel.launcher.settings.shard_count import is_auto
 from funitel.model_server.settings import ModelServerSettings
 from funitel.proto.errors import SettingsError
+from funitel.proto.process.usable_cores import count_usable_cores
 from funitel.proto.security.keys import read_keys
 from funitel.proto.security.tls import server_context
 from funitel.proto.settings.fields import project, require
@@ -240,7 +240,7 @@ def _numbered(count: int) -> tuple[str, ...]:
 
 def share_of_cores(device: str, num_shards: int) -> int | None:
     """Cores of each shard when all shards share them evenly; None on CUDA, where the shard decides."""
-    return None if device == "cuda" else max(1, len(os.sched_getaffinity(0)) // num_shards)
+    return None if device == "cuda" else max(1, count_usable_cores() // num_shards)
 
 
 def prefill_tokens(settings: LauncherSettings, context: int | None) -> int:

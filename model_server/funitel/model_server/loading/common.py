@@ -1,7 +1,6 @@
 """What every loader shares: the device, ranks and threads of a shard, its options, and what it tells the router."""
 
 import logging
-import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from funitel.model_server.sequence.detokenizer import TextCodec
 from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ModelFacts, ModelSpec
 from funitel.proto.errors import SettingsError, WeightsError
+from funitel.proto.process.usable_cores import count_usable_cores
 from funitel.proto.step import Capability, ShardInfo
 
 logger = logging.getLogger(__name__)
@@ -199,8 +199,8 @@ def check_honoured(given: Mapping[str, object], models: str) -> None:
 
 
 def set_threads(asked: int | None) -> None:
-    """Compute with so many threads, or as many as there are cores for this process."""
-    torch.set_num_threads(asked or len(os.sched_getaffinity(0)))
+    """Compute with so many threads, or as many as there are cores that it may use."""
+    torch.set_num_threads(asked or count_usable_cores())
 
 
 def choose_device(asked: str, rank: int) -> torch.device:

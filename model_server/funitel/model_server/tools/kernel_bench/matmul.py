@@ -9,7 +9,6 @@ waiting included. A share is the time that the nearer roof needs, of the time th
 
 import ctypes
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -44,6 +43,7 @@ from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.tools.kernel_bench.attention import CONTEXT, measure_attention, measure_step
 from funitel.model_server.tools.kernel_bench.roofs import RoofRow, Roofs, held_against, largest_cache_bytes
 from funitel.proto.errors import StartupError
+from funitel.proto.process.usable_cores import count_usable_cores
 
 MIN_FOOTPRINT, MAX_FOOTPRINT = 256 << 20, 1 << 30
 SECONDS, MIN_PASSES = 0.5, 3
@@ -125,7 +125,7 @@ def measure_kernels(settings: KernelSettings) -> None:
     folder = resolve(settings.model_id, cache_dir=settings.cache_dir).folder
     spec = spec_of(read_json(folder / "config.json"))
     kinds = kinds_of(tier, spec, folder)
-    num_threads = settings.num_threads or len(os.sched_getaffinity(0))
+    num_threads = settings.num_threads or count_usable_cores()
     footprint = settings.footprint_mib << 20 if settings.footprint_mib else _footprint()
     libraries = cache_folder(settings.cache_dir)
     try:
