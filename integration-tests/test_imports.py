@@ -49,6 +49,9 @@ ENVIRONMENT_READERS = {f"funitel.{portion}.__main__" for portion in ("router", "
 ENVIRONMENT_READERS |= {"funitel.llm.llm"}
 ENVIRONMENT_READERS |= {"funitel.router.sandbox.process"}  # hands a few variables to its processes
 ENVIRONMENT_READERS |= {"funitel.proto"}  # it reads nothing: it sets a variable for gRPC before that is imported
+ENVIRONMENT_READERS |= {f"funitel.proto.settings.{module}" for module in ("command", "fields", "options")}
+ENVIRONMENT_READERS |= {"funitel.launcher.terminal_ui.credentials"}  # which server a client's key is for
+ENVIRONMENT_READERS |= {"funitel.launcher.cli.server"}  # hands it to the server that a client starts
 
 
 def module_name(path: Path, portion: str) -> str:
