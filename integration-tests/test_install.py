@@ -16,6 +16,21 @@ import pytest
 ROOT = Path(__file__).parent.parent
 INSTALL = "scripts/install.sh"
 
+LOG = 'echo "$*" >>"$(dirname "$0")/log"'
+TORCH = re.findall(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+REPORT = '*"--dry-run --report"*)'
+FAKE_PYTHON = f"""case "$*" in
+  "-c import torch;"*) echo "{TORCH}+cpu None" ;;
+  {REPORT}
+    while [ "$1" != --report ]; do shift; done
+    echo '{{"install": [{{"metadata": {{"name": "nvidia-cublas", "version": "1"}}}}]}}' > "$2" ;;
+  *"print(sysconfig"*) dirname "$0" ;;
+  *" install "*) {LOG} ;;
+  *) exec {sys.executable} "$@" ;;
+esac
+"""
+NO_TORCH = FAKE_PYTHON.replace(f'echo "{TORCH}+cpu None"', "exit 1")
+
 
 def dockerfile_lines() -> list[str]:
     """Instructions of the Dockerfile, continuation lines joined, comments left out."""
@@ -112,7 +127,7 @@ def test_wrong_options_are_refused_in_one_line(words: list[str], why: str) -> No
 def test_a_resolution_that_brings_cuda_is_refused(tmp_path: Path, installer: str) -> None:
     """An installer that answers every question with a CUDA build stands in for an index that has no other."""
     fake = Fake(tmp_path)
-    fake.program("python", FAKE_PYTHON.replace('"-c import torch") ;;', '"-c import torch") exit 1 ;;'))
+    fake.program("python", NO_TORCH)
     fake.program("uv", 'echo " + nvidia-cublas==1" >&2')
     result = fake.install("server", installer)
     assert result.returncode == 1
@@ -120,6 +135,50 @@ def test_a_resolution_that_brings_cuda_is_refused(tmp_path: Path, installer: str
     assert "would bring nvidia-cublas" in result.stdout
     assert result.stderr.startswith("error: no CPU build of torch")
     assert fake.installed() == []
+
+
+@pytest.mark.parametrize(
+    ("found", "asked", "is_replaced"),
+    [
+        (f"{TORCH}+cpu None", "cpu", False),
+        (f"{TORCH} None", "cpu", False),
+        (f"{TORCH} 13.0", "cpu", False),
+        ("2.1.0+cpu None", "cpu", True),
+        (f"{TORCH}+cpu None", "cuda", True),
+        (f"{TORCH} 13.0", "cuda", False),
+        ("2.1.0 13.0", "cuda", False),
+    ],
+)
+def test_a_torch_that_the_package_would_not_replace_rightly_is(
+    tmp_path: Path, found: str, asked: str, is_replaced: bool
+) -> None:
+    """Left to itself an installer takes a CUDA build over an old CPU build, and keeps a CPU build for a GPU."""
+    fake = Fake(tmp_path)
+    fake.program("python", FAKE_PYTHON.replace(f"{TORCH}+cpu None", found).replace("nvidia-cublas", "torch"))
+    result = fake.install("server", "pip", "--torch", asked)
+    assert result.returncode == 0, result.stderr
+    assert [f"torch=={TORCH}" in line for line in fake.installed()] == [True, False][not is_replaced :]
+    assert all("--force-reinstall" in line for line in fake.installed()[:-1])
+
+
+def test_without_network_the_installers_reason_is_given(tmp_path: Path) -> None:
+    fake = Fake(tmp_path)
+    refusal = 'echo "ERROR: no route to the index" >&2; exit 1 ;; never)'
+    fake.program("python", NO_TORCH.replace(REPORT, f"{REPORT} {refusal}"))
+    result = fake.install("server", "pip")
+    assert result.returncode == 1
+    assert result.stderr.endswith("ERROR: no route to the index\n")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_install_after_which_torch_cannot_be_imported_is_not_marked_as_done(tmp_path: Path) -> None:
+    fake = Fake(tmp_path)
+    fake.program("python", NO_TORCH.replace("nvidia-cublas", "torch"))
+    for _ in range(2):
+        result = fake.install("server", "pip")
+        assert result.returncode == 1
+        assert result.stderr.startswith("error: torch cannot be imported: delete ")
+    assert len(fake.installed()) == 4
 
 
 def test_what_tests_need_is_added_to_what_serving_needs(tmp_path: Path) -> None:
@@ -184,19 +243,6 @@ def test_without_extras_there_is_a_router_and_a_line_about_the_rest(tmp_path: Pa
         assert result.stderr.count("\n") == 1
 
 
-LOG = 'echo "$*" >>"$(dirname "$0")/log"'
-FAKE_PYTHON = f"""case "$*" in
-  "-c import torch") ;;
-  *"--dry-run --report"*)
-    while [ "$1" != --report ]; do shift; done
-    echo '{{"install": [{{"metadata": {{"name": "nvidia-cublas", "version": "1"}}}}]}}' > "$2" ;;
-  *"print(sysconfig"*) dirname "$0" ;;
-  *" install "*) {LOG} ;;
-  *) exec {sys.executable} "$@" ;;
-esac
-"""
-
-
 class Fake:
     """A virtual environment of programs that install nothing, and log what they were asked to install."""
 
@@ -210,10 +256,10 @@ class Fake:
         (self.bin / name).write_text(f"#!/bin/sh\n{script}\n")
         (self.bin / name).chmod(0o755)
 
-    def install(self, extras: str, installer: str) -> "subprocess.CompletedProcess[str]":
+    def install(self, extras: str, installer: str, *options: str) -> "subprocess.CompletedProcess[str]":
         """Run the script with this environment's programs first."""
         variables = {"INSTALLER": installer, "PATH": f"{self.bin}:{os.environ['PATH']}"}
-        return run([INSTALL, "--extras", extras, str(self.folder)], variables)
+        return run([INSTALL, "--extras", extras, *options, str(self.folder)], variables)
 
     def installed(self) -> list[str]:
         """The command lines of installations."""

@@ -44,6 +44,8 @@ torch_version=$(sed -n 's/^torch==\([^ ;]*\).*/\1/p' constraints.txt)
 
 python=$venv/bin/python
 pip() { "$python" -m pip --disable-pip-version-check "$@"; }
+temporary=$(mktemp -d)
+trap 'rm -rf "$temporary"' EXIT
 has_extra() { case ",$extras," in *",$1,"*) ;; *) return 1 ;; esac; }
 
 make_environment() {
@@ -61,10 +63,8 @@ choose_installer() {
   [ "${INSTALLER:-uv}" = uv ] || return 0
   eval "$("$python" scripts/pip_settings.py)"
   uv=$(command -v uv) && return
-  scratch=$(mktemp -d)
-  trap 'rm -rf "$scratch"' EXIT
-  pip install --quiet --no-deps --no-compile --constraint constraints.txt --target "$scratch" uv >/dev/null 2>&1 || return 0
-  uv=$scratch/bin/uv
+  pip install --quiet --no-deps --no-compile --constraint constraints.txt --target "$temporary/uv" uv >/dev/null 2>&1 || return 0
+  uv=$temporary/uv/bin/uv
 }
 
 # install ARGUMENT...: arguments that uv and pip share. Where uv fails, pip decides, and says why.
@@ -78,8 +78,7 @@ install() {
 
 # The names that installing the given requirements would add, one a line; fails when they cannot be resolved.
 would_install() {
-  local report
-  report=$(mktemp)
+  local report=$temporary/report
   export HATCH_BUILD_NO_HOOKS=true  # of the package, only what it depends on is wanted; the C++ step is not compiled
   if [ -n "$uv" ] && "$uv" pip install --python "$python" --dry-run "$@" 2>"$report"; then
     sed -n 's/^ + \([^= ]*\).*/\1/p' "$report"
@@ -87,16 +86,35 @@ would_install() {
     "$python" -c 'import json, sys
 for item in json.load(open(sys.argv[1]))["install"]: print(item["metadata"]["name"].lower())' "$report"
   else
-    rm -f "$report"
     return 1
   fi
-  rm -f "$report"
 }
 
 # Print which CUDA packages are among names; fails when there are none.
 cuda_packages() { grep -E '^(nvidia-|cuda-|triton$)' | tr '\n' ' ' | grep .; }
 
-needs_torch() { has_extra server && ! "$python" -c 'import torch' 2>/dev/null; }
+# Version and CUDA version ("None" for a build for CPUs) of the torch that is installed; nothing where none can be imported.
+installed_torch() { "$python" -c 'import torch; print(torch.__version__, torch.version.cuda)' 2>/dev/null || true; }
+
+# Whether an installer left to itself would take another build of torch than is asked for, or keep a wrong one.
+needs_torch() {
+  has_extra server || return 1
+  local found
+  found=$(installed_torch)
+  case "$torch $found" in
+    "cpu $torch_version "* | "cpu $torch_version+"*) return 1 ;;
+    cuda*None) ;;
+    cuda*) return 1 ;;
+  esac
+}
+
+# A build whose installation was interrupted, or that is for other hardware, is replaced.
+install_torch() {
+  case $torch in
+    cpu) install_torch_for_cpu ;;
+    cuda) [ -z "$(installed_torch)" ] || [ "$dry_run" = yes ] || install --force-reinstall --no-deps --no-compile "torch==$torch_version" ;;
+  esac
+}
 
 # Install a torch without CUDA libraries; in a dry run, set torch_choice to the arguments that would.
 install_torch_for_cpu() {
@@ -107,17 +125,18 @@ install_torch_for_cpu() {
   )
   for choice in "${choices[@]}"; do
     read -ra torch_choice <<<"$choice"
-    if ! names=$(would_install "${torch_choice[@]}" 2>/dev/null); then
+    if ! names=$(would_install "${torch_choice[@]}" 2>"$temporary/problems"); then
       say "not found: $choice"
     elif cuda=$(cuda_packages <<<"$names"); then
       say "passed over: $choice would bring $cuda"
     else
       say "found: $choice"
-      [ "$dry_run" = yes ] || install --no-deps --no-compile "${torch_choice[@]}"
+      [ "$dry_run" = yes ] || install --force-reinstall --no-deps --no-compile "${torch_choice[@]}"
       return 0
     fi
   done
-  fail "no CPU build of torch $torch_version without CUDA libraries: check the package index, or use --torch cuda"
+  fail "no CPU build of torch $torch_version without CUDA libraries: check the package index, or use --torch cuda. $(
+    grep -v '^ *$' "$temporary/problems" | tail -1)"
 }
 
 site_packages() { "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
@@ -146,7 +165,7 @@ install_package() {
 # The marker has a line for each extra: what serving needs stays installed where what tests need is added.
 marker=$venv/.installed
 shared=${options/--extras $extras/}
-state=$(cat pyproject.toml "$versions" "$0" - <<<"${shared// /}" | sha256sum | cut -c1-16)
+state=$(cat pyproject.toml "$versions" scripts/install.sh - <<<"${shared// /}" | sha256sum | cut -c1-16)
 wanted=$(tr ',' '\n' <<<"$extras" | sed "s/^/$state /")
 is_current() { [ -s "$marker" ] && ! grep -qvxFf "$marker" <<<"$wanted"; }
 
@@ -154,9 +173,10 @@ if [ "$editable" = yes ] && [ "$dry_run" = no ] && is_current; then exit 0; fi
 make_environment
 choose_installer
 torch_choice=()
-if [ "$torch" = cpu ] && needs_torch; then install_torch_for_cpu; fi
+if needs_torch; then install_torch; fi
 install_package
 [ "$dry_run" = no ] || exit 0
+if has_extra server && [ -z "$(installed_torch)" ]; then fail "torch cannot be imported: delete $venv, and try again"; fi
 others=$(grep "^$state " "$marker" 2>/dev/null || true)
 printf '%s\n' "$wanted" "$others" >"$marker"
 say "done: $venv has $("$python" -c 'import importlib.metadata as m; print(len({d.name for d in m.distributions()}))') packages"
