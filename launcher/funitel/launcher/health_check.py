@@ -18,7 +18,7 @@ def health(url: str, cert: str | None = None, key: str | None = None) -> tuple[b
     """Whether `GET /health` of a server answers 200, and in words what it answered."""
     connection = _connection(url, cert, key)
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", "/health", headers={"Host": "localhost"})  # which --allowed-host always allows
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
         return False, f"{url} does not answer: {error}"

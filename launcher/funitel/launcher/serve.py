@@ -55,5 +55,5 @@ def run(given: ParsedCommandLine, commands: Commands | None = None) -> None:
             if resolved.prometheus_port is not None:
                 second = listen(resolved.hostname, resolved.prometheus_port, "--prometheus-port")
                 listeners.append(stack.enter_context(second))
-            stack.enter_context(address_file(resolved))
-            asyncio.run(Supervisor(resolved, environ, listeners, resolve_next, commands).run())
+            write_address = stack.enter_context(address_file(resolved))
+            asyncio.run(Supervisor(resolved, environ, listeners, resolve_next, commands, write_address).run())

@@ -116,8 +116,9 @@ def test_bench_takes_a_key_for_each_host() -> None:
 
 
 def test_a_temporary_server_requires_the_clients_key_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("API_KEY", "FUNITEL_API_KEY", "FUNITEL_API_KEY_FILE", "FUNITEL_TLS_CERT"):
+    rest = {name: value for name, value in os.environ.items() if "API_KEY" not in name}
+    others = ("API_KEY", "FUNITEL_API_KEY", "FUNITEL_API_KEY_FILE", "FUNITEL_TLS_CERT", "TLS_CLIENT_CA", "API_KEY_FILE")
+    for name in (*others, "FUNITEL_CONFIG", "FUNITEL_ADDRESS_FILE"):
         monkeypatch.setenv(name, "another")
-    rest = {name: os.environ[name] for name in os.environ if "API_KEY" not in name and "TLS" not in name}
     assert _environ("sesame") == rest | {"FUNITEL_API_KEY": "sesame"}
     assert _environ(None) == rest

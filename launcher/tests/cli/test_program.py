@@ -94,13 +94,18 @@ def test_a_page_is_short_and_not_cut(run: Any, monkeypatch: pytest.MonkeyPatch, 
     pages = [run(*words, "--help"), run(*words, "-h"), run("help", *words)]
     assert all(page.code == 0 for page in pages)
     assert pages[0].out == pages[1].out
-    if words != ["bench", "kernels"]:
-        assert pages[0].out == pages[2].out
+    assert pages[0].out == pages[2].out
     lines = pages[0].out.splitlines()
     assert len(lines) <= 100
     assert max(map(len, lines)) <= int(width)
     assert "…" not in pages[0].out
     assert "│" not in pages[0].out
+
+
+def test_help_of_commands_of_two_words(run: Any) -> None:
+    for words in (["bench", "kernels"], ["key", "new"]):
+        assert run("help", *words).out == run(*words, "--help").out
+    assert run("help", "help").out == run("--help").out
 
 
 @pytest.mark.parametrize("words", [[], ["serve"], ["chat"], ["models"]])

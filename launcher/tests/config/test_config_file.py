@@ -16,6 +16,7 @@ from funitel.launcher.settings import LauncherSettings
 from funitel.proto.errors import SettingsError
 from funitel.proto.settings.options import usage_message
 from funitel.proto.settings.variables import names_of
+from funitel.router.settings import opens_port
 
 Write = Callable[..., str]
 
@@ -169,6 +170,35 @@ def test_what_the_machine_leaves_in_the_environment_does_not_hide_the_file(
     told = given("--config", write("HOSTNAME=0.0.0.0", "PORT=3002")).settings
     assert (told.hostname, told.port) == ("0.0.0.0", 3002)
     assert not [line for line in caplog.messages if "no effect" in line]
+
+
+def test_a_stray_key_neither_replaces_that_of_the_file_nor_stands_beside_a_file_of_keys(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("API_KEY", "stray")
+    told = given("--config", write("API_KEY=filed")).settings
+    assert (told.api_key, opens_port(told)) == ("filed", True)
+    told = given().settings
+    assert (told.api_key, opens_port(told)) == ("stray", False)
+    with pytest.raises(SettingsError, match="^API_KEY is set in the environment and would be a key beside those of"):
+        given("--api-key-file", "/keys")
+    monkeypatch.setenv("FUNITEL_API_KEY", "ours")
+    assert given("--config", write("API_KEY=filed")).settings.api_key == "ours"
+    assert given("--api-key-file", "/keys").settings.api_key == "ours"
+
+
+def test_an_empty_line_of_the_file_leaves_the_images_default(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUNITEL_DEFAULT_PORT", "80")
+    found = given("--config", write("PORT="))
+    assert found.settings.port == 80
+    assert "FUNITEL_DEFAULT_PORT" not in found.environ, "children get settings as flags only"
+
+
+def test_help_reads_no_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FUNITEL_CONFIG", "/nowhere")
+    for flag, words in (("--help", "Serve a model"), ("--version", "funitel ")):
+        launcher_app([flag], os.environ, lambda _: None)([flag], standalone_mode=False)
+        assert words in capsys.readouterr().out
 
 
 def test_a_variable_names_the_file_and_a_flag_beats_it(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

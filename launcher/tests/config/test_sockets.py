@@ -123,6 +123,8 @@ def test_the_owner_of_a_port_is_named_where_the_system_says_it(tmp_path: Path) -
     assert owner_of(3000, tmp_path) is None  # a connection, not a listener
     (tmp_path / "net" / "tcp6").write_text("head\n" + row.format(state="0A") + "\n")
     assert owner_of(3000, tmp_path) == "process 42 (python3)"
+    (tmp_path / "42" / "comm").write_bytes("\x1b[2Jé".encode()[:-1])
+    assert owner_of(3000, tmp_path) == "process 42 (\\x1b[2J\ufffd)"
     assert owner_of(3001, tmp_path) is None
 
 

@@ -9,12 +9,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from funitel.launcher.config.resolve import resolve
 from funitel.launcher.health_check import main
+from funitel.launcher.settings import LauncherSettings
+from funitel.launcher.supervisor.address_file import address_file
 from funitel_testing.certificates import Authority
 
 Launch = Callable[..., Any]
@@ -91,9 +95,33 @@ def test_the_file_is_there_while_the_server_serves(launch: Launch, tmp_path: Pat
     assert not path.exists()
 
 
+def test_a_second_server_leaves_the_file_to_the_first(launch: Launch, tmp_path: Path) -> None:
+    path = tmp_path / "address"
+    first = launch("--address-file", str(path)).until_ready()
+    second = launch("--address-file", str(path)).until_ready()
+    assert f"--address-file {path} is not written: another server keeps it" in second.stderr
+    second.send(signal.SIGTERM)
+    assert second.wait() == 0
+    assert json.loads(path.read_text()) == {"url": f"http://127.0.0.1:{first.port}"}
+    first.send(signal.SIGTERM)
+    assert first.wait() == 0
+    assert [each.name for each in tmp_path.iterdir()] == []
+
+
+def test_the_file_follows_the_settings_of_an_upgrade(tmp_path: Path) -> None:
+    path = tmp_path / "address"
+    settings = LauncherSettings(address_file=str(path), device="cpu", num_shard=1)
+    before = resolve(settings, 1, str(tmp_path / "uds"), ())
+    with address_file(before) as write:
+        assert json.loads(path.read_text())["url"].startswith("http://")
+        write(replace(before, tls_cert="c", tls_key="k"))
+        assert json.loads(path.read_text())["url"].startswith("https://")
+    assert not path.exists()
+
+
 def test_a_file_that_cannot_be_written_costs_a_warning(launch: Launch, tmp_path: Path) -> None:
     path = tmp_path / "missing" / "address"
     launched = launch("--address-file", str(path)).until_ready()
-    assert f"--address-file {path} cannot be written: No such file or directory" in launched.stderr
+    assert f"--address-file {path} is not written: its folder cannot be written" in launched.stderr
     launched.send(signal.SIGTERM)
     assert launched.wait() == 0

@@ -22,6 +22,8 @@ class CompletionProgress:
             TextColumn("{task.fields[rate]}"),
             console=Console(stderr=True),
             auto_refresh=False,  # the waiting thread draws it
+            redirect_stdout=False,  # other threads print
+            redirect_stderr=False,
             disable=not is_shown,
         )
         self._task = self._bar.add_task("completions:", total=num_completions, rate="")

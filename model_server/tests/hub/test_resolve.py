@@ -642,6 +642,15 @@ def test_progress_is_a_line_per_tenth_in_a_log() -> None:
     assert stream.getvalue().splitlines() == [f"copying: {percent}% of 2.0 MB" for percent in percents]
 
 
+def test_a_bar_that_is_never_finished_leaves_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """A download that fails does not come back to its bar; the folder of another source is printed after it."""
+    stdout = sys.stdout
+    Progress("fetching", 8, Terminal()).advance(4)
+    assert sys.stdout is stdout
+    print("/folder")
+    assert capsys.readouterr().out == "/folder\n"
+
+
 def test_progress_is_a_bar_on_a_terminal() -> None:
     stream = Terminal()
     progress = Progress("copying", 8, stream)

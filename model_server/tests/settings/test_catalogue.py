@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from funitel.model_server.settings.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
+from funitel.model_server.settings.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage, model_names
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
@@ -38,3 +38,9 @@ def test_demo_model_keeps_its_original_beside_it(demo_model: Path) -> None:
     assert original.parent == demo_model.parent
     assert original.stat().st_size == package.size_bytes
     assert source["sha256"] == package.sha256
+
+
+def test_a_shell_completes_no_name_that_it_would_evaluate(tmp_path: Path) -> None:
+    for name in ("plain-1.5_b", "\\$(touch x)", "a;b", "a b", "`b`", "$HOME"):
+        (tmp_path / name).mkdir()
+    assert model_names(f"{tmp_path}/") == [f"{tmp_path}/plain-1.5_b/"]

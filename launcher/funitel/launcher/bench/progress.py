@@ -21,7 +21,14 @@ class BenchProgress:
     def __init__(self, num_requests: int, stream: TextIO | None = None) -> None:
         self._console = console_of(stream or sys.stderr)
         columns = (BarColumn(BAR_COLUMNS), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
-        self._bar = Progress(*columns, console=self._console, auto_refresh=False, transient=True)
+        self._bar = Progress(
+            *columns,
+            console=self._console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self._task = self._bar.add_task("", total=num_requests)
         self._label = ""
         self._began = self._drawn = time.monotonic()

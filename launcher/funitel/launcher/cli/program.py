@@ -88,7 +88,9 @@ class ServerCommand:
         def replace_process(_: Any) -> None:
             os.execv(sys.executable, [*module_command("funitel.model_server"), self.name, *sys.argv[rest:]])
 
-        return _command(words, as_command(settings, replace_process, ARGUMENTS[settings], program=self.program))
+        # Before the first log line: the model server writes them.
+        parsed = as_command(settings, lambda _: None, ARGUMENTS[settings], program=self.program, set_up=replace_process)
+        return _command(words, parsed)
 
 
 COMMANDS: Mapping[str, ClientCommand | KeyCommands | ServerCommand] = {
@@ -185,7 +187,8 @@ class _Program(CommandGroup):
         if ctx.resilient_parsing and args == [HELP]:
             return super().parse_args(ctx, [])
         if args[:1] == [HELP]:
-            args = [*args[1:2], "--help"] if args[1:2] == [] or args[1] in SUMMARIES else [f"--help={args[1]}"]
+            words = [word for word in args[1:] if word != HELP]
+            args = [*words, "--help"] if not words or words[0] in SUMMARIES else [f"--help={words[0]}"]
         own: dict[str, Any] = {name: option for option in self.params for name in option.opts}
         if args[:1] == [""]:
             ctx.fail("the first argument is empty: it must be a command or a flag")

@@ -18,15 +18,18 @@ from funitel.launcher.terminal_ui.terminal import Status, one_line
 from funitel.proto.errors import FunitelError, NotReady, StartupError
 from funitel.proto.extras import check_extra
 from funitel.proto.process.python import module_command
+from funitel.proto.settings.variables import PROTECTIVE
 
 LOCAL_URL = f"http://127.0.0.1:{LauncherSettings().port}"
 POLL_SECONDS = 0.2
 STOP_SECONDS = 120.0  # longer than the launcher's grace period for its children
 LAST_LINES = 20  # of its output, for the reason of its end
 
-_ACCESS = (
-    *("FUNITEL_API_KEY", "API_KEY", "FUNITEL_API_KEY_FILE", "FUNITEL_PROTECT_ALL_ROUTES"),
+# Of another server: its access control, the file of its settings, and the file in which it is found.
+_NOT_INHERITED = (
+    *("FUNITEL_API_KEY", "API_KEY", "FUNITEL_API_KEY_FILE", "FUNITEL_PROTECT_ALL_ROUTES", *PROTECTIVE),
     *("FUNITEL_TLS_CERT", "FUNITEL_TLS_KEY", "FUNITEL_TLS_CLIENT_CA"),
+    *("FUNITEL_TLS_PROBE_CERT", "FUNITEL_TLS_PROBE_KEY", "FUNITEL_CONFIG", "FUNITEL_ADDRESS_FILE"),
 )
 
 # The process that wrote a line which the launcher forwards.
@@ -98,8 +101,8 @@ def _started(settings: ClientSettings) -> Iterator[Api]:
 
 
 def _environ(api_key: str | None) -> dict[str, str]:
-    """The environment of a temporary server: this one's without access control, and with the client's key."""
-    inherited = {name: value for name, value in os.environ.items() if name not in _ACCESS}
+    """The environment of a temporary server: this one's without what is another server's, and with the client's key."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     return inherited | ({} if api_key is None else {"FUNITEL_API_KEY": str(api_key)})
 
 

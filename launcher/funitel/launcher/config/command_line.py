@@ -18,7 +18,15 @@ from funitel.proto.errors import SettingsError
 from funitel.proto.settings.command import SettingsCommand
 from funitel.proto.settings.fields import as_command
 from funitel.proto.settings.options import usage_message
-from funitel.proto.settings.variables import DEFAULT_PREFIX, PREFIX, first_set, names_of, overlaid
+from funitel.proto.settings.variables import (
+    DEFAULT_PREFIX,
+    PREFIX,
+    STRAY_KEY,
+    first_set,
+    image_default,
+    names_of,
+    overlaid,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +48,12 @@ class _ParseState:
         added: dict[str, str | None] = {}
         for variable in FLAGS:
             names = names_of(variable)
-            if found := first_set(names, self.variables):
+            is_ours = variable == STRAY_KEY and bool(self.file.values.get(variable))
+            if found := first_set(names[:1] if is_ours else names, self.variables):
                 if variable in self.file.values:
                     self.overridden[variable] = f"the environment has {found}"
-            elif variable in self.file.values:
-                added[names[0]] = self.file.values[variable]
-            elif variable != "HOSTNAME":  # FUNITEL_DEFAULT_HOSTNAME is a setting
-                added[names[0]] = self.variables.get(DEFAULT_PREFIX + variable.removeprefix(PREFIX))
+            else:
+                added[names[0]] = self.file.values.get(variable) or image_default(variable, self.variables)
         return added
 
     def file_gives(self, variable: str) -> bool:
@@ -76,10 +83,15 @@ class LauncherCommand(SettingsCommand):
 
     arguments: Mapping[str, str] = {}  # positional ones, with their help
 
+    def defaults(self, ctx: Any) -> dict[str, str | None]:
+        """None yet: `parse_settings` applies those of an image below the file."""
+        return {}
+
     def parse_settings(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse, with the variables of the file."""
         state: _ParseState = ctx.obj
-        path = self._path(ctx, args)
+        _, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        path = None if any(option.is_eager for option in order) else self._path(ctx, args)  # --help needs no file
         state.file = ConfigFile() if path is None else read_config(path)
         with overlaid(state.variables, state.additions()):
             try:
@@ -140,7 +152,11 @@ def launcher_app(
     def run_parsed(settings: LauncherSettings) -> None:
         for name in filter(state.overridden.get, state.file.values):
             logger.warning("%s has no effect: %s", state.file.position(name), state.overridden[name])
-        environ = {name: value for name, value in variables.items() if name not in _OWN}
+        environ = {
+            name: value
+            for name, value in variables.items()
+            if name not in _OWN and not name.startswith(DEFAULT_PREFIX)  # children get settings as flags
+        }
         run(ParsedCommandLine(settings, environ, lambda: _parse(argv, variables, command), state.located))
 
     app = typer.Typer(add_completion=False)

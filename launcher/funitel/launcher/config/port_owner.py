@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from funitel.proto.printable import printable
+
 _TABLES = ("tcp", "tcp6")
 _LISTEN = "0A"
 _SOCKET = re.compile(r"socket:\[(\d+)\]")
@@ -19,7 +21,8 @@ def owner_of(port: int, proc: Path = Path("/proc")) -> str | None:
             continue
         with suppress(OSError):  # ended, or another user's
             if any(_inode(link) in inodes for link in (folder / "fd").iterdir()):
-                return f"process {folder.name} ({(folder / 'comm').read_text().strip()})"
+                name = (folder / "comm").read_text(errors="replace").strip()  # cut at 15 bytes
+                return f"process {folder.name} ({printable(name)})"
     return None
 
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 ADDRESS = ("hostname", "default_hostname")
 # Settings of the launcher and its open sockets, which all deployments share.
-FIXED = ("port", "prometheus_port", "shard_uds_path", "master_port")
+FIXED = ("port", "prometheus_port", "shard_uds_path", "master_port", "address_file")
 
 
 def next_settings(

@@ -58,6 +58,7 @@ class Supervisor:
         listeners: Sequence[socket],
         resolve_next: ResolveNext,
         commands: Commands | None = None,
+        on_upgrade: Callable[[ResolvedSettings], None] = lambda settings: None,
     ) -> None:
         """Prepare the supervisor; `run` starts the deployment.
 
@@ -67,12 +68,14 @@ class Supervisor:
             listeners: sockets on which its routers accept connections.
             resolve_next: called by an upgrade for its settings.
             commands: of the children.
+            on_upgrade: called with the settings of a deployment that has replaced another.
         """
         self._settings = settings
         self._environ = environ
         self._listeners = listeners
         self._resolve_next = resolve_next
         self._commands = commands or Commands()
+        self._on_upgrade = on_upgrade
         self._download: Download | None = None
         self._deployments: dict[Deployment, asyncio.Task[None]] = {}  # oldest first, each with its watch task
         self._num_deployments = 0
@@ -156,6 +159,7 @@ class Supervisor:
             logger.error("the upgrade has failed, the current deployment goes on: %s", reason)
             return current
         logs.configure("launcher", json_output=fresh.settings.json_output, level=fresh.settings.log_level)
+        self._on_upgrade(fresh.settings)
         logger.info("upgraded in %.1f s: %s", time.monotonic() - began, fresh.settings.served_model_name)
         retiring = asyncio.create_task(self._retire(current, watching))
         self._draining.add(retiring)

@@ -24,7 +24,14 @@ class Progress:
         console = Console(file=self._stream, force_terminal=self._stream.isatty())
         self._is_terminal = console.is_terminal and not console.is_dumb_terminal
         columns = (TextColumn("{task.description}", markup=False), BarColumn(_BAR_WIDTH), TaskProgressColumn())
-        self._bar = Bar(*columns, DownloadColumn(), console=console, auto_refresh=False)
+        # Stdout is not redirected: it has the result of the work, also where the bar was never finished.
+        self._bar = Bar(
+            *(*columns, DownloadColumn()),
+            console=console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self._task = self._bar.add_task(label, total=self._total_bytes)
         self._percent_shown = -1
         if self._is_terminal:

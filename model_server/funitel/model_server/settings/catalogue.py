@@ -3,6 +3,7 @@
 A row is data: sources are tried in order, the first that can be reached wins. Fetching is `hub`'s work.
 """
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ class IndexFolder(IndexWheel):
 
 Source = HubRepository | IndexPackage | IndexFolder
 
+_PLAIN_NAME = re.compile(r"[\w.@%+=,-]+")  # shells evaluate what is completed
+
 CATALOGUE: Mapping[str, tuple[Source, ...]] = MappingProxyType(
     {
         "smollm2-135m-instruct": (
@@ -104,4 +107,5 @@ def model_names(incomplete: str) -> list[str]:
 
 def _may_be_model(path: Path, start: str) -> bool:
     is_shown = not path.name.startswith(".") or start.startswith(".")
-    return is_shown and (path.is_dir() or path.suffix in (".gguf", ".bin"))
+    is_model = path.is_dir() or path.suffix in (".gguf", ".bin")
+    return is_shown and is_model and _PLAIN_NAME.fullmatch(path.name) is not None

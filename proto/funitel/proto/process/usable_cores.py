@@ -1,4 +1,4 @@
-"""Count the cores that this process may use: those of its affinity, at most as many as its CPU quota pays for."""
+"""Count the cores that this process may use: those of its affinity, at most as many as its CPU quota allows."""
 
 import os
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def count_usable_cores(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores that the quota of each control group pays for."""
+    """Cores that the quota of each control group allows."""
     for group in control_groups("cpu", root):
         quota, period = _quota_and_period(group)
         if quota.isdigit() and period.isdigit() and int(period) > 0:  # else it is "max" or -1, without a limit

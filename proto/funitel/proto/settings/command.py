@@ -10,7 +10,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from funitel.proto.settings.help_page import ALL, Flag, HelpPage
 from funitel.proto.settings.suggestions import did_you_mean
-from funitel.proto.settings.variables import disregarded, overlaid
+from funitel.proto.settings.variables import disregarded, first_set, image_default, overlaid
 
 POSITIONAL = "_positional"
 """What follows the name of a setting in the name of its positional argument."""
@@ -40,8 +40,19 @@ class SettingsCommand(TyperCommand):
         if (topic := next((word for word in options if word.startswith(_TOPIC)), None)) is not None:
             typer.echo(self._page_about(ctx, topic.removeprefix(_TOPIC)))
             raise typer.Exit
-        with overlaid(os.environ, dict.fromkeys(disregarded(os.environ))):
+        with overlaid(os.environ, {**dict.fromkeys(disregarded(os.environ)), **self.defaults(ctx)}):
             return self.parse_settings(ctx, args)
+
+    def defaults(self, ctx: Any) -> dict[str, str | None]:
+        """Variables with the defaults of a container image, of settings that have no value."""
+        ignored = disregarded(os.environ)
+        environ = {name: value for name, value in os.environ.items() if name not in ignored}
+        found: dict[str, str | None] = {}
+        for names in (each.envvar for each in self.get_params(ctx) if isinstance(each.envvar, (list, tuple))):
+            default = image_default(names[-1], environ)
+            if default is not None and first_set(names, environ) is None:
+                found[names[0]] = default
+        return found
 
     def parse_settings(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the flags, and the variables that count."""

@@ -161,7 +161,10 @@ class _Given:
             return None
         option = next(option for option in self.context.command.params if option.name == name)
         ignored = disregarded(os.environ)
-        return first_set((each for each in option.envvar or () if each not in ignored), os.environ)
+        found = first_set((each for each in option.envvar or () if each not in ignored), os.environ)
+        value = self.values.get(name)
+        is_of_file = found is not None and isinstance(value, str) and value != os.environ[found]
+        return None if is_of_file else found
 
     def text(self, name: str, value: Any) -> str:
         """A value as it was given: `--its-name value` or `ITS_NAME=value`."""

@@ -5,6 +5,7 @@ import logging
 import socket
 
 from funitel.proto.settings.fields import require
+from funitel.proto.settings.variables import is_address
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +28,11 @@ def listen_address(hostname: str | None, default: str | None, *, is_guarded: boo
         SettingsError: `default` is no address.
     """
     if hostname is None or _is_default(hostname):
-        require(default is None or _is_address(default), f"--default-hostname must be like 0.0.0.0, given {default!r}")
+        require(default is None or is_address(default), f"--default-hostname must be like 0.0.0.0, given {default!r}")
         return default or (EVERY_ADDRESS if is_guarded else LOOPBACK)
     if hostname == "localhost":
         return LOOPBACK
-    if not _is_address(hostname):
+    if not is_address(hostname):
         logger.warning("--hostname %s is not an address: listening on %s", hostname, EVERY_ADDRESS)
         return EVERY_ADDRESS
     return hostname
@@ -46,15 +47,7 @@ def _is_default(hostname: str | None) -> bool:
     return hostname is None or hostname == socket.gethostname()
 
 
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return True
-
-
 def is_loopback(host: str) -> bool:
     """Whether a host, as written in `host:port`, is loopback."""
     host = host.strip("[]")
-    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
+    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)

@@ -27,6 +27,7 @@ TGI_VARIABLES = frozenset(
     TRUST_REMOTE_CODE VALIDATION_WORKERS WAITING_SERVED_RATIO WATERMARK_DELTA WATERMARK_GAMMA WORLD_SIZE
     """.split()
 )
+STRAY_KEY = "API_KEY"  # a variable of TGI and of many other programs
 # Settings that keep clients out: under these names, without PREFIX, they are refused rather than left unread.
 PROTECTIVE = ("API_KEY_FILE", "TLS_CLIENT_CA", "PROTECT_ALL_ROUTES")
 # Kubernetes sets NAME_PORT to such a value for each Service of the namespace: PROMETHEUS_PORT for one named prometheus.
@@ -58,6 +59,13 @@ def names_of(name: str) -> tuple[str, ...]:
     return (name,)
 
 
+def image_default(name: str, environ: Mapping[str, str]) -> str | None:
+    """The default that a container image sets for the setting with a variable."""
+    if name == "HOSTNAME":  # FUNITEL_DEFAULT_HOSTNAME is a setting
+        return None
+    return environ.get(DEFAULT_PREFIX + name.removeprefix(PREFIX)) or None
+
+
 def first_set(names: Iterable[str], environ: Mapping[str, str]) -> str | None:
     """The first of some variables that has a value; an empty one counts as unset."""
     return next((name for name in names if environ.get(name)), None)
@@ -76,16 +84,17 @@ def disregarded(environ: Mapping[str, str]) -> dict[str, str]:
     host = environ.get("HOSTNAME", "")
     if host == socket.gethostname():
         found["HOSTNAME"] = ""
-    elif host and not _is_host(host):
+    elif host and host != "localhost" and not is_address(host):
         found["HOSTNAME"] = "it is no address; --hostname gives the address to listen on"
     return found
 
 
-def _is_host(text: str) -> bool:
+def is_address(text: str) -> bool:
+    """Whether a text is an address of IPv4 or IPv6."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
-        return text == "localhost"
+        return False
     return True
 
 

@@ -9,11 +9,10 @@ from funitel.proto.security.tls import MutualTls
 from funitel.proto.settings.bounds import NOT_NEGATIVE, POSITIVE, Bounds
 from funitel.proto.settings.fields import check_bounds, require, setting
 from funitel.proto.settings.listen_address import EVERY_ADDRESS, LOOPBACK, is_loopback
-from funitel.proto.settings.variables import PREFIX, variable_of_value
+from funitel.proto.settings.variables import PREFIX, STRAY_KEY, variable_of_value
 
 TOOL_CALL_PARSERS = ("auto", "hermes", "mistral", "llama3_json", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed")
-STRAY_KEY = "API_KEY"  # a variable of TGI and of many other programs
 MAX_GB_S = 1_000_000  # a petabyte a second: more than any memory
 MAX_TIMEOUT_SECONDS = 86_400  # a day
 MAX_TARGET_ITL_MS = 600_000  # ten minutes
@@ -344,6 +343,11 @@ def local_only(settings: Any) -> str:
 def check_access(settings: Any) -> None:
     """Raise SettingsError when settings of keys and certificates, a router's or a launcher's, are incomplete."""
     has_key = settings.api_key is not None or settings.api_key_file is not None
+    require(
+        settings.api_key_file is None or variable_of_value(settings.api_key) != STRAY_KEY,
+        f"{STRAY_KEY} is set in the environment and would be a key beside those of --api-key-file: "
+        f"unset it, or give it as {PREFIX}{STRAY_KEY}",
+    )
     require(has_key or not settings.protect_all_routes, "--protect-all-routes needs --api-key or --api-key-file")
     require(
         (settings.tls_cert is None) == (settings.tls_key is None),
