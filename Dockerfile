@@ -20,6 +20,10 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 RUN /opt/funitel/bin/python -m compileall -qq /opt/funitel/lib || true
 
 FROM base AS serving
+ARG TORCH=cpu
+# Triton compiles a module of its own at its first start.
+RUN [ "${TORCH}" != cuda ] || { apt-get update \
+ && apt-get install --yes --no-install-recommends gcc libc6-dev python3-dev && rm -rf /var/lib/apt/lists/*; }
 COPY --from=builder /opt/funitel /opt/funitel
 # Any other user id works as well, with group 0 as on OpenShift: what has to be written has that group.
 RUN mkdir --mode=2775 /data && chown 1000:0 /data

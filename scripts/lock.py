@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 NEWEST = ROOT / "constraints.txt"
 LOWEST = ROOT / "constraints-lowest.txt"
 LOWEST_EXTRAS = ("server", "otlp")
-# Not the newest: CI's package index has CPU builds of this release alone. pyproject.toml says which others were tried.
+# The release that all tests ran with. pyproject.toml says which others were tried.
 TORCH = "torch==2.13.0"
 
 HEADERS = {

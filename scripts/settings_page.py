@@ -35,12 +35,13 @@ Written by `make pages` from the settings dataclasses; change those, not this pa
 Precedence: flag, environment variable, file of `--config` (launcher only, [restarts](restarts.md)), default. A line of
 the file that a flag or a variable overrides is logged.
 
-Every variable is `FUNITEL_` and the name of the flag. Where text-generation-inference has the setting, TGI's name,
-which the tables show, is read too; `FUNITEL_` before it wins (`FUNITEL_PORT` over `PORT`). TGI's names are common, so
+Every variable is `FUNITEL_` and the name of the flag, but for `FUNITEL_CACHE` of `--cache-dir`. Where
+text-generation-inference has the setting, TGI's name, which the tables show, is read too; `FUNITEL_` before it wins
+(`FUNITEL_PORT` over `PORT`). TGI's names are common, so
 
 - the log names those that count: `settings from the environment: MODEL_ID, PORT`;
 - `API_KEY` requires the key of requests, but does not open the port to other machines as `FUNITEL_API_KEY` and
-  `--api-key` do ([access](access.md#addresses));
+  `--api-key` do ([access](access.md#addresses)); beside `--api-key-file` it is refused;
 - `HOSTNAME` counts if it is an address or `localhost`, and a variable of a port unless it is a link to a Service of
   Kubernetes (`tcp://...`).
 

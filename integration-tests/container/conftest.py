@@ -20,8 +20,8 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     try:
         install_tools()
     except CannotBuild as error:
-        if os.geteuid() == 0:
-            pytest.fail(f"root can build the image: {error}")
+        if os.geteuid() == 0 or "FUNITEL_NEEDS_CONTAINER" in os.environ:
+            pytest.fail(f"the image cannot be built: {error}")
         pytest.skip(str(error))
     made = Builder(tmp_path_factory.mktemp("builder"), cache)
     yield made

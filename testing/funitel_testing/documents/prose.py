@@ -14,8 +14,8 @@ _NUMBER = re.compile(r"\bN\b")  # stands for a number
 _TEST = re.compile(r"(?:([\w/]+\.py|S))?::(test_\w+)")
 _MODULE = re.compile(r"[\w/]+\.py")
 DOCKER_FLAGS = """--build-arg --cap-add --cap-drop --cpus --env-file --gpus --init --ipc --memory --network --no-cache
---pids-limit --privileged --read-only --restart --security-opt --shm-size --stop-timeout --sysctl --target --time
---tmpfs --user --volume""".split()
+--no-healthcheck --pids-limit --privileged --read-only --restart --security-opt --shm-size --stop-timeout --sysctl
+--target --time --tmpfs --user --volume""".split()
 PEER_FLAGS = ("--ctx-size", "--parallel", "--threads")
 
 
