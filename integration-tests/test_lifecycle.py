@@ -182,7 +182,9 @@ async def test_sigterm_lets_a_running_stream_finish(start: Start, model: Path) -
         while not task.done() and len(refused) < 5:
             await asyncio.sleep(0.1)
             if not task.done():
-                refused.append(await _refusal(server))
+                answered = await _refusal(server)
+                # The signal takes a moment from the launcher to the router; from then on everything is refused.
+                refused += [answered] if refused or answered != "200" else []
         answer = await task
     assert (len(answer.ids), answer.finish_reason) == (800, "length")
     assert refused, "the stream was over before the server could refuse anything"

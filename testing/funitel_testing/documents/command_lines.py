@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import typer.completion
+
 from funitel.proto.settings import fields
 
 PROGRAMS = {
@@ -47,6 +49,8 @@ def _parse_only() -> None:
         return as_command(cls, lambda settings: None, *args, **(named | {"set_up": lambda settings: None}))
 
     fields.as_command = parsing
+    # It would write into the files that the user's shell reads, whatever shell that is.
+    typer.completion.install = lambda **_: ("bash", Path("nowhere"))
 
 
 def _problem(words: list[str], variables: Mapping[str, str], mains: Mapping[str, Callable[[], Any]]) -> str | None:
