@@ -40,7 +40,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(launch: Any, tiny_model: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     """A server with room for all that the tests leave in the cache."""
-    monkeypatch.setenv("API_KEY", "setting")
+    monkeypatch.setenv("FUNITEL_API_KEY", "setting")
     flags = ("--model-id", str(tiny_model), "--dtype", "float32", "--api-key-file", str(keys))
     server: Server = launch(*flags, "--max-batch-total-tokens", str(POOL_TOKENS))
     return server
