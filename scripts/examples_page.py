@@ -7,6 +7,8 @@ import ast
 import sys
 from pathlib import Path
 
+from generated_page import write_or_check
+
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "examples.md"
 PROGRAMS = DOCS / "examples"
@@ -76,15 +78,5 @@ def page() -> str:
     return "\n".join(text)
 
 
-def main() -> int:
-    """Write or check the page."""
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page())
-    elif PAGE.read_text() != page():
-        print("error: docs/examples.md is out of date: make pages", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

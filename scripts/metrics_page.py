@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from generated_page import write_or_check
 from prometheus_client import Metric
 
 from funitel.proto.errors import FunitelError
@@ -106,15 +107,5 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    """Write or check the page."""
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page())
-    elif not PAGE.exists() or PAGE.read_text() != page():
-        print("error: docs/metrics.md is out of date: make pages", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

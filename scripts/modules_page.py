@@ -8,6 +8,8 @@ import re
 import sys
 from pathlib import Path
 
+from generated_page import write_or_check
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/modules.md"
 PARTS = ("proto", "router", "model_server", "launcher", "llm")
@@ -48,17 +50,5 @@ def page() -> str:
     return "".join(parts)
 
 
-def main() -> int:
-    """Write the page, or with --check say whether it is as it should be."""
-    wanted = page()
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(wanted)
-        return 0
-    is_current = PAGE.exists() and PAGE.read_text() == wanted
-    if not is_current:
-        print("error: docs/modules.md is out of date: make pages", file=sys.stderr)
-    return int(not is_current)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

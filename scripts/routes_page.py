@@ -4,6 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from generated_page import write_or_check
+
 from funitel.router.api import anthropic, embeddings, native, openai, operators, platforms, responses, vllm
 from funitel.router.api.openapi import KEY_FAILURES, MEANINGS
 from funitel.router.api.routes import OPERATIONS
@@ -67,15 +69,5 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    """Write or check the page."""
-    if "--check" not in sys.argv[1:]:
-        PAGE.write_text(page())
-    elif not PAGE.exists() or PAGE.read_text() != page():
-        print("error: docs/routes.md is out of date: make pages", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))

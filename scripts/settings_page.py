@@ -9,6 +9,8 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
+from generated_page import write_or_check
+
 from funitel.launcher.bench.settings import BenchSettings
 from funitel.launcher.cli.keys import ListKeysSettings, NewKeySettings, RevokeKeySettings
 from funitel.launcher.cli.settings import ChatSettings, GenerateSettings, TopSettings
@@ -225,15 +227,5 @@ def explanation(field: "Field[Any]") -> str:
     return text.replace("|", "\\|")
 
 
-def main() -> int:
-    if sys.argv[1:] == ["--check"]:
-        if not PAGE.exists() or PAGE.read_text() != page():
-            print(f"error: {PAGE.relative_to(PAGE.parent.parent)} is stale: run make pages", file=sys.stderr)
-            return 1
-        return 0
-    PAGE.write_text(page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(PAGE, page()))
