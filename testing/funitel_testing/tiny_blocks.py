@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
-from funitel.model_server.checkpoint.gguf_block_types import BLOCK_INPUTS, BLOCKS, record_weights
+from funitel.model_server.checkpoint.gguf_block_types import BLOCKS, BlockType, record_weights
 
 # As tiny as blocks allow: two ranks split heads and units at whole blocks.
 SIZES = {
@@ -35,7 +35,7 @@ def add_blocks(folder: Path, type_of: Callable[[str], str | None]) -> Path:
         kind = type_of(name) if weight.dim() == 2 else None
         turns = is_transposed and ".c_" in name
         rows = weight.t() if turns else weight
-        if kind is None or rows.shape[1] % BLOCK_INPUTS:
+        if kind is None or BlockType[kind].cuts((0, rows.shape[1])):
             continue
         number = GGMLQuantizationType[kind]
         quantised = gguf.quantize(np.ascontiguousarray(rows.numpy()), number)

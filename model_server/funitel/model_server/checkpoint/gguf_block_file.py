@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from funitel.model_server.checkpoint.gguf_block_types import BLOCK_INPUTS, BLOCKS, BlockType, why_unusable
+from funitel.model_server.checkpoint.gguf_block_types import BLOCKS, BlockType, why_unusable
 from funitel.model_server.checkpoint.storage import Range, open_safetensors
 from funitel.proto.errors import WeightsError
 
@@ -28,8 +28,8 @@ class BlockFile:
 
     def type_of(self, name: str, columns: Range | None = None) -> BlockType | None:
         """The type of a tensor's blocks; None for a tensor of another type, and where `columns` would cut a block."""
-        is_cut = columns is not None and any(column % BLOCK_INPUTS for column in columns)
-        return None if is_cut else self._types.get(name)
+        kind = self._types.get(name)
+        return None if kind is None or kind.cuts(columns) else kind
 
     def num_bytes(self, name: str) -> int:
         """Bytes of the blocks of a tensor that has a type."""
@@ -45,7 +45,7 @@ class BlockFile:
         num_outputs, num_inputs = shape
         source: Any = self._file.get_slice(name)
         expected = [num_outputs, kind.row_bytes(num_inputs)]
-        if num_inputs % BLOCK_INPUTS or list(source.get_shape()) != expected:
+        if kind.cuts((0, num_inputs)) or list(source.get_shape()) != expected:
             raise WeightsError(f"{self._path}: tensor {name} has shape {source.get_shape()}, expected {expected}")
         first, last = columns or (0, num_inputs)
         part: torch.Tensor = source[slice(*(rows or (None, None))), kind.row_bytes(first) : kind.row_bytes(last)]

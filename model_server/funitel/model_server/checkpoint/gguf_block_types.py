@@ -16,19 +16,47 @@ BLOCKS = Path("gguf") / "blocks.safetensors"
 """In the folder of a converted model; deeper than the model's own weights, so that it is not taken for more of them."""
 RECORD = BLOCKS.with_name("weights.json")
 """What the weights beside it were when the blocks were written; others saved there since make the blocks worthless."""
-BLOCK_INPUTS = 32
 
 
 class BlockType(Enum):
-    """Types by their names in GGUF; the values are bytes for 32 inputs."""
+    """Types by their names in GGUF. The values: the name, inputs of a block, bytes of a block.
 
-    Q4_0 = 18
-    Q4_1 = 20
-    Q8_0 = 34
+    Source: `GGML_QUANT_SIZES` of the gguf library, the structs of ggml's `ggml-common.h`.
+    """
+
+    Q4_0 = ("Q4_0", 32, 18)
+    Q4_1 = ("Q4_1", 32, 20)
+    Q5_0 = ("Q5_0", 32, 22)
+    Q5_1 = ("Q5_1", 32, 24)
+    Q8_0 = ("Q8_0", 32, 34)
+    Q2_K = ("Q2_K", 256, 84)
+    Q3_K = ("Q3_K", 256, 110)
+    Q4_K = ("Q4_K", 256, 144)
+    Q5_K = ("Q5_K", 256, 176)
+    Q6_K = ("Q6_K", 256, 210)
+    IQ4_NL = ("IQ4_NL", 32, 18)
+    IQ4_XS = ("IQ4_XS", 256, 136)
+    MXFP4 = ("MXFP4", 32, 17)
+    F16 = ("F16", 1, 2)
+    BF16 = ("BF16", 1, 2)
+
+    @property
+    def num_inputs(self) -> int:
+        """Inputs of a block."""
+        return self.value[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a block."""
+        return self.value[2]
 
     def row_bytes(self, num_inputs: int) -> int:
         """Bytes of one output."""
-        return num_inputs // BLOCK_INPUTS * self.value
+        return num_inputs // self.num_inputs * self.num_bytes
+
+    def cuts(self, columns: tuple[int, int] | None) -> bool:
+        """Whether a range of inputs begins or ends within a block."""
+        return columns is not None and any(column % self.num_inputs for column in columns)
 
 
 def record_weights(folder: Path, weights: Path) -> None:

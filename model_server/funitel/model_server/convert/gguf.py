@@ -195,7 +195,8 @@ class Layout:
             tensor = gguf.tensors[source.gguf_name]
             if self._spec.experts is not None:
                 break  # the step that computes on blocks has no experts
-            if tensor.kind.name in BlockType.__members__ and tensor.data.ndim == 2:
+            found = BlockType.__members__.get(tensor.kind.name)
+            if found is not None and found.num_inputs > 1 and tensor.data.ndim == 2:
                 read = partial(self._block_rows, source)
                 blocks.append(Planned(source.hf_name, "U8", tensor.data.shape, tensor.data.nbytes, read))
                 types[source.hf_name] = tensor.kind.name

@@ -24,11 +24,16 @@ def matrix_bytes(kind: MatrixKind, num_outputs: int, num_inputs: int, num_parts:
     """Bytes a matrix takes in the engine, biases left out."""
     panels = -(-num_outputs // _LANES) * num_parts
     outputs = (panels + panels % 2) * _LANES  # panels lie in pairs
+    return outputs * output_bytes(kind, num_inputs)
+
+
+def output_bytes(kind: MatrixKind, num_inputs: int) -> int:
+    """Bytes that one output of a matrix takes in the engine. A kind that packs blocks in another size has its case."""
     if kind.has_blocks:
-        return outputs * BlockType[kind.name].row_bytes(num_inputs)
+        return BlockType[kind.name].row_bytes(num_inputs)
     if kind is MatrixKind.INT8:
-        return outputs * (num_inputs + num_inputs % 2 + 4)  # pairs of inputs, a scale
-    return outputs * num_inputs * (4 if kind is MatrixKind.FLOAT32 else 2)
+        return num_inputs + num_inputs % 2 + 4  # pairs of inputs, a scale
+    return num_inputs * (4 if kind is MatrixKind.FLOAT32 else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,7 @@ def weight_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_ty
         if tier is Tier.GGUF:
             types = {block_type(layer, matrix.columns) for layer in matrix.layers}
             found = types.pop() if len(types) == 1 else None
-            kind = kind if found is None else MatrixKind[found.name]
+            kind = MatrixKind.of_blocks(found) or kind
         total += matrix_bytes(kind, matrix.num_outputs, matrix.num_inputs, matrix.num_parts)
         if matrix.has_bias:
             total += -(-matrix.num_outputs // _LANES) * matrix.num_parts * _LANES * _FLOAT

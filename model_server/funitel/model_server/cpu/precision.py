@@ -2,6 +2,7 @@
 
 from enum import Enum, IntEnum
 
+from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.quantized.config import Quantization
 from funitel.proto.errors import SettingsError
 
@@ -18,8 +19,18 @@ class MatrixKind(IntEnum):
 
     @property
     def has_blocks(self) -> bool:
-        """Whether it is one of GGUF's types: 32 inputs of an output share a scale."""
+        """Whether it is one of GGUF's types: some inputs of an output share a scale."""
         return self >= MatrixKind.Q4_0
+
+    @classmethod
+    def of_blocks(cls, block_type: BlockType | None) -> "MatrixKind | None":
+        """The kind that computes on tensors of a GGUF's type as they are; None where there is none."""
+        if block_type is None:
+            return None
+        return cls.__members__.get(_NUMBERS.get(block_type.name, block_type.name))
+
+
+_NUMBERS = {"F16": "FLOAT16", "BF16": "BFLOAT16"}  # types without scales, by their names here
 
 
 class Tier(Enum):

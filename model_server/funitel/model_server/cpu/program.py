@@ -190,7 +190,7 @@ class Matrices:
         if self._tier is Tier.GGUF:
             types = {self._weights.block_type(piece.layer, piece.columns) for piece in pieces}
             found = types.pop() if len(types) == 1 else None
-            kind = kind if found is None else MatrixKind[found.name]
+            kind = MatrixKind.of_blocks(found) or kind
         self.kinds[tuple(dict.fromkeys(piece.layer for piece in pieces))] = kind
         return kind
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from funitel.model_server.checkpoint.gguf_block_file import open_blocks
-from funitel.model_server.checkpoint.gguf_block_types import BLOCK_INPUTS, BlockType
+from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.footprint import matrix_bytes
@@ -112,7 +112,7 @@ def kinds_of(tier: Tier, spec: ModelSpec, folder: Path) -> dict[str, MatrixKind]
     if file is None:
         raise StartupError(f"--tier gguf: {folder} holds no blocks of a GGUF that can be used")
     types = {shape: file.type_of(f"{layer}.weight") for shape, layer in layers.items()}
-    return {shape: MatrixKind[found.name] if found else tier.kind for shape, found in types.items()}
+    return {shape: MatrixKind.of_blocks(found) or tier.kind for shape, found in types.items()}
 
 
 def measure_kernels(settings: KernelSettings) -> None:
@@ -222,14 +222,25 @@ def _rows(
         yield held_against(*each, read_bytes_s=roofs.read_bytes_s, multiply_s=roofs.multiply_s)
 
 
+_SCALES = {  # where a block's 16-bit scales lie, if it is not the first two bytes alone
+    **dict.fromkeys((BlockType.Q4_1, BlockType.Q5_1, BlockType.Q4_K, BlockType.Q5_K), (0, 2)),
+    BlockType.Q2_K: (80, 82),
+    BlockType.Q3_K: (108,),
+    BlockType.Q6_K: (208,),
+    BlockType.MXFP4: (),
+}
+
+
 def _random_weight(kind: MatrixKind, num_outputs: int, num_inputs: int) -> torch.Tensor:
     """Weights as `NativeEngine.add_matrix` takes them; blocks of any codes with one scale: no sum is infinite."""
     if not kind.has_blocks:
         return torch.randn(num_outputs, num_inputs)
-    size = BlockType[kind.name].value
-    blocks = torch.randint(0, 256, (num_outputs, num_inputs // BLOCK_INPUTS, size), dtype=torch.uint8)
-    num_scales = size % 16 // 2  # before 16 or 32 bytes of codes: scale and perhaps minimum
-    blocks[..., : 2 * num_scales] = torch.full([num_scales], 0.01, dtype=torch.float16).view(torch.uint8)
+    block = BlockType[kind.name]
+    blocks = torch.randint(0, 256, (num_outputs, num_inputs // block.num_inputs, block.num_bytes), dtype=torch.uint8)
+    if block is BlockType.MXFP4:
+        blocks[..., 0] = 120  # an exponent of two
+    for at in _SCALES.get(block, (0,)):
+        blocks[..., at : at + 2] = torch.full([1], 0.01, dtype=torch.float16).view(torch.uint8)
     return blocks.flatten(1)
 
 
