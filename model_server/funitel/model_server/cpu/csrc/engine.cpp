@@ -5,15 +5,14 @@
 #include <memory>
 #include <new>
 
-#include "activations.h"
 #include "ahead.h"
 #include "attention.h"
-#include "block_products.h"
 #include "entry.h"
 #include "layout.h"
 #include "matrix.h"
 #include "memory.h"
 #include "norms.h"
+#include "product.h"
 #include "program.h"
 #include "ranks.h"
 #include "rotary.h"
@@ -185,10 +184,11 @@ class Engine {
         if (!qkv_.grow(tokens * qkv_size() * sizeof(float)) ||
             !attended_.grow(tokens * attended_size() * sizeof(float)) ||
             !hidden_.grow(tokens * shape_.intermediate_size * sizeof(float)) ||
-            !angles_.grow(tokens * num_angles() * sizeof(float)) || !operand_.reserve(longest, widest) ||
+            !angles_.grow(tokens * num_angles() * sizeof(float)) || !operand_memory_.reserve(longest, widest) ||
             !partials_.grow(size_t(layout_.num_slots) * shape_.num_heads * partial_size() * sizeof(float))) {
             return false;
         }
+        operand_.lie_in(operand_memory_);
         for (ThreadScratch& scratch : scratch_) {
             if (!scratch.reserve(part_, shape_.head_dim, shape_.block_size)) return false;
             if (!scratch.row.grow((std::max(widest, qkv_size()) + kLanes) * sizeof(float))) return false;
@@ -376,80 +376,10 @@ class Engine {
     }
 
     void linear(const Operation& operation) {
-        const Matrix& matrix = *matrices[operation.a];
-        switch (matrix.kind) {
-            case kFloat32: return linear_of<float, float>(matrix, operation);
-            case kFloat16: return linear_of<Half, float>(matrix, operation);
-            case kInt8: return linear_of<int8_t, int32_t>(matrix, operation);
-            case kQ4_0: return linear_of<BlockQ4_0, OperandBlock>(matrix, operation);
-            case kQ4_1: return linear_of<BlockQ4_1, OperandBlock>(matrix, operation);
-            case kQ8_0: return linear_of<BlockQ8_0, OperandBlock>(matrix, operation);
-        }
-    }
-
-    // A chunk is a pair of panels times a block of rows. The pair stays in the innermost cache while the rows pass by, and
-    // so do the rows in the next one while the pairs of a thread's range pass by.
-    template <class W, class X>
-    void linear_of(const Matrix& matrix, const Operation& operation) {
-        constexpr int tiles_each = 96 / kTileRows;
-        int num_tiles = operand_.num_tiles(), num_blocks = divide_up(num_tiles, tiles_each);
-        float* target = buffer(operation.c);
-        size_t width = stride(operation.c);
-        for_each(threads_, matrix.num_pairs() * num_blocks, [&](int chunk, int) {
-            int pair = chunk / num_blocks, block = chunk % num_blocks;
-            for (int tile = block * tiles_each; tile < std::min(num_tiles, (block + 1) * tiles_each); tile++) {
-                int row = tile * operand_.tile_rows, count = operand_.rows_of(tile);
-                const X* x = operand_.tile<X>(matrix, tile);
-                linear_tile<W, X>(matrix, operation, x, pair, row, count, target + row * width, width);
-            }
-        });
-    }
-
-    template <class W, class X>
-    void linear_tile(const Matrix& matrix, const Operation& operation, const X* x, int pair, int row, int count,
-                     float* target, size_t width) {
-        float gates[kTileRows][kLanes];
-        const Mode mode = static_cast<Mode>(operation.b);
-        const Activation activation = static_cast<Activation>(operation.d);
-        const float* scales = operand_.scales.as<float>() + row;
-        const F16 factor = splat(operation.scale);  // of what is added
-        // The lines to be written arrive while the products are made: of wide rows no two are in one page.
-        const int panels = mode == kGate ? 1 : kPair;
-        for (int r = 0; r < count; r++) {
-            const float* y = target + r * width + size_t(pair) * panels * kLanes;
-            for (int p = 0; p < panels; p++) __builtin_prefetch(y + p * kLanes, 1);
-        }
-        auto finish = [&](int r, int panel, F16 value) {
-            if (mode == kGate) {
-                if (panel % 2 == 0) return store(gates[r], activate(activation, value));
-                value = mul(load(gates[r]), value);
-                panel /= 2;
-            }
-            int output = panel * kLanes, n = matrix.num_outputs - output;
-            float* y = target + r * width + output;
-            if (mode == kAccumulate) value = fma(value, factor, load(y, n));
-            if (mode == kActivate) value = activate(activation, value);
-            store(y, value, n);
-        };
-        switch (count) {
-#define FUNITEL_CASE(R) \
-    case R: return multiply_tile<W, X, R>(matrix, x, pair, scales, finish);
-            FUNITEL_CASE(1)
-            FUNITEL_CASE(2)
-            FUNITEL_CASE(3)
-            FUNITEL_CASE(4)
-            FUNITEL_CASE(5)
-            FUNITEL_CASE(6)
-#if defined(__AVX512F__)
-            FUNITEL_CASE(7)
-            FUNITEL_CASE(8)
-            FUNITEL_CASE(9)
-            FUNITEL_CASE(10)
-            FUNITEL_CASE(11)
-            FUNITEL_CASE(12)
-#endif
-#undef FUNITEL_CASE
-        }
+        Product product = {*matrices[operation.a], operand_, static_cast<Mode>(operation.b),
+                           static_cast<Activation>(operation.d), operation.scale, buffer(operation.c),
+                           stride(operation.c)};
+        for_each(threads_, product.num_chunks(), [&](int chunk, int) { product.multiply(chunk); });
     }
 
     template <class T>
@@ -603,6 +533,7 @@ class Engine {
     const int64_t* selected_ = nullptr;
     Layout layout_;
     Memory qkv_, attended_, hidden_, angles_, partials_;
+    OperandMemory operand_memory_;
     Operand operand_;
 };
 

@@ -187,17 +187,28 @@ struct Matrix {
     }
 };
 
-// Activations as the kernels read them: [tile of rows][input][row of the tile], floats, or pairs of int16 with a scale per
-// row. Tiles are as equal as can be, and the last is as narrow as it has rows: few rows take little of the caches.
-struct Operand {
+// Memory of an operand.
+struct OperandMemory {
     Memory values;
     Memory scales;
-    int num_rows = 0;
-    int tile_rows = 0;  // of all tiles but the last, which may have fewer
 
     bool reserve(int rows, int inputs) {
         size_t depth = size_t(inputs + 1) & ~size_t(1), tiles = (size_t(rows) + kTileRows - 1) / kTileRows;
         return values.grow(tiles * kTileRows * depth * sizeof(float)) && scales.grow(rows * sizeof(float));
+    }
+};
+
+// Activations as the kernels read them: [tile of rows][input][row of the tile], floats, or pairs of int16 with a scale per
+// row. Tiles are as equal as can be, and the last is as narrow as it has rows: few rows take little of the caches.
+struct Operand {
+    uint8_t* values = nullptr;
+    float* scales = nullptr;  // of rows
+    int num_rows = 0;
+    int tile_rows = 0;  // of all tiles but the last, which may have fewer
+
+    void lie_in(const OperandMemory& memory) {
+        values = memory.values.as<uint8_t>();
+        scales = memory.scales.as<float>();
     }
 
     // Rows are to follow, as many as this.
@@ -208,12 +219,17 @@ struct Operand {
     }
 
     int num_tiles() const { return (num_rows + tile_rows - 1) / tile_rows; }
+    // Bytes of `values` that the rows take for `matrix`.
+    size_t num_bytes(const Matrix& matrix) const {
+        if (has_blocks(matrix.kind)) return size_t(num_tiles()) * matrix.num_blocks() * sizeof(OperandBlock);
+        return size_t(num_rows) * matrix.num_steps() * sizeof(float);
+    }
     int rows_of(int tile) const { return std::min(tile_rows, num_rows - tile * tile_rows); }
 
     // X is float, int32_t for pairs of int16, or OperandBlock, which has room for kTileRows rows.
     template <class X>
     X* tile(const Matrix& matrix, int index) const {
-        return values.as<X>() + size_t(index) * matrix.num_steps() * (has_blocks(matrix.kind) ? 1 : tile_rows);
+        return reinterpret_cast<X*>(values) + size_t(index) * matrix.num_steps() * (has_blocks(matrix.kind) ? 1 : tile_rows);
     }
 
     // Lay out row `row` of the activations for `matrix`: at least its depth, rounded up to 16, can be read.
@@ -224,7 +240,7 @@ struct Operand {
             return set_levels(tile<OperandBlock>(matrix, index), place, x, matrix.num_blocks(), zero);
         }
         if (matrix.kind == kInt8) {
-            scales.as<float>()[row] = quantize(matrix, x, tile<int32_t>(matrix, index) + place, rows);
+            scales[row] = quantize(matrix, x, tile<int32_t>(matrix, index) + place, rows);
             return;
         }
         float* target = tile<float>(matrix, index) + place;
