@@ -11,6 +11,7 @@ import typer
 import uvloop
 
 from funitel.model_server.device.cpu_affinity import pin
+from funitel.model_server.device.torch_import import import_torch, imports_kept
 from funitel.model_server.hub import resolve
 from funitel.model_server.rpc.listen_address import remove_files
 from funitel.model_server.settings import (
@@ -107,7 +108,9 @@ def serve(settings: ModelServerSettings) -> None:
         signal.signal(number, lambda *_: _abandon(settings))
     pin(settings)
     stop_with_parent(settings.exit_with_parent)
-    from funitel.model_server.rpc.serve import serve as serve_rank  # torch: seconds to import, not wanted for --help
+    with imports_kept():
+        import_torch()
+        from funitel.model_server.rpc.serve import serve as serve_rank  # with torch: a second that --help does without
 
     with ExitStack() as stack:
         if settings.otlp_endpoint is not None:

@@ -6,6 +6,7 @@ from funitel.model_server.attention.select import choose_attention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.memory import bytes_in_use
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.device.torch_import import register_shapes
 from funitel.model_server.kv_cache.pool import is_float8
 from funitel.model_server.loading.common import FLOAT8_KV, Loaded, in_torch, log_memory
 from funitel.model_server.loading.torch_footprint import torch_weight_bytes
@@ -20,6 +21,7 @@ from funitel.model_server.spec.model_spec import ModelSpec
 
 def load_torch(settings: ModelServerSettings, spec: ModelSpec, weights: Weights, parallel: TensorParallel) -> Loaded:
     """The readable decoder: every device, every spec, in the precision of `weights`."""
+    register_shapes()
     weights.products = choose_products(settings.quantize, weights.quantization, weights.device, weights.dtype)
     kept = weights if weights.products is not None else None
     predicted = torch_weight_bytes(spec, parallel.rank, parallel.size, weights.dtype, weights.device, checkpoint=kept)

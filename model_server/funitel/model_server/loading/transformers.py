@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from funitel.model_server.device.tensor_parallel import TensorParallel
+from funitel.model_server.device.torch_import import register_shapes
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import ForwardBatch
 from funitel.model_server.kv_cache.pool import KVCache
@@ -69,6 +70,7 @@ def load_fallback(
     Raises:
         StartupError: it cannot be served, or not with these settings.
     """
+    register_shapes()
     config = read_config(folder, no_row, trusts_code=settings.trust_remote_code)
     models = models_without(no_row)
     refuse_host_memory(settings, models)

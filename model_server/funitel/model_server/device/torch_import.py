@@ -1,0 +1,119 @@
+"""Import torch without the modules that only tracing and training use: they are executed where they are first used.
+
+A third of the time of `import torch` goes into such modules, for example the rules by which a traced operation finds
+the shape of its result. `import_torch` puts them into `sys.modules` without executing them; the first attribute that is
+asked of one executes it.
+"""
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+DEFERRED = frozenset(
+    f"torch.{name}"
+    for name in (
+        "_meta_registrations",
+        "ao",
+        "distributed._meta_registrations",
+        "distributions",
+        "export",
+        "masked",
+        "nn.intrinsic",
+        "nn.qat",
+        "nn.quantizable",
+        "nn.quantized",
+        "optim",
+        "profiler",
+        "quantization",
+        "testing",
+    )
+)
+_WITH_EFFECTS = ("torch._meta_registrations", "torch.distributed._meta_registrations")
+"""Those that nothing names where it needs them: they register the shapes of results with torch's dispatcher."""
+_EXECUTING = threading.RLock()
+
+
+class _Deferred(ModuleType):
+    """A module that is executed at the first attribute it does not have yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        execute(self)
+        if isinstance(self, _Deferred):  # it is being executed, by this thread
+            raise AttributeError(f"partially initialized module {self.__name__!r} has no attribute {name!r}")
+        return getattr(self, name)
+
+
+class _DeferringLoader:
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader  # of the module itself
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self.loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__class__ = _Deferred
+
+
+class _DeferringFinder:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name in DEFERRED else None
+        if spec is not None and spec.loader is not None:
+            loader: Any = _DeferringLoader(spec.loader)
+            spec.loader = loader
+        return spec
+
+
+def import_torch() -> None:
+    """Import torch, the modules of `DEFERRED` unexecuted; nothing where torch is imported already."""
+    if "torch" in sys.modules:
+        return
+    finder = _DeferringFinder()
+    sys.meta_path.insert(0, finder)
+    try:
+        import_module("torch")
+    finally:
+        sys.meta_path.remove(finder)
+
+
+def register_shapes() -> None:
+    """Execute what registers the shapes of results: for models that torch traces, or makes on the meta device."""
+    for name in _WITH_EFFECTS:
+        if isinstance(module := sys.modules.get(name), _Deferred):
+            execute(module)
+
+
+def execute(module: ModuleType) -> None:
+    """Execute a module that was deferred; another thread waits until it is executed."""
+    with _EXECUTING:
+        spec = module.__spec__
+        if spec is None or not isinstance(spec.loader, _DeferringLoader):
+            return  # another thread has executed it, or this one does
+        deferring = spec.loader
+        with ExitStack() as undo:  # what fails is deferred again
+            undo.callback(_use_loader, module, spec, deferring)
+            _use_loader(module, spec, deferring.loader)
+            deferring.loader.exec_module(module)
+            undo.pop_all()
+        module.__class__ = ModuleType
+
+
+def _use_loader(module: ModuleType, spec: ModuleSpec, loader: Any) -> None:
+    module.__loader__ = spec.loader = loader
+
+
+@contextmanager
+def imports_kept() -> Iterator[None]:
+    """Look for no garbage cycles during imports, nor later in what they made: it stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
