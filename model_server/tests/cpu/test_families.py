@@ -22,8 +22,7 @@ from funitel_testing.zoo import LAYERS, VOCAB_SIZE, ZOO
 
 pytestmark = pytest.mark.skipif("avx2" not in building.cpu_flags(), reason="needs AVX2")
 
-EXPERTS = {name: "a mixture of experts" for name in ZOO if "moe" in name or "mixtral" in name or "deepseek" in name}
-LEFT_TO_TORCH = EXPERTS | {
+LEFT_TO_TORCH = {
     "llama_dynamic": "rotary scaling dynamic",
     "internlm2": "rotary scaling dynamic",
     "phi3_longrope": "rotary scaling longrope",
@@ -32,6 +31,7 @@ LEFT_TO_TORCH = EXPERTS | {
 FUSED = [name for name in ZOO if name not in LEFT_TO_TORCH]
 # One for each thing that the step of a Llama lacks.
 VARIED = ["gemma2", "gptj", "mpt", "olmo2", "cohere_plus", "bloom", "stablelm_2_12b", "granite"]
+VARIED += ["mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3"]
 TOLERANCE = {Tier.FLOAT32: 1e-5, Tier.FLOAT16: 5e-3, Tier.INT8: 0.06}
 NUM_DECODE = 4
 
@@ -72,13 +72,18 @@ def test_logits_are_those_of_torch_on_one_rank_and_on_two(name: str, saved: Call
     assert missing(spec) is None
     prompts = make_prompts(41, 9, 74)
     expected = torch.cat(run(folder, TensorParallel(), prompts, NUM_DECODE))
-    for tier, size in ((Tier.FLOAT32, 1), (Tier.FLOAT32, 2), (Tier.FLOAT16, 1), (Tier.INT8, 1), (Tier.INT8, 2)):
+    forms = [(Tier.FLOAT32, 1), (Tier.FLOAT32, 2), (Tier.FLOAT16, 1), (Tier.INT8, 1), (Tier.INT8, 2)]
+    for tier, size in forms if spec.experts is None else (forms[0], forms[1], forms[4]):
 
         def forward(parallel: TensorParallel, tier: Tier = tier) -> list[torch.Tensor]:
             return run(folder, parallel, prompts, NUM_DECODE, tier)
 
         found = torch.cat(on_ranks(size, forward))
-        assert ((found - expected).norm() / expected.norm()).item() < TOLERANCE[tier], (tier, size)
+        if spec.experts is None or tier is Tier.FLOAT32:
+            difference = (found - expected).norm() / expected.norm()
+        else:  # rounding sends a token to another expert now and then, and that one alone is far off
+            difference = ((found - expected).norm(dim=1) / expected.norm(dim=1)).median()
+        assert difference.item() < TOLERANCE[tier], (tier, size)
 
 
 @pytest.mark.parametrize("name", FUSED)

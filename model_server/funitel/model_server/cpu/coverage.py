@@ -12,13 +12,12 @@ _HEADS = ("qk_norm", "has_qk_norm_bias", "qkv_layout", "qkv_clip")
 _SCORES = ("sliding_windows", "attention_scale", "is_scaled_by_layer", "attention_softcap")
 _POSITIONS = ("position", "rotary", "window_rotary", "unrotated_layers", "position_offset")
 _SLOPES = ("alibi_bias_max", "alibi_scale")
-_BLOCKS = ("is_parallel", "activation", "is_gated", "residual_scale")
+_BLOCKS = ("is_parallel", "activation", "is_gated", "residual_scale", "experts", "latent")
 _BIASES = ("has_qkv_bias", "has_out_bias", "has_mlp_bias", "has_head_bias")
 _ENDS = ("embedding_scale", "is_tied", "logit_scale", "logit_softcap")
 _READ = {"architecture", "max_position_embeddings", "names"}
 _READ |= {*_SIZES, *_NORMS, *_HEADS, *_SCORES, *_POSITIONS, *_SLOPES, *_BLOCKS, *_BIASES, *_ENDS}
 _UNREAD_NAMES = ("embedding_in", "embedding_out")
-_PARTS = {"experts": "a mixture of experts", "latent": "latent attention"}
 _ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -27,7 +26,7 @@ def missing(spec: ModelSpec) -> str | None:
     for each in fields(spec):
         value = getattr(spec, each.name)
         if each.name not in _READ and value != _default(each):
-            return _PARTS.get(each.name) or f"{each.name} {value}"
+            return f"{each.name} {value}"
     named = next((name for name in _UNREAD_NAMES if getattr(spec.names, name)), None)
     if named is not None:
         return f"a tensor for {named}"

@@ -11,7 +11,8 @@ from funitel.model_server.checkpoint.storage import Range
 from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.layers.linear import mlp_parts, qkv_parts
-from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement, Position, QkNorm
+from funitel.model_server.layers.mlp import any_expert_spec, shared_spec
+from funitel.model_server.spec.model_spec import ExpertsSpec, ModelSpec, NormPlacement, Position, QkNorm
 
 _LANES, _FLOAT = 16, 4  # outputs of a panel, to which biases are filled up; bytes of a bias or norm weight
 # Of an activation as products read it: int16 levels, with a scale, a start and a sum for 32 of them beside blocks.
@@ -46,6 +47,8 @@ class _Matrix:
     columns: Range | None = None  # of the layers' inputs
     num_parts: int = 1
     has_bias: bool = False
+    kind: MatrixKind | None = None  # where neither tier nor blocks decide
+    count: int = 1  # of such matrices
 
 
 def weight_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_type: BlockTypeOf) -> int:
@@ -55,15 +58,19 @@ def weight_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_ty
     """
     total = sum(_vectors(spec, parallel)) * _FLOAT
     for matrix in _matrices(spec, parallel):
-        kind = tier.kind
-        if tier is Tier.GGUF:
-            types = {block_type(layer, matrix.columns) for layer in matrix.layers}
-            found = types.pop() if len(types) == 1 else None
-            kind = MatrixKind.of_blocks(found) or kind
-        total += matrix_bytes(kind, matrix.num_outputs, matrix.num_inputs, matrix.num_parts)
+        kind = _kind(matrix, tier, block_type) if matrix.kind is None else matrix.kind
+        total += matrix.count * matrix_bytes(kind, matrix.num_outputs, matrix.num_inputs, matrix.num_parts)
         if matrix.has_bias:
             total += -(-matrix.num_outputs // _LANES) * matrix.num_parts * _LANES * _FLOAT
     return total
+
+
+def _kind(matrix: _Matrix, tier: Tier, block_type: BlockTypeOf) -> MatrixKind:
+    if tier is not Tier.GGUF:
+        return tier.kind
+    types = {block_type(layer, matrix.columns) for layer in matrix.layers}
+    found = types.pop() if len(types) == 1 else None
+    return MatrixKind.of_blocks(found) or tier.kind
 
 
 def step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, *, num_tokens: int, num_logits: int) -> int:
@@ -72,19 +79,47 @@ def step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, *, num_tok
     Left out is what depends on contexts, some kilobytes for each row that computes one token.
     """
     heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-    start, end = parallel.split(spec.intermediate_size)
-    attended, units = heads.num_heads * spec.head_dim, end - start
-    widths = [attended + 2 * heads.num_kv_heads * spec.head_dim, attended, units, spec.hidden_size]
+    start, end = parallel.split(spec.intermediate_size if has_plain_mlp(spec) else 0)
+    units = end - start
+    widths: list[float]
+    if spec.latent is None:
+        attended, query_rank = heads.num_heads * spec.head_dim, 0
+        widths = [attended + 2 * heads.num_kv_heads * spec.head_dim]
+    else:
+        attended, query_rank = heads.num_heads * spec.latent.value_dim, spec.latent.query_rank or 0
+        # Queries, and in the space of latents they and what they attend to; what these products read.
+        widths = [heads.num_heads * (spec.head_dim + spec.cached_dim + spec.latent.rank), query_rank, spec.cached_dim]
+        each = max(spec.head_dim - (spec.rotary.dims or 0), spec.latent.rank)
+        widths.append(heads.num_heads * each * _OPERAND_BYTES[tier] / _FLOAT)
+    widths += [attended, units, spec.hidden_size, _mixture_width(spec, parallel, tier)]
     turns = {spec.rotary_of(i) for i in range(spec.num_layers)} - {None}
     widths += [turn.dims or spec.head_dim for turn in turns if turn is not None]  # a cosine and a sine for each pair
     widths += [spec.hidden_size] if has_partial(spec, parallel) else []
-    widest = max(spec.hidden_size, units, attended)
+    widest = max(spec.hidden_size, units, attended, query_rank)
     start, end = parallel.split(spec.vocab_size)
     logits = end - start
     if parallel.size > 1 and parallel.rank == 0:
         logits += spec.vocab_size  # of all ranks together
     operand = max(num_tokens, num_logits) * widest * _OPERAND_BYTES[tier]
-    return num_tokens * sum(widths) * _FLOAT + round(operand) + num_logits * logits * _FLOAT
+    return round(num_tokens * sum(widths) * _FLOAT + operand) + num_logits * logits * _FLOAT
+
+
+def _mixture_width(spec: ModelSpec, parallel: TensorParallel, tier: Tier) -> float:
+    """Elements that a token takes in a mixture of experts: what it reads, its scores, units and results."""
+    experts = spec.experts
+    if experts is None:
+        return 0
+    start, end = parallel.split(experts.intermediate_size)
+    first, last = parallel.split(experts.shared_size)
+    num_passed = experts.num_chosen + (experts.shared_size > 0)
+    units = experts.num_chosen * (end - start) + last - first
+    operand = max(num_passed * spec.hidden_size, units) * _OPERAND_BYTES[tier] / _FLOAT
+    return spec.hidden_size * (1 + num_passed) + 4 * experts.num_experts + units + operand
+
+
+def has_plain_mlp(spec: ModelSpec) -> bool:
+    """Whether some layer has one MLP, not a mixture of experts."""
+    return any(spec.experts_of(index) is None for index in range(spec.num_layers))
 
 
 def has_partial(spec: ModelSpec, parallel: TensorParallel) -> bool:
@@ -95,28 +130,70 @@ def has_partial(spec: ModelSpec, parallel: TensorParallel) -> bool:
 
 def _matrices(spec: ModelSpec, parallel: TensorParallel) -> Iterator[_Matrix]:
     names, heads = spec.names, HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-    prefix, dim, is_first = names.prefix, spec.head_dim, parallel.rank == 0
+    prefix = names.prefix
     start, end = parallel.split(spec.vocab_size)
     yield _Matrix(
         (prefix + names.embedding,), end - start, spec.hidden_size, has_bias=spec.has_head_bias and spec.is_tied
     )
     if not spec.is_tied:
         yield _Matrix((names.head,), end - start, spec.hidden_size, has_bias=spec.has_head_bias)
-    units = parallel.split(spec.intermediate_size)
-    num_units, queries = units[1] - units[0], (heads.q_start * dim, heads.q_end * dim)
     for index in range(spec.num_layers):
 
         def name(template: str, index: int = index) -> str:
-            return prefix + template.format(i=index)
+            return prefix + template.format(i=index, j="{j}")
 
+        yield from _attention(spec, parallel, heads, name)
+        experts = spec.experts_of(index)
+        if experts is None:
+            yield from _mlp(spec, parallel, name)
+        else:
+            yield from _mixture(spec, experts, parallel, name)
+
+
+def _attention(
+    spec: ModelSpec, parallel: TensorParallel, heads: HeadSplit, name: Callable[[str], str]
+) -> Iterator[_Matrix]:
+    names, latent, dim = spec.names, spec.latent, spec.head_dim
+    value_dim = dim if latent is None else latent.value_dim
+    if latent is None:
         qkv = tuple(layer for layer, _, _ in qkv_parts(spec, heads, name))
         num_qkv = (heads.num_heads + 2 * heads.num_kv_heads) * dim
         yield _Matrix(qkv, num_qkv, spec.hidden_size, has_bias=spec.has_qkv_bias)
-        out_bias, down_bias = spec.has_out_bias and is_first, spec.has_mlp_bias and is_first
-        yield _Matrix((name(names.out),), spec.hidden_size, heads.num_heads * dim, queries, has_bias=out_bias)
-        up = tuple(layer for layer, _, _ in mlp_parts(spec, units, name))
-        yield _Matrix(up, num_units, spec.hidden_size, num_parts=len(up), has_bias=spec.has_mlp_bias)
-        yield _Matrix((name(names.down),), spec.hidden_size, num_units, units, has_bias=down_bias)
+    else:
+        num_inputs, still = latent.query_rank or spec.hidden_size, dim - (spec.rotary.dims or 0)
+        source = names.q if latent.query_rank is None else names.q_up
+        yield _Matrix((name(source),), heads.num_heads * dim, num_inputs)
+        if latent.query_rank is not None:
+            yield _Matrix((name(names.q_down),), latent.query_rank, spec.hidden_size, has_bias=spec.has_qkv_bias)
+        yield _Matrix((name(names.kv_down),), spec.cached_dim, spec.hidden_size, has_bias=spec.has_qkv_bias)
+        yield _Matrix((), latent.rank, still, count=heads.num_heads)
+        yield _Matrix((), latent.value_dim, latent.rank, count=heads.num_heads)
+    columns, has_bias = (heads.q_start * value_dim, heads.q_end * value_dim), spec.has_out_bias and parallel.rank == 0
+    yield _Matrix((name(names.out),), spec.hidden_size, heads.num_heads * value_dim, columns, has_bias=has_bias)
+
+
+def _mlp(spec: ModelSpec, parallel: TensorParallel, name: Callable[[str], str]) -> Iterator[_Matrix]:
+    mine = parallel.split(spec.intermediate_size)
+    num_units = mine[1] - mine[0]
+    up = tuple(layer for layer, _, _ in mlp_parts(spec, mine, name))
+    yield _Matrix(up, num_units, spec.hidden_size, num_parts=len(up), has_bias=spec.has_mlp_bias)
+    has_bias = spec.has_mlp_bias and parallel.rank == 0
+    yield _Matrix((name(spec.names.down),), spec.hidden_size, num_units, mine, has_bias=has_bias)
+
+
+def _mixture(
+    spec: ModelSpec, experts: ExpertsSpec, parallel: TensorParallel, name: Callable[[str], str]
+) -> Iterator[_Matrix]:
+    has_share = bool(experts.shared_size and spec.names.shared_share)
+    yield _Matrix((), experts.num_experts + has_share, spec.hidden_size, kind=MatrixKind.FLOAT32)
+    for expert in range(experts.num_experts):
+
+        def name_of(template: str, expert: int = expert) -> str:
+            return name(template.partition("|")[0]).replace("{j}", str(expert))  # of alternatives the one by one
+
+        yield from _mlp(any_expert_spec(spec, experts), parallel, name_of)
+    if experts.shared_size:
+        yield from _mlp(shared_spec(spec, experts), parallel, name)
 
 
 def _vectors(spec: ModelSpec, parallel: TensorParallel) -> Iterator[int]:
@@ -133,6 +210,11 @@ def _vectors(spec: ModelSpec, parallel: TensorParallel) -> Iterator[int]:
     if spec.qk_norm is not QkNorm.NONE:
         num_heads = 2 if spec.qk_norm is QkNorm.HEAD else heads.num_heads + heads.num_kv_heads
         yield spec.num_layers * num_heads * (1 + spec.has_qk_norm_bias) * spec.head_dim
+    if spec.latent is not None:
+        size = spec.latent.rank + (spec.latent.query_rank or 0)
+        yield spec.num_layers * (spec.has_norm_weight + spec.has_norm_bias) * size
+    if spec.experts is not None and spec.names.router_correction:
+        yield (spec.num_layers - len(set(spec.experts.dense_layers))) * spec.experts.num_experts
     if spec.position in (Position.LEARNED, Position.SINUSOIDAL):
         yield spec.max_position_embeddings * spec.hidden_size
     if spec.position is Position.ALIBI:

@@ -33,6 +33,11 @@ class Code(IntEnum):
     CLIP = 11
     SQUARES = 12
     CAP = 13
+    HOLD = 14
+    EXPERTS = 15
+    ADD_EXPERTS = 16
+    TURN_LATENTS = 17
+    ATTEND_LATENTS = 18
 
 
 class Buffer(IntEnum):
@@ -44,6 +49,9 @@ class Buffer(IntEnum):
     HIDDEN = 3
     PARTIAL = 4
     LOGITS = 5
+    HELD = 6
+    QUERY_LATENTS = 7
+    LATENTS = 8
 
 
 class Mode(IntEnum):
@@ -79,6 +87,10 @@ class Shape(ctypes.Structure):
             "block_size",
             "has_half_kv",
             "num_threads",
+            "latent_rank",
+            "latent_turned",
+            "value_dim",
+            "query_rank",
         )
     ]
 
@@ -89,6 +101,18 @@ class NormRecord(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("weight", "bias", "is_layer", "head_stride", "whole_size")),
         ("eps", ctypes.c_float),
+    ]
+
+
+class MixtureRecord(ctypes.Structure):
+    """One layer's experts; see `experts.h`."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("router", "correction", "first")),
+        *((name, ctypes.c_int32) for name in ("num_experts", "num_chosen", "num_groups", "num_chosen_groups")),
+        *((name, ctypes.c_int32) for name in ("group_depth", "is_sigmoid", "is_normalized", "has_shared", "has_share")),
+        *((name, ctypes.c_int32) for name in ("is_gated", "activation")),
+        ("scale", ctypes.c_float),
     ]
 
 
@@ -131,6 +155,8 @@ def load_library(cache_dir: Path, instruction_set: str | None = None) -> ctypes.
         "funitel_vector": (number, [address, address, size]),
         "funitel_norm": (number, [address, address]),
         "funitel_turn": (number, [address, address, number, ctypes.c_float, number]),
+        "funitel_mixture": (number, [address, address]),
+        "funitel_bytes_read": (size, [address]),
         "funitel_program": (None, [address, address, number]),
         "funitel_join": (None, [address, address]),
         "funitel_run": (number, [address, address, number]),
@@ -224,6 +250,15 @@ class NativeEngine:
         values = frequencies.contiguous()
         place = values.data_ptr(), values.numel()
         return _checked(self._library.funitel_turn(self._handle, *place, amplitude, is_interleaved), "weights")
+
+    def add_mixture(self, mixture: MixtureRecord) -> int:
+        """Add a mixture of experts, its matrices being there, and return its index."""
+        return _checked(self._library.funitel_mixture(self._handle, ctypes.byref(mixture)), "weights")
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the weights that the products of the last step have read: of experts those that some row passed."""
+        return int(self._library.funitel_bytes_read(self._handle))
 
     def set_program(self, operations: Sequence[NativeOperation]) -> None:
         """Say what a step does."""

@@ -121,12 +121,12 @@ class Experts:
         self.parallel = parallel
         self.num_chosen = experts.num_chosen
         self.router = Router(spec, experts, weights, index)
-        each = [_expert_spec(spec, experts, weights, index, j) for j in range(experts.num_experts)]
+        each = [expert_spec(spec, experts, weights, index, j) for j in range(experts.num_experts)]
         self.experts = [Mlp(expert, weights, parallel, index) for expert in each]
         self.shared: Mlp | None = None
         self.share: Matmul | None = None
         if experts.shared_size:
-            self.shared = Mlp(_shared_spec(spec, experts), weights, parallel, index)
+            self.shared = Mlp(shared_spec(spec, experts), weights, parallel, index)
             if spec.names.shared_share:
                 name = weights.named(spec.names.shared_share, i=index)
                 self.share = Matmul(weights.read_linear(name, 1, spec.hidden_size))
@@ -160,30 +160,28 @@ def _sigmoid(x: torch.Tensor) -> torch.Tensor:
     return (1 + (-x).exp()).reciprocal()
 
 
-def _expert_spec(spec: ModelSpec, experts: ExpertsSpec, weights: Weights, index: int, expert: int) -> ModelSpec:
+def expert_spec(spec: ModelSpec, experts: ExpertsSpec, weights: Weights, index: int, expert: int) -> ModelSpec:
     """The spec with one expert as its MLP."""
 
     def name(template: str) -> str:
         return template.replace("{j}", str(expert))
 
+    packed = weights.named(name(spec.names.expert_gate_up), i=index)
+    mlp = any_expert_spec(spec, experts, is_packed=bool(spec.names.expert_gate_up) and weights.has_linear(packed))
+    names = mlp.names
+    named = replace(names, gate=name(names.gate), up=name(names.up), gate_up=name(names.gate_up), down=name(names.down))
+    return replace(mlp, names=named)
+
+
+def any_expert_spec(spec: ModelSpec, experts: ExpertsSpec, *, is_packed: bool = False) -> ModelSpec:
+    """The spec with some expert as its MLP, with `{j}` in its names; `is_packed` where both have to be told apart."""
     names = spec.names
-    stacked = name(names.expert_gate_up)
-    is_packed = bool(stacked) and (not names.expert_gate or weights.has_linear(weights.named(stacked, i=index)))
-    return replace(
-        spec,
-        intermediate_size=experts.intermediate_size,
-        has_mlp_bias=False,
-        names=replace(
-            names,
-            gate=name(names.expert_gate),
-            up=name(names.expert_up),
-            gate_up=stacked if is_packed else "",
-            down=name(names.expert_down),
-        ),
-    )
+    gate_up = names.expert_gate_up if is_packed or not names.expert_gate else ""
+    mlp = replace(names, gate=names.expert_gate, up=names.expert_up, gate_up=gate_up, down=names.expert_down)
+    return replace(spec, intermediate_size=experts.intermediate_size, has_mlp_bias=False, names=mlp)
 
 
-def _shared_spec(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
+def shared_spec(spec: ModelSpec, experts: ExpertsSpec) -> ModelSpec:
     """The spec with the MLP that all tokens pass."""
     names = spec.names
     shared = replace(names, gate=names.shared_gate, up=names.shared_up, gate_up="", down=names.shared_down)

@@ -8,6 +8,8 @@
 #include "ahead.h"
 #include "attention.h"
 #include "entry.h"
+#include "experts.h"
+#include "latent.h"
 #include "layout.h"
 #include "matrix.h"
 #include "memory.h"
@@ -24,20 +26,15 @@ namespace funitel {
 
 namespace {
 
-// Call a member function for every chunk of a phase.
-template <class Function>
-void for_each(Threads& threads, int num_chunks, Function function) {
-    threads.run([](void* job, int chunk, int thread) { (*static_cast<Function*>(job))(chunk, thread); }, &function,
-                num_chunks);
-}
-
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 
 }  // namespace
 
 class Engine {
   public:
-    explicit Engine(const Shape& shape) : shape_(shape), threads_(1, &Engine::fetch_ahead, this) {
+    explicit Engine(const Shape& shape)
+        : shape_(shape), threads_(1, &Engine::fetch_ahead, this), experts_(threads_, matrices),
+          latents_(threads_, matrices, layout_, latent_shape(shape)) {
         part_ = part_size(shape.block_size);
         set_threads(shape.num_threads, Threads::kSpinMicroseconds);
     }
@@ -47,6 +44,8 @@ class Engine {
         threads_.set(1, spin_microseconds);  // so that no thread is in `ahead_`
         ahead_.make_room(num_threads);
         scratch_ = std::vector<ThreadScratch>(num_threads);
+        scratches_.clear();
+        for (ThreadScratch& scratch : scratch_) scratches_.push_back(&scratch);
         threads_.set(num_threads, spin_microseconds);
     }
 
@@ -55,6 +54,7 @@ class Engine {
     std::vector<std::vector<float>> vectors;
     std::vector<Norm> norms;
     std::vector<Turn> turns;
+    std::vector<Mixture> mixtures;
 
     // The ranks to sum over, if they meet in memory; they outlive the last step.
     Ranks* ranks = nullptr;
@@ -64,6 +64,7 @@ class Engine {
     int run(const Batch& batch, int at) {
         threads_.begin_step();
         batch_ = &batch;
+        if (at == 0) bytes_read_ = experts_.bytes_read = latents_.bytes_read = 0;
         if (at == 0 && !begin()) return kNoMemory;
         for (size_t i = at; i < program_.size(); i++) {
             ahead_.aim(following_[i]);
@@ -87,10 +88,7 @@ class Engine {
     void set_program(const Operation* operations, int count) {
         program_.assign(operations, operations + count);
         following_.assign(count, nullptr);
-        for (int i = count - 1; i > 0; i--) {
-            bool is_product = program_[i].code == kLinear;
-            following_[i - 1] = is_product ? matrices[program_[i].a].get() : following_[i];
-        }
+        for (int i = count - 1; i > 0; i--) following_[i - 1] = first_product(program_[i], following_[i]);
     }
 
     void add_turn(std::vector<float> frequencies, float amplitude, bool is_interleaved) {
@@ -98,6 +96,9 @@ class Engine {
     }
 
     int num_threads() const { return threads_.count(); }
+
+    // Bytes of the weights that the products of the last step have read.
+    size_t bytes_read() const { return bytes_read_ + experts_.bytes_read + latents_.bytes_read; }
 
     // Pack some outputs of a matrix.
     void fill(Matrix& matrix, int part, int first, int count, const float* source, size_t row_stride, size_t stride) {
@@ -166,12 +167,32 @@ class Engine {
     }
 
     int group() const { return shape_.num_heads / shape_.num_kv_heads; }
-    int qkv_size() const { return (shape_.num_heads + 2 * shape_.num_kv_heads) * shape_.head_dim; }
-    int attended_size() const { return shape_.num_heads * shape_.head_dim; }
+    int qkv_size() const {
+        return (shape_.num_heads + (has_latents() ? 0 : 2 * shape_.num_kv_heads)) * shape_.head_dim;
+    }
+    int attended_size() const {
+        return shape_.num_heads * (has_latents() ? shape_.value_dim : shape_.head_dim);
+    }
+    bool has_latents() const { return shape_.latent_rank > 0; }
+    static LatentShape latent_shape(const Shape& shape) {
+        return {shape.num_heads, shape.head_dim, shape.latent_rank, shape.latent_turned, shape.value_dim,
+                shape.num_layers, shape.block_size};
+    }
     int num_angles() const { return turns.empty() ? 0 : turns.back().first + turns.back().num_angles(); }
     const float* vector(int index) const { return index < 0 ? nullptr : vectors[index].data(); }
     // The token of a row of the operand.
     int64_t token_of(int row) const { return selected_ == nullptr ? row : selected_[row]; }
+
+    // The matrix of the first product of an operation; null where that is not known, and the next one's where it has none.
+    const Matrix* first_product(const Operation& operation, const Matrix* next) const {
+        switch (operation.code) {
+            case kLinear: return matrices[operation.a].get();
+            case kExperts: return matrices[mixtures[operation.a].router].get();
+            case kAttendLatents: return matrices[operation.d].get();
+            case kAddExperts: return nullptr;
+            default: return next;
+        }
+    }
 
     bool begin() {
         const Batch& batch = *batch_;
@@ -179,18 +200,23 @@ class Engine {
         num_rows_ = batch.num_tokens;
         selected_ = nullptr;
         layout_.lay_out(batch, part_, group());
-        int widest = std::max({shape_.hidden_size, shape_.intermediate_size, attended_size()});
+        int widest = std::max({shape_.hidden_size, shape_.intermediate_size, attended_size(), shape_.query_rank});
         int longest = std::max(batch.num_tokens, batch.num_logits);
         if (!qkv_.grow(tokens * qkv_size() * sizeof(float)) ||
             !attended_.grow(tokens * attended_size() * sizeof(float)) ||
             !hidden_.grow(tokens * shape_.intermediate_size * sizeof(float)) ||
+            !held_.grow(mixtures.empty() ? 0 : tokens * shape_.hidden_size * sizeof(float)) ||
+            !query_latents_.grow(tokens * shape_.query_rank * sizeof(float)) ||
+            !kept_latents_.grow(tokens * stride(kLatents) * sizeof(float)) ||
+            (has_latents() && !latents_.reserve(batch.num_tokens)) ||
             !angles_.grow(tokens * num_angles() * sizeof(float)) || !operand_memory_.reserve(longest, widest) ||
             !partials_.grow(size_t(layout_.num_slots) * shape_.num_heads * partial_size() * sizeof(float))) {
             return false;
         }
         operand_.lie_in(operand_memory_);
         for (ThreadScratch& scratch : scratch_) {
-            if (!scratch.reserve(part_, shape_.head_dim, shape_.block_size)) return false;
+            int dim = std::max(shape_.head_dim, shape_.latent_rank);
+            if (!scratch.reserve(part_, dim, shape_.block_size)) return false;
             if (!scratch.row.grow((std::max(widest, qkv_size()) + kLanes) * sizeof(float))) return false;
         }
         compute_angles();
@@ -228,6 +254,16 @@ class Engine {
             case kClip: return clip(operation.cap);
             case kSquares: return sum_squares(operation.scale);
             case kCap: return cap_logits(operation);
+            case kHold: return hold(operation);
+            case kExperts: return enter_experts(mixtures[operation.a]);
+            case kAddExperts:
+                return experts_.leave(static_cast<Mode>(operation.b), operation.scale, buffer(operation.c));
+            case kTurnLatents:
+                if (shape_.has_half_kv) return turn_latents<Half>(operation);
+                return turn_latents<float>(operation);
+            case kAttendLatents:
+                if (shape_.has_half_kv) return attend_latents<Half>(operation);
+                return attend_latents<float>(operation);
             case kReduce:
             case kSelect: return;
         }
@@ -240,6 +276,9 @@ class Engine {
             case kAttended: return attended_.as<float>();
             case kHidden: return hidden_.as<float>();
             case kPartial: return batch_->partial;
+            case kHeld: return held_.as<float>();
+            case kQueryLatents: return query_latents_.as<float>();
+            case kLatents: return kept_latents_.as<float>();
             default: return batch_->logits;
         }
     }
@@ -250,6 +289,8 @@ class Engine {
             case kAttended: return attended_size();
             case kHidden: return shape_.intermediate_size;
             case kLogits: return batch_->logits_stride;
+            case kQueryLatents: return shape_.query_rank;
+            case kLatents: return shape_.latent_rank + shape_.latent_turned;
             default: return shape_.hidden_size;
         }
     }
@@ -302,6 +343,47 @@ class Engine {
             normalise(norm, batch_->x + token_of(row) * shape_.hidden_size, y, shape_.hidden_size, weight, bias);
             operand_.set_row(matrix, row, y);
         });
+    }
+
+    void hold(const Operation& operation) {
+        const Matrix& matrix = *matrices[operation.c];
+        for_operand([&](int row, int) {
+            const float* x = batch_->x + token_of(row) * shape_.hidden_size;
+            float* held = held_.as<float>() + size_t(row) * shape_.hidden_size;
+            if (operation.a < 0) {
+                std::copy_n(x, shape_.hidden_size, held);
+            } else {
+                const Norm& norm = norms[operation.a];
+                normalise(norm, x, held, shape_.hidden_size, vector(norm.weight), vector(norm.bias));
+            }
+            operand_.set_row(matrix, row, held);
+        });
+    }
+
+    void enter_experts(const Mixture& mixture) {
+        experts_.enter(mixture, operand_, held_.as<float>(), vector(mixture.correction));
+    }
+
+    template <class T>
+    void turn_latents(const Operation& operation) {
+        const Norm& norm = norms[operation.b];
+        const Turn* turn = operation.d < 0 ? nullptr : &turns[operation.d];
+        const float *weight = vector(norm.weight), *bias = vector(norm.bias);
+        const int rank = shape_.latent_rank;
+        for_rows([&](int token, int) {
+            float* latent = kept_latents_.as<float>() + token * stride(kLatents);
+            const float* cosines = turn == nullptr ? nullptr : angles(token, *turn);
+            normalise(norm, latent, latent, rank, weight, bias);
+            if (turn != nullptr) turn->rotate(latent + rank, cosines, shape_.latent_turned, 1.0f);
+            latents_.keep<T>(*batch_, token, operation.a, latent);
+            latents_.turn(token, qkv_.as<float>() + size_t(token) * qkv_size(), turn, cosines, operation.scale);
+        });
+    }
+
+    template <class T>
+    void attend_latents(const Operation& operation) {
+        latents_.attend<T>(*batch_, operation.a, operation.b, operation.cap, operation.d, qkv_.as<float>(),
+                           attended_.as<float>(), scratches_);
     }
 
     void normalise_rows(const Operation& operation) {
@@ -379,6 +461,7 @@ class Engine {
         Product product = {*matrices[operation.a], operand_, static_cast<Mode>(operation.b),
                            static_cast<Activation>(operation.d), operation.scale, buffer(operation.c),
                            stride(operation.c)};
+        bytes_read_ += product.matrix.num_bytes();
         for_each(threads_, product.num_chunks(), [&](int chunk, int) { product.multiply(chunk); });
     }
 
@@ -528,11 +611,15 @@ class Engine {
     Threads threads_;
     int part_;
     std::vector<ThreadScratch> scratch_;
+    std::vector<Scratch*> scratches_;  // the same
     const Batch* batch_ = nullptr;
     int num_rows_ = 0;
     const int64_t* selected_ = nullptr;
     Layout layout_;
-    Memory qkv_, attended_, hidden_, angles_, partials_;
+    Memory qkv_, attended_, hidden_, angles_, partials_, held_, query_latents_, kept_latents_;
+    Experts experts_;
+    LatentAttention latents_;
+    size_t bytes_read_ = 0;
     OperandMemory operand_memory_;
     Operand operand_;
 };
@@ -637,6 +724,19 @@ int32_t ENTRY(funitel_turn)(Engine* engine, const float* frequencies, int32_t co
         return funitel::kNoMemory;
     }
 }
+
+// Add a mixture of experts, its matrices being there, and return its index, or kNoMemory.
+int32_t ENTRY(funitel_mixture)(Engine* engine, const funitel::Mixture* mixture) {
+    try {
+        engine->mixtures.push_back(*mixture);
+        return static_cast<int32_t>(engine->mixtures.size()) - 1;
+    } catch (const std::bad_alloc&) {
+        return funitel::kNoMemory;
+    }
+}
+
+// See Engine::bytes_read.
+int64_t ENTRY(funitel_bytes_read)(const Engine* engine) { return engine->bytes_read(); }
 
 void ENTRY(funitel_program)(Engine* engine, const funitel::Operation* operations, int32_t count) {
     engine->set_program(operations, count);

@@ -22,8 +22,17 @@ enum Code : int32_t {
     kClip,       // queries, keys and values stay within +-cap
     kSquares,    // partial = sums of squares of queries and of keys, two for each row; scale of those of keys
     kCap,        // logits *= scale, and are capped; cap or 0
+    kHold,       // held = x or norm of it, and so is the operand     a: norm or -1, c: matrix it is for
+    kExperts,    // choose experts by the operand, and compute the hidden units that `held` has of them   a: mixture
+    kAddExperts,  // buffer = sum of the chosen experts' results      a: mixture, b: mode (store or accumulate), c: buffer;
+                  //                                                  scale
+    kTurnLatents,  // queries get positions, latents their norm and positions and go to the pool
+                   //                               a: layer, b: norm of latents, d: turn or -1; scale of queries
+    kAttendLatents,  // attended = attention        a: layer, b: window or 0, d: matrix that takes the first head's queries
+                     //                             to latents, then the other heads', then those that take values back;
+                     //                             cap or 0
 };
-enum Buffer : int32_t { kX, kQkv, kAttended, kHidden, kPartial, kLogits };
+enum Buffer : int32_t { kX, kQkv, kAttended, kHidden, kPartial, kLogits, kHeld, kQueryLatents, kLatents };
 enum Mode : int32_t { kStore, kAccumulate, kActivate, kGate };
 
 struct Operation {
@@ -34,6 +43,9 @@ struct Operation {
 struct Shape {
     int32_t hidden_size, head_dim, num_heads, num_kv_heads, intermediate_size, num_layers, block_size;
     int32_t has_half_kv, num_threads;
+    // Of latent attention, 0 without: elements of a latent that are a value, and that turn, those of a head's values, and
+    // of the latents of queries. There, head_dim is the size of a query.
+    int32_t latent_rank, latent_turned, value_dim, query_rank;
 };
 
 struct Batch {

@@ -243,4 +243,11 @@ class Threads {
     std::atomic<bool> leader_sleeps_{false};
 };
 
+// Call `function(chunk, thread)` for every chunk of a phase.
+template <class Function>
+void for_each(Threads& threads, int num_chunks, Function function) {
+    threads.run([](void* job, int chunk, int thread) { (*static_cast<Function*>(job))(chunk, thread); }, &function,
+                num_chunks);
+}
+
 }  // namespace funitel
