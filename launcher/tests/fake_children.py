@@ -153,6 +153,12 @@ def shard() -> None:
     _, is_further, replica = flag("--uds-path").rpartition("-replica-")
     fake = Fake(f"replica-{replica}-shard-{rank}" if is_further else f"shard-{rank}")
     fake.begin()
+    if "--folder-fd" in sys.argv:
+        with os.fdopen(int(flag("--folder-fd")), "rb") as told:
+            folder = told.readline()
+        if not folder:
+            os._exit(0)
+        fake.note("told", folder=folder.decode().strip())
     answer_health(f"{flag('--uds-path')}-{rank}")
     fake.live()
 

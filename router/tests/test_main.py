@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -291,6 +292,23 @@ def test_a_router_that_cannot_start_takes_no_connection(start: Start, port: int)
         assert process.returncode == 1
         assert errors.splitlines()[-1] == "error: no shard answers"
         assert os.read(read_end, 1) == b""
+        os.close(read_end)
+
+
+def test_the_first_router_answers_before_it_tells_that_the_shards_are_ready(start: Start, port: int) -> None:
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        read_end, write_end = os.pipe()
+        flags = ("--listen-fd", str(listener.fileno()), "--ready-fd", str(write_end), "--accepts-early")
+        passed = (listener.fileno(), write_end)
+        process = start(*flags, pass_fds=passed, FAKE="hang")
+        wait_for(port, 503)
+        assert not select.select([read_end], [], [], 0.1)[0]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == 0
+        start(*flags, pass_fds=passed)
+        os.close(write_end)
+        assert os.read(read_end, 1) == b"\n"
+        assert wait_for(port, 200)
         os.close(read_end)
 
 

@@ -29,8 +29,9 @@ def test_others_take_the_place_of_what_serves_before_it_is_stopped(launch: Launc
     assert events.count("download start") == 2, "the model is resolved anew"
     first, second = of(launched, "router", "start")
     assert flag(first, "--listen-fd") == flag(second, "--listen-fd"), "one socket, whoever takes its connections"
-    assert "--ready-fd" in second["argv"]
-    assert "--ready-fd" not in first["argv"]
+    assert "--accepts-early" in first["argv"]
+    assert "--accepts-early" not in second["argv"]
+    assert {"--ready-fd"} <= {*first["argv"]} & {*second["argv"]}
     assert flag(second, "--master-shard-uds-path") == f"{launched.uds_path}-upgrade-1-0"
     assert events.index("router sigusr1") < events.index("router stopped") < events.index("shard-0 sigterm")
     assert [entry["pid"] for entry in of(launched, "router", "stopped")] == [first["pid"]]

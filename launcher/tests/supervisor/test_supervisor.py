@@ -19,7 +19,7 @@ TWO = ("--num-shard", "2", "--device", "cpu")
 def test_starts_shards_and_router_together_and_says_how_to_try_when_all_answer(launch: Launch) -> None:
     launched = launch(*TWO, "--model-id", "tiny", fake={"shard-0": {"delay": 0.5}}).until_ready()
     events = launched.events
-    assert events[:2] == ["download start", "download fetched"]
+    assert events.index("download fetched") < events.index("router start")
     assert max(events.index("shard-0 start"), events.index("shard-1 start")) < events.index("shard-0 ready")
     assert events.index("router start") < events.index("shard-0 ready"), "the router loads while the shards do"
     assert f"ready: http://localhost:{launched.port} serves tiny" in launched.stdout
@@ -141,7 +141,29 @@ def test_a_failed_download_speaks_for_itself(launch: Launch) -> None:
     launched = launch(fake={"download": {"says": ["50% #####", "error: no such model"], "fails": 1}})
     assert launched.wait() == 1
     assert launched.stderr.splitlines() == ["50% #####", "error: no such model"]
-    assert launched.events == ["download start"]
+    assert {"shard-0 told", "shard-0 ready", "router start"}.isdisjoint(launched.events)
+    launched.assert_nothing_left()
+
+
+def test_shards_begin_before_the_model_is_present_and_are_not_told_where_a_folder_is_that_never_comes(
+    launch: Launch,
+) -> None:
+    launched = launch(*TWO, fake={"download": {"delay": 60}})
+    launched.until("shard-0 start")
+    launched.until("shard-1 start")
+    launched.until("download start")
+    launched.send(signal.SIGTERM)
+    assert launched.wait() == 0
+    assert {"shard-0 told", "shard-1 told", "router start"}.isdisjoint(launched.events)
+    launched.assert_nothing_left()
+
+
+def test_a_shard_that_fails_while_the_model_is_fetched_ends_the_start(launch: Launch) -> None:
+    fake = {"download": {"delay": 60}, "shard-0": {"fails": 1, "says": ["error: no such library"]}}
+    launched = launch(*ONE, fake=fake)
+    assert launched.wait() == 1
+    last = launched.stderr.splitlines()[-1]
+    assert last == "error: shard rank 0 exited with code 1: last error: no such library"
     launched.assert_nothing_left()
 
 
@@ -197,7 +219,8 @@ def test_children_get_every_setting_but_no_secret_as_a_flag(launch: Launch) -> N
     environ = {"LOG_LEVEL": "debug", "API_KEY": "sesame", "OMP_NUM_THREADS": "77"}
     launched = launch(*TWO, "--num-threads", "3", environ=environ).until_ready()
     shard, router = launched.entry("shard-1 start"), launched.entry("router start")
-    assert shard["argv"][:2] == ["serve", "/tmp/the-model"]
+    assert shard["argv"][:2] == ["serve", "smollm2-135m-instruct"]
+    assert launched.entry("shard-1 told")["folder"] == "/tmp/the-model"
     assert _flag(shard["argv"], "--rank") == shard["environ"]["RANK"] == "1"
     assert _flag(shard["argv"], "--master-port") == shard["environ"]["MASTER_PORT"]
     assert _flag(shard["argv"], "--logger-level") == "debug"
@@ -301,6 +324,7 @@ def test_a_replica_is_started_again_whole(launch: Launch) -> None:
     launched.until_said("the replica answers again")
     starts = [entry for entry in launched.entries if entry["event"] == "start" and "shard" in entry["process"]]
     assert len(starts) == 4
+    assert [entry["argv"][1] for entry in starts] == ["smollm2-135m-instruct"] * 2 + ["/tmp/the-model"] * 2
     stopped = next(e for e in launched.entries if (e["process"], e["event"]) == ("shard-0", "stopped"))
     assert stopped["time"] <= min(entry["time"] for entry in starts[2:]), "the rest has ended before"
     assert [_flag(entry["argv"], "--uds-path") for entry in starts] == [launched.uds_path] * 4

@@ -16,6 +16,7 @@ from funitel.proto.errors import ShardUnsound
 from funitel.router.engine.step_pipeline import FIRST_FACTOR, LATE_FACTOR, Pipeline, StepCall, step_timeout_seconds
 from funitel.router.scheduler.cost.chunk_budget import StepLoad
 from funitel.router.scheduler.plan import StepPlan
+from funitel.router.shard_client import shards as shards_module
 from funitel.router.shard_client.shards import Shards
 
 
@@ -89,6 +90,19 @@ async def test_a_call_is_given_up_once_it_was_the_oldest_for_too_long() -> None:
         pipeline.settle()
     await asyncio.wait_for(pipeline.drain(), 1)
     assert never.cancelled()
+
+
+async def test_a_shard_is_reached_as_soon_as_it_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before the next attempt would be due."""
+    monkeypatch.setattr(shards_module, "MIN_POLL_SECONDS", 600.0)
+    monkeypatch.setattr(shards_module, "MAX_POLL_SECONDS", 600.0)
+    (tmp_path / "shard-0").touch()  # what a killed shard has left
+    connecting = asyncio.create_task(Shards.connect(f"unix://{tmp_path}/shard-0", timeout_seconds=1200.0))
+    await asyncio.sleep(0.2)
+    (tmp_path / "shard-0").unlink()
+    async with fake_shards(tmp_path, 1):
+        shards = await asyncio.wait_for(connecting, 30)
+        await shards.close()
 
 
 async def test_shards_of_other_machines_are_told_to_end(tmp_path: Path) -> None:

@@ -37,15 +37,18 @@ class Commands:
         flags = project(settings, DownloadSettings, logger_level=settings.log_level, exit_with_parent=os.getpid())
         return [*self.model_server, "download-weights", flags.model_id, *to_argv(flags, skip=["model_id"])]
 
-    def shard(self, settings: ResolvedSettings, folder: Path, rank: int) -> list[str]:
-        """Command that serves one rank of the model in `folder`."""
+    def shard(
+        self, settings: ResolvedSettings, folder: Path | None, rank: int, folder_fd: int | None = None
+    ) -> list[str]:
+        """Command that serves one rank of the model in `folder`; None where it will be told through `folder_fd`."""
         placement = settings.core_assignments[rank] if settings.core_assignments else None
         flags = project(
             settings,
             ModelServerSettings,
             cores=placement and placement.cores,
             memory_node=placement and placement.memory_node,
-            model_id=str(folder),
+            model_id=settings.model_id if folder is None else str(folder),
+            folder_fd=folder_fd,
             sharded=settings.num_shard > 1,
             rank=rank,
             world_size=settings.num_shard,
@@ -59,7 +62,13 @@ class Commands:
         return [*self.model_server, "serve", flags.model_id, *to_argv(flags, skip=skip)]
 
     def route(
-        self, settings: ResolvedSettings, folder: Path, listen_fd: tuple[int, ...] = (), ready_fd: int | None = None
+        self,
+        settings: ResolvedSettings,
+        folder: Path,
+        listen_fd: tuple[int, ...] = (),
+        ready_fd: int | None = None,
+        *,
+        accepts_early: bool = False,
     ) -> list[str]:
         """Command of the router on sockets that already listen; the API key is passed by its environment."""
         flags = project(
@@ -74,6 +83,7 @@ class Commands:
             exit_with_parent=os.getpid(),
             listen_fd=listen_fd,
             ready_fd=ready_fd,
+            accepts_early=accepts_early,
         )
         return [*self.router, *to_argv(flags, skip=["api_key"])]
 

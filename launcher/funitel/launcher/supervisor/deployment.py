@@ -4,14 +4,14 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from socket import socket
-from typing import Any
+from typing import Any, TypeVar
 
 from funitel.launcher.config.child_commands import Commands, router_environ
-from funitel.launcher.config.resolve import ResolvedSettings, probe_context
+from funitel.launcher.config.resolve import ResolvedSettings, describe, fit_to_model, probe_context
 from funitel.launcher.config.sockets import remove_sockets
 from funitel.launcher.supervisor.health import router_answers
 from funitel.launcher.supervisor.process import Child, relay
@@ -25,6 +25,7 @@ WAITING_SECONDS = 10.0  # between two log lines about children that are not read
 IDLE_GRACE_SECONDS = 10.0  # for shards that load or have lost a peer: they have no work to finish, and may hang
 STOP_AGAIN_SECONDS = 5.0  # for a router past its grace period, to send errors to its clients
 
+T = TypeVar("T")
 Probe = Callable[[], Awaitable[bool]]
 
 
@@ -36,57 +37,63 @@ class Deployment:
         settings: ResolvedSettings,
         environ: Mapping[str, str],
         commands: Commands,
-        folder: Path,
         listeners: Sequence[socket],
     ) -> None:
         """Prepare the deployment; `start` starts its processes.
 
         Args:
-            settings: fitted to the model.
+            settings: resolved, and not yet fitted to the model.
             environ: the launcher's.
             commands: of the children.
-            folder: of the model.
             listeners: sockets on which the router accepts connections.
         """
         self.settings = settings
         self.is_ready = False
         self._replicas = [
-            ReplicaProcesses(index, settings, environ, commands, folder) for index in range(settings.num_replicas)
+            ReplicaProcesses(index, settings, environ, commands) for index in range(settings.num_replicas)
         ]
-        self._router_argv = partial(commands.route, settings, folder)
+        self._commands = commands
         self._router_environ = router_environ(settings, environ)
         self._listeners = listeners
         self._router: Child | None = None
 
-    async def start(self, *, is_first: bool) -> None:
+    async def start(self, fetch: Callable[[], Awaitable[Path]], *, is_first: bool) -> None:
         """Start every child, and return once the router is ready.
 
-        The first router accepts connections at once and answers 503 until ready; a later one accepts none before.
+        The shards of the first deployment import what they need while `fetch` makes the model present; those of a
+        later one, beside which another serves, are started then. The first router accepts connections at once and
+        answers 503 until ready; a later one accepts none before.
 
         Raises:
             ShardFailed, FunitelError: a child has ended.
+            SettingsError: the model does not fit the settings.
         """
-        await asyncio.gather(*(replica.start() for replica in self._replicas))
+        if is_first:
+            await self._start_shards()
+        folder = await self._guarded(fetch())
+        self.settings = fit_to_model(self.settings, folder)
+        logger.info("settings: %s", describe(self.settings))
+        for replica in self._replicas:
+            replica.load(folder)
+        if not is_first:
+            await self._start_shards()
         read_end, write_end = os.pipe()
         try:
-            await self._start_router(write_end, is_first=is_first)
+            await self._start_router(folder, write_end, is_first=is_first)
         finally:
             os.close(write_end)
         with os.fdopen(read_end, "rb", buffering=0) as ready:
-            await self._guarded(self._until_ready(self._probes()))
-            if is_first:
-                await self._guarded(self._until_ready({self._running_router: self._router_answers}))
-            else:
-                await self._guarded(_until_readable(ready.fileno()))
+            await self._guarded(self._until_ready(ready.fileno(), is_first=is_first))
         self.is_ready = True
 
-    async def _start_router(self, write_end: int, *, is_first: bool) -> None:
+    async def _start_shards(self) -> None:
+        await asyncio.gather(*(replica.start() for replica in self._replicas))
+
+    async def _start_router(self, folder: Path, write_end: int, *, is_first: bool) -> None:
         descriptors = tuple(listener.fileno() for listener in self._listeners)
-        ready = None if is_first else write_end
-        argv = self._router_argv(descriptors, ready)
+        argv = self._commands.route(self.settings, folder, descriptors, write_end, accepts_early=is_first)
         on_line = relay("router", json_output=self.settings.json_output)
-        passed = descriptors if ready is None else (*descriptors, ready)
-        self._router = Child("router", argv, self._router_environ, on_line, pass_fds=passed)
+        self._router = Child("router", argv, self._router_environ, on_line, pass_fds=(*descriptors, write_end))
         await self._router.start()
 
     def _probes(self) -> dict[Child, Probe]:
@@ -97,27 +104,40 @@ class Deployment:
     def _router_answers(self) -> Awaitable[bool]:
         return router_answers(self.settings.hostname, self.settings.port, probe_context(self.settings))
 
-    async def _until_ready(self, probes: dict[Child, Probe]) -> None:
-        """Return when every health check succeeds; log those that do not every ten seconds."""
+    async def _until_ready(self, descriptor: int, *, is_first: bool) -> None:
+        """Return once every shard answers and the router has written to the pipe; the first answers over HTTP too."""
+        told = asyncio.create_task(_until_readable(descriptor))
+        try:
+            await self._until_answered(self._probes(), told)
+            await told
+            if is_first:
+                await self._until_answered({self._running_router: self._router_answers}, told)
+        finally:
+            told.cancel()
+
+    async def _until_answered(self, probes: dict[Child, Probe], told: "asyncio.Task[None]") -> None:
+        """Return when every health check succeeds; they are made again in intervals, and once the router is ready.
+
+        Those that do not succeed are logged every ten seconds.
+        """
         started = last_logged = time.monotonic()
-        while probes:
-            probes = {child: probe for child, probe in probes.items() if not await probe()}
+        while probes := {child: probe for child, probe in probes.items() if not await probe()}:
             now = time.monotonic()
-            if probes and now - last_logged >= WAITING_SECONDS:
+            if now - last_logged >= WAITING_SECONDS:
                 last_logged = now
                 logger.info("waiting for %s since %.0f s", ", ".join(c.name for c in probes), now - started)
-            await asyncio.sleep(POLL_SECONDS if probes else 0)
+            await (asyncio.sleep(POLL_SECONDS) if told.done() else asyncio.wait({told}, timeout=POLL_SECONDS))
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`; the end of a child meanwhile is an error."""
-        task = asyncio.create_task(work)
-        children = [*self._shards, self._running_router]
+    async def _guarded(self, work: Awaitable[T]) -> T:
+        """The result of `work`; the end of a child meanwhile is an error."""
+        task = asyncio.ensure_future(work)
+        children = [*self._shards, *([self._router] if self._router else [])]
         try:
             await asyncio.wait({task, *(child.exited for child in children)}, return_when=asyncio.FIRST_COMPLETED)
             if any(child.has_exited for child in children):
-                child = await find_culprit(self._shards, self._running_router)
-                raise (FunitelError if child is self._running_router else ShardFailed)(child.exit_reason())
-            task.result()
+                child = await find_culprit(self._shards, self._router)
+                raise (FunitelError if child is self._router else ShardFailed)(child.exit_reason())
+            return task.result()
         finally:
             task.cancel()
 
@@ -171,6 +191,8 @@ class Deployment:
         if self._router:
             await self._stop_router(self._router, watching)
         await end(watching)
+        for replica in self._replicas:
+            replica.forget_pipes()
         is_idle = not self.is_ready or any(shard.has_exited for shard in self._shards)
         grace = float(self.settings.graceful_termination_timeout)
         await stop_all(self._shards, min(grace, IDLE_GRACE_SECONDS) if is_idle else grace)

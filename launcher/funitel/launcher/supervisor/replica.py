@@ -3,8 +3,10 @@
 import asyncio
 import dataclasses
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -28,17 +30,14 @@ RESTART_GRACE_SECONDS = 2.0  # for shards that have lost a peer: they may hang, 
 class ReplicaProcesses:
     """The shards of one copy of the model."""
 
-    def __init__(
-        self, index: int, settings: ResolvedSettings, environ: Mapping[str, str], commands: Commands, folder: Path
-    ) -> None:
-        """Prepare the replica; `start` starts its processes.
+    def __init__(self, index: int, settings: ResolvedSettings, environ: Mapping[str, str], commands: Commands) -> None:
+        """Prepare the replica; `start` starts its processes, which load nothing before `load`.
 
         Args:
             index: of the replica in the deployment.
             settings: the deployment's.
             environ: the launcher's.
             commands: of the shards.
-            folder: of the model.
         """
         self.name = f"replica {index}" if settings.num_replicas > 1 else "the replica"
         self.shards: list[Child] = []  # in rank order
@@ -46,20 +45,47 @@ class ReplicaProcesses:
         self._settings = settings_of_replica(settings, index)
         self._environ = environ_of_replica(settings, environ, index)
         self._commands = commands
-        self._folder = folder
+        self._folder: Path | None = None
+        self._folder_pipes: list[int] = []  # of ranks that were started before the folder was known
 
     async def start(self) -> None:
-        """Start every rank; the processes of an earlier start must have ended."""
+        """Start every rank; the processes of an earlier start must have ended.
+
+        Until `load` has told the folder, ranks import what they need and wait for it.
+        """
         port = self._settings.master_port
         # Another process may have taken the port since the last start.
         settings = dataclasses.replace(self._settings, master_port=port if is_free(port) else free_port())
         self.shards = []
-        for rank in range(settings.num_shard):
-            argv = self._commands.shard(settings, self._folder, rank)
-            on_line = relay(f"{self._prefix}shard {rank}", json_output=settings.json_output)
-            environ = shard_environ(settings, self._environ, rank)
-            self.shards.append(Child(f"{self._prefix}shard rank {rank}", argv, environ, on_line))
-        await asyncio.gather(*(shard.start() for shard in self.shards))
+        with ExitStack() as closing:
+            for rank in range(settings.num_shard):
+                passed = () if self._folder is not None else (self._open_pipe(closing),)
+                argv = self._commands.shard(settings, self._folder, rank, *passed)
+                on_line = relay(f"{self._prefix}shard {rank}", json_output=settings.json_output)
+                environ = shard_environ(settings, self._environ, rank)
+                name = f"{self._prefix}shard rank {rank}"
+                self.shards.append(Child(name, argv, environ, on_line, pass_fds=passed))
+            await asyncio.gather(*(shard.start() for shard in self.shards))
+
+    def _open_pipe(self, closing: ExitStack) -> int:
+        """Make the pipe through which a rank is told the folder; its read end is closed by `closing`."""
+        read_end, write_end = os.pipe()
+        closing.callback(os.close, read_end)
+        self._folder_pipes.append(write_end)
+        return read_end
+
+    def load(self, folder: Path) -> None:
+        """Have every rank load the model in a folder, and those of later starts too."""
+        self._folder = folder
+        for pipe in self._folder_pipes:
+            with suppress(BrokenPipeError):  # the rank has ended, which is noticed elsewhere
+                os.write(pipe, os.fsencode(folder) + b"\n")
+        self.forget_pipes()
+
+    def forget_pipes(self) -> None:
+        """Close the pipes of ranks that wait for the folder."""
+        while self._folder_pipes:
+            os.close(self._folder_pipes.pop())
 
     async def answers(self, rank: int) -> bool:
         """Whether a rank answers, and its current call is younger than any timeout of the router."""

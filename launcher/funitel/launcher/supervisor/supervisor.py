@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from socket import socket
 
 import typer
 
 from funitel.launcher.config.child_commands import Commands, download_environ
-from funitel.launcher.config.resolve import ResolvedSettings, describe, fit_to_model
+from funitel.launcher.config.resolve import ResolvedSettings
 from funitel.launcher.supervisor.announce import announce
 from funitel.launcher.supervisor.deployment import Deployment, end
 from funitel.launcher.supervisor.download import Download
@@ -121,11 +122,10 @@ class Supervisor:
 
     async def _start(self, settings: ResolvedSettings, environ: Mapping[str, str]) -> Deployment:
         """Start a deployment and return it once it is ready."""
-        folder = await self._fetch(settings, environ)
-        settings = fit_to_model(settings, folder)
-        logger.info("settings: %s", describe(settings))
-        deployment = Deployment(settings, environ, self._commands, folder, self._listeners)
-        starting = self._deployments[deployment] = asyncio.create_task(deployment.start(is_first=not self._is_ready))
+        deployment = Deployment(settings, environ, self._commands, self._listeners)
+        fetch = partial(self._fetch, settings, environ)
+        starting = asyncio.create_task(deployment.start(fetch, is_first=not self._is_ready))
+        self._deployments[deployment] = starting
         await starting
         self._deployments[deployment] = asyncio.create_task(deployment.watch())
         return deployment

@@ -144,6 +144,13 @@ async def serve(settings: ModelServerSettings) -> FunitelError | None:
 
 
 def _resolve(settings: ModelServerSettings) -> Path:
+    """The folder of the model; where it is told through a pipe that ends without it, this process ends."""
+    if settings.folder_fd is not None:
+        with os.fdopen(settings.folder_fd, "rb") as told:
+            line = told.readline()
+        if not line.endswith(b"\n"):
+            os._exit(0)  # what would have told it has given up, and has said why
+        return resolve(os.fsdecode(line[:-1])).folder
     return resolve(settings.model_id, revision=settings.revision, cache_dir=settings.cache_dir).folder
 
 

@@ -285,6 +285,12 @@ class ModelServerSettings:
         "Numbers of decoding rows for which a step is captured as a CUDA graph, such as 1,2,4; 0 for none; 1, 2, 4, 8 "
         "and multiples of 8 up to 256 when not given. A step uses the smallest graph that fits.",
     )
+    folder_fd: int | None = setting(
+        None,
+        "Descriptor to read the model's folder from, in one line, once this process has started; MODEL_ID is then not "
+        "looked for.",
+        env=None,
+    )
     num_threads: int | None = setting(
         None,
         "Compute threads of each shard; when not given, the best number by a measurement at start, at most an equal "

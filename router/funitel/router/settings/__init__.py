@@ -245,7 +245,13 @@ class RouterSettings:
         (), "Descriptor of a listening socket, instead of opening --port; a second one for --prometheus-port.", env=None
     )
     ready_fd: int | None = setting(
-        None, "Descriptor to write to once the shards are ready; connections are accepted from then on only.", env=None
+        None,
+        "Descriptor to write to once the shards are ready; connections are accepted from then on only, unless "
+        "--accepts-early.",
+        env=None,
+    )
+    accepts_early: bool = setting(
+        False, "With --ready-fd, accept connections before the shards are ready too, and answer 503.", env=None
     )
     exit_with_parent: int | None = setting(None, "Process id of the parent; this process stops when it ends.", env=None)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Sequence
 from contextlib import AsyncExitStack
@@ -39,6 +40,7 @@ DISMISS_SECONDS = 2.0  # for a rank to answer
 # Ranks answer together: once one has failed, the others have so much time.
 STRAGGLER_SECONDS = 5.0
 MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.1, 1.0  # between two attempts to reach shards that are still loading
+LOOK_SECONDS = 0.01  # between two looks whether a shard has begun to listen meanwhile
 LOG_SECONDS = 10.0  # between two log lines while the router waits for them
 T = TypeVar("T")
 Message = Any  # protobuf messages share no useful base
@@ -49,6 +51,17 @@ def _ignore(task: "asyncio.Future[Any]") -> None:
     """Retrieve the exception of a task that is not awaited any more."""
     if not task.cancelled():
         task.exception()
+
+
+def _socket_file(url: str) -> tuple[int, int] | None:
+    """Which file the Unix socket of a URL is, by inode and time; None where there is none, or for another URL."""
+    if not url.startswith("unix:"):
+        return None
+    try:
+        found = os.stat(url.removeprefix("unix:").removeprefix("//"))
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 class Shards:
@@ -69,6 +82,7 @@ class Shards:
         """
         began = logged = time.monotonic()
         while True:
+            tried = _socket_file(master_url)
             try:
                 return await cls._find(master_url, tls)
             except ShardFailed as error:
@@ -79,7 +93,9 @@ class Shards:
             if logged == began or time.monotonic() - logged >= LOG_SECONDS:
                 logged = time.monotonic()
                 logger.info("waiting for the shards at %s since %.0f s", master_url, waited)
-            await asyncio.sleep(min(max(MIN_POLL_SECONDS, waited / 20), MAX_POLL_SECONDS))
+            again = time.monotonic() + min(max(MIN_POLL_SECONDS, waited / 20), MAX_POLL_SECONDS)
+            while time.monotonic() < again and _socket_file(master_url) == tried:  # noqa: ASYNC110 - of another process
+                await asyncio.sleep(LOOK_SECONDS)
 
     @classmethod
     async def _find(cls, master_url: str, tls: MutualTls | None) -> "Shards":

@@ -38,6 +38,7 @@ ORPHAN_SECONDS = 5  # of a drain without a parent: no other process would end on
 LAST_SECONDS = 5  # for errors to reach clients, once the drain has timed out
 IDLE_SECONDS = 5.0  # without a request, after which connections that were open at a hand-over are closed
 TICK_SECONDS = 0.1
+START_SECONDS = 0.01  # between two looks whether the shards are ready
 TIME_IS_UP = "the server has shut down before this answer was whole"
 
 
@@ -70,6 +71,8 @@ class Server(uvicorn.Server):
         self._is_told_to_stop = False
         self._hands_over = False
         self._ready_fd = settings.ready_fd
+        self._accepts_early = settings.accepts_early
+        self._telling: asyncio.Task[None] | None = None
         self._handshake_seconds = settings.header_timeout_seconds
         connections = Connections(max_connections, settings, self._service.metrics)
         super().__init__(uvicorn_config(app, partial(HttpConnection, connections, settings), https))
@@ -102,10 +105,10 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections; where another router still does, only once the shards are ready."""
         await super().startup([])
-        while self._ready_fd is not None and not self._service.is_started:
+        while self._ready_fd is not None and not self._accepts_early and not self._service.is_started:
             if await self.on_tick(0):
                 return
-            await asyncio.sleep(TICK_SECONDS)
+            await asyncio.sleep(START_SECONDS)
         loop, config = asyncio.get_running_loop(), self.config
         # `Connections` does not count a client before its TLS handshake is complete.
         handshake_seconds = None if config.ssl is None else self._handshake_seconds
@@ -126,7 +129,12 @@ class Server(uvicorn.Server):
                 )
             )
         if self._ready_fd is not None:
-            os.write(self._ready_fd, b"\n")
+            self._telling = asyncio.create_task(self._tell_once_started(self._ready_fd))
+
+    async def _tell_once_started(self, descriptor: int) -> None:
+        while not self._service.is_started:  # noqa: ASYNC110 - it tells of nothing
+            await asyncio.sleep(START_SECONDS)
+        os.write(descriptor, b"\n")
 
     async def main_loop(self) -> None:
         """Serve until a signal, then drain: the port still answers, incoming requests are refused."""
