@@ -20,12 +20,12 @@ import torch
 from tokenizers import Tokenizer
 
 from funitel.model_server.attention.torch_reference import TorchAttention
-from funitel.model_server.checkpoint.gguf_block_types import BLOCKS
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.native import load_library
 from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.hub.resolve import DEFAULT_CACHE_DIR, resolve
@@ -117,7 +117,7 @@ def main() -> None:
     exact = torch_logits(folder, windows, Tier.FLOAT32)
     table = {"torch float32": compare(exact, exact, windows)}
     for tier in Tier:
-        if tier is Tier.GGUF and not (folder / BLOCKS).is_file():
+        if tier is Tier.GGUF and not (folder / POINTER).is_file():
             continue
         weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
         decoder = FusedDecoder(

@@ -22,6 +22,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from funitel_testing.cache import as_floats
+
 DEFAULT_PROMPTS = Path(__file__).resolve().parent.parent / "integration-tests" / "data" / "prompts.json"
 
 
@@ -34,7 +36,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def load_model(folder: Path, device: str) -> Any:
     """Load in float32, and drop whatever its generation_config says except where a completion ends."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(as_floats(folder), dtype=torch.float32, local_files_only=True)
     ends = model.generation_config.eos_token_id
     pad = ends[0] if isinstance(ends, list) else ends
     plain: Any = GenerationConfig

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from funitel_testing.cache import as_floats
 from funitel_testing.servers import Server, serving
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
@@ -73,7 +74,7 @@ def over_http(url: str, model: Path, **more: Any) -> tuple[str, dict[str, Any]]:
 
 
 def in_transformers(model: Path, **more: Any) -> tuple[str, dict[str, Any]]:
-    return "hf", {"pretrained": str(model), "dtype": "float32", "device": "cpu"} | more
+    return "hf", {"pretrained": str(as_floats(model)), "dtype": "float32", "device": "cpu"} | more
 
 
 def assert_equal(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None:

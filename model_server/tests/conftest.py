@@ -47,17 +47,18 @@ def _make_gguf(
     tensors: dict[str, npt.NDArray[Any]] | None = None,
     settings: dict[str, Any] | None = None,
     types: dict[str, GGMLQuantizationType] | None = None,
+    tensors_a_file: int = 0,
 ) -> PreTrainedModel:
     """`metadata` and `tensors` (bytes are Q4_1 blocks) add to the file, `settings` to the configuration.
 
-    The model's own tensors that `types` names are quantised.
+    The model's own tensors that `types` names are quantised. With `tensors_a_file` it is split over files.
     """
     torch.manual_seed(seed)
     auto: Any = AutoModelForCausalLM
     model: PreTrainedModel = auto.from_config(_config(architecture, settings or {}), dtype=torch.float32).eval()
     for parameter in model.parameters():  # biases and norms start as zeros and ones, which hide a swap
         torch.nn.init.normal_(parameter, std=0.2)
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=tensors_a_file)
     _add_settings(writer, architecture)
     _add_tokenizer(writer, architecture)
     if metadata is not None:

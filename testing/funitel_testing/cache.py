@@ -3,7 +3,10 @@
 import os
 from pathlib import Path
 
+from funitel.model_server.files.atomic_folder import exclusive
+from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.model_server.hub import resolve
+from funitel.model_server.settings import QuantizeSettings
 
 
 def usual_cache() -> Path:
@@ -14,3 +17,16 @@ def usual_cache() -> Path:
 def demo_folder() -> Path:
     """Folder of the demo model."""
     return resolve.resolve("smollm2-135m-instruct", cache_dir=usual_cache()).folder
+
+
+def as_floats(folder: Path) -> Path:
+    """A folder that transformers can read: of one that points to a GGUF a copy in float32, kept in the cache."""
+    if not (folder / POINTER).is_file():
+        return folder
+    from funitel.model_server.tools.quantize.command import quantize  # torch: seconds, not wanted by every test
+
+    target = usual_cache() / f"{folder.name}-float32"
+    with exclusive(target):
+        if not target.is_dir():
+            quantize(QuantizeSettings(model_id="", output_dir=str(target), method="none"), folder)
+    return target

@@ -13,7 +13,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["funitel.model_server"]):
-    from funitel.model_server.convert.gguf import convert_gguf
+    from funitel.model_server.convert.gguf import point_to_gguf
     from funitel.model_server.spec.json_file import read_spec
 from funitel.proto.errors import StartupError
 from funitel_testing.fuzz_mutants import mutant
@@ -27,7 +27,7 @@ NUM_SEEDS = 40
 def convert(path: Path) -> None:
     """All that is made of a GGUF file before its model is loaded."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        convert_gguf(path, Path(folder))
+        point_to_gguf(path, Path(folder))
 
 
 READERS: dict[str, Callable[[Path], object]] = {"gguf": convert, "spec": read_spec}

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.convert.gguf import convert_gguf
+from funitel.model_server.convert.gguf import point_to_gguf
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import check_folder, read_json
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
@@ -100,7 +100,7 @@ def _load(kind: str, folder: Path, path: Path) -> None:
         for old in sorted(converted.rglob("*"), reverse=True):
             old.rmdir() if old.is_dir() else old.unlink()
         converted.mkdir(exist_ok=True)
-        convert_gguf(path, converted)
+        point_to_gguf(path, converted)
         folder = converted
     check_folder(folder)
     spec = spec_of(read_json(folder / "config.json"))

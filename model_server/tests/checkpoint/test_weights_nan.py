@@ -9,7 +9,9 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from safetensors.torch import load_file, save_file
 
+from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.checkpoint.weights import has_nan
+from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.model_server.hub.resolve import resolve
 from funitel.proto.errors import WeightsError
 from funitel_testing.executors import load_executor
@@ -43,6 +45,9 @@ def test_a6_numbers_are_told_from_what_is_none(dtype: torch.dtype) -> None:
     assert has_nan(torch.tensor(torch.nan, dtype=dtype))
 
 
+HF_NAMES = {"blk.0.attn_q.weight": "0.self_attn.q_proj", "blk.1.ffn_up.weight": "1.mlp.up_proj"}
+
+
 def test_a6_a_gguf_of_0xff_is_refused_by_the_name_of_the_tensor(tmp_path: Path, make_gguf: Callable[..., Any]) -> None:
     path = tmp_path / "tiny.gguf"
     make_gguf(path, types={"blk.0.attn_q.weight": GGMLQuantizationType.Q8_0})
@@ -52,7 +57,8 @@ def test_a6_a_gguf_of_0xff_is_refused_by_the_name_of_the_tensor(tmp_path: Path, 
         content[tensor.data_offset : tensor.data_offset + 40] = b"\xff" * 40
         spoiled = tmp_path / "spoiled.gguf"
         spoiled.write_bytes(content)
+        weights = GgufTensorFile(resolve(str(spoiled), cache_dir=tmp_path / "cache").folder / POINTER)
         with pytest.raises(
             WeightsError, match=rf"spoiled\.gguf is damaged: tensor {name} holds values that are not num"
         ):
-            resolve(str(spoiled), cache_dir=tmp_path / "cache")
+            weights.get_tensor(f"model.layers.{HF_NAMES[name]}.weight")

@@ -15,17 +15,19 @@ import pytest
 import torch
 import transformers
 from gguf import GGUFWriter
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from funitel.model_server.checkpoint.gguf_block_file import BlockFile
-from funitel.model_server.checkpoint.gguf_block_types import BLOCKS
-from funitel.model_server.convert.gguf import convert_gguf
+from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
+from funitel.model_server.convert.gguf import point_to_gguf
 from funitel.model_server.convert.gguf_reader import read_gguf
 from funitel.model_server.convert.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer
+from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.model_server.files.integrity import check_folder
+from funitel.model_server.settings import QuantizeSettings
+from funitel.model_server.tools.quantize.command import quantize
 from funitel.proto.errors import StartupError, UnsupportedModel, WeightsError
+from funitel_testing.cache import as_floats
 from funitel_testing.tiny_gguf import TINY_GGUFS
 
 MakeGguf = Callable[..., PreTrainedModel]
@@ -36,11 +38,17 @@ PAIRS = json.loads((Path(__file__).parents[1] / "data" / "smollm2-tokenization.j
 def converted(path: Path) -> Path:
     folder = path.parent / "converted"
     folder.mkdir()
-    convert_gguf(path, folder)
+    point_to_gguf(path, folder)
     return folder
 
 
 def load(folder: Path) -> PreTrainedModel:
+    floats = folder.parent / "floats"
+    quantize(QuantizeSettings(model_id="", output_dir=str(floats), method="none"), folder)
+    return load_floats(floats)
+
+
+def load_floats(folder: Path) -> PreTrainedModel:
     auto: Any = AutoModelForCausalLM
     model, loading = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not any(loading.values()), loading
@@ -86,7 +94,7 @@ def test_demo_model_knows_a_capital(demo_model: Path) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(demo_model)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    model: Any = load(demo_model)
+    model: Any = load_floats(as_floats(demo_model))
     token_ids = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0]
     assert tokenizer.decode(token_ids[prompt["input_ids"].shape[1] :]) == "The capital of France is Paris.<|im_end|>"
 
@@ -120,28 +128,47 @@ def test_quantised_tensors_get_their_exact_values(make_gguf: MakeGguf, tmp_path:
         ("gpt2", {"attn_qkv": "Q4_0", "ffn_up": "Q4_1"}),  # the float32 weights lie the other way round
     ],
 )
-def test_blocks_are_kept_as_they_are_beside_the_values_they_stand_for(
+def test_blocks_are_read_in_the_checkpoints_order(
     make_gguf: MakeGguf, tmp_path: Path, architecture: str, types: dict[str, str]
 ) -> None:
     numbers = {f"blk.1.{name}.weight": gguf.GGMLQuantizationType[kind] for name, kind in types.items()}
     others = {"token_embd.weight": gguf.GGMLQuantizationType.F16}
     make_gguf(tmp_path / "tiny.gguf", architecture, types=numbers | others)
-    folder = converted(tmp_path / "tiny.gguf")
-    blocks, values = BlockFile(folder / BLOCKS), load_file(folder / "model.safetensors")
-    found = {name: kind for name in values if (kind := blocks.type_of(name)) is not None}
-    assert sorted(kind.name for kind in found.values()) == sorted(types.values())
+    file = GgufTensorFile(converted(tmp_path / "tiny.gguf") / POINTER)
+    found = {name: kind for name in file.keys() if (kind := file.type_of(name)) is not None}
+    assert sorted(kind.name for kind in found.values()) == sorted([*types.values(), "F16"])
     for name, kind in found.items():
-        expected = values[name].t() if architecture == "gpt2" else values[name]
-        rows = blocks.read(name, (expected.shape[0], expected.shape[1]), None, None).numpy()
-        stand_for = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind.name])
-        np.testing.assert_array_equal(stand_for, expected.numpy())
-        part = blocks.read(name, (expected.shape[0], expected.shape[1]), (2, 5), (0, 32)).numpy()
-        np.testing.assert_array_equal(part, rows[2:5])
+        values = file.get_tensor(name).float()
+        expected = values.t() if architecture == "gpt2" and ".h." in name else values
+        rows = file.read_blocks(name, (expected.shape[0], expected.shape[1])).numpy()
+        if kind.num_inputs > 1:
+            stand_for = gguf.dequantize(rows, gguf.GGMLQuantizationType[kind.name])
+            np.testing.assert_array_equal(stand_for, expected.numpy())
+        part = file.read_blocks(name, (expected.shape[0], expected.shape[1]), (2, 5), (0, 32)).numpy()
+        np.testing.assert_array_equal(part, rows[2:5, : kind.row_bytes(32)])
 
 
-def test_a_gguf_without_blocks_leaves_none(make_gguf: MakeGguf, tmp_path: Path) -> None:
+def test_no_weight_is_written(make_gguf: MakeGguf, tmp_path: Path) -> None:
     make_gguf(tmp_path / "tiny.gguf")
-    assert not (converted(tmp_path / "tiny.gguf") / BLOCKS).exists()
+    names = {path.name for path in converted(tmp_path / "tiny.gguf").rglob("*")}
+    assert names == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", POINTER}
+
+
+def test_a_model_split_over_files_is_read_from_all_of_them(make_gguf: MakeGguf, tmp_path: Path) -> None:
+    source = make_gguf(tmp_path / "tiny.gguf", tensors_a_file=8)
+    first, second, third = sorted(tmp_path.glob("tiny-*.gguf"))
+    assert first.name == "tiny-00001-of-00003.gguf"
+    torch.testing.assert_close(logits(load(converted(first))), logits(source), rtol=0, atol=0)
+    second.rename(tmp_path / "elsewhere")
+    line = "is one of 3 parts, and tiny-00002-of-00003.gguf is not beside it"
+    with pytest.raises(WeightsError, match=line):
+        read_gguf(first)
+    second.write_bytes(third.read_bytes())
+    with pytest.raises(WeightsError, match="tiny-00002-of-00003.gguf is not part 2 of 3, as its name says"):
+        read_gguf(first)
+    third.rename(tmp_path / "other.gguf")
+    with pytest.raises(WeightsError, match="other.gguf is one of 3 parts: their names must end in -00001-of-00003"):
+        read_gguf(tmp_path / "other.gguf")
 
 
 def test_an_untied_gpt2_keeps_its_output_weights(make_gguf: MakeGguf, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from funitel.model_server.convert.gguf import convert_gguf
+from funitel.model_server.convert.gguf import point_to_gguf
 from funitel.model_server.convert.gguf_architectures import ARCHITECTURES
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel_testing import forward_worker
@@ -25,7 +25,7 @@ def test_a_file_gives_the_logits_of_the_model_it_was_made_of(key: str, tmp_path:
     model = tiny.write(tmp_path / "tiny.gguf", tiny.name or key)
     folder = tmp_path / "converted"
     folder.mkdir()
-    convert_gguf(tmp_path / "tiny.gguf", folder)
+    point_to_gguf(tmp_path / "tiny.gguf", folder)
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, VOCAB_SIZE, (count,), generator=generator).tolist() for count in (31, 70)]
     with torch.inference_mode():

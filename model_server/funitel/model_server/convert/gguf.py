@@ -1,30 +1,21 @@
-"""Convert a GGUF file into a Hugging Face folder that holds the same model in float32, and its blocks as they are.
+"""Make of a GGUF file a Hugging Face folder that points to it: configuration, tokenizer, and where each tensor lies.
 
 A row of `gguf_architectures` gives the configuration, that gives the ModelSpec, and the spec says what its checkpoint
 calls each tensor of the file and how it lies there. Every tensor of the file must be known, every expected one present.
 `hub` owns the folder and makes this atomic.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from funitel.model_server.checkpoint.gguf_block_types import BLOCKS, BlockType, record_weights
 from funitel.model_server.convert.gguf_architectures import ROLES, Architecture, find_architecture
 from funitel.model_server.convert.gguf_reader import GgufFile, read_gguf
 from funitel.model_server.convert.gguf_tokenizer import build_tokenizer, special_token_id
-from funitel.model_server.convert.hf_folder import Planned, write_json, write_safetensors
+from funitel.model_server.convert.hf_folder import write_json
+from funitel.model_server.files.gguf_pointer import GROUPED, HALVES, GgufEntry, GgufPointer, part_of, write_pointer
 from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement, Position, QkNorm, QkvLayout
 from funitel.proto.errors import UnsupportedModel, WeightsError
-
-Scalar = TypeVar("Scalar", bound=np.generic)
 
 _NORMS = frozenset(role for role in ROLES.values() if role.endswith("norm"))
 _BIASED = {  # role -> field of a ModelSpec: whether it has a bias
@@ -39,26 +30,10 @@ _MLP = frozenset(("gate", "up", "gate_up", "down"))
 _SHARED = frozenset(("shared_gate", "shared_up", "shared_down", "shared_share"))
 _EXPERTS = _SHARED | {"router", "expert_gate", "expert_up", "expert_down"}
 _UNTURNED = _NORMS | {"embedding", "positions", "head"}  # never stored [inputs, outputs]
-_CHUNK_ELEMENTS = 1 << 24  # of a matrix on its way to the new file
 
 
-@dataclass(frozen=True, slots=True)
-class GgufSource:
-    """A tensor of the file, or one expert's matrix of a stack there; the name and role it has in the checkpoint."""
-
-    gguf_name: str
-    hf_name: str
-    role: str
-    expert: int | None = None
-
-    @property
-    def is_weight(self) -> bool:
-        """No bias."""
-        return self.gguf_name.endswith(".weight")
-
-
-def convert_gguf(path: Path, folder: Path) -> None:
-    """Write `path` as config, generation config, float32 safetensors, blocks and tokenizer files into `folder`.
+def point_to_gguf(path: Path, folder: Path) -> None:
+    """Write config, generation config, tokenizer files and the pointer to `path` into `folder`; no weights.
 
     Raises: `UnsupportedModel` naming what is not supported, `WeightsError` for a damaged or incomplete file.
     """
@@ -90,7 +65,7 @@ def convert_gguf(path: Path, folder: Path) -> None:
     write_json(folder / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
     write_json(folder / "tokenizer_config.json", built.settings)
     built.tokenizer.save(str(folder / "tokenizer.json"))
-    layout.write(folder)
+    write_pointer(folder, layout.pointer(folder))
 
 
 def _end_token_ids(gguf: GgufFile) -> int | list[int] | None:
@@ -147,16 +122,16 @@ def _absent(spec: ModelSpec) -> set[str]:
 
 
 class Layout:
-    """The tensors of one file, each with what must be done for it to lie as the family's checkpoints have it.
+    """The tensors of one file, each with how it lies there against the family's checkpoints.
 
-    Raises: `WeightsError` where a tensor is missing, `UnsupportedModel` where one is not known.
+    Raises: `WeightsError` where a tensor is missing or has another shape, `UnsupportedModel` where one is not known.
     """
 
     def __init__(self, gguf: GgufFile, spec: ModelSpec, architecture: Architecture) -> None:
         self._gguf = gguf
         self._spec = spec
         self._is_permuted = architecture.is_permuted
-        expected = expected_tensors(spec)
+        self._expected = expected = expected_tensors(spec)
         optional = {name for name, (_, role) in expected.items() if role == "head" and spec.is_tied}
         missing = expected.keys() - gguf.tensors.keys() - optional
         if missing:
@@ -165,105 +140,57 @@ class Layout:
         if unknown:
             message = f"{gguf.path}: tensor {min(unknown)} is not part of {gguf.architecture} as supported"
             raise UnsupportedModel(message)
-        self._sources = [
-            source for name in gguf.tensors if name in expected for source in self._of(name, *expected[name])
-        ]
 
-    def _of(self, gguf_name: str, hf_name: str, role: str) -> Iterator[GgufSource]:
-        """What becomes of a tensor of the file."""
-        experts = self._spec.experts
-        if experts is None or not role.startswith("expert_"):
-            yield GgufSource(gguf_name, hf_name, role)
-            return
-        shape = self._gguf.shape(gguf_name)
+    def pointer(self, folder: Path) -> GgufPointer:
+        """Where each tensor of the checkpoint lies, for the pointer of a folder."""
+        tensors = {}
+        for name in self._gguf.tensors:
+            if name in self._expected:
+                hf_name, role = self._expected[name]
+                tensors[hf_name] = self._entry(name, role)
+        return GgufPointer(tuple(part_of(folder, *each) for each in self._gguf.parts), tensors)
+
+    def _entry(self, name: str, role: str) -> GgufEntry:
+        tensor, spec = self._gguf.tensors[name], self._spec
+        self._gguf.check_kind(name)
+        is_weight = name.endswith(".weight")
+        shape, num_heads = tensor.shape, 0
+        if role.startswith("expert_"):
+            self._check_stack(name)
+        elif role == "shared_share" and len(shape) == 1:  # one output
+            shape = (1, *shape)
+        order = self._order(role)
+        if order:
+            num_heads = spec.num_heads if role == "q" else spec.num_kv_heads
+            self._check_heads(name, role)
+        return GgufEntry(
+            name=name,
+            kind=tensor.kind.name,
+            shape=shape,
+            offset=tensor.offset,
+            part=tensor.part,
+            order=order,
+            num_heads=num_heads,
+            head_dim=spec.head_dim if order else 0,
+            is_turned=spec.names.is_transposed and is_weight and role not in _UNTURNED,
+            minus=float(spec.norm_offset) if role in _NORMS and is_weight else 0.0,
+        )
+
+    def _check_stack(self, name: str) -> None:
+        shape, experts = self._gguf.shape(name), self._spec.experts
+        assert experts is not None
         if len(shape) != 3 or shape[0] != experts.num_experts:
-            found = f"{self._gguf.path}: tensor {gguf_name} has shape {list(shape)}"
+            found = f"{self._gguf.path}: tensor {name} has shape {list(shape)}"
             raise WeightsError(f"{found}, expected {experts.num_experts} matrices")
-        for j in range(experts.num_experts):
-            yield GgufSource(gguf_name, hf_name.format(j=j), role, j)
 
-    def write(self, folder: Path) -> None:
-        """Write float32 safetensors, and the blocks of matrices that are computed on as they are, if there are any."""
-        gguf, tensors = self._gguf, []
-        for source in self._sources:
-            shape = self._shape(source)[:: -1 if self._is_turned(source) else 1]
-            tensors.append(Planned(source.hf_name, "F32", shape, 4 * math.prod(shape), partial(self._numbers, source)))
-        path = folder / "model.safetensors"
-        write_safetensors(path, tensors, {"format": "pt"}, f"converting {gguf.path.name}")
-        blocks, types = [], {}
-        for source in self._sources:
-            tensor = gguf.tensors[source.gguf_name]
-            if self._spec.experts is not None:
-                break  # the step that computes on blocks has no experts
-            found = BlockType.__members__.get(tensor.kind.name)
-            if found is not None and found.num_inputs > 1 and tensor.data.ndim == 2:
-                read = partial(self._block_rows, source)
-                blocks.append(Planned(source.hf_name, "U8", tensor.data.shape, tensor.data.nbytes, read))
-                types[source.hf_name] = tensor.kind.name
-        if blocks:
-            (folder / BLOCKS).parent.mkdir()
-            write_safetensors(folder / BLOCKS, blocks, types, f"copying blocks of {gguf.path.name}")
-            record_weights(folder, path)
+    def _order(self, role: str) -> str:
+        if role == "qkv" and self._spec.qkv_layout is QkvLayout.GROUPED:
+            return GROUPED
+        return HALVES if self._is_permuted and role in ("q", "k") else ""
 
-    def _shape(self, source: GgufSource) -> tuple[int, ...]:
-        shape = self._gguf.shape(source.gguf_name)
-        if source.role == "shared_share" and len(shape) == 1:  # one output
-            return (1, *shape)
-        return shape if source.expert is None else shape[1:]
-
-    def _is_turned(self, source: GgufSource) -> bool:
-        return self._spec.names.is_transposed and source.is_weight and source.role not in _UNTURNED
-
-    def _numbers(self, source: GgufSource) -> Iterator[npt.NDArray[np.float32]]:
-        """See `_values`. Raises: `WeightsError` where some of them are not numbers."""
-        for part in self._values(source):
-            if np.isnan(part).any():
-                message = f"{self._gguf.path} is damaged: tensor {source.gguf_name} holds values that are not numbers"
-                raise WeightsError(message)
-            yield part
-
-    def _values(self, source: GgufSource) -> Iterator[npt.NDArray[np.float32]]:
-        """A tensor's values as the checkpoint lays them out, in parts where nothing has to be put in another order."""
-        name = source.gguf_name
-        if source.expert is not None:
-            yield self._gguf.dequantise(name, slice(source.expert, source.expert + 1))[0]
-            return
-        shape = self._gguf.shape(name)
-        if len(shape) == 1 or self._is_turned(source) or self._reorders(source):
-            values = self._reordered(source, self._gguf.dequantise(name))
-            values = values - np.float32(self._spec.norm_offset) if source.role in _NORMS else values
-            yield values.T if self._is_turned(source) else values
-            return
-        step = max(1, _CHUNK_ELEMENTS // math.prod(shape[1:]))
-        for start in range(0, shape[0], step):
-            yield self._gguf.dequantise(name, slice(start, start + step))
-
-    def _block_rows(self, source: GgufSource) -> Iterator[npt.NDArray[np.uint8]]:
-        yield self._reordered(source, self._gguf.tensors[source.gguf_name].data)
-
-    def _reorders(self, source: GgufSource) -> bool:
-        is_grouped = source.role == "qkv" and self._spec.qkv_layout is QkvLayout.GROUPED
-        return is_grouped or (self._is_permuted and source.role in ("q", "k"))
-
-    def _reordered(self, source: GgufSource, rows: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
-        """A tensor's rows, of values or of blocks, in the checkpoint's order."""
-        spec = self._spec
-        if not self._reorders(source):
-            return rows
-        count = spec.num_heads if source.role == "q" else spec.num_kv_heads
-        num_rows = {"q": spec.num_heads, "k": spec.num_kv_heads}.get(source.role, spec.num_heads + 2 * count)
-        if len(rows) != num_rows * spec.head_dim:
-            name = f"{self._gguf.path}: tensor {source.gguf_name}"
-            raise WeightsError(f"{name} has {len(rows)} rows, expected {num_rows} heads of {spec.head_dim}")
-        if source.role == "qkv":
-            return _grouped(rows, count, spec.head_dim)
-        halves = rows.reshape(count, -1, 2, *rows.shape[1:])  # [heads, head_dim / 2, 2, hidden_size or bytes]
-        return halves.swapaxes(1, 2).reshape(rows.shape)
-
-
-def _grouped(rows: npt.NDArray[Scalar], num_kv_heads: int, head_dim: int) -> npt.NDArray[Scalar]:
-    """All queries, all keys, all values -> for each head of keys its queries, its key, its value."""
-    size = num_kv_heads * head_dim
-    parts = np.split(rows, [len(rows) - 2 * size, len(rows) - size])
-    together = [part.reshape(num_kv_heads, -1, *rows.shape[1:]) for part in parts]
-    return np.concatenate(together, axis=1).reshape(rows.shape)
+    def _check_heads(self, name: str, role: str) -> None:
+        spec, num_rows = self._spec, self._gguf.shape(name)[0]
+        heads = {"q": spec.num_heads, "k": spec.num_kv_heads}.get(role, spec.num_heads + 2 * spec.num_kv_heads)
+        if num_rows != heads * spec.head_dim:
+            place = f"{self._gguf.path}: tensor {name}"
+            raise WeightsError(f"{place} has {num_rows} rows, expected {heads} heads of {spec.head_dim}")

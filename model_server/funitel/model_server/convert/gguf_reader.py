@@ -1,15 +1,17 @@
 """Read a GGUF file: its metadata by key and its tensors by name, refusing one that is cut short or contradicts itself.
 
 Every length is held against the end of the file and against a bound before anything is made of it. Knows nothing of
-architectures or tokenizers; `gguf_convert` and `gguf_tokenizer` do. Tensor data stays memory mapped until
-`GgufFile.dequantise`.
+architectures or tokenizers; `gguf` and `gguf_tokenizer` do. A model that is split over files is read from all of them.
+Tensor data stays memory mapped until `GgufFile.dequantise`.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import math
+import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ MAX_NAME_BYTES = 1 << 10
 MAX_DIMENSIONS = 4
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32  # where the file names none
+_SPLIT_COUNT = "split.count"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {
     0: "u1",
@@ -46,7 +49,7 @@ _NUMBERS = {GGMLQuantizationType.F32: "<f4", GGMLQuantizationType.F16: "<f2", GG
 
 
 @dataclass(frozen=True, slots=True)
-class GgufTensor:
+class StoredTensor:
     """One tensor: its type and shape, outermost dimension first, and its data in the file.
 
     `data` is numbers in `shape` for floating-point types that numpy has, else bytes: [..., bytes of a row].
@@ -56,6 +59,7 @@ class GgufTensor:
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
     data: npt.NDArray[Any]
+    part: int = 0  # the number of its file
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,9 @@ class GgufFile:
 
     path: Path
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
+    tensors: Mapping[str, StoredTensor]
+    parts: tuple[tuple[Path, int], ...]
+    """Its files, each with the bytes before the tensors' data."""
 
     @property
     def architecture(self) -> str:
@@ -120,16 +126,19 @@ class GgufFile:
 
     def dequantise(self, name: str, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
         """Return the exact float32 values of a tensor, or of some rows of a matrix."""
+        self.check_kind(name)
         tensor = self.tensors[name]
         data = tensor.data[rows]
         shape = tensor.shape if len(tensor.shape) == 1 else (len(data), *tensor.shape[1:])
-        try:
-            with np.errstate(all="ignore"):  # scales that are no numbers
-                values = data if tensor.kind in _NUMBERS else dequantize(data, tensor.kind)
-        except NotImplementedError as error:
-            message = f"{self.path}: tensor {name} has type {tensor.kind.name}, which cannot be read"
-            raise UnsupportedModel(message) from error
+        with np.errstate(all="ignore"):  # scales that are no numbers
+            values = data if tensor.kind in _NUMBERS else dequantize(data, tensor.kind)
         return np.asarray(values, dtype=np.float32).reshape(shape)
+
+    def check_kind(self, name: str) -> None:
+        """Raise UnsupportedModel where the library cannot read a tensor's type."""
+        kind = self.tensors[name].kind
+        if not _is_readable(kind):
+            raise UnsupportedModel(f"{self.path}: tensor {name} has type {kind.name}, which cannot be read")
 
     def _wrong(self, key: str, kind: str) -> WeightsError:
         state = f"is not a {kind}" if key in self.metadata else "is missing"
@@ -141,12 +150,49 @@ def read_gguf(path: Path) -> GgufFile:
 
     Raises: `WeightsError` for a file that is no GGUF, damaged or truncated; `UnsupportedModel` if big-endian.
     """
+    first = _read_one(path)
+    count = first.metadata.get(_SPLIT_COUNT, 1)
+    if count in (0, 1):
+        return first
+    tensors: dict[str, StoredTensor] = {}
+    files = [_read_one(each) for each in _split_paths(path, count)]
+    for number, file in enumerate(files):
+        if file.metadata.get("split.no") != number or file.metadata.get(_SPLIT_COUNT) != count:
+            raise WeightsError(f"{file.path} is not part {number + 1} of {count}, as its name says")
+        for name, tensor in file.tensors.items():
+            if name in tensors:
+                raise WeightsError(f"{file.path}: tensor {name} is in two parts")
+            tensors[name] = replace(tensor, part=number)
+    return GgufFile(files[0].path, files[0].metadata, tensors, tuple(each for file in files for each in file.parts))
+
+
+def _split_paths(path: Path, count: object) -> list[Path]:
+    """The files of a model that is split, by the name of one of them. Raises: `WeightsError`: one is not there."""
+    found = re.fullmatch(r"(.+)-\d{5}-of-(\d{5})\.gguf", path.name)
+    if not isinstance(count, int) or found is None or int(found[2]) != count:
+        raise WeightsError(f"{path} is one of {count} parts: their names must end in -00001-of-{count:05}.gguf, ...")
+    paths = [path.with_name(f"{found[1]}-{number:05}-of-{found[2]}.gguf") for number in range(1, count + 1)]
+    if missing := [each for each in paths if not each.is_file()]:
+        raise WeightsError(f"{path} is one of {count} parts, and {missing[0].name} is not beside it")
+    return paths
+
+
+def _read_one(path: Path) -> GgufFile:
     if file_format(path) != "gguf":
         raise WeightsError(f"{path} is not a GGUF file")
     try:
         return _read(path)
     except (ValueError, struct.error, OSError) as error:
         raise WeightsError(f"{path} is a damaged GGUF file: {error}") from error
+
+
+@cache
+def _is_readable(kind: GGMLQuantizationType) -> bool:
+    try:
+        dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+    except NotImplementedError:
+        return kind in _NUMBERS
+    return True
 
 
 def _read(path: Path) -> GgufFile:
@@ -177,7 +223,7 @@ def _read(path: Path) -> GgufFile:
     start = -(-header.at // alignment) * alignment
     tensors = {name: _tensor(header.data, name, start, alignment, *info) for name, info in infos.items()}
     _check_apart(tensors)
-    return GgufFile(path, metadata, tensors)
+    return GgufFile(path, metadata, tensors, ((path, start),))
 
 
 class _Header:
@@ -248,7 +294,7 @@ def _tensor(
     kind: GGMLQuantizationType,
     shape: tuple[int, ...],
     offset: int,
-) -> GgufTensor:
+) -> StoredTensor:
     block_items, block_bytes = GGML_QUANT_SIZES[kind]
     if shape[-1] % block_items:
         raise ValueError(f"tensor {name} has rows of {shape[-1]}, not a multiple of {kind.name}'s {block_items}")
@@ -259,11 +305,11 @@ def _tensor(
     _check_end("tensor data", first + math.prod(rows), data)
     part = data[first : first + math.prod(rows)]
     if kind in _NUMBERS:
-        return GgufTensor(kind, shape, first, part.view(_NUMBERS[kind]).reshape(shape))
-    return GgufTensor(kind, shape, first, part.reshape(rows))
+        return StoredTensor(kind, shape, first, part.view(_NUMBERS[kind]).reshape(shape))
+    return StoredTensor(kind, shape, first, part.reshape(rows))
 
 
-def _check_apart(tensors: Mapping[str, GgufTensor]) -> None:
+def _check_apart(tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse tensors that share bytes."""
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):

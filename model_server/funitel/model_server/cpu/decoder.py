@@ -62,8 +62,8 @@ class FusedDecoder:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether some matrix is kept as the blocks of a GGUF."""
-        return any(kind.has_blocks for kind in self.program.kinds.values())
+        """Whether some matrix is kept as a GGUF has it."""
+        return self.tier is Tier.GGUF and any(kind is not self.tier.kind for kind in self.program.kinds.values())
 
     @property
     def kv_dtype(self) -> torch.dtype:

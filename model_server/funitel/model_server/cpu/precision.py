@@ -72,7 +72,7 @@ def choose_tier(
     Args:
         dtype, quantize: the settings of these names.
         quantization: what the checkpoint says of its own; `quantize` then only confirms it.
-        has_blocks: the model was converted from a GGUF and its blocks are at hand.
+        has_blocks: the model is a GGUF with matrices that can be kept as they are.
 
     Raises:
         SettingsError: exact weights and quantised weights are both asked for, or blocks where there are none.
@@ -83,8 +83,8 @@ def choose_tier(
         raise SettingsError(f"--quantize {quantize} {what}, --dtype {dtype} keeps them: give one")
     if made is Tier.GGUF and not has_blocks:
         raise SettingsError(
-            "--quantize gguf: this model was not converted from a GGUF file with blocks of type Q4_0, Q4_1 or Q8_0, "
-            "or by an older version; give the GGUF file or its name in the catalogue as --model-id"
+            "--quantize gguf: this model is no GGUF file, or one without quantised matrices; "
+            "give a GGUF file or its name in the catalogue as --model-id"
         )
     if made is not None:
         return made

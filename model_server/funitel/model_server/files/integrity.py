@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from funitel.model_server.files.gguf_pointer import POINTER, check_pointer
 from funitel.model_server.files.progress import Progress
 from funitel.proto.errors import WeightsError
 
@@ -41,11 +42,14 @@ def check_folder(folder: Path) -> None:
     for path in weight_files(folder):
         if not path.is_file():  # a pipe would be waited for
             raise WeightsError(f"{path} is not a file")
-        check_safetensors(path) if path.suffix == ".safetensors" else check_pickle(path)
+        if path.name == POINTER:
+            check_pointer(path)
+        else:
+            check_safetensors(path) if path.suffix == ".safetensors" else check_pickle(path)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files with a checkpoint's weights: safetensors where there are any, else PyTorch's own.
+    """The files with a checkpoint's weights: safetensors if there are any, else the pointer to a GGUF, else PyTorch's.
 
     Raises: `WeightsError`: there are none, or the index names one that is not there.
     """
@@ -53,6 +57,8 @@ def weight_files(folder: Path) -> list[Path]:
         return _listed(folder / _SAFETENSORS_INDEX)
     if paths := sorted(folder.glob("*.safetensors")):
         return paths
+    if (folder / POINTER).is_file():
+        return [folder / POINTER]
     if (folder / _PICKLE_INDEX).is_file():
         return _listed(folder / _PICKLE_INDEX)
     for pattern in _PICKLES:

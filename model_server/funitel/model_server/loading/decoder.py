@@ -51,7 +51,7 @@ def load(settings: ModelServerSettings, folder: Path) -> LoadedShard:
     if device.type == "cpu":
         tier = choose_tier(settings.dtype, settings.quantize, weights.quantization, has_blocks=weights.has_blocks)
         if tier is Tier.INT8 and not weights.has_blocks and is_outdated(folder):
-            logger.warning("%s was converted by an older version, without blocks: name the GGUF as --model-id", folder)
+            logger.warning("%s was converted by an older version, to float32: name the GGUF as --model-id", folder)
     made = MADE if tier is not None else MADE_ON_GPU if device.type == "cuda" else {}
     if settings.quantize not in made or weights.quantization is not None:
         check_flag(settings.quantize, weights.quantization)

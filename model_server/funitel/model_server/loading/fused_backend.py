@@ -100,13 +100,13 @@ def _in_shared_memory(parallel: TensorParallel, library: ctypes.CDLL) -> TensorP
 def _log_tier(decoder: fused.FusedDecoder, *, is_default: bool) -> None:
     """Log how weights are kept where no flag says it, and which of a GGUF's are not as they were."""
     kinds = decoder.program.kinds
-    others = [layers for layers, kind in kinds.items() if not kind.has_blocks]
+    others = [layers for layers, kind in kinds.items() if kind is decoder.tier.kind]
     if decoder.tier is Tier.GGUF and not decoder.has_blocks:
-        logger.warning("no block of the GGUF can be used as it is; weights are kept as int8; %s", _EXACT)
+        logger.warning("no matrix of the GGUF can be used as it is; weights are kept as int8; %s", _EXACT)
         return
     if is_default and decoder.tier is Tier.GGUF:
-        types = ", ".join(sorted({kind.name for kind in kinds.values() if kind.has_blocks}))
-        logger.info("weights are kept as the blocks of the GGUF (%s), the default on a CPU; %s", types, _EXACT)
+        types = ", ".join(sorted({kind.name for kind in kinds.values() if kind is not decoder.tier.kind}))
+        logger.info("weights are kept as in the GGUF (%s), the default on a CPU; %s", types, _EXACT)
     elif is_default:
         logger.info("weights are kept as %s, the default on a CPU; %s", decoder.tier.label, _EXACT)
     if decoder.tier is Tier.GGUF and others:

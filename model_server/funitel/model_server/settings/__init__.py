@@ -43,7 +43,7 @@ class DownloadSettings:
 
 
 MAX_ROWS, MAX_THREADS, MAX_FOOTPRINT_MIB = 4096, 1024, 1 << 16  # of a measurement of kernels
-QUANTIZE_METHODS = ("gptq", "int8", "q4")
+QUANTIZE_METHODS = ("gptq", "int8", "q4", "none")
 GROUP_MULTIPLE = 8  # four-bit weights in a 32-bit word: no word belongs to two groups
 
 
@@ -57,7 +57,8 @@ class QuantizeSettings:
     cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
     method: str = setting(
         "gptq",
-        "gptq: 4 bits, calibrated on texts; int8: 8 bits, a scale for each output; q4: 4 bits, blocks of 32.",
+        "gptq: 4 bits, calibrated on texts; int8: 8 bits, a scale for each output; q4: 4 bits, blocks of 32; "
+        "none: the weights as they are, those of a GGUF in float32.",
         choices=QUANTIZE_METHODS,
         env=None,
     )

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from funitel.model_server.checkpoint.gguf_block_file import open_blocks
 from funitel.model_server.checkpoint.gguf_block_types import BlockType
+from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.cpu.compiler import CannotBuild
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.footprint import matrix_bytes
@@ -35,6 +35,7 @@ from funitel.model_server.cpu.native import (
     load_library,
 )
 from funitel.model_server.cpu.precision import MatrixKind, Tier
+from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import cache_folder, resolve
 from funitel.model_server.registry.lookup import spec_of
@@ -108,9 +109,9 @@ def kinds_of(tier: Tier, spec: ModelSpec, folder: Path) -> dict[str, MatrixKind]
     }
     if tier is not Tier.GGUF:
         return dict.fromkeys(layers, tier.kind)
-    file = open_blocks(folder)
-    if file is None:
-        raise StartupError(f"--tier gguf: {folder} holds no blocks of a GGUF that can be used")
+    if not (folder / POINTER).is_file():
+        raise StartupError(f"--tier gguf: {folder} was not made of a GGUF")
+    file = GgufTensorFile(folder / POINTER)
     types = {shape: file.type_of(f"{layer}.weight") for shape, layer in layers.items()}
     return {shape: MatrixKind.of_blocks(found) or tier.kind for shape, found in types.items()}
 
@@ -222,15 +223,6 @@ def _rows(
         yield held_against(*each, read_bytes_s=roofs.read_bytes_s, multiply_s=roofs.multiply_s)
 
 
-_SCALES = {  # where a block's 16-bit scales lie, if it is not the first two bytes alone
-    **dict.fromkeys((BlockType.Q4_1, BlockType.Q5_1, BlockType.Q4_K, BlockType.Q5_K), (0, 2)),
-    BlockType.Q2_K: (80, 82),
-    BlockType.Q3_K: (108,),
-    BlockType.Q6_K: (208,),
-    BlockType.MXFP4: (),
-}
-
-
 def _random_weight(kind: MatrixKind, num_outputs: int, num_inputs: int) -> torch.Tensor:
     """Weights as `NativeEngine.add_matrix` takes them; blocks of any codes with one scale: no sum is infinite."""
     if not kind.has_blocks:
@@ -239,7 +231,7 @@ def _random_weight(kind: MatrixKind, num_outputs: int, num_inputs: int) -> torch
     blocks = torch.randint(0, 256, (num_outputs, num_inputs // block.num_inputs, block.num_bytes), dtype=torch.uint8)
     if block is BlockType.MXFP4:
         blocks[..., 0] = 120  # an exponent of two
-    for at in _SCALES.get(block, (0,)):
+    for at in block.scales:
         blocks[..., at : at + 2] = torch.full([1], 0.01, dtype=torch.float16).view(torch.uint8)
     return blocks.flatten(1)
 

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi
@@ -12,7 +13,9 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.convert.hf_folder import write_json
+from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.model_server.files.integrity import read_json
+from funitel.model_server.files.manifest import MANIFEST, VERIFIED
 from funitel.model_server.hub import resolve
 from funitel.model_server.hub.huggingface import first_line
 from funitel.model_server.loading.common import choose_device, set_threads
@@ -24,7 +27,7 @@ from funitel.model_server.spec.model_spec import ModelSpec
 from funitel.model_server.tools.quantize.calibration import read_texts, tokenize
 from funitel.model_server.tools.quantize.folder import SafetensorsWriter, check_space, check_target, finished_folder
 from funitel.model_server.tools.quantize.formats import side_files
-from funitel.model_server.tools.quantize.job import QuantizeJob, Report
+from funitel.model_server.tools.quantize.job import CheckpointSource, QuantizeJob, Report
 from funitel.proto.errors import SettingsError, StartupError, UnsupportedModel, WeightsError
 
 logger = logging.getLogger(__name__)
@@ -60,7 +63,9 @@ def upload(folder: Path, repository: str) -> None:
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
-_NOT_COPIED = frozenset({"config.json", "quantize_config.json", "quant_config.json", "source.json"})
+_NOT_COPIED = frozenset(
+    {"config.json", "quantize_config.json", "quant_config.json", "source.json", POINTER, MANIFEST, VERIFIED}
+)
 
 
 def run(settings: QuantizeSettings) -> Path:
@@ -109,6 +114,8 @@ def quantize(settings: QuantizeSettings, folder: Path) -> Report:
     weights = Weights(folder, torch.float32, device, spec.names.prefix, is_shown=False)
     if weights.quantization is not None:
         raise UnsupportedModel(f"{folder} is quantised already, as {weights.quantization.flags[0]}")
+    if settings.method == "none":
+        return _copy(folder, config, target)
     samples = _samples(settings, folder, spec) if settings.method == "gptq" else []
     try:
         with finished_folder(target) as result, torch.inference_mode():
@@ -124,6 +131,24 @@ def quantize(settings: QuantizeSettings, folder: Path) -> Report:
     except OSError as error:
         raise StartupError(f"cannot write OUTPUT_DIR {target}: {error.strerror or error}") from error
     return job.report
+
+
+def _copy(folder: Path, config: dict[str, Any], target: Path) -> Report:
+    """Write the model as it is, in safetensors: that of a GGUF in the values that its blocks stand for."""
+    source = CheckpointSource(folder)
+    plan = {name: source.shape(name) for name in source.names}
+    try:
+        with finished_folder(target) as result:
+            check_space(result, plan)
+            for path in _side_files(folder):
+                shutil.copyfile(path, result / path.name)
+            write_json(result / "config.json", config)
+            with SafetensorsWriter(result, plan) as writer:
+                for name in plan:
+                    writer.write(name, source.read(name))
+    except OSError as error:
+        raise StartupError(f"cannot write OUTPUT_DIR {target}: {error.strerror or error}") from error
+    return Report(0, source.names)
 
 
 def _samples(settings: QuantizeSettings, folder: Path, spec: ModelSpec) -> list[list[int]]:

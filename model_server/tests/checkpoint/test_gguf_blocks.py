@@ -2,18 +2,15 @@
 
 import json
 import logging
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import gguf
+import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
-from funitel.model_server.checkpoint.gguf_block_types import BLOCKS, RECORD, record_weights, why_unusable
-from funitel.model_server.checkpoint.weights import Weights
+from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.cpu import build as building
 from funitel.model_server.cpu import compiler
 from funitel.model_server.cpu.compiler import INSTRUCTION_SETS
@@ -21,6 +18,7 @@ from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.footprint import matrix_bytes
 from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.files.gguf_pointer import POINTER, part_of, read_pointer, write_pointer
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import CONVERSION
 from funitel.model_server.kv_cache.pool import KVCache
@@ -34,7 +32,7 @@ from funitel_testing.products import kept, product
 from funitel_testing.ranks import run_ranks
 from funitel_testing.servers import free_port
 from funitel_testing.tiny import save_tiny
-from funitel_testing.tiny_blocks import GPT2_SIZES, SIZES, add_blocks
+from funitel_testing.tiny_blocks import GPT2_SIZES, SIZES, add_blocks, values_of
 
 Prompts = list[list[int]]
 TYPES = ("Q4_0", "Q4_1", "Q8_0")
@@ -130,14 +128,15 @@ def test_a_row_has_the_same_bits_in_any_company_threads_and_instruction_set(kind
 def test_sums_of_the_largest_codes_stay_exact(tmp_path: Path) -> None:
     """The lowest byte and the highest nibbles, all of one sign beside activations of one sign."""
     folder = save_blocks("llama", tmp_path, "Q8_0", num_hidden_layers=1)
-    blocks, tensors = load_file(folder / BLOCKS), load_file(folder / "model.safetensors")
-    for name, rows in blocks.items():
+    pointer = read_pointer(folder / POINTER)
+    content = bytearray((folder / "blocks.gguf").read_bytes())
+    for name, entry in pointer.tensors.items():
         if "mlp" in name:
-            rows.view(rows.shape[0], -1, 34)[..., 2:] = 128  # as signed: -128
-            tensors[name] = torch.from_numpy(gguf.dequantize(rows.numpy(), GGMLQuantizationType.Q8_0))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    save_file(blocks, folder / BLOCKS, dict.fromkeys(blocks, "Q8_0"))
-    record_weights(folder, folder / "model.safetensors")
+            num_bytes = BlockType.Q8_0.row_bytes(entry.shape[0] * entry.shape[1])
+            blocks = np.frombuffer(content, np.uint8, num_bytes, entry.offset).reshape(-1, 34)
+            blocks[:, 2:] = 128  # as signed: -128
+    (folder / "blocks.gguf").write_bytes(content)
+    write_pointer(folder, replace(pointer, parts=(part_of(folder, folder / "blocks.gguf", 32),)))
     prompts = make_prompts(12)
     found = logits_of(folder, fused_decoder(folder, Tier.GGUF, TensorParallel()), prompts)
     assert error(found, run(folder, TensorParallel(), prompts, 6)) < 1e-3
@@ -164,7 +163,7 @@ def test_what_is_no_block_is_kept_as_int8_beside_them(tmp_path: Path) -> None:
 def test_memory_is_that_of_the_blocks(tmp_path: Path) -> None:
     folder = save_blocks("smollm", tmp_path, "Q4_1")
     program = fused_decoder(folder, Tier.GGUF, TensorParallel()).program
-    num_bytes = sum(rows.numel() for rows in load_file(folder / BLOCKS).values())
+    num_bytes = sum(values.numel() // 32 * 20 for values in values_of(folder).values() if values.dim() == 2)
     assert program.sharded_bytes == program.total_sharded_bytes == num_bytes
     assert program.held_bytes == num_bytes + 7 * 96 * 4  # norms
     assert matrix_bytes(MatrixKind.Q4_0, 17, 64) == 32 * 2 * 18
@@ -209,7 +208,7 @@ def test_blocks_are_the_default_where_there_are_any(tmp_path: Path, caplog: pyte
     settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1)
     executor, info = load(settings, folder)
     assert (info.dtype, executor.options.dtype) == ("gguf", torch.float16)
-    said = "weights are kept as the blocks of the GGUF (Q4_1), the default on a CPU; --dtype float32 keeps them exact"
+    said = "weights are kept as in the GGUF (Q4_1), the default on a CPU; --dtype float32 keeps them exact"
     assert said in caplog.messages
     assert any("of 14 matrices 3 are kept as int8" in text and "down_proj" in text for text in caplog.messages)
     assert load(replace(settings, quantize="gguf"), folder)[1].dtype == "gguf"
@@ -220,7 +219,7 @@ def test_blocks_are_the_default_where_there_are_any(tmp_path: Path, caplog: pyte
 def test_blocks_that_are_not_there_cannot_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = save_tiny("llama", tmp_path / "plain")
     settings = ModelServerSettings(model_id=str(plain), device="cpu", num_threads=1, quantize="gguf")
-    with pytest.raises(SettingsError, match="--quantize gguf: this model was not converted from a GGUF file"):
+    with pytest.raises(SettingsError, match="--quantize gguf: this model is no GGUF file"):
         load(settings, plain)
     folder = save_blocks("llama", tmp_path / "blocks", "Q4_0")
     with pytest.raises(SettingsError, match="--quantize gguf keeps blocks as they are, --dtype float32 keeps them"):
@@ -230,14 +229,12 @@ def test_blocks_that_are_not_there_cannot_be_asked_for(tmp_path: Path, monkeypat
         load(replace(settings, cache_dir=str(tmp_path / "nothing built")), folder)
 
 
-def test_a_folder_converted_before_there_were_blocks_still_loads(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_converted_to_float32_still_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_tiny("llama", tmp_path)
     (folder / "source.json").write_text(json.dumps({"gguf": "/gone/model.gguf", "conversion": CONVERSION - 1}))
     settings = ModelServerSettings(model_id=str(folder), device="cpu", num_threads=1)
     assert load(settings, folder)[1].dtype == "int8"
-    said = f"{folder} was converted by an older version, without blocks: name the GGUF as --model-id"
+    said = f"{folder} was converted by an older version, to float32: name the GGUF as --model-id"
     assert said in caplog.messages
 
 
@@ -258,39 +255,22 @@ def test_where_no_block_can_be_used_the_tier_is_int8_and_says_so(
     only_v = add_blocks(save_tiny("llama", tmp_path, **SIZES), lambda name: "Q8_0" if "v_proj" in name else None)
     settings = ModelServerSettings(model_id=str(only_v), device="cpu", num_threads=1, quantize="gguf")
     assert load(settings, only_v)[1].dtype == "int8"
-    assert "no block of the GGUF can be used as it is; weights are kept as int8" in caplog.text
+    assert "no matrix of the GGUF can be used as it is; weights are kept as int8" in caplog.text
 
 
-def test_a_file_of_blocks_that_is_wrong_is_refused(tmp_path: Path) -> None:
+def test_blocks_of_another_model_are_refused(tmp_path: Path) -> None:
     folder = save_blocks("llama", tmp_path, "Q4_0")
-    blocks = load_file(folder / BLOCKS)
-    save_file(blocks, folder / BLOCKS, dict.fromkeys(blocks, "Q4_1"))
-    with pytest.raises(WeightsError, match=r"embed_tokens.weight has shape \[288, 54\], expected \[288, 60\]"):
+    config = read_json(folder / "config.json")
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    with pytest.raises(WeightsError, match=r"gate_proj.weight has shape \[192, 96\], expected \[96, 96\]"):
         fused_decoder(folder, Tier.GGUF, TensorParallel())
-    save_file(blocks, folder / BLOCKS)
-    with pytest.raises(WeightsError, match="is of type none, which is none of GGUF's that are read"):
-        Weights(folder, torch.float32, CPU)
-    content = (folder / BLOCKS).read_bytes()
-    (folder / BLOCKS).write_bytes(content[: len(content) // 2])
-    with pytest.raises(WeightsError, match="blocks.safetensors is not a whole safetensors file"):
-        Weights(folder, torch.float32, CPU)
 
 
-def test_blocks_are_not_used_for_weights_saved_over_theirs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_saved_beside_a_pointer_count(tmp_path: Path) -> None:
     folder = save_blocks("llama", tmp_path / "model", "Q4_0")
-    shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copy)  # all times are new
+    save_file({name: values * 1.01 for name, values in values_of(folder).items()}, folder / "model.safetensors")
     settings = ModelServerSettings(model_id="", device="cpu", num_threads=1)
-    assert load(settings, tmp_path / "copy")[1].dtype == "gguf"
-    tensors = load_file(folder / "model.safetensors")
-    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, folder / "model.safetensors")
-    assert "blocks.safetensors is not used" not in caplog.text
     assert load(settings, folder)[1].dtype == "int8"
-    assert "blocks.safetensors is not used: " in caplog.text
-    assert "model.safetensors has other weights than those they stand for" in caplog.text
-    (folder / "model.safetensors").unlink()
-    assert "gone" in str(why_unusable(folder))
-    (folder / RECORD).write_text("[]")
-    assert "is not a JSON object" in str(why_unusable(folder))
 
 
 class Counted:
@@ -314,11 +294,13 @@ def test_progress_is_of_what_a_tier_reads(left_out: str, tmp_path: Path, monkeyp
     folder = save_tiny("llama", tmp_path, **SIZES)
     floats = sum(tensor.numel() * 4 for tensor in load_file(folder / "model.safetensors").values())
     add_blocks(folder, lambda name: None if left_out in name else "Q4_1")
-    weights, blocks = load_file(folder / "model.safetensors"), load_file(folder / BLOCKS)
-    kept = sum(tensor.numel() * 4 for name, tensor in weights.items() if name not in blocks)
+    blocks = {
+        name: values.numel() for name, values in values_of(folder).items() if values.dim() == 2 and left_out not in name
+    }
+    kept = floats - 4 * sum(blocks.values()) + sum(blocks.values()) // 32 * 20
     monkeypatch.setattr(Counted, "shown", [])
     monkeypatch.setattr("funitel.model_server.checkpoint.weights.Progress", Counted)
-    for tier, total in ((Tier.GGUF, kept + sum(map(torch.numel, blocks.values()))), (Tier.INT8, floats)):
+    for tier, total in ((Tier.GGUF, kept), (Tier.INT8, floats)):
         fused_decoder(folder, tier, TensorParallel())
         (progress,) = Counted.shown
         assert progress.done_bytes == progress.total_bytes == total
