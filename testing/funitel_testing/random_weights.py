@@ -23,7 +23,7 @@ class RandomWeights(Weights):
     ) -> None:
         self.dtype, self.device, self.prefix, self.quantization = dtype, device, "model.", None
         self.held_bytes = self.sharded_bytes = self.total_sharded_bytes = 0
-        self.takes_blocks, self.scales_kv, self.products = False, False, None
+        self.takes_blocks, self.scales_kv, self.products = (lambda kind: False), False, None
         self._files, self._storages, self._blocks = {}, {}, None
         self._deviation = deviation
 

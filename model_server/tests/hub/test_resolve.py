@@ -209,9 +209,7 @@ def test_a_gguf_that_was_moved_or_replaced_is_found_again_or_refused(
     again = resolve.resolve(str(moved), cache_dir=cache_dir).folder
     assert read_pointer(again / POINTER).parts[0].file == str(moved)
     make_gguf(tiny_gguf, seed=1)
-    with pytest.raises(
-        WeightsError, match=rf"{tiny_gguf} was changed since {folder} was made of it \(its bytes"
-    ):
+    with pytest.raises(WeightsError, match=rf"{tiny_gguf} was changed since {folder} was made of it \(its bytes"):
         resolve.resolve(str(folder))
 
 

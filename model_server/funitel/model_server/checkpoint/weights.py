@@ -7,7 +7,7 @@ needs and then calls `finish`, which refuses tensors that were not asked for.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -41,10 +41,10 @@ class Weights:
     Names are those of the causal-LM model; a checkpoint saved from the bare model, without `prefix`, is understood.
 
     `held_bytes` counts what this rank holds, `sharded_bytes` the part of it that is split between ranks, and
-    `total_sharded_bytes` the same tensors unsplit. A caller that takes GGUF blocks sets `takes_blocks`
-    before anything is read; `products` is what multiplies by quantised matrices as they are; `scales_kv` says
-    that the pool is float8, so that the scales of keys and values count. `quantization` is None for a checkpoint
-    that is not quantised. Progress goes to stderr where `is_shown`.
+    `total_sharded_bytes` the same tensors unsplit. A caller that takes GGUF blocks of some types sets
+    `takes_blocks` before anything is read; `products` is what multiplies by quantised matrices as they are;
+    `scales_kv` says that the pool is float8, so that the scales of keys and values count. `quantization` is None for a
+    checkpoint that is not quantised. Progress goes to stderr where `is_shown`.
 
     Raises:
         StartupError: no weights, a file that is not whole, or quantised in a way that cannot be read.
@@ -56,7 +56,7 @@ class Weights:
         self, folder: Path, dtype: torch.dtype, device: torch.device, prefix: str = "", *, is_shown: bool = True
     ) -> None:
         self.dtype = dtype
-        self.takes_blocks = False
+        self.takes_blocks: Callable[[BlockType], bool] = lambda kind: False
         self.products: QuantizedMatmul | None = None
         self.scales_kv = False
         self.device = device
@@ -293,7 +293,8 @@ class Weights:
 
     def _bytes_of(self, name: str, storage: Storage) -> int:
         """What is read of a tensor that is read whole."""
-        if self.takes_blocks and self._blocks is not None and self._blocks.type_of(name) is not None:
+        kind = None if self._blocks is None else self._blocks.type_of(name)
+        if self._blocks is not None and kind is not None and self.takes_blocks(kind):
             return self._blocks.num_bytes(name)
         return storage.num_elements * self.dtype.itemsize
 

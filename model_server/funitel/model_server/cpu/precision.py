@@ -51,6 +51,11 @@ class Tier(Enum):
         """The kind of a matrix that is not kept as blocks."""
         return {Tier.FLOAT32: MatrixKind.FLOAT32, Tier.FLOAT16: MatrixKind.FLOAT16}.get(self, MatrixKind.INT8)
 
+    def takes_blocks(self, block_type: BlockType) -> bool:
+        """Whether matrices of a GGUF's type are read as their blocks."""
+        kind = MatrixKind.of_blocks(block_type)
+        return self is Tier.GGUF and kind is not None and kind.has_blocks
+
     @property
     def has_half_kv(self) -> bool:
         """Keys and values are float16; float32 only in the exact tier."""

@@ -52,7 +52,7 @@ class Program:
         self._starts: list[int] = []  # of each layer's operations, and where the last one's end
         self.engine = NativeEngine(library, self._shape(block_size, num_threads))
         self._matrices = Matrices(spec, weights, parallel, tier, self.engine)
-        weights.takes_blocks = tier is Tier.GGUF
+        weights.takes_blocks = tier.takes_blocks
         # Before memory is taken by what config.json says: that may be of another model.
         weights.check(f"{weights.prefix}{spec.names.embedding}.weight", [spec.vocab_size, spec.hidden_size])
         self.engine.reserve(weight_bytes(spec, parallel, tier, weights.block_type))
