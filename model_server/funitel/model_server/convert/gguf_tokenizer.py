@@ -36,11 +36,11 @@ class TokenType(IntEnum):
 class PreTokenizer:
     """How a byte-level vocabulary cuts text into words before merging, and what goes with it.
 
-    `pattern` None is GPT-2's own. `compose` normalises text to NFC. `ignore_merges` takes a word that is
-    a token as it is. `add_bos_token` stands in for files that do not say.
+    `patterns` cut one after the other; none is GPT-2's own. `compose` normalises text to NFC. `ignore_merges` takes a
+    word that is a token as it is. `add_bos_token` stands in for files that do not say.
     """
 
-    pattern: str | None = None
+    patterns: tuple[str, ...] = ()
     split_digits: bool = False
     compose: bool = False
     ignore_merges: bool = False
@@ -69,33 +69,123 @@ _BLOOM_PATTERN = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _GPT2 = PreTokenizer()
 _NEOX = PreTokenizer(compose=True)
 _SINGLE_DIGITS = PreTokenizer(split_digits=True)
-_CL100K = PreTokenizer(pattern=_llama3_pattern(_UP_TO_THREE))
-_LLAMA3 = PreTokenizer(pattern=_llama3_pattern(_UP_TO_THREE), ignore_merges=True, add_bos_token=True)
-_QWEN2 = PreTokenizer(pattern=_llama3_pattern(r"\p{N}"), compose=True)
+_CL100K = PreTokenizer(patterns=(_llama3_pattern(_UP_TO_THREE),))
+_LLAMA3 = PreTokenizer(patterns=(_llama3_pattern(_UP_TO_THREE),), ignore_merges=True, add_bos_token=True)
+_QWEN2 = PreTokenizer(patterns=(_llama3_pattern(r"\p{N}"),), compose=True)
+
+_CASED = (  # letters of scripts that have capitals
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-"
+    "\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-"
+    "\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf"
+    "\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-"
+    "\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc"
+    "\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115"
+    "\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e"
+    "\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-"
+    "\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-"
+    "\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_MARKS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
+_CJK = "\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff"
+_KANA = "\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff"
+_ASCII_WORD = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+_DEEPSEEK3_WORDS = _ASCII_WORD + (
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SEED_WORDS = _llama3_pattern(r"\p{N}").replace(r"+[\r\n]*|", r"+|").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{N}\r\n]")
+_BAILING_WORDS = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_QWEN35_WORDS = (
+    _llama3_pattern(r"\p{N}").replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+)
+
+
+def _kimi_pattern() -> str:
+    large, small = (rf"[\p{{{case}}}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for case in ("Lu}\\p{Lt", "Ll"))
+    before = r"[^\r\n\p{L}\p{N}]?"
+    words = f"{before}{large}*{small}+{_CONTRACTION}|{before}{large}+{small}*{_CONTRACTION}"
+    return rf"[\p{{Han}}]+|{words}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+_DEEPSEEK_LLM = PreTokenizer(
+    patterns=(r"[\r\n]", rf"\s?[{_CASED}]+", rf"\s?[{_MARKS}]+", r"\s+$", f"[{_CJK}]+", r"\p{N}+")
+)
+_DEEPSEEK_CODER = PreTokenizer(patterns=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", f"[{_CJK}]+", r"\p{N}"))
+_DEEPSEEK_V3 = PreTokenizer(patterns=(_UP_TO_THREE, f"[{_KANA}]+", _DEEPSEEK3_WORDS))
+_FALCON = PreTokenizer(patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2_WORDS, "[0-9][0-9][0-9]"))
+_GPT4O = PreTokenizer(patterns=(_cased_pattern(_CONTRACTION, _UP_TO_THREE),))
+_BLOOM = PreTokenizer(patterns=(_BLOOM_PATTERN,))
+_ONE_DIGIT = PreTokenizer(patterns=(_llama3_pattern(r"\p{N}"),))
+_BAILING = PreTokenizer(patterns=(_BAILING_WORDS,))
 
 # Source: the patterns of each family's published tokenizer.json; the names are llama.cpp's.
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
-    "bloom": PreTokenizer(pattern=_BLOOM_PATTERN),
+    "a.x-4.0": _GPT2,
+    "bailingmoe": _BAILING,
+    "bailingmoe2": _BAILING,
+    "bloom": _BLOOM,
     "chatglm-bpe": _CL100K,
+    "codeshell": _SINGLE_DIGITS,
     "command-r": PreTokenizer(split_digits=True, compose=True),
     "dbrx": _CL100K,
-    "default": _GPT2,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-llm": _DEEPSEEK_LLM,
     "deepseek-r1-qwen": _QWEN2,
+    "deepseek-v3": _DEEPSEEK_V3,
+    "default": _GPT2,
+    "exaone": _SINGLE_DIGITS,
+    "exaone4": _GPT2,
+    "falcon": _FALCON,
+    "falcon-h1": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "gigachat": _GPT2,
     "glm4": _CL100K,
     "gpt-2": _GPT2,
-    "gpt-4o": PreTokenizer(pattern=_cased_pattern(_CONTRACTION, _UP_TO_THREE)),
+    "gpt-4o": _GPT4O,
+    "gpt3-finnish": _BLOOM,
+    "granite-docling": _GPT2,
+    "grok-2": _ONE_DIGIT,
+    "hunyuan": _ONE_DIGIT,
+    "hunyuan-dense": _DEEPSEEK_V3,
+    "jais": _GPT2,
+    "joyai-llm": _DEEPSEEK_V3,
+    "kanana2": _GPT4O,
+    "kimi-k2": PreTokenizer(patterns=(_kimi_pattern(),)),
+    "kormo": _ONE_DIGIT,
+    "lfm2": _LLAMA3,
+    "llada-moe": _BAILING,
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
+    "llama4": _GPT4O,
+    "megrez": _ONE_DIGIT,
+    "mellum": _GPT2,
+    "mellum2": _SINGLE_DIGITS,
+    "midm-2.0": _LLAMA3,
+    "minerva-7b": _SINGLE_DIGITS,
+    "minimax-m2": _GPT4O,
+    "modern-bert": _GPT2,
     "mpt": _NEOX,
     "olmo": _NEOX,
     "phi-2": _GPT2,
+    "pixtral": _LLAMA3,
+    "poro-chat": _BLOOM,
     "qwen2": _QWEN2,
+    "qwen35": PreTokenizer(patterns=(_QWEN35_WORDS,)),
     "refact": _SINGLE_DIGITS,
+    "seed-coder": PreTokenizer(patterns=(_SEED_WORDS,)),
+    "smaug-bpe": _CL100K,
     "smollm": _SINGLE_DIGITS,
+    "solar-open": _ONE_DIGIT,
     "stablelm2": _QWEN2,
     "starcoder": _SINGLE_DIGITS,
-    "tekken": PreTokenizer(pattern=_cased_pattern("", r"\p{N}"), ignore_merges=True, add_bos_token=True),
+    "superbpe": PreTokenizer(patterns=(r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
+    "tekken": PreTokenizer(patterns=(_cased_pattern("", r"\p{N}"),), ignore_merges=True, add_bos_token=True),
+    "trillion": _GPT2,
+    "viking": PreTokenizer(patterns=(_BLOOM_PATTERN, r"\p{N}")),
 }
 
 
@@ -173,9 +263,8 @@ def _byte_level(gguf: GgufFile) -> tuple[Tokenizer, bool]:
     steps: list[pre_tokenizers.PreTokenizer] = []
     if rule.split_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if rule.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(rule.pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule.pattern is None))
+    steps += [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rule.patterns))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, rule.add_bos_token
