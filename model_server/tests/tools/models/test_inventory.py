@@ -47,8 +47,8 @@ def test_the_list_has_every_row_of_the_tables_and_what_transformers_has_besides(
     assert rows["LlamaForCausalLM"]["fused"] == "yes"
     assert "int8" in rows["LlamaForCausalLM"]["precisions"]
     assert rows["Olmo2ForCausalLM"]["fused"] == "yes"
-    assert rows["MixtralForCausalLM"]["fused"] == "no: a mixture of experts"
-    assert "int8" not in rows["MixtralForCausalLM"]["precisions"]
+    assert rows["MixtralForCausalLM"]["fused"] == "yes"
+    assert "int8" in rows["MixtralForCausalLM"]["precisions"]
     assert rows["BertModel"]["kind"] == "encoder"
     assert {"MambaForCausalLM", "ArceeForCausalLM"} <= set(found["through_transformers"])
     assert not rows.keys() & set(found["through_transformers"])
@@ -129,9 +129,9 @@ def test_a_path_that_is_none_is_one_line() -> None:
         tell_needs(ModelsSettings(model_id="/nowhere"))
 
 
-def test_no_mixture_of_experts_is_said_to_run_in_the_fused_step() -> None:
+def test_every_mixture_of_experts_is_said_to_run_in_the_fused_step() -> None:
     mixtures = {name for name, row in FAMILIES.items() if "experts" in row.fields}
     found = {each.architecture: each for each in served_architectures() if each.architecture in mixtures}
     assert found.keys() == mixtures
-    assert {each.fused for each in found.values()} == {"no: a mixture of experts"}
-    assert all("int8" not in each.precisions for each in found.values())
+    assert {each.fused for each in found.values()} == {"yes", "as configured"}  # by itself one's defaults are no model
+    assert all("int8" in each.precisions for each in found.values())

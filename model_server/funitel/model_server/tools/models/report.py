@@ -81,7 +81,7 @@ def _fused(architecture: str) -> str:
     try:
         reason = missing(spec_of({**config, "architectures": [architecture]}))
     except UnsupportedModel:  # the defaults alone are no model
-        return "no: a mixture of experts" if "experts" in FAMILIES[architecture].fields else "as configured"
+        return "as configured"
     if reason is not None:
         return f"no: {reason}"
     return "as configured" if kind is None else "yes"
