@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.native import load_library
-from funitel.model_server.cpu.precision import Tier
+from funitel.model_server.cpu.precision import ActivationDtype, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.model_server.files.integrity import read_json
@@ -37,8 +38,9 @@ WINDOW, BLOCK_SIZE = 256, 16
 CPU = torch.device("cpu")
 LIMITS = {
     ("float16", "relative_error"): 1e-2,
-    ("int8", "same"): 5e-3,
-    ("int8", "perplexity_change"): 1e-2,
+    ("int8 int16", "same"): 5e-3,
+    ("int8 int8", "perplexity_change"): 1e-2,
+    ("gguf int8", "perplexity_change"): 1e-2,
 }
 """What a tier's figure is promised to be at most."""
 
@@ -52,8 +54,8 @@ class Rounded(Weights):
         weight = super().read(name, shape, **parts)
         if weight.dim() < 2 or self.tier in (Tier.FLOAT32, Tier.GGUF):
             return weight
-        if self.tier is Tier.FLOAT16:
-            return weight.half().float()
+        if self.tier in (Tier.FLOAT16, Tier.BFLOAT16):
+            return weight.to(getattr(torch, self.tier.label)).float()
         scale = weight.abs().amax(dim=1, keepdim=True) / 127
         return (weight / scale.clamp_min(1e-30)).round().clamp(-127, 127) * scale
 
@@ -116,19 +118,29 @@ def main() -> None:
     library = load_library(DEFAULT_CACHE_DIR.expanduser())
     exact = torch_logits(folder, windows, Tier.FLOAT32)
     table = {"torch float32": compare(exact, exact, windows)}
-    for tier in Tier:
+    for tier, activations in product(Tier, ActivationDtype):
+        if not tier.kind.has_codes and activations is not ActivationDtype.INT8:
+            continue
         if tier is Tier.GGUF and not (folder / POINTER).is_file():
             continue
         weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
         decoder = FusedDecoder(
-            spec, weights, TensorParallel(), library, tier=tier, block_size=BLOCK_SIZE, num_threads=2
+            spec,
+            weights,
+            TensorParallel(),
+            library,
+            tier=tier,
+            block_size=BLOCK_SIZE,
+            num_threads=2,
+            activations=activations,
         )
+        label = f"{tier.label} {activations.label}" if tier.kind.has_codes else tier.label
         found = logits_of(decoder, folder, windows, decoder.kv_dtype)
-        table[tier.label] = compare(found, exact, windows)
+        table[label] = compare(found, exact, windows)
         same = torch_logits(folder, windows, tier)
-        table[tier.label]["same"] = ((found - same).norm() / same.norm()).item()
-        table[tier.label]["max_same"] = (found - same).abs().max().item()
-        table[tier.label]["megabytes"] = decoder.program.held_bytes / 1e6
+        table[label]["same"] = ((found - same).norm() / same.norm()).item()
+        table[label]["max_same"] = (found - same).abs().max().item()
+        table[label]["megabytes"] = decoder.program.held_bytes / 1e6
     for figures in table.values():
         figures["perplexity_change"] = abs(figures["perplexity"] / table["torch float32"]["perplexity"] - 1)
     for name, figures in table.items():

@@ -16,7 +16,7 @@ from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.native import load_library
-from funitel.model_server.cpu.precision import Tier
+from funitel.model_server.cpu.precision import ActivationDtype, Tier
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
@@ -75,6 +75,7 @@ def run(
     num_decode: int,
     tier: Tier | None = None,
     model_spec: str | None = None,
+    activations: ActivationDtype = ActivationDtype.INT8,
 ) -> list[torch.Tensor]:
     """Logits of every position of every prompt on rank 0; empty tensors elsewhere. Torch computes where no tier is.
 
@@ -88,7 +89,7 @@ def run(
         weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
         decoder = Decoder(spec, weights, parallel, TorchAttention(BLOCK_SIZE, CPU))
     else:
-        decoder = fused_decoder(folder, tier, parallel)
+        decoder = fused_decoder(folder, tier, parallel, activations=activations)
         dtype = decoder.kv_dtype
     return step_through(decoder, KVCache(spec, heads, 200, BLOCK_SIZE, dtype, CPU), prompts, num_decode)
 
@@ -101,12 +102,22 @@ def fused_decoder(
     num_threads: int = 2,
     block_size: int = BLOCK_SIZE,
     instruction_set: str | None = None,
+    activations: ActivationDtype = ActivationDtype.INT8,
 ) -> FusedDecoder:
     """The model of `folder` in the fused step."""
     library = fused_library(instruction_set)
     spec = spec_of(read_json(folder / "config.json"))
     weights = Weights(folder, torch.float32, CPU, spec.names.prefix)
-    return FusedDecoder(spec, weights, parallel, library, tier=tier, block_size=block_size, num_threads=num_threads)
+    return FusedDecoder(
+        spec,
+        weights,
+        parallel,
+        library,
+        tier=tier,
+        block_size=block_size,
+        num_threads=num_threads,
+        activations=activations,
+    )
 
 
 def fused_library(instruction_set: str | None = None) -> ctypes.CDLL:

@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType
 
 from funitel.model_server.cpu.native import Batch, Buffer, Code, Mode, NativeEngine, NativeOperation, Shape
-from funitel.model_server.cpu.precision import MatrixKind
+from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind
 
 
 def kept(kind: MatrixKind, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,7 +23,13 @@ def kept(kind: MatrixKind, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return weight, (weight.half() if kind is MatrixKind.FLOAT16 else weight).double()
 
 
-def product(library: ctypes.CDLL, kind: MatrixKind, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def product(
+    library: ctypes.CDLL,
+    kind: MatrixKind,
+    weight: torch.Tensor,
+    x: torch.Tensor,
+    activations: ActivationDtype = ActivationDtype.INT16,
+) -> torch.Tensor:
     """The fused product [rows, outputs] of activations [rows, inputs] and one matrix."""
     (num_rows, num_inputs), num_outputs = x.shape, weight.shape[0]
     shape = Shape(
@@ -35,6 +41,7 @@ def product(library: ctypes.CDLL, kind: MatrixKind, weight: torch.Tensor, x: tor
         num_layers=1,
         block_size=16,
         num_threads=1,
+        num_level_planes=activations,
     )
     engine = NativeEngine(library, shape)
     matrix, _ = engine.add_matrix(kind, num_outputs, num_inputs, [[(weight, None)]])

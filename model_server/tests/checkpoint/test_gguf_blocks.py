@@ -16,7 +16,7 @@ from funitel.model_server.cpu import compiler
 from funitel.model_server.cpu.compiler import INSTRUCTION_SETS
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.footprint import matrix_bytes
-from funitel.model_server.cpu.precision import MatrixKind, Tier
+from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.gguf_pointer import POINTER, part_of, read_pointer, write_pointer
 from funitel.model_server.files.integrity import read_json
@@ -102,7 +102,7 @@ def test_next_to_nothing_is_multiplied_as_nothing(kind: str) -> None:
 def test_blocks_lose_next_to_nothing_against_the_weights_they_stand_for(family: str, kind: str, tmp_path: Path) -> None:
     folder = save_blocks(family, tmp_path, kind)
     prompts = make_prompts(43, 11, 20)
-    decoder = fused_decoder(folder, Tier.GGUF, TensorParallel())
+    decoder = fused_decoder(folder, Tier.GGUF, TensorParallel(), activations=ActivationDtype.INT16)
     assert set(decoder.program.kinds.values()) == {MatrixKind[kind]}
     assert error(logits_of(folder, decoder, prompts), run(folder, TensorParallel(), prompts, 6)) < 1e-3
 
@@ -138,19 +138,21 @@ def test_sums_of_the_largest_codes_stay_exact(tmp_path: Path) -> None:
     (folder / "blocks.gguf").write_bytes(content)
     write_pointer(folder, replace(pointer, parts=(part_of(folder, folder / "blocks.gguf", 32),)))
     prompts = make_prompts(12)
-    found = logits_of(folder, fused_decoder(folder, Tier.GGUF, TensorParallel()), prompts)
+    decoder = fused_decoder(folder, Tier.GGUF, TensorParallel(), activations=ActivationDtype.INT16)
+    found = logits_of(folder, decoder, prompts)
     assert error(found, run(folder, TensorParallel(), prompts, 6)) < 1e-3
 
 
 def test_what_is_no_block_is_kept_as_int8_beside_them(tmp_path: Path) -> None:
-    """Another type, none, two types in one matrix."""
+    """Another type, none; of two types side by side each is a matrix."""
     types = {"embed_tokens": None, "lm_head": "Q8_0", "v_proj": "Q4_1", "down_proj": None}
     folder = add_blocks(save_tiny("llama", tmp_path, **SIZES), lambda name: types.get(name.split(".")[-2], "Q4_0"))
     decoder = fused_decoder(folder, Tier.GGUF, TensorParallel())
     kinds = {layers[0].rpartition(".")[2]: kind for layers, kind in decoder.program.kinds.items()}
     assert kinds == {
         "embed_tokens": MatrixKind.INT8,
-        "q_proj": MatrixKind.INT8,
+        "q_proj": MatrixKind.Q4_0,
+        "v_proj": MatrixKind.Q4_1,
         "o_proj": MatrixKind.Q4_0,
         "gate_proj": MatrixKind.Q4_0,
         "down_proj": MatrixKind.INT8,
@@ -250,8 +252,9 @@ def test_a_note_of_somebody_elses_says_nothing_of_blocks(
 
 
 def test_where_no_block_can_be_used_the_tier_is_int8_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(MatrixKind, "of_blocks", lambda block_type: None)  # a type the engine does not have
     only_v = add_blocks(save_tiny("llama", tmp_path, **SIZES), lambda name: "Q8_0" if "v_proj" in name else None)
     settings = ModelServerSettings(model_id=str(only_v), device="cpu", num_threads=1, quantize="gguf")
     assert load(settings, only_v)[1].dtype == "int8"

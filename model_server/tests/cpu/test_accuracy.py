@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from funitel.model_server.cpu.build import cpu_flags
-from funitel.model_server.cpu.precision import Tier
+from funitel.model_server.cpu.precision import ActivationDtype, Tier
 from funitel.model_server.device.tensor_parallel import TensorParallel
 from funitel_testing.forward_worker import run
 from funitel_testing.tiny import save_tiny
@@ -19,8 +19,10 @@ FAMILIES = pytest.mark.parametrize("family", ["llama", "smollm", "mistral", "qwe
 PROMPTS = [[(7 * i * i + 3 * i) % 256 for i in range(length)] for length in (90, 31)]
 
 
-def logits_of(folder: Path, tier: Tier | None = None) -> torch.Tensor:
-    return torch.cat(run(folder, TensorParallel(), PROMPTS, 6, tier))
+def logits_of(
+    folder: Path, tier: Tier | None = None, activations: ActivationDtype = ActivationDtype.INT8
+) -> torch.Tensor:
+    return torch.cat(run(folder, TensorParallel(), PROMPTS, 6, tier, activations=activations))
 
 
 def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -46,8 +48,11 @@ def test_float16_is_within_a_hundredth_of_float32(family: str, tmp_path: Path) -
 
 
 @FAMILIES
-def test_int8_is_within_half_a_percent_of_torch_with_the_same_weights(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("activations", "most"), [(ActivationDtype.INT16, 2e-3), (ActivationDtype.INT8, 5e-2)])
+def test_int8_is_near_torch_with_the_same_weights(
+    activations: ActivationDtype, most: float, family: str, tmp_path: Path
+) -> None:
     folder = save_tiny(family, tmp_path / "exact")
-    found = logits_of(folder, Tier.INT8)
-    assert error_of(found, logits_of(save_rounded(folder, tmp_path / "rounded"))) < 5e-3
+    found = logits_of(folder, Tier.INT8, activations)
+    assert error_of(found, logits_of(save_rounded(folder, tmp_path / "rounded"))) < most
     assert error_of(found, logits_of(folder)) > 5e-3  # weights have been rounded

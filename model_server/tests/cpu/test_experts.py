@@ -16,7 +16,7 @@ from funitel.model_server.cpu.compiler import INSTRUCTION_SETS
 from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.footprint import matrix_bytes, weight_bytes
-from funitel.model_server.cpu.precision import MatrixKind, Tier
+from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
@@ -275,7 +275,7 @@ def test_blocks_of_experts_lose_next_to_nothing_and_keep_bits(
     folder, alone = saved(name), TensorParallel()
     spec, prompts = spec_of(read_json(folder / "config.json")), make_prompts(288, 33, 7, 18)
     expected = torch.cat(run(folder, alone, prompts, 4))
-    decoder = fused_decoder(folder, Tier.GGUF, alone)
+    decoder = fused_decoder(folder, Tier.GGUF, alone, activations=ActivationDtype.INT16)
     kinds = {layers[0]: kind for layers, kind in decoder.program.kinds.items()}
     assert kinds["model.layers.1.mlp.experts.7.gate_proj"] is MatrixKind.Q4_0
     assert kinds["model.layers.1.mlp.experts.7.down_proj"] is MatrixKind.Q8_0
@@ -287,7 +287,14 @@ def test_blocks_of_experts_lose_next_to_nothing_and_keep_bits(
     others.append(step_through(decoder, pool_of(spec, alone), prompts, 4, 100))
     for instruction_set, needs, _ in INSTRUCTION_SETS:
         if needs <= building.cpu_flags():
-            other = fused_decoder(folder, Tier.GGUF, alone, instruction_set=instruction_set, num_threads=3)
+            other = fused_decoder(
+                folder,
+                Tier.GGUF,
+                alone,
+                instruction_set=instruction_set,
+                num_threads=3,
+                activations=ActivationDtype.INT16,
+            )
             others.append(step_through(other, pool_of(spec, alone), prompts, 4))
     assert all(torch.equal(*pair) for each in others for pair in zip(each, found, strict=True))
 

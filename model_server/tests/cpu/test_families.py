@@ -32,7 +32,7 @@ FUSED = [name for name in ZOO if name not in LEFT_TO_TORCH]
 # One for each thing that the step of a Llama lacks.
 VARIED = ["gemma2", "gptj", "mpt", "olmo2", "cohere_plus", "bloom", "stablelm_2_12b", "granite"]
 VARIED += ["mixtral", "qwen2_moe", "deepseek_v2", "deepseek_v3"]
-TOLERANCE = {Tier.FLOAT32: 1e-5, Tier.FLOAT16: 5e-3, Tier.INT8: 0.06}
+TOLERANCE = {Tier.FLOAT32: 1e-5, Tier.FLOAT16: 5e-3, Tier.INT8: 0.08}
 NUM_DECODE = 4
 
 Prompts = list[list[int]]

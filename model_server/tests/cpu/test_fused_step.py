@@ -37,7 +37,9 @@ from funitel_testing.ranks import run_ranks
 from funitel_testing.tiny import save_tiny
 
 NUM_DECODE = 6
-TIERS = pytest.mark.parametrize("tier", [Tier.FLOAT32, Tier.FLOAT16, Tier.INT8], ids=lambda tier: tier.label)
+TIERS = pytest.mark.parametrize(
+    "tier", [Tier.FLOAT32, Tier.FLOAT16, Tier.BFLOAT16, Tier.INT8], ids=lambda tier: tier.label
+)
 Prompts = list[list[int]]
 
 
@@ -102,7 +104,7 @@ def test_long_contexts_and_every_block_size_give_one_result(block_size: int, tie
     assert_same_bits(step_through(decoder, cache, prompts, 1, 331), expected)
     assert_same_bits(step_through(decoder, cache, prompts[1:], 5, 64), expected[1:])
     oracle = run(folder, TensorParallel(), prompts[1:], 1)
-    tolerance = {Tier.FLOAT32: 1e-5, Tier.FLOAT16: 1e-2, Tier.INT8: 0.15}[tier]
+    tolerance = {Tier.FLOAT32: 1e-5, Tier.FLOAT16: 1e-2, Tier.BFLOAT16: 5e-2, Tier.INT8: 0.15}[tier]
     assert (expected[1] - oracle[0]).norm() / oracle[0].norm() < tolerance
 
 
@@ -113,7 +115,7 @@ def test_odd_sizes_are_no_special_case(tier: Tier, tmp_path: Path) -> None:
     prompts = make_prompts(30, 9)
     decoder = fused_decoder(folder, tier, TensorParallel())
     expected = run(folder, TensorParallel(), prompts, NUM_DECODE)
-    tolerance = {Tier.FLOAT32: 1e-5, Tier.FLOAT16: 1e-2, Tier.INT8: 0.15}[tier]
+    tolerance = {Tier.FLOAT32: 1e-5, Tier.FLOAT16: 1e-2, Tier.BFLOAT16: 5e-2, Tier.INT8: 0.15}[tier]
     for ours, theirs in zip(logits_of(folder, decoder, prompts), expected, strict=True):
         assert ours.shape == theirs.shape
         assert (ours - theirs).norm() / theirs.norm() < tolerance
@@ -125,7 +127,7 @@ def test_many_query_heads_may_share_a_key_head(tier: Tier, tmp_path: Path) -> No
     prompts = make_prompts(30, 9)
     expected = run(folder, TensorParallel(), prompts, NUM_DECODE)
     found = logits_of(folder, fused_decoder(folder, tier, TensorParallel()), prompts)
-    tolerance = {Tier.FLOAT32: 1e-5, Tier.FLOAT16: 1e-2, Tier.INT8: 0.15}[tier]
+    tolerance = {Tier.FLOAT32: 1e-5, Tier.FLOAT16: 1e-2, Tier.BFLOAT16: 5e-2, Tier.INT8: 0.15}[tier]
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).norm() / theirs.norm() < tolerance
 
@@ -174,7 +176,7 @@ def test_weights_take_the_memory_that_is_reported(tier: Tier, tmp_path: Path) ->
     biases = 3 * (48 + 2 * 24) * 4
     assert program.sharded_bytes == program.total_sharded_bytes + biases
     assert program.held_bytes == program.sharded_bytes + 7 * 48 * 4
-    assert matrix_bytes(MatrixKind.INT8, 17, 5) == 32 * (6 + 4)
+    assert matrix_bytes(MatrixKind.INT8, 17, 5) == 32 * (32 + 4)
 
 
 # Threads --------------------------------------------------------------------------------------------------------------
@@ -348,7 +350,7 @@ INT8 = Quantization(method="compressed-tensors", bits=8, group_size=-1)
         (None, None, GPTQ, Tier.FLOAT16),
         ("float32", None, None, Tier.FLOAT32),
         ("float16", None, None, Tier.FLOAT16),
-        ("bfloat16", None, None, None),
+        ("bfloat16", None, None, Tier.BFLOAT16),
         (None, "int8", None, Tier.INT8),
         ("float16", "int8", None, Tier.INT8),
         ("float32", "int8", INT8, Tier.FLOAT32),
@@ -379,7 +381,7 @@ def test_the_default_tier_is_reported_with_the_way_to_exact_weights(
     assert info.weight_bytes < 48 * 1024 * 4
     _, exact = load(replace(settings, dtype="float32"), folder)
     assert exact.dtype == "torch.float32"
-    assert exact.weight_bytes > 3 * info.weight_bytes
+    assert exact.weight_bytes > 2.8 * info.weight_bytes
     with pytest.raises(SettingsError, match="--quantize gptq: the weights of this checkpoint are not quantised"):
         load(replace(settings, quantize="gptq"), folder)
 
@@ -406,11 +408,10 @@ def test_without_a_compiler_torch_computes_and_the_log_says_so(
 
 def test_every_source_file_is_in_the_build() -> None:
     names = {path.name for path in compiler.SOURCES.iterdir() if path.suffix in (".h", ".cpp")}
-    included = {
-        line.split('"')[1]
-        for source in ("engine.cpp", "encoder.cpp", "matrix.h")
-        for line in (compiler.SOURCES / source).read_text().splitlines()
-        if '#include "' in line
-    }
-    assert names == included | {"engine.cpp", "encoder.cpp", "roofs.cpp"}  # each a library of its own
+    found, waiting = set(), {"engine.cpp", "encoder.cpp", "roofs.cpp"}  # each a library of its own
+    while waiting:
+        found.add(source := waiting.pop())
+        lines = (compiler.SOURCES / source).read_text().splitlines()
+        waiting |= {line.split('"')[1] for line in lines if '#include "' in line} - found
+    assert names == found
     assert os.access(compiler.find_compiler(), os.X_OK)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from funitel.model_server.settings import (
+    ACTIVATION_DTYPES,
     ATTENTIONS,
     DEVICES,
     DTYPES,
@@ -340,6 +341,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "device": st.sampled_from(DEVICES),
     "dtype": st.none() | st.sampled_from(DTYPES),
     "quantize": st.none() | st.sampled_from(QUANTIZATIONS),
+    "activation_dtype": st.sampled_from(ACTIVATION_DTYPES),
     "kv_cache_dtype": st.none() | st.sampled_from(KV_CACHE_DTYPES),
     "rope_scaling": st.sampled_from([None, "linear"]),
     "rope_factor": st.none() | st.floats(0.01, 1024),

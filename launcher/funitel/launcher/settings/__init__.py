@@ -58,6 +58,7 @@ class LauncherSettings:
     device: str = _shard("device")
     dtype: str | None = _shard("dtype")
     quantize: str | None = _shard("quantize")
+    activation_dtype: str = _shard("activation_dtype")
     kv_cache_dtype: str | None = _shard("kv_cache_dtype")
     model_spec: str | None = _shard("model_spec")
     trust_remote_code: bool = _shard("trust_remote_code")

@@ -40,10 +40,19 @@ class Blocks:
     operations: list[NativeOperation]
 
     def do(
-        self, code: Code, a: int = 0, b: int = 0, c: int = 0, d: int = 0, *, scale: float = 1.0, cap: float = 0.0
+        self,
+        code: Code,
+        a: int = 0,
+        b: int = 0,
+        c: int = 0,
+        d: int = 0,
+        *,
+        column: int = 0,
+        scale: float = 1.0,
+        cap: float = 0.0,
     ) -> None:
         """Add an operation."""
-        self.operations.append(NativeOperation(code, a, b, c, d, scale, cap))
+        self.operations.append(NativeOperation(code, a, b, c, d, column, scale, cap))
 
     def reduce(self, buffer: Buffer, width: int) -> None:
         """Sum so much of each row of a buffer over the ranks."""
@@ -63,12 +72,14 @@ class Blocks:
             return self._latent_attention(self.spec.latent, index, norm, name)
         spec, heads, dim = self.spec, self.heads, self.spec.head_dim
         parts = qkv_parts(spec, heads, name)
-        num_outputs = (spec.num_heads + 2 * spec.num_kv_heads) * dim
-        qkv = self.matrices.columns([parts], num_outputs, has_bias=spec.has_qkv_bias)
+        qkv = self.matrices.side_by_side(parts, has_bias=spec.has_qkv_bias)
         norms = self.vectors.head_norms(name)
         out = self._heads_out(name, dim)
-        self.enter(norm, qkv)
-        self.do(Code.LINEAR, qkv, Mode.STORE, Buffer.QKV)
+        operand = None
+        for matrix, first in qkv:
+            if operand is not (operand := self.matrices.has_codes(matrix)):
+                self.enter(norm, matrix)
+            self.do(Code.LINEAR, matrix, Mode.STORE, Buffer.QKV, column=first)
         if spec.qkv_clip is not None:
             self.do(Code.CLIP, cap=spec.qkv_clip)
         if spec.qk_norm is QkNorm.WHOLE:
@@ -110,7 +121,7 @@ class Blocks:
         spec, heads, dim = self.spec, self.heads, self.spec.head_dim
         source = name(spec.names.q if latent.query_rank is None else spec.names.q_up)
         part = source, spec.num_heads * dim, (heads.q_start * dim, heads.q_end * dim)
-        up = self.matrices.columns([[part]], part[1], has_bias=False, num_inputs=latent.query_rank)
+        up = self.matrices.columns([[part]], has_bias=False, num_inputs=latent.query_rank)
         if latent.query_rank is None:
             self.enter(norm, up)
         else:
@@ -141,18 +152,25 @@ class Blocks:
         spec, experts = self.spec, self.spec.experts_of(index)
         if experts is not None:
             return self._mixture(experts, index, norm)
-        up, down = self._mlp_matrices(spec, name)
-        mode = Mode.GATE if spec.is_gated else Mode.ACTIVATE
+        units = spec.intermediate_size
+        mine = self.parallel.split(units)
+        up, *second = self.matrices.gate_and_up(mlp_parts(spec, mine, name), has_bias=spec.has_mlp_bias)
+        down = self.matrices.rows(name(spec.names.down), units, mine, has_bias=spec.has_mlp_bias)
+        mode = Mode.GATE if spec.is_gated and not second else Mode.ACTIVATE
         self.enter(norm, up)
         self.do(Code.LINEAR, up, mode, Buffer.HIDDEN, _ACTIVATIONS.index(spec.activation))
+        for each in second:
+            if self.matrices.has_codes(each) is not self.matrices.has_codes(up):
+                self.enter(norm, each)
+            self.do(Code.LINEAR, each, Mode.MULTIPLY, Buffer.HIDDEN)
         return self._product(Buffer.HIDDEN, down)
 
-    def _mlp_matrices(self, spec: ModelSpec, name: Name) -> tuple[int, int]:
-        """The matrices into the hidden units of an MLP and back."""
+    def _expert_matrices(self, spec: ModelSpec, name: Name) -> tuple[int, int]:
+        """The matrices into the hidden units of an expert and back."""
         units = spec.intermediate_size
         mine = self.parallel.split(units)
         parts = [[part] for part in mlp_parts(spec, mine, name)]
-        up = self.matrices.columns(parts, units, has_bias=spec.has_mlp_bias)
+        up = self.matrices.columns(parts, has_bias=spec.has_mlp_bias)
         return up, self.matrices.rows(name(spec.names.down), units, mine, has_bias=spec.has_mlp_bias)
 
     def _mixture(self, experts: ExpertsSpec, index: int, norm: int) -> Leave:
@@ -170,7 +188,7 @@ class Blocks:
             correction = self.vectors.vector(name(names.router_correction), experts.num_experts)
         each = [expert_spec(spec, experts, weights, index, j) for j in range(experts.num_experts)]
         each += [shared_spec(spec, experts)] if experts.shared_size else []
-        matrices = [self._mlp_matrices(mlp, name) for mlp in each]
+        matrices = [self._expert_matrices(mlp, name) for mlp in each]
         record = MixtureRecord(
             router=router,
             correction=correction,

@@ -10,7 +10,7 @@ import torch
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.footprint import has_partial
 from funitel.model_server.cpu.native import DONE, Batch, Buffer, NativeEngine, Warp
-from funitel.model_server.cpu.precision import Tier
+from funitel.model_server.cpu.precision import ActivationDtype, Tier
 from funitel.model_server.cpu.program import Program
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.device.tensor_parallel import TensorParallel
@@ -39,11 +39,20 @@ class FusedDecoder:
         tier: Tier,
         block_size: int,
         num_threads: int,
+        activations: ActivationDtype = ActivationDtype.INT8,
     ) -> None:
         self.tier = tier
+        self.activations = activations
         self.block_size = block_size
         self.program = Program(
-            spec, weights, parallel, library, tier=tier, block_size=block_size, num_threads=num_threads
+            spec,
+            weights,
+            parallel,
+            library,
+            tier=tier,
+            block_size=block_size,
+            num_threads=num_threads,
+            activations=activations,
         )
         self._engine = self.program.engine
         self._parallel = parallel

@@ -3,20 +3,24 @@
 Of weights it follows `program.Program` matrix by matrix; a test holds the two together for every family, tier and rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.storage import Range
-from funitel.model_server.cpu.precision import MatrixKind, Tier
+from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
-from funitel.model_server.layers.linear import mlp_parts, qkv_parts
+from funitel.model_server.layers.linear import Part, mlp_parts, qkv_parts
 from funitel.model_server.layers.mlp import any_expert_spec, shared_spec
 from funitel.model_server.spec.model_spec import ExpertsSpec, ModelSpec, NormPlacement, Position, QkNorm
 
 _LANES, _FLOAT = 16, 4  # outputs of a panel, to which biases are filled up; bytes of a bias or norm weight
-# Of an activation as products read it: int16 levels, with a scale, a start and a sum for 32 of them beside blocks.
-_OPERAND_BYTES = {Tier.FLOAT32: 4.0, Tier.FLOAT16: 4.0, Tier.INT8: 2.0, Tier.GGUF: 2 + 12 / 32}
+_CODE_INPUTS = 32  # inputs of a block of int8
+# Of blocks that are packed in another size than they have in a file: small integers of 6 bits become bytes.
+_PACKED_BYTES = {MatrixKind.Q3_K: 114, MatrixKind.Q4_K: 148, MatrixKind.Q5_K: 180, MatrixKind.IQ4_XS: 138}
+# Of 32 activations as products with codes read them: levels, and for each byte of a level and for all of them sums.
+_LEVEL_BYTES = {ActivationDtype.INT8: 60, ActivationDtype.INT16: 104}
 
 BlockTypeOf = Callable[[str, Range | None], BlockType | None]
 
@@ -29,12 +33,27 @@ def matrix_bytes(kind: MatrixKind, num_outputs: int, num_inputs: int, num_parts:
 
 
 def output_bytes(kind: MatrixKind, num_inputs: int) -> int:
-    """Bytes that one output of a matrix takes in the engine. A kind that packs blocks in another size has its case."""
+    """Bytes that one output of a matrix takes in the engine."""
+    if kind in _PACKED_BYTES:
+        return num_inputs // BlockType[kind.name].num_inputs * _PACKED_BYTES[kind]
     if kind.has_blocks:
         return BlockType[kind.name].row_bytes(num_inputs)
     if kind is MatrixKind.INT8:
-        return num_inputs + num_inputs % 2 + 4  # pairs of inputs, a scale
+        return -(-num_inputs // _CODE_INPUTS) * _CODE_INPUTS + 4  # and a scale
     return num_inputs * (4 if kind is MatrixKind.FLOAT32 else 2)
+
+
+def kind_of(tier: Tier, layers: Iterable[str], columns: Range | None, block_type: BlockTypeOf) -> MatrixKind:
+    """How a matrix of these layers is kept: as in the GGUF where all have the same type and no block is cut."""
+    if tier is not Tier.GGUF:
+        return tier.kind
+    types = {block_type(layer, columns) for layer in layers}
+    return (MatrixKind.of_blocks(types.pop()) if len(types) == 1 else None) or tier.kind
+
+
+def runs_of_one_kind(tier: Tier, parts: Iterable[Part], block_type: BlockTypeOf) -> list[list[Part]]:
+    """Layers side by side, cut where the kind changes: each run is a matrix."""
+    return [list(run) for _, run in groupby(parts, lambda part: kind_of(tier, [part[0]], None, block_type))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +76,25 @@ def weight_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_ty
     `block_type` says how a layer is stored, as `Weights.block_type` does; it matters for `Tier.GGUF` only.
     """
     total = sum(_vectors(spec, parallel)) * _FLOAT
-    for matrix in _matrices(spec, parallel):
-        kind = _kind(matrix, tier, block_type) if matrix.kind is None else matrix.kind
+    for matrix in _matrices(spec, parallel, tier, block_type):
+        kind = matrix.kind
+        if kind is None:
+            kind = kind_of(tier, matrix.layers, matrix.columns, block_type)
         total += matrix.count * matrix_bytes(kind, matrix.num_outputs, matrix.num_inputs, matrix.num_parts)
         if matrix.has_bias:
             total += -(-matrix.num_outputs // _LANES) * matrix.num_parts * _LANES * _FLOAT
     return total
 
 
-def _kind(matrix: _Matrix, tier: Tier, block_type: BlockTypeOf) -> MatrixKind:
-    if tier is not Tier.GGUF:
-        return tier.kind
-    types = {block_type(layer, matrix.columns) for layer in matrix.layers}
-    found = types.pop() if len(types) == 1 else None
-    return MatrixKind.of_blocks(found) or tier.kind
-
-
-def step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, *, num_tokens: int, num_logits: int) -> int:
+def step_bytes(
+    spec: ModelSpec,
+    parallel: TensorParallel,
+    tier: Tier,
+    activations: ActivationDtype,
+    *,
+    num_tokens: int,
+    num_logits: int,
+) -> int:
     """Bytes that a step takes beside weights and pool: what the engine keeps for the next, and the step's own tensors.
 
     Left out is what depends on contexts, some kilobytes for each row that computes one token.
@@ -82,6 +103,7 @@ def step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, *, num_tok
     start, end = parallel.split(spec.intermediate_size if has_plain_mlp(spec) else 0)
     units = end - start
     widths: list[float]
+    operand_bytes = _LEVEL_BYTES[activations] / _CODE_INPUTS if tier.kind.has_codes else _FLOAT
     if spec.latent is None:
         attended, query_rank = heads.num_heads * spec.head_dim, 0
         widths = [attended + 2 * heads.num_kv_heads * spec.head_dim]
@@ -90,8 +112,8 @@ def step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, *, num_tok
         # Queries, and in the space of latents they and what they attend to; what these products read.
         widths = [heads.num_heads * (spec.head_dim + spec.cached_dim + spec.latent.rank), query_rank, spec.cached_dim]
         each = max(spec.head_dim - (spec.rotary.dims or 0), spec.latent.rank)
-        widths.append(heads.num_heads * each * _OPERAND_BYTES[tier] / _FLOAT)
-    widths += [attended, units, spec.hidden_size, _mixture_width(spec, parallel, tier)]
+        widths.append(heads.num_heads * each * operand_bytes / _FLOAT)
+    widths += [attended, units, spec.hidden_size, _mixture_width(spec, parallel, operand_bytes)]
     turns = {spec.rotary_of(i) for i in range(spec.num_layers)} - {None}
     widths += [turn.dims or spec.head_dim for turn in turns if turn is not None]  # a cosine and a sine for each pair
     widths += [spec.hidden_size] if has_partial(spec, parallel) else []
@@ -100,11 +122,11 @@ def step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, *, num_tok
     logits = end - start
     if parallel.size > 1 and parallel.rank == 0:
         logits += spec.vocab_size  # of all ranks together
-    operand = max(num_tokens, num_logits) * widest * _OPERAND_BYTES[tier]
+    operand = max(num_tokens, num_logits) * widest * operand_bytes
     return round(num_tokens * sum(widths) * _FLOAT + operand) + num_logits * logits * _FLOAT
 
 
-def _mixture_width(spec: ModelSpec, parallel: TensorParallel, tier: Tier) -> float:
+def _mixture_width(spec: ModelSpec, parallel: TensorParallel, operand_bytes: float) -> float:
     """Elements that a token takes in a mixture of experts: what it reads, its scores, units and results."""
     experts = spec.experts
     if experts is None:
@@ -113,7 +135,7 @@ def _mixture_width(spec: ModelSpec, parallel: TensorParallel, tier: Tier) -> flo
     first, last = parallel.split(experts.shared_size)
     num_passed = experts.num_chosen + (experts.shared_size > 0)
     units = experts.num_chosen * (end - start) + last - first
-    operand = max(num_passed * spec.hidden_size, units) * _OPERAND_BYTES[tier] / _FLOAT
+    operand = max(num_passed * spec.hidden_size, units) * operand_bytes / _FLOAT
     return spec.hidden_size * (1 + num_passed) + 4 * experts.num_experts + units + operand
 
 
@@ -128,9 +150,8 @@ def has_partial(spec: ModelSpec, parallel: TensorParallel) -> bool:
     return parallel.size > 1 or is_normed or spec.qk_norm is QkNorm.WHOLE
 
 
-def _matrices(spec: ModelSpec, parallel: TensorParallel) -> Iterator[_Matrix]:
-    names, heads = spec.names, HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
-    prefix = names.prefix
+def _matrices(spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_type: BlockTypeOf) -> Iterator[_Matrix]:
+    names, prefix = spec.names, spec.names.prefix
     start, end = parallel.split(spec.vocab_size)
     yield _Matrix(
         (prefix + names.embedding,), end - start, spec.hidden_size, has_bias=spec.has_head_bias and spec.is_tied
@@ -142,23 +163,24 @@ def _matrices(spec: ModelSpec, parallel: TensorParallel) -> Iterator[_Matrix]:
         def name(template: str, index: int = index) -> str:
             return prefix + template.format(i=index, j="{j}")
 
-        yield from _attention(spec, parallel, heads, name)
+        yield from _attention(spec, parallel, tier, block_type, name)
         experts = spec.experts_of(index)
         if experts is None:
-            yield from _mlp(spec, parallel, name)
+            runs = runs_of_one_kind(tier, mlp_parts(spec, parallel.split(spec.intermediate_size), name), block_type)
+            yield from _mlp(spec, parallel, name, runs)
         else:
             yield from _mixture(spec, experts, parallel, name)
 
 
 def _attention(
-    spec: ModelSpec, parallel: TensorParallel, heads: HeadSplit, name: Callable[[str], str]
+    spec: ModelSpec, parallel: TensorParallel, tier: Tier, block_type: BlockTypeOf, name: Callable[[str], str]
 ) -> Iterator[_Matrix]:
+    heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
     names, latent, dim = spec.names, spec.latent, spec.head_dim
     value_dim = dim if latent is None else latent.value_dim
     if latent is None:
-        qkv = tuple(layer for layer, _, _ in qkv_parts(spec, heads, name))
-        num_qkv = (heads.num_heads + 2 * heads.num_kv_heads) * dim
-        yield _Matrix(qkv, num_qkv, spec.hidden_size, has_bias=spec.has_qkv_bias)
+        for run in runs_of_one_kind(tier, qkv_parts(spec, heads, name), block_type):
+            yield _columns(run, spec.hidden_size, has_bias=spec.has_qkv_bias)
     else:
         num_inputs, still = latent.query_rank or spec.hidden_size, dim - (spec.rotary.dims or 0)
         source = names.q if latent.query_rank is None else names.q_up
@@ -172,11 +194,22 @@ def _attention(
     yield _Matrix((name(names.out),), spec.hidden_size, heads.num_heads * value_dim, columns, has_bias=has_bias)
 
 
-def _mlp(spec: ModelSpec, parallel: TensorParallel, name: Callable[[str], str]) -> Iterator[_Matrix]:
+def _columns(run: list[Part], num_inputs: int, *, has_bias: bool) -> _Matrix:
+    num_outputs = sum(last - first for _, _, (first, last) in run)
+    return _Matrix(tuple(layer for layer, _, _ in run), num_outputs, num_inputs, has_bias=has_bias)
+
+
+def _mlp(
+    spec: ModelSpec, parallel: TensorParallel, name: Callable[[str], str], runs: Sequence[list[Part]] = ()
+) -> Iterator[_Matrix]:
+    """`runs`: gate and up by their kinds; they are one matrix where these do not differ."""
     mine = parallel.split(spec.intermediate_size)
     num_units = mine[1] - mine[0]
-    up = tuple(layer for layer, _, _ in mlp_parts(spec, mine, name))
-    yield _Matrix(up, num_units, spec.hidden_size, num_parts=len(up), has_bias=spec.has_mlp_bias)
+    if len(runs) > 1:
+        yield from (_columns(run, spec.hidden_size, has_bias=spec.has_mlp_bias) for run in runs)
+    else:
+        up = tuple(layer for layer, _, _ in mlp_parts(spec, mine, name))
+        yield _Matrix(up, num_units, spec.hidden_size, num_parts=len(up), has_bias=spec.has_mlp_bias)
     has_bias = spec.has_mlp_bias and parallel.rank == 0
     yield _Matrix((name(spec.names.down),), spec.hidden_size, num_units, mine, has_bias=has_bias)
 

@@ -61,13 +61,14 @@ class Mode(IntEnum):
     ACCUMULATE = 1
     ACTIVATE = 2
     GATE = 3
+    MULTIPLY = 4
 
 
 class NativeOperation(ctypes.Structure):
     """One operation; what its operands mean depends on the code, see `program.h`."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("code", "a", "b", "c", "d")),
+        *((name, ctypes.c_int32) for name in ("code", "a", "b", "c", "d", "e")),
         *((name, ctypes.c_float) for name in ("scale", "cap")),
     ]
 
@@ -87,6 +88,7 @@ class Shape(ctypes.Structure):
             "block_size",
             "has_half_kv",
             "num_threads",
+            "num_level_planes",
             "latent_rank",
             "latent_turned",
             "value_dim",
@@ -219,7 +221,7 @@ class NativeEngine:
 
         Args:
             parts: one, or gate and up; each a list of (weight, bias or None), which together have `num_outputs`
-                outputs: float32 [outputs, num_inputs], or of kinds with blocks uint8 [outputs, bytes].
+                outputs: float32 [outputs, num_inputs], or of kinds that are as in a GGUF uint8 [outputs, bytes].
         """
         index = _checked(
             self._library.funitel_matrix(self._handle, kind, num_outputs, num_inputs, len(parts)), "weights"

@@ -8,19 +8,38 @@ from funitel.proto.errors import SettingsError
 
 
 class MatrixKind(IntEnum):
-    """How one matrix is kept, as the C++ side numbers it. Activations are float32, for int8 and blocks int16 levels."""
+    """How one matrix is kept, as the C++ side numbers it.
+
+    Activations are float32 for floating-point kinds; for the others they are levels of 8 or 16 bits, see `levels.h`.
+    """
 
     FLOAT32 = 0
     FLOAT16 = 1
-    INT8 = 2
-    Q4_0 = 3
-    Q4_1 = 4
-    Q8_0 = 5
+    BFLOAT16 = 2
+    INT8 = 3
+    Q4_0 = 4
+    Q4_1 = 5
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q2_K = 9
+    Q3_K = 10
+    Q4_K = 11
+    Q5_K = 12
+    Q6_K = 13
+    IQ4_NL = 14
+    IQ4_XS = 15
+    MXFP4 = 16
 
     @property
     def has_blocks(self) -> bool:
         """Whether it is one of GGUF's types: some inputs of an output share a scale."""
         return self >= MatrixKind.Q4_0
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether weights are codes, and activations are levels for them; the other kinds are floating-point."""
+        return self >= MatrixKind.INT8
 
     @classmethod
     def of_blocks(cls, block_type: BlockType | None) -> "MatrixKind | None":
@@ -33,11 +52,24 @@ class MatrixKind(IntEnum):
 _NUMBERS = {"F16": "FLOAT16", "BF16": "BFLOAT16"}  # types without scales, by their names here
 
 
+class ActivationDtype(IntEnum):
+    """Levels of activations, with a scale for each 32, where weights are codes; the value is their bytes."""
+
+    INT8 = 1
+    INT16 = 2
+
+    @property
+    def label(self) -> str:
+        """The name in flags and logs."""
+        return self.name.lower()
+
+
 class Tier(Enum):
     """How weights are kept: all in one precision, or as the blocks of the GGUF they come from."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
     INT8 = "int8"
     GGUF = "gguf"
 
@@ -49,7 +81,7 @@ class Tier(Enum):
     @property
     def kind(self) -> MatrixKind:
         """The kind of a matrix that is not kept as blocks."""
-        return {Tier.FLOAT32: MatrixKind.FLOAT32, Tier.FLOAT16: MatrixKind.FLOAT16}.get(self, MatrixKind.INT8)
+        return MatrixKind.INT8 if self is Tier.GGUF else MatrixKind[self.name]
 
     def takes_blocks(self, block_type: BlockType) -> bool:
         """Whether matrices of a GGUF's type are read as their blocks."""
@@ -94,7 +126,7 @@ def choose_tier(
     if made is not None:
         return made
     if dtype is not None:
-        return {"float32": Tier.FLOAT32, "float16": Tier.FLOAT16}.get(dtype)
+        return Tier(dtype)
     if quantization is None:
         return Tier.GGUF if has_blocks else Tier.INT8
     return Tier.INT8 if "int8" in quantization.flags else Tier.FLOAT16

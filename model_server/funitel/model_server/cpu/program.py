@@ -11,7 +11,7 @@ from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.cpu.blocks import Blocks, Leave
 from funitel.model_server.cpu.footprint import has_plain_mlp, weight_bytes
 from funitel.model_server.cpu.native import Buffer, Code, Mode, NativeEngine, NativeOperation, Shape
-from funitel.model_server.cpu.precision import Tier
+from funitel.model_server.cpu.precision import ActivationDtype, Tier
 from funitel.model_server.cpu.tensors import NONE, Matrices, Vectors
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement
@@ -42,6 +42,7 @@ class Program:
         tier: Tier,
         block_size: int,
         num_threads: int,
+        activations: ActivationDtype,
     ) -> None:
         self._spec = spec
         self._weights = weights
@@ -50,7 +51,7 @@ class Program:
         self._heads = HeadSplit.of(spec.num_heads, spec.num_kv_heads, parallel.size, parallel.rank)
         self._operations: list[NativeOperation] = []
         self._starts: list[int] = []  # of each layer's operations, and where the last one's end
-        self.engine = NativeEngine(library, self._shape(block_size, num_threads))
+        self.engine = NativeEngine(library, self._shape(block_size, num_threads, activations))
         self._matrices = Matrices(spec, weights, parallel, tier, self.engine)
         weights.takes_blocks = tier.takes_blocks
         # Before memory is taken by what config.json says: that may be of another model.
@@ -82,7 +83,7 @@ class Program:
             self._current = self._operations[: self._starts[0]] + self._operations[first:last]
         self.engine.set_program(self._current)
 
-    def _shape(self, block_size: int, num_threads: int) -> Shape:
+    def _shape(self, block_size: int, num_threads: int, activations: ActivationDtype) -> Shape:
         spec, latent = self._spec, self._spec.latent
         units = self._parallel.split(spec.intermediate_size if has_plain_mlp(spec) else 0)
         return Shape(
@@ -95,6 +96,7 @@ class Program:
             block_size=block_size,
             has_half_kv=self._tier.has_half_kv,
             num_threads=num_threads,
+            num_level_planes=activations,
             latent_rank=0 if latent is None else latent.rank,
             latent_turned=0 if latent is None else spec.cached_dim - latent.rank,
             value_dim=0 if latent is None else latent.value_dim,

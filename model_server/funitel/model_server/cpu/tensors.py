@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from funitel.model_server.checkpoint.storage import Range
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.cpu.footprint import matrix_bytes
+from funitel.model_server.cpu.footprint import kind_of, matrix_bytes, runs_of_one_kind
 from funitel.model_server.cpu.native import NativeEngine, NormRecord
 from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
@@ -132,6 +133,7 @@ class Matrices:
         self.sharded_bytes = 0
         self.total_sharded_bytes = 0
         self.kinds: dict[tuple[str, ...], MatrixKind] = {}
+        self._kind_of: dict[int, MatrixKind] = {}  # by the index of the matrix
         self._spec, self._weights, self._parallel = spec, weights, parallel
         self._tier, self._engine = tier, engine
 
@@ -145,13 +147,31 @@ class Matrices:
         piece = _Piece(layer=name, num_outputs=spec.vocab_size, num_inputs=spec.hidden_size, rows=rows, bias=bias)
         return self._add([[piece]], spec.vocab_size, is_transposed=False)
 
-    def columns(
-        self, parts: Sequence[Sequence[Part]], all_outputs: int, *, has_bias: bool, num_inputs: int | None = None
-    ) -> int:
-        """Layers split by output, on hidden states: one part after the other of `all_outputs` unsplit each."""
+    def columns(self, parts: Sequence[Sequence[Part]], *, has_bias: bool, num_inputs: int | None = None) -> int:
+        """Layers split by output, on hidden states; parts, such as gate and up, have as many outputs each."""
+        all_outputs = sum({layer: num_outputs for layer, num_outputs, _ in chain(*parts)}.values()) // len(parts)
         inputs = num_inputs or self._spec.hidden_size
         pieces = [[self._column(*each, inputs, has_bias=has_bias) for each in part] for part in parts]
         return self._add(pieces, all_outputs)
+
+    def side_by_side(self, parts: Sequence[Part], *, has_bias: bool) -> list[tuple[int, int]]:
+        """Layers on hidden states with outputs side by side: (matrix, its first output) for each kind among them."""
+        found, first = [], 0
+        for run in runs_of_one_kind(self._tier, parts, self._weights.block_type):
+            found.append((self.columns([run], has_bias=has_bias), first))
+            first += sum(end - start for _, _, (start, end) in run)
+        return found
+
+    def gate_and_up(self, parts: Sequence[Part], *, has_bias: bool) -> list[int]:
+        """The matrix of both, of the one there is, or of either where their kinds differ."""
+        runs = runs_of_one_kind(self._tier, parts, self._weights.block_type)
+        if len(runs) == 1:
+            return [self.columns([[part] for part in parts], has_bias=has_bias)]
+        return [self.columns([run], has_bias=has_bias) for run in runs]
+
+    def has_codes(self, index: int) -> bool:
+        """Whether a matrix is one of codes: all of these read the same operand, and all others another."""
+        return self._kind_of[index].has_codes
 
     def whole(self, name: str, num_outputs: int, *, has_bias: bool) -> int:
         """A layer on hidden states that every rank has whole."""
@@ -220,6 +240,7 @@ class Matrices:
     ) -> int:
         """Pack what was read and count it; `total_bytes` are those of all ranks, None where each has it whole."""
         index, num_bytes = self._engine.add_matrix(kind, num_outputs, num_inputs, parts)
+        self._kind_of[index] = kind
         self.held_bytes += num_bytes
         if total_bytes is not None:
             self.sharded_bytes += num_bytes
@@ -228,11 +249,8 @@ class Matrices:
 
     def _kind(self, pieces: list[_Piece]) -> MatrixKind:
         """How the matrix of these pieces is kept: as blocks where all have the same type and no block is cut."""
-        kind = self._tier.kind
-        if self._tier is Tier.GGUF:
-            types = {self._weights.block_type(piece.layer, piece.columns) for piece in pieces}
-            found = types.pop() if len(types) == 1 else None
-            kind = MatrixKind.of_blocks(found) or kind
+        layers = [piece.layer for piece in pieces]
+        kind = kind_of(self._tier, layers, pieces[0].columns, self._weights.block_type)
         self.kinds[tuple(dict.fromkeys(piece.layer for piece in pieces))] = kind
         return kind
 

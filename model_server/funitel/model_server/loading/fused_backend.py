@@ -13,7 +13,7 @@ from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.cpu.decoder import FusedLogitsProcessors
 from funitel.model_server.cpu.footprint import step_bytes, weight_bytes
 from funitel.model_server.cpu.native import load_library
-from funitel.model_server.cpu.precision import MADE, Tier
+from funitel.model_server.cpu.precision import MADE, ActivationDtype, Tier
 from funitel.model_server.cpu.shared_memory_ranks import SharedMemoryRanks
 from funitel.model_server.cpu.thread_tuning import settle_threads
 from funitel.model_server.device.memory import bytes_in_use
@@ -55,7 +55,14 @@ def load_fused(
     predicted, before = weight_bytes(spec, parallel, tier, weights.block_type), bytes_in_use(weights.device)
     weights.dtype = torch.float32  # what the engine takes; the tier says what becomes of it
     decoder = fused.FusedDecoder(
-        spec, weights, parallel, library, tier=tier, block_size=settings.block_size, num_threads=torch.get_num_threads()
+        spec,
+        weights,
+        parallel,
+        library,
+        tier=tier,
+        block_size=settings.block_size,
+        num_threads=torch.get_num_threads(),
+        activations=ActivationDtype[settings.activation_dtype.upper()],
     )
     log_memory(settings, spec, parallel, predicted, bytes_in_use(weights.device) - before, decoder.kv_dtype)
     settle_threads(
@@ -78,12 +85,14 @@ def load_fused(
         num_threads=decoder.num_threads,
         parallel=parallel,
         footprint=decoder.program,
-        step_bytes=partial(_step_bytes, spec, parallel, tier),
+        step_bytes=partial(_step_bytes, spec, parallel, tier, decoder.activations),
     )
 
 
-def _step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, num_tokens: int) -> int:
-    return step_bytes(spec, parallel, tier, num_tokens=num_tokens, num_logits=min(num_tokens, _MAX_LOGITS))
+def _step_bytes(
+    spec: ModelSpec, parallel: TensorParallel, tier: Tier, activations: ActivationDtype, num_tokens: int
+) -> int:
+    return step_bytes(spec, parallel, tier, activations, num_tokens=num_tokens, num_logits=min(num_tokens, _MAX_LOGITS))
 
 
 def _in_shared_memory(parallel: TensorParallel, library: ctypes.CDLL) -> TensorParallel:

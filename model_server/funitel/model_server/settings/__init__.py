@@ -25,6 +25,7 @@ QUANTIZATIONS = ("gptq", "awq", "fp8", "compressed-tensors", "int8", "q4", "gguf
 """What `--quantize` may ask of a checkpoint: the first four as its config.json names them, int8 and q4 the two kinds of
 compressed-tensors that `funitel-server quantize` writes, gguf the blocks of a model that comes from a GGUF."""
 
+ACTIVATION_DTYPES = ("int8", "int16")
 KV_CACHE_DTYPES = ("fp8_e4m3fn", "fp8_e5m2")
 _PARENT = "Process id of the parent; this process stops when the parent ends."
 _CACHE_DIR = "Folder for models fetched and converted; ~/.cache/funitel when not given."
@@ -234,6 +235,12 @@ class ModelServerSettings:
         "of a GGUF.",
         choices=QUANTIZATIONS,
         refused=REFUSED_VALUES["quantize"],
+    )
+    activation_dtype: str = setting(
+        "int8",
+        "On a CPU, levels that activations are rounded to where weights are int8 or blocks of a GGUF, with a scale for "
+        "each 32: int8, or int16 for about twice the arithmetic and a smaller error.",
+        choices=ACTIVATION_DTYPES,
     )
     kv_cache_dtype: str | None = setting(
         None,

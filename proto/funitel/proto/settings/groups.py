@@ -40,7 +40,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "precision",
         "Precision and quantisation",
         "dtype quantize method tier",
-        "kv_cache_dtype rope_scaling rope_factor",
+        "activation_dtype kv_cache_dtype rope_scaling rope_factor",
     ),
     _group(
         "calibration",

@@ -1,131 +1,158 @@
-// The product of a few rows of activations with panels of GGUF blocks. Within a block sums are exact integers; blocks are
-// added in order, so that a row's result does not depend on what shares the batch.
+// The product of a few rows of activations with panels of blocks of codes. Within a block sums are exact integers; blocks
+// are added in order, so that a row's result does not depend on what shares the batch.
 #pragma once
 
 #include "blocks.h"
-#include "matrix.h"
+#include "levels.h"
+#include "memory.h"
 
 namespace funitel {
 
-// Sixteen outputs' pairs of weights as int16: one register, or two.
-#if defined(__AVX512F__)
-
-using Words = __m512i;
-constexpr int kParts = 1;
-inline Words load_words(const uint16_t* p) { return _mm512_loadu_si512(p); }
-inline Words low_nibbles(Words x) { return _mm512_and_si512(x, _mm512_set1_epi16(15)); }
-inline Words next_nibbles(Words x) { return _mm512_srli_epi16(x, 4); }
-inline Words widen(const int8_t* p) {
-    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
-inline Words splat_pair(int32_t pair) { return _mm512_set1_epi32(pair); }
-inline F16 to_floats(const Words (&sums)[kParts]) { return {_mm512_cvtepi32_ps(sums[0])}; }
-
-#else
-
-using Words = __m256i;
-constexpr int kParts = 2;
-inline Words load_words(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-inline Words low_nibbles(Words x) { return _mm256_and_si256(x, _mm256_set1_epi16(15)); }
-inline Words next_nibbles(Words x) { return _mm256_srli_epi16(x, 4); }
-inline Words widen(const int8_t* p) {
-    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
-inline Words splat_pair(int32_t pair) { return _mm256_set1_epi32(pair); }
-inline F16 to_floats(const Words (&sums)[kParts]) {
-    return {_mm256_cvtepi32_ps(sums[0]), _mm256_cvtepi32_ps(sums[1])};
+// Ask for the lines of 32 inputs of a block, as `fetch` does.
+template <class Block>
+inline void fetch_some(const Block* w, int sub) {
+    constexpr size_t size = sizeof(Block) * kBlockInputs / Block::kInputs;
+    const uint8_t* start = reinterpret_cast<const uint8_t*>(w) + sub * size;
+#pragma GCC unroll 16
+    for (size_t i = 0; i < size; i += 64) fetch(start + i);
 }
 
-#endif
-
-constexpr int kPartWords = 2 * kLanes / kParts;
-
-// Weights of eight inputs, a pair of inputs at a time.
-struct NibbleReader {
-    Words words;
-    Words next() {
-        Words weights = low_nibbles(words);
-        words = next_nibbles(words);
-        return weights;
-    }
-};
-inline NibbleReader reader(const Nibbles& codes, int group, int part) {
-    return {load_words(codes.words[group] + part * kPartWords)};
-}
-
-struct ByteReader {
-    const int8_t* at;
-    Words next() {
-        Words weights = widen(at);
-        at += 2 * kLanes;
-        return weights;
-    }
-};
-inline ByteReader reader(const int8_t (&codes)[kBlockInputs / 2][2 * kLanes], int group, int part) {
-    return {codes[group * kGroupPairs] + part * kPartWords};
-}
-
-// sums[r][p] += the products of row r with block p of as many panels.
-template <class Block, int R, int P>
-inline void add_block(const Block* w, const OperandBlock& x, Words (&sums)[R][P][kParts]) {
-    // Part by part: the sums of both would not fit in the registers of AVX2.
+// out[r][p] += the products of rows r with 32 inputs of block w, panels from `panel` on.
+template <class Block, int R, int P, int Planes>
+inline void add_sub_block(const Block& w, const typename Block::Scales& first, const typename Block::Scales& second,
+                          int panel, int sub, int part, const RowBlock<Planes>* x, F16 (&out)[R][P]) {
+    using Code = Codes<Block::kMostCode>;
+    using Sum = DotSum<Block::kMostCode, Block::kZero>;
+    constexpr int halves = kBlockInputs / Block::kScaleInputs, quads = kQuads / halves;
 #pragma GCC unroll 2
-    for (int part = 0; part < kParts; part++) {
-        for (int group = 0; group < kGroups; group++) {
-            decltype(reader(w->codes, 0, 0)) readers[P];
-#pragma GCC unroll 4
-            for (int p = 0; p < P; p++) readers[p] = reader(w[p].codes, group, part);
-#pragma GCC unroll 4
-            for (int i = 0; i < kGroupPairs; i++) {
-                Words weights[P];
-#pragma GCC unroll 4
-                for (int p = 0; p < P; p++) weights[p] = readers[p].next();
+    for (int half = 0; half < halves; half++) {
+        const int which = halves == 1 ? kWhole : half;
+        Sum sums[Planes][R][P];
+#pragma GCC unroll 2
+        for (int plane = 0; plane < Planes; plane++) {
 #pragma GCC unroll 12
-                for (int r = 0; r < R; r++) {
-                    Words pair = splat_pair(x.pairs[group * kGroupPairs + i][r]);
-#pragma GCC unroll 4
-                    for (int p = 0; p < P; p++) add_products(sums[r][p][part], weights[p], pair);
+            for (int r = 0; r < R; r++) {
+#pragma GCC unroll 2
+                for (int p = 0; p < P; p++) sums[plane][r][p].start(&x[r].totals[plane][which]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < quads; i++) {
+            const int q = half * quads + i;
+#pragma GCC unroll 2
+            for (int p = 0; p < P; p++) {
+                const Code codes(w.quad(panel + p, sub, q, part));
+#pragma GCC unroll 2
+                for (int plane = 0; plane < Planes; plane++) {
+#pragma GCC unroll 12
+                    for (int r = 0; r < R; r++) {
+                        sums[plane][r][p].add(codes, &x[r].words[plane][q]);
+                        sums[plane][r][p].settle(i + 1);
+                    }
                 }
             }
         }
+#pragma GCC unroll 2
+        for (int p = 0; p < P; p++) {
+            const typename Block::Scales& common = p == 0 ? first : second;
+            Part scale, minimum;
+            if constexpr (Block::kHasScales) scale = Block::scale(w, common, panel + p, sub, half, part);
+            if constexpr (Block::kHasMinimums) minimum = Block::minimum(w, common, panel + p, sub, half, part);
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                Part total = to_part(sums[0][r][p].total()), factor = splat_part(x[r].scale);
+                if constexpr (Planes == 2) {
+                    total = fma(to_part(sums[1][r][p].total()), splat_part(kPlaneBase), total);
+                }
+                if constexpr (Block::kHasScales) factor = mul(scale, factor);
+                Part& target = part_of(out[r][p], part);
+                target = fma(total, factor, target);
+                if constexpr (Block::kHasMinimums) target = fma(minimum, splat_part(x[r].sums[which]), target);
+            }
+        }
     }
 }
 
-// As the other kinds' of matrix.h; found by the type of the weights.
-template <class Block, int R, int P>
-inline void multiply(const Block* w, const OperandBlock* x, int depth, F16 (&out)[R][P]) {
+// out[r][p] = the products of rows r with panels of a pair, from `panel` on; of the rows the blocks are `stride` apart.
+template <class Block, int R, int P, int Planes>
+inline void multiply_blocks(const Block* w, int num_blocks, int panel, const RowBlock<Planes>* x, int stride,
+                            F16 (&out)[R][P]) {
+    constexpr int subs = Block::kInputs / kBlockInputs;
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 2
         for (int p = 0; p < P; p++) out[r][p] = splat(0.0f);
     }
-    for (int b = 0; b < depth / kBlockInputs; b++, w += kPair, x++) {
-        Words sums[R][P][kParts];
-        F16 scales[P], minimums[P];
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++) {
-            const Block& block = w[p];
-            for (size_t i = 0; i < sizeof(Block); i += 64) fetch(reinterpret_cast<const uint8_t*>(&block) + i);
-            scales[p] = load(block.scales);
-            if constexpr (Block::kHasMinimums) minimums[p] = load(block.minimums);
-        }
-#pragma GCC unroll 12
-        for (int r = 0; r < R; r++) {
-            Words start = splat_pair(x->starts[r]);
-#pragma GCC unroll 4
-            for (int p = 0; p < P; p++) {
-                for (int part = 0; part < kParts; part++) sums[r][p][part] = start;
+    for (int b = 0; b < num_blocks; b++, w++, x += size_t(stride) * subs) {
+#pragma GCC unroll 2
+        for (int part = 0; part < kParts; part++) {
+            const typename Block::Scales first(*w, panel, part), second(*w, panel + P - 1, part);
+            for (int sub = 0; sub < subs; sub++) {
+                if (panel == 0 && part == 0) fetch_some(w, sub);
+                add_sub_block<Block, R, P, Planes>(*w, first, second, panel, sub, part, x + size_t(stride) * sub, out);
             }
         }
-        add_block(w, *x, sums);
-#pragma GCC unroll 12
+    }
+}
+
+// Rows multiplied at a time: sums and results of so many fit in the registers.
+template <int Planes>
+constexpr int kRowsAtOnce = kRegisters == 32 ? 12 / Planes : Planes == 1 ? 6 : 3;
+
+// Panels of a pair multiplied at a time.
+constexpr int block_panels_at_once(int rows, int planes) { return rows * planes <= kRegisters / 8 ? kPair : 1; }
+
+// Call `finish(row, panel of the pair, sums)` for rows [first, first + R).
+template <class Block, int R, int Planes, class Finish>
+void multiply_rows(const Block* w, int num_blocks, const RowBlock<Planes>* x, int stride, int first, Finish finish) {
+    constexpr int P = block_panels_at_once(R, Planes);
+    for (int panel = 0; panel < kPair; panel += P) {
+        F16 sums[R][P];
+        multiply_blocks<Block, R, P, Planes>(w, num_blocks, panel, x + first, stride, sums);
         for (int r = 0; r < R; r++) {
-            F16 scale = splat(x->scales[r]), total = splat(x->sums[r]);
-#pragma GCC unroll 4
-            for (int p = 0; p < P; p++) {
-                out[r][p] = fma(scales[p], mul(to_floats(sums[r][p]), scale), out[r][p]);
-                if constexpr (Block::kHasMinimums) out[r][p] = fma(minimums[p], total, out[r][p]);
+            for (int p = 0; p < P; p++) finish(first + r, panel + p, sums[r][p]);
+        }
+    }
+}
+
+// The same for `count` rows, some at a time: the sizes are few, as each is a function of its own for every type.
+template <class Block, int Planes, class Finish>
+void multiply_all_rows(const Block* w, int num_blocks, const RowBlock<Planes>* x, int count, Finish finish) {
+    for (int first = 0; first < count;) {
+        int left = count - first;
+        if constexpr (kRowsAtOnce<Planes> >= 12) {
+            if (left >= 12) {
+                multiply_rows<Block, 12, Planes>(w, num_blocks, x, count, first, finish);
+                first += 12;
+                continue;
             }
+            if (left >= 8) {
+                multiply_rows<Block, 8, Planes>(w, num_blocks, x, count, first, finish);
+                first += 8;
+                continue;
+            }
+        }
+        if constexpr (kRowsAtOnce<Planes> >= 6) {
+            if (left >= 6) {
+                multiply_rows<Block, 6, Planes>(w, num_blocks, x, count, first, finish);
+                first += 6;
+                continue;
+            }
+            if (left >= 4) {
+                multiply_rows<Block, 4, Planes>(w, num_blocks, x, count, first, finish);
+                first += 4;
+                continue;
+            }
+        }
+        if (left >= 3) {
+            multiply_rows<Block, 3, Planes>(w, num_blocks, x, count, first, finish);
+            first += 3;
+        } else if (left == 2) {
+            multiply_rows<Block, 2, Planes>(w, num_blocks, x, count, first, finish);
+            first += 2;
+        } else {
+            multiply_rows<Block, 1, Planes>(w, num_blocks, x, count, first, finish);
+            first += 1;
         }
     }
 }

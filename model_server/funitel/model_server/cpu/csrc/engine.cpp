@@ -33,8 +33,8 @@ int divide_up(int a, int b) { return (a + b - 1) / b; }
 class Engine {
   public:
     explicit Engine(const Shape& shape)
-        : shape_(shape), threads_(1, &Engine::fetch_ahead, this), experts_(threads_, matrices),
-          latents_(threads_, matrices, layout_, latent_shape(shape)) {
+        : shape_(shape), threads_(1, &Engine::fetch_ahead, this), experts_(threads_, matrices, shape.num_level_planes),
+          latents_(threads_, matrices, layout_, latent_shape(shape), shape.num_level_planes) {
         part_ = part_size(shape.block_size);
         set_threads(shape.num_threads, Threads::kSpinMicroseconds);
     }
@@ -87,6 +87,10 @@ class Engine {
 
     void set_program(const Operation* operations, int count) {
         program_.assign(operations, operations + count);
+        operand_bytes_ = 0;
+        for (const auto& matrix : matrices) {
+            operand_bytes_ = std::max(operand_bytes_, Operand::row_bytes(*matrix, shape_.num_level_planes));
+        }
         following_.assign(count, nullptr);
         for (int i = count - 1; i > 0; i--) following_[i - 1] = first_product(program_[i], following_[i]);
     }
@@ -118,15 +122,6 @@ class Engine {
                 matrix.set_blocks(part, first + i, source + i * row_bytes);
             }
         });
-    }
-
-    void choose_levels(Matrix& matrix) {
-        threads_.begin_step();
-        std::vector<int64_t> heaviest(threads_.count(), 1);
-        for_each(threads_, matrix.num_panels, [&](int panel, int thread) {
-            heaviest[thread] = std::max(heaviest[thread], matrix.heaviest(panel));
-        });
-        matrix.choose_levels(*std::max_element(heaviest.begin(), heaviest.end()));
     }
 
     // What sampling does to rows of `count` scores each, the rows back to back.
@@ -209,11 +204,12 @@ class Engine {
             !query_latents_.grow(tokens * shape_.query_rank * sizeof(float)) ||
             !kept_latents_.grow(tokens * stride(kLatents) * sizeof(float)) ||
             (has_latents() && !latents_.reserve(batch.num_tokens)) ||
-            !angles_.grow(tokens * num_angles() * sizeof(float)) || !operand_memory_.reserve(longest, widest) ||
+            !angles_.grow(tokens * num_angles() * sizeof(float)) || !operand_memory_.grow(longest * operand_bytes_) ||
             !partials_.grow(size_t(layout_.num_slots) * shape_.num_heads * partial_size() * sizeof(float))) {
             return false;
         }
-        operand_.lie_in(operand_memory_);
+        operand_.values = operand_memory_.as<uint8_t>();
+        operand_.num_planes = shape_.num_level_planes;
         for (ThreadScratch& scratch : scratch_) {
             int dim = std::max(shape_.head_dim, shape_.latent_rank);
             if (!scratch.reserve(part_, dim, shape_.block_size)) return false;
@@ -320,9 +316,8 @@ class Engine {
             int64_t id = batch_->token_ids[row] - first;
             float* x = batch_->x + size_t(row) * shape_.hidden_size;
             bool is_here = id >= 0 && id < table.num_outputs;
-            for (int i = 0; i < shape_.hidden_size; i++) {
-                x[i] = is_here ? table.at(static_cast<int>(id), i) * scale : 0.0f;
-            }
+            if (is_here) return table.read_row(static_cast<int>(id), scale, x);
+            std::fill(x, x + shape_.hidden_size, 0.0f);
         });
     }
 
@@ -459,8 +454,8 @@ class Engine {
 
     void linear(const Operation& operation) {
         Product product = {*matrices[operation.a], operand_, static_cast<Mode>(operation.b),
-                           static_cast<Activation>(operation.d), operation.scale, buffer(operation.c),
-                           stride(operation.c)};
+                           static_cast<Activation>(operation.d), operation.scale,
+                           buffer(operation.c) + operation.e, stride(operation.c)};
         bytes_read_ += product.matrix.num_bytes();
         for_each(threads_, product.num_chunks(), [&](int chunk, int) { product.multiply(chunk); });
     }
@@ -613,14 +608,14 @@ class Engine {
     std::vector<ThreadScratch> scratch_;
     std::vector<Scratch*> scratches_;  // the same
     const Batch* batch_ = nullptr;
+    size_t operand_bytes_ = 0;  // of a row, for the matrix that takes most
     int num_rows_ = 0;
     const int64_t* selected_ = nullptr;
     Layout layout_;
-    Memory qkv_, attended_, hidden_, angles_, partials_, held_, query_latents_, kept_latents_;
+    Memory qkv_, attended_, hidden_, angles_, partials_, held_, query_latents_, kept_latents_, operand_memory_;
     Experts experts_;
     LatentAttention latents_;
     size_t bytes_read_ = 0;
-    OperandMemory operand_memory_;
     Operand operand_;
 };
 
@@ -690,7 +685,6 @@ void ENTRY(funitel_blocks)(Engine* engine, int32_t matrix, int32_t part, int32_t
 
 // The matrix is whole; returns the bytes it takes.
 int64_t ENTRY(funitel_matrix_done)(Engine* engine, int32_t matrix) {
-    engine->choose_levels(*engine->matrices[matrix]);
     return engine->matrices[matrix]->num_bytes();
 }
 

@@ -5,7 +5,8 @@
 
 #include "activations.h"
 #include "block_products.h"
-#include "matrix.h"
+#include "dense_products.h"
+#include "operand.h"
 #include "program.h"
 
 namespace funitel {
@@ -24,14 +25,8 @@ struct Product {
     int num_chunks() const { return matrix.num_pairs() * num_blocks(); }
 
     void multiply(int chunk) const {
-        switch (matrix.kind) {
-            case kFloat32: return multiply_as<float, float>(chunk);
-            case kFloat16: return multiply_as<Half, float>(chunk);
-            case kInt8: return multiply_as<int8_t, int32_t>(chunk);
-            case kQ4_0: return multiply_as<BlockQ4_0, OperandBlock>(chunk);
-            case kQ4_1: return multiply_as<BlockQ4_1, OperandBlock>(chunk);
-            case kQ8_0: return multiply_as<BlockQ8_0, OperandBlock>(chunk);
-        }
+        int pair = chunk / num_blocks(), first = chunk % num_blocks() * kTilesEach;
+        for (int tile = first; tile < std::min(operand.num_tiles(), first + kTilesEach); tile++) multiply_tile(pair, tile);
     }
 
   private:
@@ -39,28 +34,22 @@ struct Product {
 
     int num_blocks() const { return (operand.num_tiles() + kTilesEach - 1) / kTilesEach; }
 
-    template <class W, class X>
-    void multiply_as(int chunk) const {
-        int pair = chunk / num_blocks(), first = chunk % num_blocks() * kTilesEach;
-        for (int tile = first; tile < std::min(operand.num_tiles(), first + kTilesEach); tile++) {
-            multiply_rows<W, X>(operand.tile<X>(matrix, tile), pair, tile * operand.tile_rows, operand.rows_of(tile));
-        }
-    }
-
-    // The `count` rows of one tile by one pair of panels.
-    template <class W, class X>
-    void multiply_rows(const X* x, int pair, int first_row, int count) const {
+    void multiply_tile(int pair, int tile) const {
         float gates[kTileRows][kLanes];
-        float* start = target + first_row * width;
-        const float* scales = operand.scales + first_row;
+        const int count = operand.rows_of(tile);
+        float* start = target + size_t(tile) * operand.tile_rows * width;
         const F16 factor = splat(scale);
         // The lines to be written arrive while the products are made: of wide rows no two are in one page.
-        const int panels = mode == kGate ? 1 : kPair;
+        const int num_written = mode == kGate ? 1 : kPair;
         for (int r = 0; r < count; r++) {
-            const float* y = start + r * width + size_t(pair) * panels * kLanes;
-            for (int p = 0; p < panels; p++) __builtin_prefetch(y + p * kLanes, 1);
+            const float* y = start + r * width + size_t(pair) * num_written * kLanes;
+            for (int p = 0; p < num_written; p++) __builtin_prefetch(y + p * kLanes, 1);
         }
-        auto finish = [&](int r, int panel, F16 value) {
+        auto finish = [&](int r, int panel_of_pair, F16 value) {
+            int panel = pair * kPair + panel_of_pair;
+            if (panel >= matrix.num_panels) return;
+            if (matrix.kind == kInt8) value = mul(value, load(matrix.scales(panel)));
+            if (!matrix.bias.empty()) value = add(value, load(matrix.bias.data() + size_t(panel) * kLanes));
             if (mode == kGate) {
                 if (panel % 2 == 0) return store(gates[r], activate(activation, value));
                 value = mul(load(gates[r]), value);
@@ -70,27 +59,27 @@ struct Product {
             float* y = start + r * width + output;
             if (mode == kAccumulate) value = fma(value, factor, load(y, n));
             if (mode == kActivate) value = activate(activation, value);
+            if (mode == kMultiply) value = mul(value, load(y, n));
             store(y, value, n);
         };
-        switch (count) {
-#define FUNITEL_CASE(R) \
-    case R: return multiply_tile<W, X, R>(matrix, x, pair, scales, finish);
-            FUNITEL_CASE(1)
-            FUNITEL_CASE(2)
-            FUNITEL_CASE(3)
-            FUNITEL_CASE(4)
-            FUNITEL_CASE(5)
-            FUNITEL_CASE(6)
-#if defined(__AVX512F__)
-            FUNITEL_CASE(7)
-            FUNITEL_CASE(8)
-            FUNITEL_CASE(9)
-            FUNITEL_CASE(10)
-            FUNITEL_CASE(11)
-            FUNITEL_CASE(12)
-#endif
-#undef FUNITEL_CASE
+        const uint8_t* x = operand.tile(matrix, tile);
+        if (!has_codes(matrix.kind)) {
+            with_float(matrix.kind, [&](auto of) {
+                using Number = typename decltype(of)::Type;
+                multiply_dense(reinterpret_cast<const Number*>(matrix.pair(pair)), matrix.num_inputs,
+                               reinterpret_cast<const float*>(x), count, finish);
+            });
+            return;
         }
+        with_block(matrix.kind, [&](auto of) {
+            const auto* w = reinterpret_cast<const typename decltype(of)::Type*>(matrix.pair(pair));
+            const int num_blocks = matrix.num_blocks();
+            if (operand.num_planes == 1) {
+                multiply_all_rows(w, num_blocks, reinterpret_cast<const RowBlock<1>*>(x), count, finish);
+            } else {
+                multiply_all_rows(w, num_blocks, reinterpret_cast<const RowBlock<2>*>(x), count, finish);
+            }
+        });
     }
 };
 

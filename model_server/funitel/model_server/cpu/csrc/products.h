@@ -13,11 +13,15 @@ namespace funitel {
 
 class Products {
   public:
+    // Levels of activations have so many planes.
+    explicit Products(int num_planes) : num_planes_(num_planes) {}
+
     void clear() { entries_.clear(); }
 
     // Multiply so many rows by a matrix; the arguments from `mode` on are those of a Product.
     void add(const Matrix& matrix, int num_rows, Mode mode, Activation activation, float* target, size_t width) {
         Entry entry = {&matrix, {}, mode, activation, target, width, 0, 0};
+        entry.operand.num_planes = num_planes_;
         entry.operand.begin(num_rows);
         entries_.push_back(entry);
     }
@@ -66,22 +70,16 @@ class Products {
 
     // Give every operand its memory, and number tiles and chunks.
     void place() {
-        size_t num_bytes = 0, num_rows = 0;
-        for (const Entry& entry : entries_) {
-            num_bytes += lines(entry.operand.num_bytes(*entry.matrix));
-            num_rows += entry.operand.num_rows;
-        }
-        if (!values_.grow(num_bytes) || !scales_.grow(num_rows * sizeof(float))) throw std::bad_alloc();
+        size_t num_bytes = 0;
+        for (const Entry& entry : entries_) num_bytes += lines(entry.operand.num_bytes(*entry.matrix));
+        if (!values_.grow(num_bytes)) throw std::bad_alloc();
         uint8_t* values = values_.as<uint8_t>();
-        float* scales = scales_.as<float>();
         num_tiles_ = num_chunks_ = 0;
         for (Entry& entry : entries_) {
             entry.operand.values = values;
-            entry.operand.scales = scales;
             entry.first_tile = num_tiles_;
             entry.first_chunk = num_chunks_;
             values += lines(entry.operand.num_bytes(*entry.matrix));
-            scales += entry.operand.num_rows;
             num_tiles_ += entry.operand.num_tiles();
             num_chunks_ += product(entry).num_chunks();
         }
@@ -97,7 +95,8 @@ class Products {
     }
 
     std::vector<Entry> entries_;
-    Memory values_, scales_;
+    Memory values_;
+    const int num_planes_;
     int num_tiles_ = 0, num_chunks_ = 0;
 };
 

@@ -11,7 +11,8 @@ enum Code : int32_t {
     kPositions,  // x += row of the vector          a: vector
     kNorm,       // operand = norm of x             a: norm, c: matrix it is for
     kPrepare,    // operand = a buffer              a: buffer, c: matrix it is for
-    kLinear,     // buffer = operand by matrix      a: matrix, b: mode, c: buffer, d: activation; scale
+    kLinear,     // buffer = operand by matrix      a: matrix, b: mode, c: buffer, d: activation,
+                 //                                 e: column of the buffer its outputs begin at; scale
     kRotate,     // queries and keys get positions, keys and values go to the pool
                  //                                 a: layer, b, c: their norms or -1, d: turn or -1; scale of queries
     kAttend,     // attended = attention            a: layer, b: window or 0, c: vector of slopes or -1; cap or 0
@@ -33,16 +34,16 @@ enum Code : int32_t {
                      //                             cap or 0
 };
 enum Buffer : int32_t { kX, kQkv, kAttended, kHidden, kPartial, kLogits, kHeld, kQueryLatents, kLatents };
-enum Mode : int32_t { kStore, kAccumulate, kActivate, kGate };
+enum Mode : int32_t { kStore, kAccumulate, kActivate, kGate, kMultiply };
 
 struct Operation {
-    int32_t code, a, b, c, d;
+    int32_t code, a, b, c, d, e;
     float scale, cap;
 };
 
 struct Shape {
     int32_t hidden_size, head_dim, num_heads, num_kv_heads, intermediate_size, num_layers, block_size;
-    int32_t has_half_kv, num_threads;
+    int32_t has_half_kv, num_threads, num_level_planes;
     // Of latent attention, 0 without: elements of a latent that are a value, and that turn, those of a head's values, and
     // of the latents of queries. There, head_dim is the size of a query.
     int32_t latent_rank, latent_turned, value_dim, query_rank;

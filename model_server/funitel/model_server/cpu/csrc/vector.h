@@ -20,6 +20,11 @@ struct Half {
     uint16_t bits;
 };
 
+// The upper half of a float.
+struct Brain {
+    uint16_t bits;
+};
+
 #if defined(__AVX512F__)
 
 struct F16 {
@@ -29,6 +34,10 @@ struct F16 {
 inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline F16 load(const Half* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline F16 load(const Brain* p) {
+    __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
 }
 inline void store(float* p, F16 x) { _mm512_storeu_ps(p, x.v); }
 inline void store(Half* p, F16 x) {
@@ -66,6 +75,10 @@ inline unsigned at_most(F16 x, F16 y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP
 inline void store_int16(int16_t* p, F16 x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v)));
 }
+// Round to int8 with saturation.
+inline void store_int8(int8_t* p, F16 x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));
+}
 
 #else
 
@@ -77,6 +90,13 @@ inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p 
 inline F16 load(const Half* p) {
     const __m128i* q = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+inline __m256 widen(__m128i brains) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(brains), 16));
+}
+inline F16 load(const Brain* p) {
+    const __m128i* q = reinterpret_cast<const __m128i*>(p);
+    return {widen(_mm_loadu_si128(q)), widen(_mm_loadu_si128(q + 1))};
 }
 inline void store(float* p, F16 x) {
     _mm256_storeu_ps(p, x.a);
@@ -123,6 +143,14 @@ inline unsigned at_most(F16 x, F16 y) {
 inline void store_int16(int16_t* p, F16 x) {
     __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
+}
+// Round to int8 with saturation.
+inline void store_int8(int8_t* p, F16 x) {
+    int16_t words[kLanes];
+    store_int16(words, x);
+    const __m128i* halves = reinterpret_cast<const __m128i*>(words);
+    __m128i packed = _mm_packs_epi16(_mm_loadu_si128(halves), _mm_loadu_si128(halves + 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 }
 
 #endif

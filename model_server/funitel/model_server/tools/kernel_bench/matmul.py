@@ -34,7 +34,7 @@ from funitel.model_server.cpu.native import (
     Shape,
     load_library,
 )
-from funitel.model_server.cpu.precision import MatrixKind, Tier
+from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind, Tier
 from funitel.model_server.files.gguf_pointer import POINTER
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.hub.resolve import cache_folder, resolve
@@ -247,6 +247,7 @@ def _shape(num_outputs: int, num_inputs: int, threads: int) -> Shape:
         num_layers=1,
         block_size=16,
         num_threads=threads,
+        num_level_planes=ActivationDtype.INT8,
     )
 
 

@@ -1,0 +1,62 @@
+// Activations as the products read them.
+#pragma once
+
+#include <algorithm>
+
+#include "levels.h"
+#include "matrix.h"
+
+namespace funitel {
+
+// The most rows of a tile.
+constexpr int kTileRows = kRegisters == 32 ? 12 : 6;
+
+// Rows in tiles: for floating-point weights [tile][input][row of the tile], floats; for codes [tile][32 inputs][row of the
+// tile], a RowBlock each. Tiles are as equal as can be, and the last is as narrow as it has rows: few rows take little of
+// the caches. What is laid out for one matrix can be multiplied with every matrix of as many inputs, if both have codes or
+// neither has.
+struct Operand {
+    uint8_t* values = nullptr;
+    int num_planes = 1;  // of levels
+    int num_rows = 0;
+    int tile_rows = 0;  // of all tiles but the last, which may have fewer
+
+    // Bytes that a row takes for `matrix`.
+    static size_t row_bytes(const Matrix& matrix, int num_planes) {
+        if (!has_codes(matrix.kind)) return matrix.num_inputs * sizeof(float);
+        size_t size = num_planes == 1 ? sizeof(RowBlock<1>) : sizeof(RowBlock<2>);
+        return size_t(matrix.num_inputs + kBlockInputs - 1) / kBlockInputs * size;
+    }
+
+    // Rows are to follow, as many as this.
+    void begin(int rows) {
+        num_rows = rows;
+        int tiles = std::max(1, (rows + kTileRows - 1) / kTileRows);
+        tile_rows = (rows + tiles - 1) / tiles;
+    }
+
+    int num_tiles() const { return (num_rows + tile_rows - 1) / tile_rows; }
+    int rows_of(int tile) const { return std::min(tile_rows, num_rows - tile * tile_rows); }
+    // Bytes of `values` that the rows take for `matrix`.
+    size_t num_bytes(const Matrix& matrix) const { return num_rows * row_bytes(matrix, num_planes); }
+
+    uint8_t* tile(const Matrix& matrix, int index) const {
+        return values + size_t(index) * tile_rows * row_bytes(matrix, num_planes);
+    }
+
+    // Lay out row `row` of the activations for `matrix`.
+    void set_row(const Matrix& matrix, int row, const float* x) const {
+        int index = row / tile_rows, place = row % tile_rows, rows = rows_of(index);
+        uint8_t* start = tile(matrix, index);
+        if (!has_codes(matrix.kind)) {
+            float* target = reinterpret_cast<float*>(start) + place;
+            for (int i = 0; i < matrix.num_inputs; i++) target[size_t(i) * rows] = x[i];
+        } else if (num_planes == 1) {
+            set_levels(reinterpret_cast<RowBlock<1>*>(start) + place, rows, x, matrix.num_inputs);
+        } else {
+            set_levels(reinterpret_cast<RowBlock<2>*>(start) + place, rows, x, matrix.num_inputs);
+        }
+    }
+};
+
+}  // namespace funitel
