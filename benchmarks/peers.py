@@ -121,7 +121,7 @@ def forget(arguments: argparse.Namespace, results: Results) -> None:
             results.cells.pop(cell.key, None)
             results.neutral.pop(cell.key, None)
     if arguments.retune:
-        pairs = {cell.pair for cell in cells}
+        pairs = {cell.peer_key for cell in cells}
         results.tuned = {key: tuned for key, tuned in results.tuned.items() if key.rpartition("/")[0] not in pairs}
 
 

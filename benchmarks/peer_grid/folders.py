@@ -47,10 +47,15 @@ class Folders:
         kept = sorted((path for path in self.models.iterdir() if path != keep), key=lambda path: path.stat().st_atime)
         while kept and sum(map(size_of, kept)) + num_bytes > self.most_model_bytes:
             _remove(kept.pop(0))
-        shutil.rmtree(self.ours, ignore_errors=True)
         free = shutil.disk_usage(self.models).free
         if free < num_bytes + FREE_MARGIN:
             raise OSError(f"{self.models}: {keep.name} needs {num_bytes / GIB:.1f} GiB, {free / GIB:.1f} are free")
+
+    def forget_converted(self) -> None:
+        """Delete what this server made of models, but not its compiled code."""
+        for path in self.ours.iterdir() if self.ours.exists() else ():
+            if path.name != "cpu":
+                _remove(path)
 
     @contextmanager
     def writing(self, path: Path) -> Iterator[Path]:

@@ -46,6 +46,11 @@ class Format:
     ours: tuple[str, ...] = ()
     is_same: bool = True
 
+    @property
+    def of_peer(self) -> str:
+        """The format that the peer computes with."""
+        return self.name if self.is_same else self.file
+
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
@@ -107,6 +112,11 @@ class Cell:
     def pair(self) -> str:
         """Its name without the workload."""
         return f"{self.model}/{self.form}/{self.peer}"
+
+    @property
+    def peer_key(self) -> str:
+        """What the options of a peer are tuned for."""
+        return f"{self.model}/{FORMATS[self.form].of_peer}/{self.peer}"
 
     @property
     def num_requests(self) -> int:

@@ -17,7 +17,7 @@ from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFWriter, TokenType, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, TokenType, dequantize
 
 from funitel.model_server.convert.gguf_reader import read_gguf
 from funitel.model_server.convert.gguf_tokenizer import build_tokenizer
@@ -135,22 +135,14 @@ def _add_sizes(writer: GGUFWriter, shape: Shape) -> None:
 
 def _add_tokenizer(writer: GGUFWriter, shape: Shape, demo: Path) -> frozenset[int]:
     """The demo model's tokenizer, padded; the tokens without text are returned."""
-    fields = {
-        name: field.contents() for name, field in GGUFReader(demo).fields.items() if name.startswith("tokenizer.")
-    }
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    fields = {name: field for name, field in GGUFReader(demo).fields.items() if name.startswith("tokenizer.")}
+    tokens, kinds = fields.pop("tokenizer.ggml.tokens").contents(), fields.pop("tokenizer.ggml.token_type").contents()
     num_tokens = len(tokens)
-    writer.add_tokenizer_model(fields["tokenizer.ggml.model"])
-    writer.add_tokenizer_pre(fields["tokenizer.ggml.pre"])
     writer.add_token_list([*tokens, *(f"[PAD{number}]" for number in range(num_tokens, shape.vocab))])
     writer.add_token_types([*kinds, *[TokenType.UNUSED] * (shape.vocab - num_tokens)])
-    writer.add_token_merges(fields["tokenizer.ggml.merges"])
-    writer.add_bos_token_id(fields["tokenizer.ggml.bos_token_id"])
-    writer.add_eos_token_id(fields["tokenizer.ggml.eos_token_id"])
-    writer.add_pad_token_id(fields["tokenizer.ggml.padding_token_id"])
-    writer.add_add_bos_token(False)
-    writer.add_add_space_prefix(False)
-    writer.add_chat_template(fields["tokenizer.chat_template"])
+    for name, field in fields.items():
+        is_list = field.types[0] == GGUFValueType.ARRAY
+        writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if is_list else None)
     return silent_tokens(num_tokens, demo) | frozenset(range(num_tokens, shape.vocab))
 
 

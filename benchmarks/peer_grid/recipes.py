@@ -92,6 +92,7 @@ def _llama_tuned(cores: int) -> dict[str, tuple[str, ...]]:
         "kv-type": ("f16", "q8_0"),
         "ubatch-size": ("512", "128", "2048"),
         "cache-ram": ("0", "8192"),
+        "kv-unified": ("off", "on"),
     }
 
 
@@ -103,6 +104,7 @@ def _llama_server(built: Built, launch: Launch) -> Command:
             *("--port", str(launch.port), "--parallel", str(streams), "--ctx-size", str(streams * launch.context)),
             *("--threads", options["threads"], "--threads-batch", options["threads"], "--poll", options["poll"]),
             *("--flash-attn", options["flash-attn"], "--cache-ram", options["cache-ram"]),
+            "--kv-unified" if options["kv-unified"] == "on" else "--no-kv-unified",
             *("--cache-type-k", options["kv-type"], "--cache-type-v", options["kv-type"]),
             *("--batch-size", "2048", "--ubatch-size", options["ubatch-size"]),
         )
@@ -130,7 +132,7 @@ def _llama_bench(built: Built, launch: Launch) -> Command:
 _LLAMA_KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "one": ("threads", "poll", "flash-attn", "kv-type"),
-        "many": ("threads", "poll", "flash-attn", "kv-type", "ubatch-size", "cache-ram"),
+        "many": ("threads", "poll", "flash-attn", "kv-type", "ubatch-size", "cache-ram", "kv-unified"),
         "prefill": ("threads", "flash-attn", "kv-type", "ubatch-size", "cache-ram"),
     }
 )

@@ -59,6 +59,7 @@ class Runner:
                     self._run_pair(open_cells)
                 except (FunitelError, OSError) as error:
                     self._fail(pair, open_cells, error)
+                self.folders.forget_converted()
 
     def make_models(self, cells: Sequence[Cell]) -> None:
         """Make the files of some cells, so that a later run only measures."""
@@ -154,7 +155,7 @@ class Runner:
                     speeds.append(_speed(server.measure(prompts, workload), kind))
             return max(speeds)
 
-        return self._tune(f"{cell.pair}/{kind}", recipe, kind, speed_of)
+        return self._tune(f"{cell.peer_key}/{kind}", recipe, kind, speed_of)
 
     def _tuned_bench(self, cell: Cell, recipe: Recipe, built: Built, model: Path) -> Command:
         """The command of `llama-bench` at its best for a cell."""
@@ -170,7 +171,7 @@ class Runner:
             runs = [run_bench(command(options, workload), workload) for _ in range(repeats)]
             return max(_speed(run, kind) for run in runs)
 
-        return command(self._tune(f"{cell.pair}/{BENCH}-{kind}", recipe, kind, speed_of), cell.workload)
+        return command(self._tune(f"{cell.peer_key}/{BENCH}-{kind}", recipe, kind, speed_of), cell.workload)
 
     def _tune(
         self, key: str, recipe: Recipe, kind: str, speed_of: Callable[[Mapping[str, str]], float]

@@ -192,7 +192,9 @@ def _ratio(ours: Value | None, theirs: Value | None, column: Column, peer: str) 
     if peer == BENCH and column.figure == "tpot_ms_p50":
         aim = TPOT_AIM_OF_BENCH
     shown = f"{ratio:.2f}×" if ratio >= 1 else f"**{ratio:.2f}×**"
-    return shown if aim <= 1 and ratio >= 1 else f"{shown} (aim {aim:.2f}{'' if ratio >= aim else ', missed'})"
+    if aim <= 1:
+        return shown
+    return f"{shown} (aim {aim:.2f}{'' if ratio >= aim else ', missed'})"
 
 
 def _notes(results: Results, cells: Sequence[Cell]) -> Iterator[str]:
