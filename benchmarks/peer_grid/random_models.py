@@ -237,7 +237,8 @@ def _random_f32(count: int, deviation: float, random: Random) -> npt.NDArray[Any
 
 
 def _random_q4_0(count: int, deviation: float, random: Random) -> npt.NDArray[Any]:
-    return np.hstack([_half(deviation / _uniform_deviation(16), count), _bits(count, 16, random)])
+    values = random.integers(1, 16, (2, count, 16), np.uint8)  # without 0, which stands for -8 and has no +8
+    return np.hstack([_half(deviation / _uniform_deviation(15), count), values[0] | values[1] << 4])
 
 
 def _random_q5_0(count: int, deviation: float, random: Random) -> npt.NDArray[Any]:

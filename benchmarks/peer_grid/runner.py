@@ -203,17 +203,20 @@ class Runner:
         sides = {OURS_SIDE: ours, PEER: peer}
         for number in range(record.num_rounds(), rounds_of(cell, self.rounds)):
             prompts = prompts_for(ours, workload, cell.num_requests, cell.key, number)
+            found: dict[str, Round] = {}
             for side in sides if number % 2 == 0 else reversed(sides):
                 other = sides[PEER if side == OURS_SIDE else OURS_SIDE]
                 before = other.process.usage().cpu_seconds
                 figures = sides[side].measure(prompts, workload)
                 idle = (other.process.usage().cpu_seconds - before) / number_of(figures, "seconds")
-                record.rounds.setdefault(side, [])[number:] = [figures | {"other_cpu_share": idle}]
+                found[side] = figures | {"other_cpu_share": idle}
                 if idle > IDLE_SHARE:
                     self.report(f"{cell.key}: {other.name} uses {idle:.0%} of a core while it waits")
             if bench is not None:
-                record.rounds.setdefault(BENCH, [])[number:] = [run_bench(bench, workload)]
+                found[BENCH] = run_bench(bench, workload)
                 record.commands[BENCH] = list(bench.arguments)
+            for side, figures in found.items():  # a round that one side has not finished is none
+                record.rounds.setdefault(side, []).append(figures)
             self.results.save()
             self.report(_round_line(cell, record, number))
 

@@ -52,8 +52,8 @@ def test_the_mixture_of_the_demo_models_shape_is_that_of_llama_quantize() -> Non
     """What `llama-quantize --allow-requantize` of llama-cpp-python 0.3.36 wrote of the demo model, tensor by tensor."""
     found = counts(shapes.DEMO_SHAPE, "q4_k_m")
     assert found["token_embd"] == {"Q8_0": 1}
-    assert found["attn_v"] == {"Q8_0": 15, "Q5_0": 15}
-    assert found["ffn_down"] == {"Q6_K": 15, "Q4_K": 15}
+    assert found["attn_v"] == {"Q8_0": 14, "Q5_0": 16}
+    assert found["ffn_down"] == {"Q6_K": 14, "Q4_K": 16}
     assert found["attn_q"] == found["ffn_up"] == {"Q5_0": 30}
     assert counts(shapes.DEMO_SHAPE, "q4_0")["token_embd"] == {"Q8_0": 1}
     assert counts(shapes.SHAPES["1b"], "q4_0")["token_embd"] == {"Q6_K": 1}
@@ -98,11 +98,11 @@ def test_a_file_has_weights_that_keep_the_size_of_activations(
             continue
         values = values.reshape(-1, sizes[-1])
         if sizes[0] == TINY.vocab:
-            silent = [0, *range(129, 257), *range(260, 300)]  # the end, parts of characters, padding
+            silent = [0, *range(95, 189), *range(223, 257), *range(260, 300)]  # the end, parts of characters, padding
             assert not values[silent].any()
             assert values[[1, 50, 259]].any(axis=1).all()
-            values = values[1:90]
-        assert values.std() == pytest.approx(sizes[-1] ** -0.5, rel=0.05)
+            values = values[1:95]
+        assert values.std() == pytest.approx(sizes[-1] ** -0.5, rel=0.1)
         assert abs(values.mean()) < 0.1 * values.std()
     tokens = reader.fields["tokenizer.ggml.tokens"].contents()
     assert (len(tokens), tokens[1], tokens[-1]) == (300, "!", "[PAD299]")

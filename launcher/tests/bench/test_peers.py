@@ -208,7 +208,7 @@ def test_the_table_shows_medians_every_loss_and_every_missed_aim(tmp_path: Path)
     found.cells["1b/q4_0/llama.cpp/1"] = record_of(
         ours, peer, bench=[{"tpot_ms_p50": 11.0, "output_tokens_s": 91.0}] * 3
     )
-    found.cells[KEY] = record_of([figures(150.0, 30.0, [5.0])], [figures(100.0, 30.0, [5.0])])
+    found.cells[KEY] = record_of([figures(150.0, 30.0, [5.0])], [figures(100.0, 30.0, [5.0], memory=80.0)])
     found.cells["3b/q8_0/llama.cpp/1"] = results.Record(problem="it ended with 1: out of memory")
     found.save()
     text = table.table(results.Results(tmp_path / "results.json"), plan.choose([], is_short=False))
