@@ -16,7 +16,7 @@ PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funite
 write_pages = for page in settings routes metrics modules examples; do $(BIN)/python scripts/$${page}_page.py $(1) || exit 1; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test unit system timed clients mutants faults container check lock lowest serving triton fmt proto pages docs itest bench families fuzz wheel clean
+.PHONY: help setup serve test unit system timed clients mutants faults container check lock lowest serving triton fmt proto pages docs itest bench peers families fuzz wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -93,7 +93,10 @@ itest: setup ## tests of the whole system only
 	$(BIN)/pytest $(WHOLE_SYSTEM_TESTS) $(ARGS)
 
 bench: setup ## benchmarks of a model on this machine; funitel bench is for servers
-	@for script in $(filter-out benchmarks/serve.py benchmarks/gpu.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+	@for script in $(filter-out benchmarks/serve.py benchmarks/gpu.py benchmarks/peers.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+
+peers: setup ## this server beside llama.cpp, vLLM and others at their best, into docs/benchmarks.md; ARGS="--short"
+	@$(BIN)/python benchmarks/peers.py --write docs/benchmarks.md $(ARGS)
 
 families: setup ## every architecture against transformers: the worst error of each; ARGS=--full for the long form
 	@PYTHONPATH=testing $(BIN)/python -m funitel_testing.families $(ARGS)

@@ -36,7 +36,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; what does not fit ends the program in one line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", action="append", default=[], metavar="PATTERN", help="cells that begin so; repeatable"
+        "--only",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="cells, or their first parts: 1b/q4_0; repeatable",
     )
     parser.add_argument("--short", action="store_true", help="demo and 1B, 1 and 16 streams, llama.cpp and vLLM")
     parser.add_argument("--rounds", type=_count, default=5, help="of each cell (default: 5; 8B: at most 3)")
@@ -58,7 +62,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     arguments.cells = choose(arguments.only, is_short=arguments.short)
     if not arguments.cells:
-        parser.error(f"--only: no cell begins with {' or '.join(arguments.only)}; --list prints all")
+        parser.error(f"--only: no cell is named {' or '.join(arguments.only)}; --list prints all")
     return arguments
 
 

@@ -152,7 +152,12 @@ def choose(patterns: Sequence[str], *, is_short: bool) -> list[Cell]:
     if is_short:
         short = [cell for cell in cells if any(fnmatch(cell.key, pattern) for pattern in SHORT)]
         cells = [cell for cell in short if cell.workload.name in SHORT_WORKLOADS]
-    return [cell for cell in cells if not patterns or any(fnmatch(cell.key, f"{each}*") for each in patterns)]
+    return [cell for cell in cells if not patterns or any(_is_named(cell, each) for each in patterns)]
+
+
+def _is_named(cell: Cell, pattern: str) -> bool:
+    """Whether a pattern is the name of a cell, or of its first parts."""
+    return fnmatch(cell.key, pattern) or fnmatch(cell.key, f"{pattern.rstrip('/')}/*")
 
 
 def rounds_of(cell: Cell, rounds: int) -> int:

@@ -157,7 +157,11 @@ def _ik_server(built: Built, launch: Launch) -> Command:
             *(built.program("llama-server"), "--model", str(launch.model), "--host", "127.0.0.1"),
             *("--port", str(launch.port), "--parallel", str(streams), "--ctx-size", str(streams * launch.context)),
             *("--threads", options["threads"], "--threads-batch", options["threads"]),
-            *("--flash-attn", options["flash-attn"], *(("-rtr",) if options["run-time-repack"] == "on" else ())),
+            *(
+                "--flash-attn",
+                options["flash-attn"],
+                *(("--run-time-repack",) if options["run-time-repack"] == "on" else ()),
+            ),
             *("--cache-type-k", options["kv-type"], "--cache-type-v", options["kv-type"]),
             *("--batch-size", "2048", "--ubatch-size", options["ubatch-size"]),
         )

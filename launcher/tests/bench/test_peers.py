@@ -340,11 +340,13 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         f"demo/q8_0/llama.cpp/{name}" for name in plan.WORKLOADS
     ]
+    program.main(["--list", "--only", "demo/q8_0/*/1", "--cache", str(tmp_path)])
+    assert {line.split()[0].rpartition("/")[2] for line in capsys.readouterr().out.splitlines()} == {"1"}
     program.main(["--dry-run", "--short", "--cache", str(tmp_path)])
     assert "llama.cpp: would be built" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         program.main(["--only", "7b", "--cache", str(tmp_path)])
-    assert "no cell begins with 7b" in capsys.readouterr().err
+    assert "no cell is named 7b" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         program.main(["--rounds", "0", "--cache", str(tmp_path)])
     assert "must be >= 1, given 0" in capsys.readouterr().err
