@@ -1,7 +1,6 @@
 """Mixtures of experts and latent attention: the experts chosen, shares of ranks, and the limits of the fused step."""
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,20 +10,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from funitel.model_server.checkpoint.weights import Weights
-from funitel.model_server.cpu.coverage import missing
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.mlp import Experts, Router
-from funitel.model_server.loading.decoder import load
 from funitel.model_server.registry.lookup import spec_of
-from funitel.model_server.settings import ModelServerSettings
 from funitel.model_server.spec.model_spec import ExpertScore, ExpertsSpec, ModelSpec
 from funitel.model_server.tools.quantize.layer_walk import inputs_of
 from funitel.model_server.tools.spec import check
-from funitel.proto.errors import SettingsError, UnsupportedModel, WeightsError
+from funitel.proto.errors import UnsupportedModel, WeightsError
 from funitel_testing import forward_worker
-from funitel_testing.tiny import save_tokenizer
 from funitel_testing.zoo import ZOO
 
 CPU = torch.device("cpu")
@@ -155,27 +150,6 @@ def test_latents_are_cached_once_for_all_heads(tmp_path: Path) -> None:
         cache = KVCache(spec, heads, 3, 4, torch.float32, CPU)
         assert cache.num_bytes == 3 * KVCache.bytes_per_block(spec, heads.num_kv_heads, 4, torch.float32)
         assert cache.num_bytes == 3 * 4 * spec.num_layers * (20 + 8) * 4  # blocks, tokens, layers, latent and key
-
-
-def test_the_fused_step_says_what_it_does_not_know(tmp_path: Path) -> None:
-    ZOO["deepseek_v2"].save(tmp_path)
-    spec, _ = opened(tmp_path)
-    assert missing(spec) == "a mixture of experts"
-    assert missing(replace(spec, experts=None, attention_scale=None)) == "latent attention"
-
-
-def test_on_a_cpu_experts_run_in_torch_with_exact_weights_and_the_log_says_why(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    ZOO["mixtral"].save(tmp_path)
-    save_tokenizer(tmp_path)
-    settings = ModelServerSettings(model_id=str(tmp_path), device="cpu", num_threads=1)
-    with caplog.at_level(logging.WARNING):
-        _, info = load(settings, tmp_path)
-    assert info.dtype == "torch.float32"
-    assert "the model runs in torch, without the fused CPU step: a mixture of experts" in caplog.text
-    with pytest.raises(SettingsError, match="--quantize int8 needs the fused CPU step: a mixture of experts"):
-        load(replace(settings, quantize="int8"), tmp_path)
 
 
 def test_quantize_refuses_what_it_does_not_know(tmp_path: Path) -> None:

@@ -251,6 +251,7 @@ ROUTER: dict[str, st.SearchStrategy[Any]] = {
     "shard_return_timeout": st.integers(0, 10**6),
     "listen_fd": st.lists(st.integers(0, 1000), max_size=2).map(tuple),
     "ready_fd": st.none() | st.integers(0, 1000),
+    "accepts_early": st.booleans(),
     "replica_address": st.lists(st.sampled_from(["unix:///tmp/a-0", "tcp://host:80"]), max_size=2, unique=True).map(
         tuple
     ),
@@ -368,6 +369,7 @@ SHARD: dict[str, st.SearchStrategy[Any]] = {
     "logger_level": TEXT,
     "otlp_endpoint": st.none() | TEXT,
     "otlp_service_name": TEXT,
+    "folder_fd": st.none() | st.integers(0, 1000),
     "exit_with_parent": st.none() | st.integers(1, 2**22),
 }
 

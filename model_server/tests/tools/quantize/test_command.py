@@ -47,7 +47,7 @@ def test_a_refusal_is_one_line_and_a_usage_error_exit_code_2(tmp_path: Path) -> 
     assert refused.returncode == 1
     unknown = start(str(tmp_path), str(tmp_path / "out"), "--method", "awq")
     assert unknown.communicate(timeout=60)[1] == (
-        "error: Invalid value for '--method': 'awq' is not one of gptq, int8, q4\n"
+        "error: Invalid value for '--method': 'awq' is not one of gptq, int8, q4, none\n"
     )
     assert unknown.returncode == 2
 

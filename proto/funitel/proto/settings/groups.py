@@ -105,7 +105,7 @@ GROUPS: tuple[SettingGroup, ...] = (
         "Between the processes of a deployment",
         "master_shard_uds_path",
         "master_shard_address replica_address shard_uds_path uds_path master_addr master_port shard_connect_timeout "
-        "shard_return_timeout listen_fd ready_fd exit_with_parent",
+        "shard_return_timeout listen_fd ready_fd accepts_early folder_fd exit_with_parent",
     ),
     _group(
         "operation",

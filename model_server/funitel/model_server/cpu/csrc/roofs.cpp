@@ -62,12 +62,10 @@ constexpr int kTimes = 20000;
 using Integers = __m512i;
 inline void hide(Integers& x) { asm volatile("" : "+v"(x)); }
 inline void hide(F16& x) { asm volatile("" : "+v"(x.v)); }
-inline Integers pairs_of(int16_t value) { return _mm512_set1_epi16(value); }
 #else
 using Integers = __m256i;
 inline void hide(Integers& x) { asm volatile("" : "+x"(x)); }
 inline void hide(F16& x) { asm volatile("" : "+x"(x.a), "+x"(x.b)); }
-inline Integers pairs_of(int16_t value) { return _mm256_set1_epi16(value); }
 #endif
 
 // Add to many sums in turn, so that none waits for itself, again and again; returns how often.
@@ -96,12 +94,28 @@ int64_t multiply_float() {
     return kLanes * repeat<F16, sums>(splat(0.0f), [&](F16& sum) { sum = fma(a, b, sum); });
 }
 
-int64_t multiply_int8() {
-    Integers weights = pairs_of(3), pair = pairs_of(5);
-    hide(weights);
-    hide(pair);
-    constexpr int sums = kRegister == 64 ? 24 : 12, each = sizeof(Integers) / sizeof(int16_t);
-    return each * repeat<Integers, sums>(pairs_of(0), [&](Integers& sum) { add_products(sum, weights, pair); });
+// Codes of four bits: the narrowest products of bytes, which every instruction set sums fastest.
+int64_t multiply_codes() {
+    constexpr int count = kRegister == 32 ? 6 : 12;
+    const Codes<15> codes(splat_bytes(3));
+    int32_t levels = 0x01020304, starts[count];
+    asm volatile("" : "=m"(starts), "+m"(levels));  // not known: what is the same for two sums would be done once
+    DotSum<15, 8> sums[count];
+#pragma GCC unroll 12
+    for (int s = 0; s < count; s++) sums[s].start(starts + s);
+    for (int i = 0; i < kTimes; i++) {
+#pragma GCC unroll 12
+        for (int s = 0; s < count; s++) {
+            sums[s].add(codes, &levels);
+            sums[s].settle(i & 3);
+        }
+    }
+#pragma GCC unroll 12
+    for (int s = 0; s < count; s++) {
+        Bytes total = sums[s].total();
+        hide(total);
+    }
+    return int64_t(kTimes) * count * sizeof(Bytes);
 }
 
 struct Roofs {
@@ -159,7 +173,7 @@ double ENTRY(funitel_roofs_multiply)(Roofs* roofs, int32_t kind) {
     int num_chunks = 16 * roofs->threads.count();
     std::atomic<int64_t> done{0};
     double seconds = funitel::timed(*roofs, num_chunks, [&](int) {
-        done += kind >= funitel::kInt8 ? funitel::multiply_int8() : funitel::multiply_float();
+        done += kind >= funitel::kInt8 ? funitel::multiply_codes() : funitel::multiply_float();
     });
     return done.load() / seconds;
 }
