@@ -13,7 +13,7 @@ def test_every_tier_is_held_against_torch(tiny_model: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode in (0, 1), done.stderr[-3000:]  # 1: a promise that a random model does not keep
     tiers = json.loads(done.stdout.splitlines()[-1])["tiers"]
-    assert set(tiers) >= {"torch float32", "float32", "float16", "int8"}
+    assert set(tiers) >= {"torch float32", "float32", "float16", "int8 int8", "int8 int16"}
     assert tiers["float32"]["relative_error"] < 1e-4
-    assert tiers["float32"]["relative_error"] < tiers["float16"]["relative_error"] < tiers["int8"]["relative_error"]
-    assert tiers["int8"]["same"] < tiers["int8"]["relative_error"]
+    assert tiers["float32"]["relative_error"] < tiers["float16"]["relative_error"] < tiers["int8 int16"]["relative_error"]
+    assert tiers["int8 int16"]["same"] < tiers["int8 int16"]["relative_error"]
