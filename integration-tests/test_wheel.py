@@ -37,7 +37,7 @@ COMPILED = {f"{STEP_FOLDER}/prebuilt/{name}" for name in (prebuilt.LIBRARY, preb
 
 # Registers that AVX2 does not have, and instructions that AVX-512 does not have.
 WIDE = re.compile(r"%(zmm|k[0-7]\b|[xy]mm(1[6-9]|2\d|3[01]))")
-PAIRED, TILED = re.compile(r"\bvpdpwssds?\b"), re.compile(r"%tmm|\b(ld)?tile(loadd|config|release|zero)")
+PAIRED, TILED = re.compile(r"\bvpdp(busd|wssd)s?\b"), re.compile(r"%tmm|\b(ld)?tile(loadd|config|release|zero)")
 
 pytestmark = pytest.mark.skipif("avx2" not in cpu_flags(), reason="needs AVX2")
 

@@ -42,6 +42,12 @@ def test_the_shapes_of_results_are_registered_where_they_are_asked_for() -> None
     assert few < len(registered)
 
 
+def test_a_generator_needs_nothing_that_was_deferred() -> None:
+    draws = "print(json.dumps(torch.rand(3, generator={}).tolist()))"
+    ours = run("torch_import.import_torch(); import torch; " + draws.format("torch_import.seeded_generator(7)"))
+    assert ours == run("import torch; " + draws.format("torch.Generator().manual_seed(7)"))
+
+
 def test_another_thread_waits_until_a_module_is_executed() -> None:
     code = (
         "import threading; torch_import.import_torch(); import torch; found = []; "

@@ -15,6 +15,7 @@ from funitel.model_server.attention.flash import flash_2, flash_3
 from funitel.model_server.attention.torch_reference import TorchAttention
 from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
 from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.forward.batch import ForwardBatch, RowSpan
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.spec.model_spec import ModelSpec, Position
@@ -131,7 +132,7 @@ class KernelCheck:
         spans = [RowSpan([0] * n, start, table) for (start, n), table in zip(rows, tables, strict=True)]
         batch = ForwardBatch.build(spans, self._block_size, self._device)
         cache = KVCache(self._spec, self._heads, sum(needed) + 1, self._block_size, self._kv_dtype, self._device)
-        generator = torch.Generator(self._device).manual_seed(0)
+        generator = seeded_generator(0, self._device)
         cache.pool.copy_(torch.empty_like(cache.pool, dtype=self._dtype).normal_(generator=generator))
         shape = (batch.num_tokens, self._heads.num_heads, self._spec.cached_dim)
         query = torch.randn(shape, device=self._device, generator=generator).to(self._dtype)

@@ -13,7 +13,10 @@ from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 DEFERRED = frozenset(
     f"torch.{name}"
@@ -87,6 +90,13 @@ def register_shapes() -> None:
     for name in _WITH_EFFECTS:
         if isinstance(module := sys.modules.get(name), _Deferred):
             execute(module)
+
+
+def seeded_generator(seed: int, device: "torch.device | str" = "cpu") -> "torch.Generator":
+    """A random generator of torch; `torch.Generator` itself fails where `import_torch` left its type unregistered."""
+    import_module("torch._prims.rng_prims")  # registers it
+    generator: torch.Generator = import_module("torch").Generator(device)
+    return generator.manual_seed(seed)
 
 
 def execute(module: ModuleType) -> None:

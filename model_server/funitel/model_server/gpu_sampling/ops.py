@@ -10,6 +10,7 @@ import torch
 
 from funitel.model_server.device.pinned_memory import upload
 from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
+from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.sampling.gumbel_noise import gumbel_of, mixed_seeds
 from funitel.model_server.sampling.logits_processors import (
     apply_temperature,
@@ -251,7 +252,7 @@ def check(maths: ScoreMaths, device: torch.device) -> None:
 
 
 def _tried(maths: ScoreMaths, asked: list[SamplingParams], device: torch.device) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded_generator(0)
     scores = (torch.randn(3, _PROBE_TOKENS, generator=generator) * 3).to(device)
     counts = torch.randint(0, 3, (1, 2, _PROBE_TOKENS), generator=generator, dtype=torch.int32).to(device)
     one = torch.full((1, 1), 1.3, device=device)

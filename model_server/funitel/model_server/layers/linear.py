@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from funitel.model_server.checkpoint.storage import Range
 from funitel.model_server.checkpoint.weights import Weights
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
+from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.quantized.matmul import Product
 from funitel.model_server.spec.model_spec import Activation, ModelSpec, Norm, QkNorm, QkvLayout
 
@@ -54,7 +55,7 @@ class Matmul:
         return y
 
     def _sums_alone_differently(self, num_inputs: int) -> bool:
-        pair = torch.rand(1, num_inputs, generator=torch.Generator().manual_seed(0)).expand(2, -1).contiguous()
+        pair = torch.rand(1, num_inputs, generator=seeded_generator(0)).expand(2, -1).contiguous()
         return not torch.equal(self._product(pair[:1]), self._product(pair)[:1])
 
 

@@ -8,6 +8,7 @@ import torch
 
 from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
 from funitel.model_server.device.tensor_parallel import HeadSplit
+from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.kv_cache.pool import KVCache
 from funitel.model_server.layers.attention import Attention
 from funitel.model_server.layers.elementwise import ElementwiseOps, TorchElementwiseOps
@@ -60,7 +61,7 @@ def check_elementwise(
 
     Its kernels are compiled on the way, so that no request waits for them.
     """
-    layer, generator = _first_layer(decoder), torch.Generator(device).manual_seed(0)
+    layer, generator = _first_layer(decoder), seeded_generator(0, device)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, generator=generator).to(dtype)

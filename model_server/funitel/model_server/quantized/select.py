@@ -5,6 +5,7 @@ import logging
 import torch
 
 from funitel.model_server.device.probe_or_fall_back import probe_or_fall_back, reason_of
+from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.quantized.bit_packing import Codes
 from funitel.model_server.quantized.config import Quantization
 from funitel.model_server.quantized.matmul import FLOAT8, INT8, QuantizedMatmul, round_float8
@@ -54,7 +55,7 @@ def choose_products(
 
 def check(products: QuantizedMatmul, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ValueError unless products are those of the dequantised weights, for numbers drawn at random."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded_generator(0)
     num_outputs, num_inputs, group = 192, 640, 128
 
     def drawn(top: int, *shape: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.sampling.grammar import TokenMasks
 from funitel.model_server.sampling.gumbel_noise import noise_key
 from funitel.model_server.sampling.logits_processors import LogitsProcessors, TorchLogitsProcessors
@@ -41,7 +42,7 @@ class Watermark:
 
     def green_ids(self, last_token: int, vocab_size: int) -> torch.Tensor:
         """The favoured tokens: [gamma * vocab_size] int64."""
-        generator = torch.Generator().manual_seed(HASH_KEY * last_token)
+        generator = seeded_generator(HASH_KEY * last_token)
         return torch.randperm(vocab_size, generator=generator)[: int(vocab_size * self.gamma)]
 
 

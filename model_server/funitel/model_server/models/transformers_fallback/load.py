@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from funitel.model_server.checkpoint.storage import open_file
+from funitel.model_server.device.torch_import import seeded_generator
 from funitel.model_server.files.integrity import read_json, weight_files
 from funitel.model_server.forward.batch import Forward, ForwardBatch, RowSpan
 from funitel.model_server.models.transformers_fallback.pool import FallbackPools
@@ -132,7 +133,7 @@ _HALF_TOLERANCE = 0.1
 @torch.inference_mode()
 def expected_logits(model: Any, vocab_size: int, device: torch.device) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Random prompts, and the logits of all their positions as the model alone computes them."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded_generator(0)
     prompts = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in _LENGTHS]
     return prompts, [model(input_ids=torch.tensor([ids], device=device)).logits[0].float() for ids in prompts]
 
