@@ -13,7 +13,7 @@ import torch
 
 from funitel.model_server.cpu.decoder import FusedDecoder
 from funitel.model_server.cpu.footprint import step_bytes
-from funitel.model_server.cpu.precision import ActivationDtype, Tier
+from funitel.model_server.cpu.precision import Tier
 from funitel.model_server.device.memory import resident_bytes
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.files.integrity import read_json
@@ -82,7 +82,7 @@ def take_steps(work: Path, rank: int) -> None:
         before = _status("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         _step(decoder, pool, NUM_TOKENS // NUM_ROWS)
-        predicted = step_bytes(spec, alone, tier, ActivationDtype.INT8, num_tokens=NUM_TOKENS, num_logits=NUM_TOKENS)
+        predicted = step_bytes(spec, alone, tier, num_tokens=NUM_TOKENS, num_logits=NUM_TOKENS)
         results[tier.label] = [predicted, _status("VmHWM") - before]
         del decoder, pool
     (work / "steps.json").write_text(json.dumps(results))

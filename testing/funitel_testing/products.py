@@ -41,7 +41,7 @@ def product(
         num_layers=1,
         block_size=16,
         num_threads=1,
-        num_level_planes=activations,
+        level_bits=8 * activations,
     )
     engine = NativeEngine(library, shape)
     matrix, _ = engine.add_matrix(kind, num_outputs, num_inputs, [[(weight, None)]])

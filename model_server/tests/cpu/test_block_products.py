@@ -29,6 +29,7 @@ KINDS = [kind for kind in MatrixKind if kind.has_blocks]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 EVERY_WIDTH = pytest.mark.parametrize("bits", [8, 16])
 MOST = {8: 127, 16: 127 * 254}
+OUTLIER = 5.0  # as in levels.h
 
 
 def random_blocks(kind: MatrixKind, num_outputs: int, num_inputs: int, seed: int = 5) -> npt.NDArray[np.uint8]:
@@ -66,7 +67,7 @@ def product(
     num_rows, num_inputs = x.shape
     shape = Shape(
         hidden_size=num_inputs, head_dim=2, num_heads=1, num_kv_heads=1, intermediate_size=num_outputs, num_layers=1,
-        block_size=16, num_threads=2, num_level_planes=bits // 8,
+        block_size=16, num_threads=2, level_bits=bits,
     )  # fmt: skip
     engine = NativeEngine(load_library(cache_folder(None), instruction_set), shape)
     matrix, _ = engine.add_matrix(kind, num_outputs, num_inputs, [[(weight, None)]])
@@ -91,12 +92,22 @@ def product(
 
 
 def levels_of(x: Floats, bits: int) -> npt.NDArray[np.float64]:
-    """Activations as the engine rounds them: a scale for each 32 inputs."""
+    """Activations as the engine rounds them: a scale for each 32 inputs, and 16 bits where there is an outlier."""
     blocks = x.reshape(len(x), -1, 32)
     most = np.abs(blocks).max(axis=2, keepdims=True)
-    inverse = np.where(most > 0, np.float32(MOST[bits]) / np.where(most > 0, most, 1), 0).astype(np.float32)
+    with np.errstate(over="ignore"):
+        is_fine = (bits == 16) | (most**2 > np.float32(OUTLIER**2) * np.mean(blocks**2, axis=2, keepdims=True))
+    most_level = np.where(is_fine, MOST[16], MOST[8]).astype(np.float32)
+    inverse = np.where(most > 0, most_level / np.where(most > 0, most, 1), 0).astype(np.float32)
     levels = np.rint(blocks * inverse)
-    return (levels.astype(np.float64) * (most / np.float32(MOST[bits])).astype(np.float64)).reshape(x.shape)
+    return (levels.astype(np.float64) * (most / most_level).astype(np.float64)).reshape(x.shape)
+
+
+def with_outliers(random: np.random.Generator, num_rows: int, num_inputs: int) -> Floats:
+    """Activations of which some blocks of 32, in some rows, have one input far above the others."""
+    x = random.standard_normal((num_rows, num_inputs)).astype(np.float32)
+    x[random.random(x.shape) < 0.01] *= 50
+    return x
 
 
 @EVERY_SET
@@ -106,7 +117,7 @@ def test_a_product_is_that_of_the_values_of_gguf(kind: MatrixKind, bits: int, in
     size = 768
     raw = random_blocks(kind, size, size)
     random = np.random.default_rng(7)
-    x = random.standard_normal((23, size)).astype(np.float32)
+    x = with_outliers(random, 23, size)
     found = product(kind, torch.from_numpy(raw), x, bits, instruction_set, size)
     weights = values_of(kind, raw).astype(np.float64)
     exact, rounded = x.astype(np.float64) @ weights.T, levels_of(x, bits) @ weights.T
@@ -120,7 +131,7 @@ def test_a_product_is_that_of_the_values_of_gguf(kind: MatrixKind, bits: int, in
 def test_every_instruction_set_gives_the_same_bits(kind: MatrixKind, bits: int) -> None:
     size = 256
     raw = torch.from_numpy(random_blocks(kind, size, size))
-    x = np.random.default_rng(8).standard_normal((9, size)).astype(np.float32)
+    x = with_outliers(np.random.default_rng(8), 9, size)
     first, *others = [product(kind, raw, x, bits, each, size) for each in SETS]
     for other in others:
         assert np.array_equal(first, other)
@@ -131,7 +142,7 @@ def test_every_instruction_set_gives_the_same_bits(kind: MatrixKind, bits: int) 
 def test_a_row_has_the_same_bits_in_any_company(kind: MatrixKind, bits: int) -> None:
     size = 256
     raw = torch.from_numpy(random_blocks(kind, size, size))
-    x = np.random.default_rng(9).standard_normal((31, size)).astype(np.float32)
+    x = with_outliers(np.random.default_rng(9), 31, size)
     every = product(kind, raw, x, bits, SETS[0], size)
     for count in range(1, 14):
         assert np.array_equal(product(kind, raw, x[:count], bits, SETS[0], size), every[:count])
@@ -167,6 +178,20 @@ def test_no_sum_overflows_at_extreme_values(kind: MatrixKind, bits: int, codes: 
     bound = np.abs(levels_of(x, bits)) @ np.abs(weights).T
     assert (np.abs(found - rounded) <= 1e-5 * bound).all()
     assert (found[6] == 0).all()
+
+
+def test_a_block_with_an_outlier_loses_no_more_than_one_without() -> None:
+    size = 256
+    raw = random_blocks(MatrixKind.Q8_0, size, size)
+    weights = values_of(MatrixKind.Q8_0, raw).astype(np.float64)
+    plain = np.random.default_rng(4).standard_normal((16, size)).astype(np.float32)
+    spiked = plain.copy()
+    spiked[:, ::32] = 300
+    errors = []
+    for x in (plain, spiked):
+        found = product(MatrixKind.Q8_0, torch.from_numpy(raw), x, 8, SETS[0], size)
+        errors.append(np.linalg.norm(found - x.astype(np.float64) @ weights.T))
+    assert errors[1] < errors[0]
 
 
 @EVERY_SET

@@ -42,7 +42,6 @@ class FusedDecoder:
         activations: ActivationDtype = ActivationDtype.INT8,
     ) -> None:
         self.tier = tier
-        self.activations = activations
         self.block_size = block_size
         self.program = Program(
             spec,

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from funitel.model_server.checkpoint.gguf_block_types import BlockType
 from funitel.model_server.checkpoint.storage import Range
-from funitel.model_server.cpu.precision import ActivationDtype, MatrixKind, Tier
+from funitel.model_server.cpu.precision import MatrixKind, Tier
 from funitel.model_server.device.tensor_parallel import HeadSplit, TensorParallel
 from funitel.model_server.layers.linear import Part, mlp_parts, qkv_parts
 from funitel.model_server.layers.mlp import any_expert_spec, shared_spec
@@ -19,8 +19,7 @@ _LANES, _FLOAT = 16, 4  # outputs of a panel, to which biases are filled up; byt
 _CODE_INPUTS = 32  # inputs of a block of int8
 # Of blocks that are packed in another size than they have in a file: small integers of 6 bits become bytes.
 _PACKED_BYTES = {MatrixKind.Q3_K: 114, MatrixKind.Q4_K: 148, MatrixKind.Q5_K: 180, MatrixKind.IQ4_XS: 138}
-# Of 32 activations as products with codes read them: levels, and for each byte of a level and for all of them sums.
-_LEVEL_BYTES = {ActivationDtype.INT8: 60, ActivationDtype.INT16: 104}
+_LEVEL_BYTES = 128  # of 32 activations as products with codes read them: the low and the high bytes of levels, and sums
 
 BlockTypeOf = Callable[[str, Range | None], BlockType | None]
 
@@ -90,7 +89,6 @@ def step_bytes(
     spec: ModelSpec,
     parallel: TensorParallel,
     tier: Tier,
-    activations: ActivationDtype,
     *,
     num_tokens: int,
     num_logits: int,
@@ -103,7 +101,7 @@ def step_bytes(
     start, end = parallel.split(spec.intermediate_size if has_plain_mlp(spec) else 0)
     units = end - start
     widths: list[float]
-    operand_bytes = _LEVEL_BYTES[activations] / _CODE_INPUTS if tier.kind.has_codes else _FLOAT
+    operand_bytes = _LEVEL_BYTES / _CODE_INPUTS if tier.kind.has_codes else _FLOAT
     if spec.latent is None:
         attended, query_rank = heads.num_heads * spec.head_dim, 0
         widths = [attended + 2 * heads.num_kv_heads * spec.head_dim]

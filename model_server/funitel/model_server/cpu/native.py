@@ -88,7 +88,7 @@ class Shape(ctypes.Structure):
             "block_size",
             "has_half_kv",
             "num_threads",
-            "num_level_planes",
+            "level_bits",
             "latent_rank",
             "latent_turned",
             "value_dim",

@@ -53,7 +53,10 @@ _NUMBERS = {"F16": "FLOAT16", "BF16": "BFLOAT16"}  # types without scales, by th
 
 
 class ActivationDtype(IntEnum):
-    """Levels of activations, with a scale for each 32, where weights are codes; the value is their bytes."""
+    """Levels of activations, with a scale for each 32, where weights are codes; the value is their bytes.
+
+    `INT8` has 16 bits too where one of the 32 is an outlier.
+    """
 
     INT8 = 1
     INT16 = 2

@@ -96,7 +96,7 @@ class Program:
             block_size=block_size,
             has_half_kv=self._tier.has_half_kv,
             num_threads=num_threads,
-            num_level_planes=activations,
+            level_bits=8 * activations,
             latent_rank=0 if latent is None else latent.rank,
             latent_turned=0 if latent is None else spec.cached_dim - latent.rank,
             value_dim=0 if latent is None else latent.value_dim,

@@ -85,14 +85,12 @@ def load_fused(
         num_threads=decoder.num_threads,
         parallel=parallel,
         footprint=decoder.program,
-        step_bytes=partial(_step_bytes, spec, parallel, tier, decoder.activations),
+        step_bytes=partial(_step_bytes, spec, parallel, tier),
     )
 
 
-def _step_bytes(
-    spec: ModelSpec, parallel: TensorParallel, tier: Tier, activations: ActivationDtype, num_tokens: int
-) -> int:
-    return step_bytes(spec, parallel, tier, activations, num_tokens=num_tokens, num_logits=min(num_tokens, _MAX_LOGITS))
+def _step_bytes(spec: ModelSpec, parallel: TensorParallel, tier: Tier, num_tokens: int) -> int:
+    return step_bytes(spec, parallel, tier, num_tokens=num_tokens, num_logits=min(num_tokens, _MAX_LOGITS))
 
 
 def _in_shared_memory(parallel: TensorParallel, library: ctypes.CDLL) -> TensorParallel:

@@ -239,7 +239,8 @@ class ModelServerSettings:
     activation_dtype: str = setting(
         "int8",
         "On a CPU, levels that activations are rounded to where weights are int8 or blocks of a GGUF, with a scale for "
-        "each 32: int8, or int16 for about twice the arithmetic and a smaller error.",
+        "each 32: int8 (int16 where one of the 32 is an outlier), or int16 for a smaller error and about twice the "
+        "arithmetic.",
         choices=ACTIVATION_DTYPES,
     )
     kv_cache_dtype: str | None = setting(

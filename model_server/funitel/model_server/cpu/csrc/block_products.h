@@ -17,24 +17,22 @@ inline void fetch_some(const Block* w, int sub) {
     for (size_t i = 0; i < size; i += 64) fetch(start + i);
 }
 
-// out[r][p] += the products of rows r with 32 inputs of block w, panels from `panel` on.
-template <class Block, int R, int P, int Planes>
-inline void add_sub_block(const Block& w, const typename Block::Scales& first, const typename Block::Scales& second,
-                          int panel, int sub, int part, const RowBlock<Planes>* x, F16 (&out)[R][P]) {
+// out[r][p] += the products of rows r, levels of one plane, with 32 inputs of block w, panels from `panel` on.
+template <class Block, int R, int P>
+inline void add_plane(const Block& w, const typename Block::Scales& first, const typename Block::Scales& second, int panel,
+                      int sub, int part, const LevelPlane* x, F16 (&out)[R][P]) {
     using Code = Codes<Block::kMostCode>;
     using Sum = DotSum<Block::kMostCode, Block::kZero>;
     constexpr int halves = kBlockInputs / Block::kScaleInputs, quads = kQuads / halves;
+    constexpr int next = sizeof(RowBlock) / sizeof(LevelPlane);  // the next row's plane
 #pragma GCC unroll 2
     for (int half = 0; half < halves; half++) {
         const int which = halves == 1 ? kWhole : half;
-        Sum sums[Planes][R][P];
-#pragma GCC unroll 2
-        for (int plane = 0; plane < Planes; plane++) {
+        Sum sums[R][P];
 #pragma GCC unroll 12
-            for (int r = 0; r < R; r++) {
+        for (int r = 0; r < R; r++) {
 #pragma GCC unroll 2
-                for (int p = 0; p < P; p++) sums[plane][r][p].start(&x[r].totals[plane][which]);
-            }
+            for (int p = 0; p < P; p++) sums[r][p].start(&x[r * next].totals[which]);
         }
 #pragma GCC unroll 8
         for (int i = 0; i < quads; i++) {
@@ -42,13 +40,10 @@ inline void add_sub_block(const Block& w, const typename Block::Scales& first, c
 #pragma GCC unroll 2
             for (int p = 0; p < P; p++) {
                 const Code codes(w.quad(panel + p, sub, q, part));
-#pragma GCC unroll 2
-                for (int plane = 0; plane < Planes; plane++) {
 #pragma GCC unroll 12
-                    for (int r = 0; r < R; r++) {
-                        sums[plane][r][p].add(codes, &x[r].words[plane][q]);
-                        sums[plane][r][p].settle(i + 1);
-                    }
+                for (int r = 0; r < R; r++) {
+                    sums[r][p].add(codes, &x[r * next].words[q]);
+                    sums[r][p].settle(i + 1);
                 }
             }
         }
@@ -60,22 +55,29 @@ inline void add_sub_block(const Block& w, const typename Block::Scales& first, c
             if constexpr (Block::kHasMinimums) minimum = Block::minimum(w, common, panel + p, sub, half, part);
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
-                Part total = to_part(sums[0][r][p].total()), factor = splat_part(x[r].scale);
-                if constexpr (Planes == 2) {
-                    total = fma(to_part(sums[1][r][p].total()), splat_part(kPlaneBase), total);
-                }
+                const LevelPlane& row = x[r * next];
+                Part factor = splat_part(row.scale);
                 if constexpr (Block::kHasScales) factor = mul(scale, factor);
                 Part& target = part_of(out[r][p], part);
-                target = fma(total, factor, target);
-                if constexpr (Block::kHasMinimums) target = fma(minimum, splat_part(x[r].sums[which]), target);
+                target = fma(to_part(sums[r][p].total()), factor, target);
+                if constexpr (Block::kHasMinimums) target = fma(minimum, splat_part(row.sums[which]), target);
             }
         }
     }
 }
 
+// Whether a row has levels of 16 bits; those of the others are 0 in the high plane, which adds nothing to them.
+template <int R>
+inline bool has_high(const RowBlock* x) {
+    int32_t is_used = 0;
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) is_used |= x[r].high.is_used;
+    return is_used != 0;
+}
+
 // out[r][p] = the products of rows r with panels of a pair, from `panel` on; of the rows the blocks are `stride` apart.
-template <class Block, int R, int P, int Planes>
-inline void multiply_blocks(const Block* w, int num_blocks, int panel, const RowBlock<Planes>* x, int stride,
+template <class Block, int R, int P>
+inline void multiply_blocks(const Block* w, int num_blocks, int panel, const RowBlock* x, int stride,
                             F16 (&out)[R][P]) {
     constexpr int subs = Block::kInputs / kBlockInputs;
 #pragma GCC unroll 12
@@ -89,26 +91,29 @@ inline void multiply_blocks(const Block* w, int num_blocks, int panel, const Row
             const typename Block::Scales first(*w, panel, part), second(*w, panel + P - 1, part);
             for (int sub = 0; sub < subs; sub++) {
                 if (panel == 0 && part == 0) fetch_some(w, sub);
-                add_sub_block<Block, R, P, Planes>(*w, first, second, panel, sub, part, x + size_t(stride) * sub, out);
+                const RowBlock* rows = x + size_t(stride) * sub;
+                const int num_planes = 1 + has_high<R>(rows);
+                for (int plane = 0; plane < num_planes; plane++) {
+                    add_plane<Block, R, P>(*w, first, second, panel, sub, part, &rows->low + plane, out);
+                }
             }
         }
     }
 }
 
 // Rows multiplied at a time: sums and results of so many fit in the registers.
-template <int Planes>
-constexpr int kRowsAtOnce = kRegisters == 32 ? 12 / Planes : Planes == 1 ? 6 : 3;
+constexpr int kRowsAtOnce = kRegisters == 32 ? 12 : 6;
 
 // Panels of a pair multiplied at a time.
-constexpr int block_panels_at_once(int rows, int planes) { return rows * planes <= kRegisters / 8 ? kPair : 1; }
+constexpr int block_panels_at_once(int rows) { return rows <= kRegisters / 8 ? kPair : 1; }
 
 // Call `finish(row, panel of the pair, sums)` for rows [first, first + R).
-template <class Block, int R, int Planes, class Finish>
-void multiply_rows(const Block* w, int num_blocks, const RowBlock<Planes>* x, int stride, int first, Finish finish) {
-    constexpr int P = block_panels_at_once(R, Planes);
+template <class Block, int R, class Finish>
+void multiply_rows(const Block* w, int num_blocks, const RowBlock* x, int stride, int first, Finish finish) {
+    constexpr int P = block_panels_at_once(R);
     for (int panel = 0; panel < kPair; panel += P) {
         F16 sums[R][P];
-        multiply_blocks<Block, R, P, Planes>(w, num_blocks, panel, x + first, stride, sums);
+        multiply_blocks<Block, R, P>(w, num_blocks, panel, x + first, stride, sums);
         for (int r = 0; r < R; r++) {
             for (int p = 0; p < P; p++) finish(first + r, panel + p, sums[r][p]);
         }
@@ -116,42 +121,36 @@ void multiply_rows(const Block* w, int num_blocks, const RowBlock<Planes>* x, in
 }
 
 // The same for `count` rows, some at a time: the sizes are few, as each is a function of its own for every type.
-template <class Block, int Planes, class Finish>
-void multiply_all_rows(const Block* w, int num_blocks, const RowBlock<Planes>* x, int count, Finish finish) {
+template <class Block, class Finish>
+void multiply_all_rows(const Block* w, int num_blocks, const RowBlock* x, int count, Finish finish) {
     for (int first = 0; first < count;) {
         int left = count - first;
-        if constexpr (kRowsAtOnce<Planes> >= 12) {
+        if constexpr (kRowsAtOnce >= 12) {
             if (left >= 12) {
-                multiply_rows<Block, 12, Planes>(w, num_blocks, x, count, first, finish);
+                multiply_rows<Block, 12>(w, num_blocks, x, count, first, finish);
                 first += 12;
                 continue;
             }
             if (left >= 8) {
-                multiply_rows<Block, 8, Planes>(w, num_blocks, x, count, first, finish);
+                multiply_rows<Block, 8>(w, num_blocks, x, count, first, finish);
                 first += 8;
                 continue;
             }
         }
-        if constexpr (kRowsAtOnce<Planes> >= 6) {
-            if (left >= 6) {
-                multiply_rows<Block, 6, Planes>(w, num_blocks, x, count, first, finish);
-                first += 6;
-                continue;
-            }
-            if (left >= 4) {
-                multiply_rows<Block, 4, Planes>(w, num_blocks, x, count, first, finish);
-                first += 4;
-                continue;
-            }
-        }
-        if (left >= 3) {
-            multiply_rows<Block, 3, Planes>(w, num_blocks, x, count, first, finish);
+        if (left >= 6) {
+            multiply_rows<Block, 6>(w, num_blocks, x, count, first, finish);
+            first += 6;
+        } else if (left >= 4) {
+            multiply_rows<Block, 4>(w, num_blocks, x, count, first, finish);
+            first += 4;
+        } else if (left >= 3) {
+            multiply_rows<Block, 3>(w, num_blocks, x, count, first, finish);
             first += 3;
         } else if (left == 2) {
-            multiply_rows<Block, 2, Planes>(w, num_blocks, x, count, first, finish);
+            multiply_rows<Block, 2>(w, num_blocks, x, count, first, finish);
             first += 2;
         } else {
-            multiply_rows<Block, 1, Planes>(w, num_blocks, x, count, first, finish);
+            multiply_rows<Block, 1>(w, num_blocks, x, count, first, finish);
             first += 1;
         }
     }

@@ -33,8 +33,8 @@ int divide_up(int a, int b) { return (a + b - 1) / b; }
 class Engine {
   public:
     explicit Engine(const Shape& shape)
-        : shape_(shape), threads_(1, &Engine::fetch_ahead, this), experts_(threads_, matrices, shape.num_level_planes),
-          latents_(threads_, matrices, layout_, latent_shape(shape), shape.num_level_planes) {
+        : shape_(shape), threads_(1, &Engine::fetch_ahead, this), experts_(threads_, matrices, shape.level_bits),
+          latents_(threads_, matrices, layout_, latent_shape(shape), shape.level_bits) {
         part_ = part_size(shape.block_size);
         set_threads(shape.num_threads, Threads::kSpinMicroseconds);
     }
@@ -89,7 +89,7 @@ class Engine {
         program_.assign(operations, operations + count);
         operand_bytes_ = 0;
         for (const auto& matrix : matrices) {
-            operand_bytes_ = std::max(operand_bytes_, Operand::row_bytes(*matrix, shape_.num_level_planes));
+            operand_bytes_ = std::max(operand_bytes_, Operand::row_bytes(*matrix));
         }
         following_.assign(count, nullptr);
         for (int i = count - 1; i > 0; i--) following_[i - 1] = first_product(program_[i], following_[i]);
@@ -209,7 +209,7 @@ class Engine {
             return false;
         }
         operand_.values = operand_memory_.as<uint8_t>();
-        operand_.num_planes = shape_.num_level_planes;
+        operand_.level_bits = shape_.level_bits;
         for (ThreadScratch& scratch : scratch_) {
             int dim = std::max(shape_.head_dim, shape_.latent_rank);
             if (!scratch.reserve(part_, dim, shape_.block_size)) return false;

@@ -82,8 +82,8 @@ class Experts {
   public:
     using Matrices = std::vector<std::unique_ptr<Matrix>>;
 
-    Experts(Threads& threads, const Matrices& matrices, int num_planes)
-        : threads_(threads), matrices_(matrices), products_(num_planes) {}
+    Experts(Threads& threads, const Matrices& matrices, int level_bits)
+        : threads_(threads), matrices_(matrices), products_(level_bits) {}
 
     // Choose experts for rows [num_rows, hidden_size] and compute the hidden units of those. `operand` are the rows laid
     // out for the router; `correction` is null for none.

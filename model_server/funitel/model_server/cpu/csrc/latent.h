@@ -203,8 +203,8 @@ class LatentAttention {
     using Matrices = std::vector<std::unique_ptr<Matrix>>;
 
     LatentAttention(Threads& threads, const Matrices& matrices, const Layout& layout, const LatentShape& shape,
-                    int num_planes)
-        : threads_(threads), matrices_(matrices), layout_(layout), shape_(shape), products_(num_planes) {}
+                    int level_bits)
+        : threads_(threads), matrices_(matrices), layout_(layout), shape_(shape), products_(level_bits) {}
 
     // When a step begins, once its layout is known.
     bool reserve(int num_tokens) {

@@ -17,15 +17,14 @@ constexpr int kTileRows = kRegisters == 32 ? 12 : 6;
 // neither has.
 struct Operand {
     uint8_t* values = nullptr;
-    int num_planes = 1;  // of levels
+    int level_bits = 8;  // 16, or 8 where no outlier asks for more
     int num_rows = 0;
     int tile_rows = 0;  // of all tiles but the last, which may have fewer
 
     // Bytes that a row takes for `matrix`.
-    static size_t row_bytes(const Matrix& matrix, int num_planes) {
+    static size_t row_bytes(const Matrix& matrix) {
         if (!has_codes(matrix.kind)) return matrix.num_inputs * sizeof(float);
-        size_t size = num_planes == 1 ? sizeof(RowBlock<1>) : sizeof(RowBlock<2>);
-        return size_t(matrix.num_inputs + kBlockInputs - 1) / kBlockInputs * size;
+        return size_t(matrix.num_inputs + kBlockInputs - 1) / kBlockInputs * sizeof(RowBlock);
     }
 
     // Rows are to follow, as many as this.
@@ -38,10 +37,10 @@ struct Operand {
     int num_tiles() const { return (num_rows + tile_rows - 1) / tile_rows; }
     int rows_of(int tile) const { return std::min(tile_rows, num_rows - tile * tile_rows); }
     // Bytes of `values` that the rows take for `matrix`.
-    size_t num_bytes(const Matrix& matrix) const { return num_rows * row_bytes(matrix, num_planes); }
+    size_t num_bytes(const Matrix& matrix) const { return num_rows * row_bytes(matrix); }
 
     uint8_t* tile(const Matrix& matrix, int index) const {
-        return values + size_t(index) * tile_rows * row_bytes(matrix, num_planes);
+        return values + size_t(index) * tile_rows * row_bytes(matrix);
     }
 
     // Lay out row `row` of the activations for `matrix`.
@@ -51,10 +50,8 @@ struct Operand {
         if (!has_codes(matrix.kind)) {
             float* target = reinterpret_cast<float*>(start) + place;
             for (int i = 0; i < matrix.num_inputs; i++) target[size_t(i) * rows] = x[i];
-        } else if (num_planes == 1) {
-            set_levels(reinterpret_cast<RowBlock<1>*>(start) + place, rows, x, matrix.num_inputs);
         } else {
-            set_levels(reinterpret_cast<RowBlock<2>*>(start) + place, rows, x, matrix.num_inputs);
+            set_levels(reinterpret_cast<RowBlock*>(start) + place, rows, x, matrix.num_inputs, level_bits);
         }
     }
 };

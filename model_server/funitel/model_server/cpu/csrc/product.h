@@ -73,12 +73,7 @@ struct Product {
         }
         with_block(matrix.kind, [&](auto of) {
             const auto* w = reinterpret_cast<const typename decltype(of)::Type*>(matrix.pair(pair));
-            const int num_blocks = matrix.num_blocks();
-            if (operand.num_planes == 1) {
-                multiply_all_rows(w, num_blocks, reinterpret_cast<const RowBlock<1>*>(x), count, finish);
-            } else {
-                multiply_all_rows(w, num_blocks, reinterpret_cast<const RowBlock<2>*>(x), count, finish);
-            }
+            multiply_all_rows(w, matrix.num_blocks(), reinterpret_cast<const RowBlock*>(x), count, finish);
         });
     }
 };

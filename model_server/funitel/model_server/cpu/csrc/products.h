@@ -13,15 +13,15 @@ namespace funitel {
 
 class Products {
   public:
-    // Levels of activations have so many planes.
-    explicit Products(int num_planes) : num_planes_(num_planes) {}
+    // Levels of activations have so many bits.
+    explicit Products(int level_bits) : level_bits_(level_bits) {}
 
     void clear() { entries_.clear(); }
 
     // Multiply so many rows by a matrix; the arguments from `mode` on are those of a Product.
     void add(const Matrix& matrix, int num_rows, Mode mode, Activation activation, float* target, size_t width) {
         Entry entry = {&matrix, {}, mode, activation, target, width, 0, 0};
-        entry.operand.num_planes = num_planes_;
+        entry.operand.level_bits = level_bits_;
         entry.operand.begin(num_rows);
         entries_.push_back(entry);
     }
@@ -96,7 +96,7 @@ class Products {
 
     std::vector<Entry> entries_;
     Memory values_;
-    const int num_planes_;
+    const int level_bits_;
     int num_tiles_ = 0, num_chunks_ = 0;
 };
 
