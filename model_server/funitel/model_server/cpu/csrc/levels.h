@@ -31,39 +31,43 @@ inline void set_plane(LevelPlane& plane, const F16 (&levels)[kHalves], float sca
     plane.scale = scale;
     plane.is_used = true;
     for (int h = 0; h < kHalves; h++) {
-        store_int8(reinterpret_cast<int8_t*>(plane.words) + h * kLanes, levels[h]);
-        float total = sum(levels[h]);
-        plane.totals[h] = -static_cast<int32_t>(total);
-        plane.sums[h] = scale * total;
+        __m128i bytes = to_bytes(levels[h]);
+        _mm_store_si128(reinterpret_cast<__m128i*>(plane.words) + h, bytes);
+        int total = sum(bytes);
+        plane.totals[h] = -total;
+        plane.sums[h] = scale * static_cast<float>(total);
     }
     plane.totals[kWhole] = plane.totals[0] + plane.totals[1];
     plane.sums[kWhole] = plane.sums[0] + plane.sums[1];
 }
 
 // Lay out some inputs of a row, zeros after the last; blocks of the same row are `stride` apart. The scale is not a number
-// where an input is none.
+// where an input is none, or is infinite.
 inline void set_levels(RowBlock* target, size_t stride, const float* x, int num_inputs, int level_bits) {
-    const F16 none = splat(0.0f);
     for (int i = 0; i < num_inputs; i += kBlockInputs, target += stride) {
         int left = num_inputs - i;
-        F16 halves[kHalves] = {load(x + i, left), left > kLanes ? load(x + i + kLanes, left - kLanes) : none};
-        float probe = sum(fma(halves[0], none, mul(halves[1], none)));
-        float most = largest(max(max(none, magnitude(halves[0])), magnitude(halves[1])));
-        float mean = sum(fma(halves[0], halves[0], mul(halves[1], halves[1]))) / kBlockInputs;
-        bool is_fine = level_bits == 16 || most * most > kOutlier * kOutlier * mean;
-        float most_level = is_fine ? kMostLevel * kPlaneBase : kMostLevel, scale = most / most_level + probe;
-        F16 inverse = splat(most > kSmallest ? most_level / most : 0.0f), low[kHalves], high[kHalves];
-        for (int h = 0; h < kHalves; h++) {
-            low[h] = nearest(mul(halves[h], inverse));
-            high[h] = nearest(mul(low[h], splat(1.0f / kPlaneBase)));
-            if (is_fine) low[h] = fma(high[h], splat(-float(kPlaneBase)), low[h]);
+        F16 halves[kHalves] = {load(x + i, left), left > kLanes ? load(x + i + kLanes, left - kLanes) : splat(0.0f)};
+        float most = largest(max(magnitude(halves[0]), magnitude(halves[1])));
+        float squares = sum(fma(halves[0], halves[0], mul(halves[1], halves[1])));
+        if (!(most < std::numeric_limits<float>::infinity()) || std::isnan(squares)) {
+            most = std::numeric_limits<float>::quiet_NaN();
         }
-        set_plane(target->low, low, scale);
+        bool is_fine = level_bits == 16 || most * most > kOutlier * kOutlier / kBlockInputs * squares;
+        float most_level = is_fine ? kMostLevel * kPlaneBase : kMostLevel, scale = most / most_level;
+        F16 inverse = splat(most > kSmallest ? most_level / most : 0.0f);
+        F16 levels[kHalves] = {mul(halves[0], inverse), mul(halves[1], inverse)};
         if (is_fine) {
+            F16 high[kHalves];
+            for (int h = 0; h < kHalves; h++) {
+                levels[h] = nearest(levels[h]);
+                high[h] = nearest(mul(levels[h], splat(1.0f / kPlaneBase)));
+                levels[h] = fma(high[h], splat(-float(kPlaneBase)), levels[h]);
+            }
             set_plane(target->high, high, scale * kPlaneBase);
         } else {
             target->high = {};
         }
+        set_plane(target->low, levels, scale);
     }
 }
 

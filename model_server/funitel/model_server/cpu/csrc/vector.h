@@ -71,14 +71,8 @@ inline __m256 fold_max(F16 a) {
 }
 // A bit for each lane, set where x <= y.
 inline unsigned at_most(F16 x, F16 y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_LE_OQ); }
-// Round to int16 with saturation.
-inline void store_int16(int16_t* p, F16 x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v)));
-}
-// Round to int8 with saturation.
-inline void store_int8(int8_t* p, F16 x) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)));
-}
+// Round to signed bytes, with saturation.
+inline __m128i to_bytes(F16 x) { return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x.v)); }
 
 #else
 
@@ -139,18 +133,11 @@ inline unsigned at_most(F16 x, F16 y) {
     int high = _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_LE_OQ));
     return static_cast<unsigned>(low | high << 8);
 }
-// Round to int16 with saturation.
-inline void store_int16(int16_t* p, F16 x) {
-    __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xd8));
-}
-// Round to int8 with saturation.
-inline void store_int8(int8_t* p, F16 x) {
-    int16_t words[kLanes];
-    store_int16(words, x);
-    const __m128i* halves = reinterpret_cast<const __m128i*>(words);
-    __m128i packed = _mm_packs_epi16(_mm_loadu_si128(halves), _mm_loadu_si128(halves + 1));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
+// Round to signed bytes, with saturation.
+inline __m128i to_bytes(F16 x) {
+    __m256i words = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+    words = _mm256_permute4x64_epi64(words, 0xd8);
+    return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
 
 #endif
@@ -167,6 +154,12 @@ inline float largest(F16 x) {
     __m128 w = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     w = _mm_max_ps(w, _mm_movehl_ps(w, w));
     return _mm_cvtss_f32(_mm_max_ss(w, _mm_movehdup_ps(w)));
+}
+
+// Of sixteen signed bytes.
+inline int sum(__m128i bytes) {
+    __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+    return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 128 * kLanes;
 }
 
 // The first n of sixteen values, the others zero; nothing past them is read.
