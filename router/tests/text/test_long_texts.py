@@ -16,7 +16,7 @@ from funitel.proto.errors import InvalidRequest, Overloaded
 from funitel.router.core.request_context import request_context
 from funitel.router.text import encode, encode_pool
 from funitel.router.text.encode import EncodeCalls
-from funitel.router.text.encode_pool import SHORT_CHARACTERS
+from funitel.router.text.encode_pool import BRIEF_CHARACTERS, SHORT_CHARACTERS
 from funitel.router.text.left_cut import can_cut, find_cut
 from funitel.router.text.token_bound import TokenBound
 from funitel.router.text.tokenizer import Tokenizer, TooManyTokens
@@ -211,6 +211,7 @@ async def test_a_text_is_not_to_blame_where_no_thread_can_be_started(
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer.pool._threads, "submit", refuse)
         with pytest.raises(Overloaded, match="no thread can be started to tokenize a text"):
-            await tokenizer.encode("a")
-    assert await tokenizer.encode("a")
+            await tokenizer.encode("a" * (BRIEF_CHARACTERS + 1))
+        assert await tokenizer.encode("a" * BRIEF_CHARACTERS)  # without a thread
+    assert await tokenizer.encode("a" * (BRIEF_CHARACTERS + 1))
     await tokenizer.close()

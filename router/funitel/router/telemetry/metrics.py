@@ -15,7 +15,6 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     disable_created_metrics,
     generate_latest,
 )
@@ -176,7 +175,7 @@ class Metrics:
         self._decode_duration.observe(slowest.decode_ns / 1e9, method)
         if slowest.concat_ns is not None:
             # TGI's label, whatever the method.
-            self._concat_duration.labels("decode").observe(slowest.concat_ns / 1e9)
+            self._concat_duration.observe(slowest.concat_ns / 1e9, "decode")
         if all(result.batch is None and not result.generations for result in results):
             return  # planned before it was known that every sequence ends with the step before: nothing was computed
         self._steps.inc()
@@ -187,7 +186,7 @@ class Metrics:
 
     def observe_filter(self, method: str, seconds: float) -> None:
         """Note the time it took to drop finished sequences after a step."""
-        self._filter_duration.labels(method).observe(seconds)
+        self._filter_duration.observe(seconds, method)
 
     def observe_encoding(self, num_texts: int, num_tokens: int, seconds: float, forward_seconds: float) -> None:
         """Note one batch of an encoder that was answered: the time the call took, and the shard's own."""
@@ -320,8 +319,8 @@ class Metrics:
     # Making
 
     def _make_request_metrics(self) -> None:
-        self._request_count = self._counter("tgi_request_count", "Requests for a generation.")
-        self._request_success = self._counter("tgi_request_success", "Requests that got their whole answer.")
+        self._request_count = self._sum("tgi_request_count", "Requests for a generation.")
+        self._request_success = self._sum("tgi_request_success", "Requests that got their whole answer.")
         self._request_failure = self._counter("tgi_request_failure", "Requests that failed.", "err")
         self._responses = self._counter("funitel_responses", "HTTP answers.", "route", "status")
         self._connections = self._gauge("funitel_connections", "Connections that are open.")
@@ -344,7 +343,7 @@ class Metrics:
             "tgi_request_skipped_tokens", "Tokens beyond the first that a step gave.", self.registry
         )
         self._first_token = self._duration("funitel_time_to_first_token_seconds", "Submitted until the first token.")
-        self._inter_token = self._tally("funitel_inter_token_latency_seconds", "Time between two tokens.")
+        self._inter_token = self._duration("funitel_inter_token_latency_seconds", "Time between two tokens.")
 
     def _make_batch_metrics(self) -> None:
         self._queue_size = self._gauge("tgi_queue_size", "Waiting sequences.")
@@ -353,26 +352,26 @@ class Metrics:
             "tgi_batch_current_max_tokens", "Tokens the running sequences may come to hold."
         )
         self._max_total_tokens = self._gauge("tgi_batch_max_total_tokens", "Size of the KV pool in tokens.")
-        self._next_size = Histogram(
-            "tgi_batch_next_size", "Sequences let in together.", buckets=SIZE_BUCKETS, registry=self.registry
+        self._next_size = FastHistogram(
+            "tgi_batch_next_size", "Sequences let in together.", SIZE_BUCKETS, self.registry
         )
         self._concat = self._counter("tgi_batch_concat", "Batches that joined a running one.", "reason")
         self._concat_duration = self._duration("tgi_batch_concat_duration", "Time to join batches.", "method")
         self._inference_count = FastCounter("tgi_batch_inference_count", "Steps sent.", self.registry, "method")
         self._inference_success = FastCounter("tgi_batch_inference_success", "Steps answered.", self.registry, "method")
         self._inference_failure = self._counter("tgi_batch_inference_failure", "Steps failed.", "method")
-        self._step_duration = self._tally("tgi_batch_inference_duration", "Time of a step's call.", "method")
-        self._forward_duration = self._tally("tgi_batch_forward_duration", "Time of a forward pass.", "method")
-        self._decode_duration = self._tally("tgi_batch_decode_duration", "Time to settle texts and stops.", "method")
+        self._step_duration = self._duration("tgi_batch_inference_duration", "Time of a step's call.", "method")
+        self._forward_duration = self._duration("tgi_batch_forward_duration", "Time of a forward pass.", "method")
+        self._decode_duration = self._duration("tgi_batch_decode_duration", "Time to settle texts and stops.", "method")
         self._filter_duration = self._duration(
             "tgi_batch_filter_duration", "Time to drop finished sequences.", "method"
         )
 
     def _make_engine_metrics(self) -> None:
-        self._steps = FastCounter("funitel_steps", "Steps answered.", self.registry)
+        self._steps = self._sum("funitel_steps", "Steps answered.")
         self._forwards = FastCounter("funitel_forwards", "Forward passes of a rank.", self.registry, "rank")
         self._forward_rows = FastHistogram("funitel_forward_rows", "Sequences in a step.", SIZE_BUCKETS, self.registry)
-        self._forward_tokens = FastCounter("funitel_forward_tokens", "Tokens computed.", self.registry)
+        self._forward_tokens = self._sum("funitel_forward_tokens", "Tokens computed.")
         self._weight_bytes = self._gauge("funitel_weight_bytes", "Weights a rank holds.", "rank")
         self._sharded_weight_bytes = self._gauge(
             "funitel_sharded_weight_bytes", "Weights a rank holds that are split between ranks.", "rank"
@@ -384,7 +383,7 @@ class Metrics:
         self._sequences = self._gauge("funitel_sequences", "Sequences.", "state")
         self._cached_batches = self._gauge("funitel_cached_batches", "Batches the shards keep.")
         self._tasks = self._gauge("funitel_tasks", "Tasks of the router's event loop.")
-        self._cancelled = self._counter("funitel_cancelled", "Sequences cancelled.")
+        self._cancelled = self._sum("funitel_cancelled", "Sequences cancelled.")
         self._replicas = self._gauge("funitel_replicas", "Replicas.", "state")
         self._returns = self._counter("funitel_replica_returns", "Replicas that served again after they were lost.")
         self._moved = self._counter("funitel_moved", "Sequences moved to another replica when theirs was lost.")
@@ -392,10 +391,10 @@ class Metrics:
         self._queued_tokens = self._gauge("funitel_queue_tokens", "Prompt tokens of waiting sequences.")
         self._refused = self._counter("funitel_refused", "Sequences that found no place.", "reason")
         self._expired = self._counter("funitel_expired", "Sequences that exceeded their deadline.", "state")
-        self._preempted = self._counter("funitel_preempted", "Sequences preempted.")
-        self._recomputed = self._counter("funitel_recomputed_tokens", "Tokens computed again after a preemption.")
-        self._prefix_queried = self._counter("funitel_prefix_cache_queried_tokens", "Prompt tokens of new sequences.")
-        self._prefix_hits = self._counter(
+        self._preempted = self._sum("funitel_preempted", "Sequences preempted.")
+        self._recomputed = self._sum("funitel_recomputed_tokens", "Tokens computed again after a preemption.")
+        self._prefix_queried = self._sum("funitel_prefix_cache_queried_tokens", "Prompt tokens of new sequences.")
+        self._prefix_hits = self._sum(
             "funitel_prefix_cache_hit_tokens", "Prompt tokens of new sequences that were cached."
         )
 
@@ -414,11 +413,11 @@ class Metrics:
     def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
         return Gauge(name, help, labels, registry=self.registry)
 
-    def _duration(self, name: str, help: str, *labels: str) -> Histogram:
-        return Histogram(name, help, labels, buckets=DURATION_BUCKETS, registry=self.registry)
+    def _sum(self, name: str, help: str) -> FastCounter:
+        return FastCounter(name, help, self.registry)
 
-    def _tally(self, name: str, help: str, label: str | None = None) -> FastHistogram:
+    def _duration(self, name: str, help: str, label: str | None = None) -> FastHistogram:
         return FastHistogram(name, help, DURATION_BUCKETS, self.registry, label)
 
-    def _tokens(self, name: str, help: str, top: int) -> Histogram:
-        return Histogram(name, help, buckets=_linear(top), registry=self.registry)
+    def _tokens(self, name: str, help: str, top: int) -> FastHistogram:
+        return FastHistogram(name, help, _linear(top), self.registry)
