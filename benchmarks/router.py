@@ -12,6 +12,8 @@ and the CPU time of taking a stream in: until all have their first. Figures are 
 that of tokens a second; the last line on stdout is one JSON object.
 
     python benchmarks/router.py --streams 1000 --tokens 100 --rounds 3 [--pin]
+
+With `--intake`, what it costs to take requests in, alone (`router_intake`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import re
 import resource
@@ -37,6 +40,16 @@ from typing import Any, cast
 import tokenizers
 import uvicorn
 import uvloop
+from router_intake import (
+    INTAKE_ROUTES,
+    chat_text,
+    cost_of,
+    http_request,
+    last_first_token,
+    make_prompts,
+    median_cost,
+    write_chat_model,
+)
 
 from funitel_testing.instant_shard import STAMP_DIGITS, stamp
 from funitel_testing.servers import cpu_seconds, free_port
@@ -55,6 +68,7 @@ STAMP = re.compile(rb" \d{%d}" % STAMP_DIGITS)
 END = b"\n0\r\n\r\n"  # of a chunked answer, after an event
 PATIENCE_SECONDS = 300.0
 SPARE_FILES = 64
+STEP_SECONDS = 0.005  # of the shard of --intake: no model answers at once
 
 
 # Clients
@@ -260,11 +274,13 @@ def _halves(event: bytes) -> tuple[bytes, bytes | None]:
 # The comparison
 
 
-async def start_router(stack: ExitStack, folder: Path, args: argparse.Namespace, core: int | None) -> Side:
-    """The router over an instant shard."""
-    write_model(folder)
-    socket, port = folder / "shard-0", free_port()
-    stack.enter_context(child(["-m", "funitel_testing.instant_shard", str(socket), str(args.tokens)], None))
+async def start_router(
+    stack: ExitStack, folder: Path, args: argparse.Namespace, core: int | None, shard: Sequence[object] = ()
+) -> Side:
+    """The router over an instant shard, with its arguments behind the socket; it serves the model of a folder."""
+    socket, port = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "shard-0", free_port()
+    words = [str(word) for word in (shard or [args.tokens])]
+    stack.enter_context(child(["-m", "funitel_testing.instant_shard", str(socket), *words], None))
     options = {
         "--hostname": "127.0.0.1",
         "--port": port,
@@ -298,6 +314,7 @@ async def compare(args: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     core = 0 if args.pin else None
     if args.pin:
         os.sched_setaffinity(0, set(range(1, os.cpu_count() or 1)) or {0})
+    write_model(folder)
     router = await start_router(stack, folder, args, core)
     bare = await start_bare(stack, folder, args, core, router)
     routes = {}
@@ -316,6 +333,31 @@ async def compare(args: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
             print(f"{path} {name}: " + ", ".join(f"{key} {value:,}" for key, value in figure.items()), flush=True)
         print(f"{path} router / bare: {ratio}", flush=True)
     return {"streams": args.streams, "tokens": args.tokens, "rounds": args.rounds, "routes": routes}
+
+
+async def measure_intake(args: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
+    """Measure the cost of taking requests in, and when the last of a crowd has its first token."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    tokenizer = write_chat_model(folder)
+    core = 0 if args.pin else None
+    with ExitStack() as of_costs:
+        router = await start_router(of_costs, folder, args, core, [1, math.inf, STEP_SECONDS])
+        costs = {}
+        for route in INTAKE_ROUTES:
+            for num_tokens in args.prompt_tokens:
+                for at_once in sorted({1, min(64, args.streams), args.streams}):
+                    prompts = make_prompts(tokenizer, num_tokens, max(at_once, args.requests))
+                    requests = [http_request(route, prompt) for prompt in prompts]
+                    await cost_of(router.port, router.pid, requests[: max(at_once, 8)], at_once)
+                    runs = [await cost_of(router.port, router.pid, requests, at_once) for _ in range(args.rounds)]
+                    costs[f"{route} {num_tokens} tokens, {at_once} at once"] = median_cost(runs)
+                    print(list(costs.items())[-1], flush=True)
+    with ExitStack() as of_chats:
+        router = await start_router(of_chats, folder, args, core, [args.tokens, args.model_speed])
+        prompts = make_prompts(tokenizer, args.chat_tokens, args.streams)
+        num_tokens = sum(len(tokenizer.encode(chat_text(prompt)).ids) for prompt in prompts)
+        chats = [await last_first_token(router.port, prompts, num_tokens, args.model_speed) for _ in range(args.rounds)]
+    return {"rounds": args.rounds, "costs": costs, "first_tokens": chats}
 
 
 def check_whole(streams: Sequence[Stream], num_tokens: int) -> None:
@@ -370,13 +412,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each server on each route")
     parser.add_argument("--routes", nargs="+", choices=list(ROUTES), default=list(ROUTES), metavar="ROUTE")
     parser.add_argument("--pin", action="store_true", help="the server under test on the first core, all else off it")
+    parser.add_argument("--intake", action="store_true", help="what it costs to take requests in, alone")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[20, 500, 4000], help="of --intake")
+    parser.add_argument("--chat-tokens", type=int, default=20, help="of each message of --intake's crowd of chats")
+    parser.add_argument("--requests", type=int, default=128, help="of each round of --intake, where fewer are at once")
+    parser.add_argument("--model-speed", type=float, default=20000, help="tokens/s of the shard of --intake's chats")
     args = parser.parse_args()
     if min(args.streams, args.tokens - 1, args.rounds) < 1:
         parser.error("--streams and --rounds must be > 0, --tokens > 1")
     allow_files(args.streams + SPARE_FILES)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the children too
     with ExitStack() as stack:
-        report = uvloop.run(compare(args, stack))
+        report = uvloop.run((measure_intake if args.intake else compare)(args, stack))
     print(json.dumps(report))
 
 

@@ -1,14 +1,17 @@
 """A shard that computes nothing and answers at once, as a process: what is left is what the router costs.
 
-    python -m funitel_testing.instant_shard /tmp/shard-0 100
+    python -m funitel_testing.instant_shard /tmp/shard-0 100 [20000 [0.005]]
 
 Every running row gets one token a step, with a text of a space and the microsecond it was made in, so that a client can
 tell how long it was on its way. All rows end together, so many tokens after the newest of them joined: however long it
 takes to let many requests in, they then run side by side. Steps come over a step socket, as with a real shard of this
-machine, and answers are in columns: routers that do not take them so get no tokens.
+machine, and answers are in columns: routers that do not take them so get no tokens. With further
+arguments, the answer to a step comes when a model would have it that computes so many tokens a second, and takes so
+many seconds for a step at least.
 """
 
 import asyncio
+import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -59,9 +62,14 @@ def row_of(request: pb.Request) -> Row:
 class InstantShard:
     """The one rank of a deployment: batches of rows, and how their steps are answered."""
 
-    def __init__(self, path: str, num_tokens: int) -> None:
+    def __init__(
+        self, path: str, num_tokens: int, tokens_per_second: float = math.inf, least_step_seconds: float = 0.0
+    ) -> None:
         """Rows end `num_tokens` steps after the newest was let in."""
         self._path = path
+        self._tokens_per_second = tokens_per_second
+        self._least_step_seconds = least_step_seconds
+        self._busy_until = 0.0  # on the monotonic clock
         self._num_tokens = num_tokens
         self._num_left = 0
         self._num_executed = 0  # numbered calls
@@ -143,12 +151,12 @@ class InstantShard:
         if request.HasField("cached_batch"):  # the new rows join it
             batch_id = request.cached_batch.id
             rows = self._batches.pop(batch_id, []) + rows
-        return self._step(batch_id, rows, chunks, request.rows)
+        return await self._computed(self._step(batch_id, rows, chunks, request.rows))
 
     async def _decode(self, request: pb.DecodeRequest) -> bytes:
         await self._turn(request)
         rows = [row for batch in request.batches for row in self._batches.pop(batch.id, [])]
-        return self._step(request.batches[0].id, rows, {}, request.rows)
+        return await self._computed(self._step(request.batches[0].id, rows, {}, request.rows))
 
     async def _turn(self, request: Any) -> None:
         """Wait until the calls numbered before this one have been executed; they hardly ever come in another order."""
@@ -157,18 +165,31 @@ class InstantShard:
             self._num_executed = request.step_seq
             self._changed.notify_all()
 
+    async def _computed(self, answer: bytes) -> bytes:
+        """Hold an answer back until the model would have it."""
+        if (seconds := self._busy_until - time.monotonic()) > 0:
+            await asyncio.sleep(seconds)
+        return answer
+
     def _step(self, batch_id: int, rows: list[Row], chunks: dict[int, int], updates: Iterable[pb.RowUpdate]) -> bytes:
         chunks |= {update.request_id: update.chunk_len for update in updates if update.HasField("chunk_len")}
+        num_computed = 0
         for row in rows:
-            row.pending -= min(chunks.get(row.request_id, row.pending), row.pending)
+            computed = min(chunks.get(row.request_id, row.pending), row.pending)
+            row.pending -= computed
+            num_computed += computed
+        seconds = max(num_computed / self._tokens_per_second, self._least_step_seconds)
+        self._busy_until = max(self._busy_until, time.monotonic()) + seconds
         self._num_left -= 1
         if any(row.pending or not row.texts for row in rows):  # someone has no token yet
             self._num_left = self._num_tokens - 1
         answer = pb.DecodeResponse(num_forwards=1, num_forward_rows=len(rows), total_ns=1)
-        _generate(rows, answer, is_last=self._num_left == 0)
-        if rows and self._num_left:
-            self._batches[batch_id] = rows
-            answer.batch.CopyFrom(_cached(batch_id, rows))
+        is_last = not self._num_left
+        left = [row for row in rows if row.pending] if is_last else rows
+        _generate(rows, answer, is_last=is_last)
+        if left:
+            self._batches[batch_id] = left
+            answer.batch.CopyFrom(_cached(batch_id, left))
         return answer.SerializeToString()
 
 
@@ -228,9 +249,9 @@ def _last(row: Row) -> pb.Generation:
     return pb.Generation(request_id=row.request_id, tokens=tokens, generated_text=finished)
 
 
-async def serve(path: str, num_tokens: int) -> None:
-    """Answer on a Unix socket until the process is ended."""
-    shard = InstantShard(path, num_tokens)
+async def serve(path: str, num_tokens: int, *model: float) -> None:
+    """Answer on a Unix socket until the process is ended; the arguments are those of `InstantShard`."""
+    shard = InstantShard(path, num_tokens, *model)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)])
     server.add_generic_rpc_handlers((shard.handler(),))
     server.add_insecure_port(f"unix:{path}")
@@ -240,4 +261,4 @@ async def serve(path: str, num_tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(serve(sys.argv[1], int(sys.argv[2]), *map(float, sys.argv[3:])))
