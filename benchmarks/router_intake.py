@@ -14,6 +14,7 @@ import asyncio
 import json
 import statistics
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,9 @@ def _body(route: str, prompt: str, max_tokens: int, *, stream: bool) -> dict[str
             return {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "stream": stream}
         case _:
             messages = [{"role": "user", "content": prompt}]
-            return {"model": "m", "messages": messages, "max_tokens": max_tokens, "stream": stream}
+            salt = uuid.uuid4().hex  # no prompt finds another's computed prefix
+            options = {"max_tokens": max_tokens, "stream": stream, "cache_salt": salt}
+            return {"model": "m", "messages": messages, **options}
 
 
 def http_request(route: str, prompt: str, max_tokens: int = 8, *, stream: bool = False) -> bytes:
