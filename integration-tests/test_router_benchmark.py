@@ -25,6 +25,19 @@ def test_every_route_streams_every_token_to_every_client() -> None:
         assert abs(figures["ratio"] - expected) < 0.01
 
 
+def test_the_cost_of_taking_in_is_measured_on_every_route_and_the_last_of_a_crowd_has_its_first_token() -> None:
+    command = [sys.executable, str(BENCHMARK), "--intake", "--streams", "8", "--tokens", "20", "--rounds", "1"]
+    options = ["--prompt-tokens", "20", "--requests", "8"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]  # the tool itself looks for 200 in every answer
+    report = json.loads(done.stdout.splitlines()[-1])
+    routes = ("/generate", "/v1/completions", "/v1/chat/completions")
+    assert set(report["costs"]) == {f"{route} 20 tokens, {crowd} at once" for route in routes for crowd in (1, 8)}
+    assert all(0 <= cost["cpu_ms"] < 1e4 for cost in report["costs"].values())
+    [chats] = report["first_tokens"]
+    assert chats["seconds"] >= chats["bare_seconds"] > 0  # the shard computes no prompt sooner
+
+
 def test_what_cannot_be_measured_is_refused() -> None:
     done = subprocess.run([sys.executable, str(BENCHMARK), "--tokens", "1"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2

@@ -22,7 +22,7 @@ from funitel.router.text.encode import EncodeCalls
 
 logger = logging.getLogger(__name__)
 
-BRIEF_CHARACTERS = 1024  # encoded on the event loop; in a fifth of a millisecond
+BRIEF_CHARACTERS = 1024  # encoded on the event loop; in less than half a millisecond
 SHORT_CHARACTERS = 16_384  # encoded in a thread; in milliseconds
 SHORT_LISTED_CHARACTERS = 2048  # where offsets are wanted: the library computes them with the interpreter's lock
 CPU_LIMIT_SECONDS = 10.0  # for one text; two million characters take 0.5 to 3
