@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import tokenizers
@@ -129,11 +129,16 @@ class FakeEngine:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         self.is_closed = True
 
+    def _leave(self) -> None:
+        """Free the place of the current task, as the engine does before it delivers the last event."""
+        self.tasks.discard(cast("asyncio.Task[None]", asyncio.current_task()))
+
     async def _generate(self, request: Request, stream: TokenStream, logprob: float) -> None:
         steps = scripted(request, self.pieces, self.stride, logprob)
         for number, generation in enumerate(steps):
             await asyncio.sleep(self.pause)
             if self.error is not None and number == self.fails_at:
+                self._leave()
                 stream.deliver(self.error)
                 return
             stream.timings.started = stream.timings.started or stream.timings.submitted
@@ -141,6 +146,8 @@ class FakeEngine:
                 if number == 0:
                     stream.trace.enter(len(request.input_ids), self.num_cached_tokens)
                 stream.trace.send(1, 2)
+            if generation.finished is not None:
+                self._leave()
             stream.deliver(generation)
 
 

@@ -252,3 +252,52 @@ async def test_work_that_ends_gives_its_result_or_its_error() -> None:
     assert await run_until_disconnect(client.receive, double(3)) == 6
     with pytest.raises(FunitelError, match="negative"):
         await run_until_disconnect(client.receive, double(-1))
+
+
+async def test_work_runs_in_the_task_of_its_caller_beside_one_that_waits_for_the_client() -> None:
+    async def tasks() -> set[asyncio.Task[Any]]:
+        await asyncio.sleep(0)
+        return asyncio.all_tasks()
+
+    others = asyncio.all_tasks()
+    assert len(await run_until_disconnect(Client().receive, tasks()) - others) == 1
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == others
+
+
+async def test_a_caller_that_is_cancelled_stays_cancelled_though_the_client_leaves_too() -> None:
+    client = Client()
+    running = asyncio.create_task(run_until_disconnect(client.receive, asyncio.sleep(60.0)))
+    await asyncio.sleep(0)
+    client.gone.set()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_a_task_goes_on_after_its_client_left() -> None:
+    client = Client()
+    client.gone.set()
+    with pytest.raises(Cancelled):
+        await run_until_disconnect(client.receive, asyncio.sleep(60.0))
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await asyncio.sleep(60.0)
+
+
+async def test_work_that_ignores_its_cancellation_ends_as_that_of_a_client_that_left() -> None:
+    client = Client()
+    client.gone.set()
+
+    async def work() -> str:
+        try:
+            await asyncio.sleep(60.0)
+        except asyncio.CancelledError:
+            return "done all the same"
+        return ""
+
+    with pytest.raises(Cancelled):
+        await run_until_disconnect(client.receive, work())

@@ -39,15 +39,27 @@ async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
     Raises:
         Cancelled: the client left.
     """
-    working = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels = task.cancelling()  # by others
+    has_left = False
+
+    def leave(watching: asyncio.Future[None]) -> None:
+        nonlocal has_left
+        if not watching.cancelled():
+            watching.exception()  # a connection without a next message has ended too
+            has_left = True
+            task.cancel()
+
     watching = asyncio.ensure_future(_disconnect(receive))
+    watching.add_done_callback(leave)
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise Cancelled("the client left")
+        return await work
     finally:
-        await _end(working, watching)
+        watching.remove_done_callback(leave)
+        watching.cancel()
+        if has_left and task.uncancel() <= num_cancels:
+            raise Cancelled("the client left") from None
 
 
 async def _disconnect(receive: Receive) -> None:
