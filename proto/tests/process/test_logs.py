@@ -230,3 +230,15 @@ def test_a_line_below_the_level_is_not_written(capsys: pytest.CaptureFixture[str
     logs.configure("router", level="warning")
     logs.log_fields(logging.getLogger("funitel.router"), "answered", status=200)
     assert capsys.readouterr().err == ""
+
+
+def test_every_line_has_its_own_second(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("router")
+    logger = logging.getLogger("funitel.router")
+    for seconds in (0.0, 1.25, 1.5, 86400.0):
+        record = logger.makeRecord(logger.name, logging.INFO, "here", 1, "a line", (), None)
+        record.created, record.msecs = seconds, seconds % 1 * 1000
+        logger.handle(record)
+    times = [line.split()[0] for line in capsys.readouterr().err.splitlines()]
+    days = ["1970-01-01T00:00:00.000Z", "1970-01-01T00:00:01.250Z", "1970-01-01T00:00:01.500Z"]
+    assert times == [*days, "1970-01-02T00:00:00.000Z"]

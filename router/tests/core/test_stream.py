@@ -1,6 +1,8 @@
 """A stream hands over what it was given, in order, whoever comes first."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -93,3 +95,16 @@ async def test_a_listener_is_told_of_what_came_before_and_of_the_rest_as_it_is_d
     assert heard == [first, second]
     stream.deliver(error)
     assert heard == [first, second, error]
+
+
+async def test_a_stream_that_has_ended_is_freed_without_garbage_collection() -> None:
+    stream = make()
+    stream.listen(lambda event, now, stream=stream: None)  # type: ignore[misc]
+    stream.deliver(generation(1, is_last=True))
+    freed = weakref.ref(stream)
+    gc.disable()
+    try:
+        del stream
+        assert freed() is None
+    finally:
+        gc.enable()

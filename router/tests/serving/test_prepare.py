@@ -67,6 +67,11 @@ async def test_siblings_differ_in_their_seeds_alone(model: Path, engine: FakeEng
     assert plain[0] == plain[1] == plain[2]
 
 
+async def test_a_job_alone_is_not_copied(model: Path, engine: FakeEngine) -> None:
+    async with _job(model, engine, seed=3) as job:
+        assert job.siblings(1)[0] is job
+
+
 async def test_collect_all_answers_in_order_and_counts_one_request(model: Path) -> None:
     engine = FakeEngine(logprobs=[-1.0, -2.0, -3.0])
     async with _job(model, engine) as job:

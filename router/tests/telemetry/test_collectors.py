@@ -43,6 +43,17 @@ def test_series_are_exposed_as_the_library_does() -> None:
         assert generate_latest(ours) == generate_latest(theirs)
 
 
+def test_a_counter_of_two_labels_is_exposed_as_the_library_does() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally = FastCounter("answers", "Words.", ours, "route", "status")
+    counter = Counter("answers", "Words.", ["route", "status"], registry=theirs)
+    assert generate_latest(ours) == generate_latest(theirs)
+    for route, status in (("/a", 200), ("/b", 404), ("/a", 200), ("/a", 404)):
+        tally.inc(1, route, str(status))
+        counter.labels(route, status).inc()
+        assert generate_latest(ours) == generate_latest(theirs)
+
+
 def test_a_counter_is_exposed_as_the_library_does() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     plain, by_rank = FastCounter("all", "Words.", ours), FastCounter("some", "Words.", ours, "rank")

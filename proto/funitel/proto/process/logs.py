@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
@@ -57,15 +58,24 @@ def fields_of(record: logging.LogRecord) -> dict[str, Field]:
 
 def _formatted(value: Field) -> str:
     """A field's value as text, quoted as JSON unless it is plain, without control characters."""
-    text = shortened(str(value), MAX_FIELD_CHARACTERS)
+    if not isinstance(value, str):
+        return str(value)
+    text = shortened(value, MAX_FIELD_CHARACTERS)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
-class _TextFormatter(logging.Formatter):
-    converter = staticmethod(time.gmtime)
+@lru_cache(maxsize=1)
+def _instant(second: int, form: str | None) -> str:
+    """A second since the epoch, of UTC."""
+    return time.strftime(form or "", time.gmtime(second))
 
+
+class _TextFormatter(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03dZ %(levelname)s {process} %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        return _instant(int(record.created), datefmt)
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = printable(shortened(super().formatMessage(record).rstrip("\n"), MAX_CHARACTERS))

@@ -91,7 +91,10 @@ class TokenStream:
             if event.finished is not None:
                 self._end(now)
         if self._listener is not None:
-            self._listener(event, now)
+            listener = self._listener
+            if self._done:
+                self._listener = None  # it refers back to this
+            listener(event, now)
             return
         self._events.append(event)
         if self._arrival is not None and not self._arrival.done():

@@ -7,6 +7,7 @@ origin, so that no rule of CORS applies; only their `Host` tells them apart.
 import ipaddress
 import re
 from collections.abc import Awaitable, Callable, Collection
+from functools import lru_cache
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -61,6 +62,7 @@ class HostCheck:
         return name in self._allowed or is_loopback_name(name)
 
 
+@lru_cache(maxsize=64)
 def is_loopback_name(name: str) -> bool:
     """Whether a host of a URL is this machine for every browser: localhost, names below it, loopback addresses."""
     if name == "localhost" or name.endswith(".localhost"):

@@ -100,8 +100,11 @@ class ReplicaSet(Membership[ServingReplica]):
 
     def _in_flight(self, key: bytes) -> InFlight:
         """Count requests of all replicas and reservations: all, and those of a key."""
-        tables = (holder.requests.in_flight(key) for holder in self._holders())
-        return sum(tables, start=self._reservations.in_flight(key))
+        found = self._reservations.in_flight(key)
+        for holder in self._holders():
+            if holder.requests:
+                found += holder.requests.in_flight(key)
+        return found
 
     def _replica_of_sibling(self, request: Request) -> ServingReplica | None:
         """Where the request before this one went, if it has the same prompt object: `n` and `best_of` make such."""

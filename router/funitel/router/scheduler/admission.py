@@ -36,7 +36,7 @@ class Reservations:
 
     def in_flight(self, key: bytes) -> InFlight:
         """Count the reservations: all, and those of an API key."""
-        return InFlight(self._held.total(), self._held[key])
+        return InFlight(sum(self._held.values()), self._held.get(key, 0))
 
     def hold(self, key: bytes) -> "Reservation":
         """Hold a place for a request."""

@@ -65,6 +65,8 @@ class GenerationJob:
 
     def siblings(self, count: int) -> list["GenerationJob"]:
         """This job and others like it, `count` in all; the i-th samples with the seed plus i, modulo 2**64."""
+        if count == 1:
+            return [self]
         sampling = self.request.sampling
         seeds = [(sampling.seed + place) % 2**64 for place in range(count)]
         return [replace(self, request=replace(self.request, sampling=replace(sampling, seed=seed))) for seed in seeds]

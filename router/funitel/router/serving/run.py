@@ -138,6 +138,8 @@ def _prompt_tokens(jobs: Sequence[GenerationJob]) -> int:
 
 def spanning(timings: Sequence[Timings]) -> Timings:
     """One life made of several: from the first to begin until the last to end."""
+    if len(timings) == 1:
+        return timings[0]
     return Timings(
         submitted=min(each.submitted for each in timings),
         started=min((each.started for each in timings if each.started is not None), default=None),

@@ -22,9 +22,13 @@ _NEEDS: tuple[tuple[str, Capability, Callable[[SamplingParams], bool]], ...] = (
     ("grammar", Capability.GRAMMARS, lambda p: p.grammar_type is GrammarType.JSON),
 )
 
+_EVERY = frozenset(needed for _, needed, _ in _NEEDS)
+
 
 def check_capabilities(sampling: SamplingParams, capabilities: frozenset[str]) -> None:
     """Raise InvalidRequest for the first field that shards of these capabilities would ignore."""
+    if _EVERY <= capabilities:
+        return
     for param, needed, uses in _NEEDS:
         if uses(sampling) and needed not in capabilities:
             raise InvalidRequest(f"`{param}` is not supported by the shards of this server", param)

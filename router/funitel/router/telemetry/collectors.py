@@ -16,22 +16,22 @@ from prometheus_client.utils import floatToGoString
 class FastCounter(Collector):
     """A sum that only grows; exposed as prometheus_client's Counter is."""
 
-    def __init__(self, name: str, help: str, registry: CollectorRegistry, label: str | None = None) -> None:
+    def __init__(self, name: str, help: str, registry: CollectorRegistry, *labels: str) -> None:
         """Register."""
         self._name, self._help = name, help
-        self._labels = [label] if label else []
-        self._sums: dict[str, float] = {} if label else {"": 0.0}
+        self._labels = labels
+        self._sums: dict[tuple[str, ...], float] = {} if labels else {(): 0.0}
         registry.register(self)
 
-    def inc(self, amount: float = 1, series: str = "") -> None:
-        """Add; `series` is the value of the label, if there is one."""
+    def inc(self, amount: float = 1, *series: str) -> None:
+        """Add; `series` are the values of the labels."""
         self._sums[series] = self._sums.get(series, 0.0) + amount
 
     def collect(self) -> Iterable[Metric]:
         """Yield the samples."""
         family = CounterMetricFamily(self._name, self._help, labels=self._labels)
         for series, value in self._sums.items():
-            family.add_metric([series] if self._labels else [], value)
+            family.add_metric(series, value)
         yield family
 
 

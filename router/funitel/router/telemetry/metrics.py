@@ -102,7 +102,7 @@ class Metrics:
 
     def count_response(self, route: str, status: int) -> None:
         """Count an answer that began."""
-        self._responses.labels(route, status).inc()
+        self._responses.inc(1, route, str(status))
 
     @contextmanager
     def counting_failures(self) -> Iterator[None]:
@@ -322,7 +322,7 @@ class Metrics:
         self._request_count = self._sum("tgi_request_count", "Requests for a generation.")
         self._request_success = self._sum("tgi_request_success", "Requests that got their whole answer.")
         self._request_failure = self._counter("tgi_request_failure", "Requests that failed.", "err")
-        self._responses = self._counter("funitel_responses", "HTTP answers.", "route", "status")
+        self._responses = FastCounter("funitel_responses", "HTTP answers.", self.registry, "route", "status")
         self._connections = self._gauge("funitel_connections", "Connections that are open.")
         self._cut = self._counter("funitel_cut_connections", "Connections refused or cut.", "reason")
         self._key_requests = self._counter("funitel_key_requests", "Requests let in, by name of the API key.", "key")
