@@ -20,7 +20,8 @@ def kept(kind: MatrixKind, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     if kind is MatrixKind.INT8:
         scale = weight.abs().amax(dim=1, keepdim=True) / 127
         return weight, (weight / scale).round().double() * scale.double()
-    return weight, (weight.half() if kind is MatrixKind.FLOAT16 else weight).double()
+    dtype = {MatrixKind.FLOAT16: torch.float16, MatrixKind.BFLOAT16: torch.bfloat16}.get(kind, torch.float32)
+    return weight, weight.to(dtype).double()
 
 
 def product(

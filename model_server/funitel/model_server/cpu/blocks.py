@@ -77,7 +77,7 @@ class Blocks:
         out = self._heads_out(name, dim)
         operand = None
         for matrix, first in qkv:
-            if operand is not (operand := self.matrices.has_codes(matrix)):
+            if operand != (operand := self.matrices.operand_of(matrix)):
                 self.enter(norm, matrix)
             self.do(Code.LINEAR, matrix, Mode.STORE, Buffer.QKV, column=first)
         if spec.qkv_clip is not None:
@@ -160,7 +160,7 @@ class Blocks:
         self.enter(norm, up)
         self.do(Code.LINEAR, up, mode, Buffer.HIDDEN, _ACTIVATIONS.index(spec.activation))
         for each in second:
-            if self.matrices.has_codes(each) is not self.matrices.has_codes(up):
+            if self.matrices.operand_of(each) != self.matrices.operand_of(up):
                 self.enter(norm, each)
             self.do(Code.LINEAR, each, Mode.MULTIPLY, Buffer.HIDDEN)
         return self._product(Buffer.HIDDEN, down)

@@ -19,7 +19,8 @@ _LANES, _FLOAT = 16, 4  # outputs of a panel, to which biases are filled up; byt
 _CODE_INPUTS = 32  # inputs of a block of int8
 # Of blocks that are packed in another size than they have in a file: small integers of 6 bits become bytes.
 _PACKED_BYTES = {MatrixKind.Q3_K: 114, MatrixKind.Q4_K: 148, MatrixKind.Q5_K: 180, MatrixKind.IQ4_XS: 138}
-_LEVEL_BYTES = 128  # of 32 activations as products with codes read them: the low and the high bytes of levels, and sums
+# Of an activation as products read it; of 32 levels there are the low and the high bytes, and sums.
+_OPERAND_BYTES = {"levels": 128 / 32, "pairs": 2, "floats": _FLOAT}
 
 BlockTypeOf = Callable[[str, Range | None], BlockType | None]
 
@@ -39,6 +40,8 @@ def output_bytes(kind: MatrixKind, num_inputs: int) -> int:
         return BlockType[kind.name].row_bytes(num_inputs)
     if kind is MatrixKind.INT8:
         return -(-num_inputs // _CODE_INPUTS) * _CODE_INPUTS + 4  # and a scale
+    if kind is MatrixKind.BFLOAT16:
+        num_inputs += num_inputs % 2  # pairs lie together
     return num_inputs * (4 if kind is MatrixKind.FLOAT32 else 2)
 
 
@@ -101,7 +104,7 @@ def step_bytes(
     start, end = parallel.split(spec.intermediate_size if has_plain_mlp(spec) else 0)
     units = end - start
     widths: list[float]
-    operand_bytes = _LEVEL_BYTES / _CODE_INPUTS if tier.kind.has_codes else _FLOAT
+    operand_bytes = _OPERAND_BYTES[tier.kind.operand]
     if spec.latent is None:
         attended, query_rank = heads.num_heads * spec.head_dim, 0
         widths = [attended + 2 * heads.num_kv_heads * spec.head_dim]

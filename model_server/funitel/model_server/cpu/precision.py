@@ -10,7 +10,8 @@ from funitel.proto.errors import SettingsError
 class MatrixKind(IntEnum):
     """How one matrix is kept, as the C++ side numbers it.
 
-    Activations are float32 for floating-point kinds; for the others they are levels of 8 or 16 bits, see `levels.h`.
+    Activations are bfloat16 for bfloat16 and float32 for the other floating-point kinds; for codes they are levels of 8 or
+    16 bits, see `levels.h`.
     """
 
     FLOAT32 = 0
@@ -40,6 +41,11 @@ class MatrixKind(IntEnum):
     def has_codes(self) -> bool:
         """Whether weights are codes, and activations are levels for them; the other kinds are floating-point."""
         return self >= MatrixKind.INT8
+
+    @property
+    def operand(self) -> str:
+        """How activations are laid out for it: matrices of the same operand and inputs can share them."""
+        return "levels" if self.has_codes else "pairs" if self is MatrixKind.BFLOAT16 else "floats"
 
     @classmethod
     def of_blocks(cls, block_type: BlockType | None) -> "MatrixKind | None":

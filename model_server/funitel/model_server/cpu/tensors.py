@@ -169,9 +169,9 @@ class Matrices:
             return [self.columns([[part] for part in parts], has_bias=has_bias)]
         return [self.columns([run], has_bias=has_bias) for run in runs]
 
-    def has_codes(self, index: int) -> bool:
-        """Whether a matrix is one of codes: all of these read the same operand, and all others another."""
-        return self._kind_of[index].has_codes
+    def operand_of(self, index: int) -> str:
+        """How a matrix reads activations, see `MatrixKind.operand`."""
+        return self._kind_of[index].operand
 
     def whole(self, name: str, num_outputs: int, *, has_bias: bool) -> int:
         """A layer on hidden states that every rank has whole."""

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "blocks.h"
+#include "matrix.h"
 #include "memory.h"
 #include "vector.h"
 
@@ -14,16 +14,74 @@ namespace funitel {
 // the length of a sum, so two short levels lose less than one long one.
 constexpr int kRun = 128;
 
+// How weights of type W are multiplied: `kTogether` inputs at once, of which a tile has an Activation for each row.
+template <class W>
+struct DenseProduct {
+    using Number = W;
+    using Activation = float;
+    using Weights = F16;
+
+    static Weights take(const W* source) { return load(source); }
+    static F16 add(F16 sum, const Weights& weights, const float* x) { return fma(splat(*x), weights, sum); }
+};
+
+// The product of pairs of bfloat16 in float32, which has no rounding of its own: the second number's is added first, as
+// vdpbf16ps does. Only products or sums below 2^-126 differ from its.
+struct PairProduct {
+    using Number = Brain;
+    using Activation = uint32_t;
+    struct Weights {
+        F16 first, second;
+    };
+
+    static Weights take(const Brain* source) { return {load_first(source), load_second(source)}; }
+    static F16 add(F16 sum, const Weights& weights, const uint32_t* x) {
+        sum = fma(splat(number_of_bits(*x & 0xffff0000)), weights.second, sum);
+        return fma(splat(number_of_bits(*x << 16)), weights.first, sum);
+    }
+
+  private:
+    static float number_of_bits(uint32_t bits) {
+        float number;
+        std::memcpy(&number, &bits, sizeof number);
+        return number;
+    }
+};
+
+#if defined(__AVX512VNNI__)
+
+// The same by the processor's instruction, where it has one.
+struct FastPairProduct {
+    using Number = Brain;
+    using Activation = uint32_t;
+    using Weights = __m512i;
+
+    static Weights take(const Brain* source) { return _mm512_loadu_si512(source); }
+    static F16 add(F16 sum, const Weights& weights, const uint32_t* x) {
+        asm("vdpbf16ps %[x]%{1to16%}, %[weights], %[sum]" : [sum] "+v"(sum.v) : [weights] "v"(weights), [x] "m"(*x));
+        return sum;
+    }
+};
+
+inline bool has_pair_products() {
+    static const bool has = __builtin_cpu_supports("avx512bf16");
+    return has;
+}
+
+#endif
+
 // out[r][p] = the products of row r of a tile with panel p. `x` is the tile, `w` the first panel.
-template <class W, int R, int P>
-inline void multiply(const W* w, const float* x, int depth, F16 (&out)[R][P]) {
+template <class Kernel, int R, int P>
+inline void multiply(const typename Kernel::Number* w, const typename Kernel::Activation* x, int depth, F16 (&out)[R][P]) {
+    constexpr int together = kTogether<typename Kernel::Number>, run = kRun / together;
+    const int count = divide_up(depth, together);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) out[r][p] = splat(0.0f);
     }
-    for (int begin = 0; begin < depth; begin += kRun) {
-        const int end = std::min(depth, begin + kRun);
+    for (int begin = 0; begin < count; begin += run) {
+        const int end = std::min(count, begin + run);
         F16 sums[R][P];
 #pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
@@ -31,18 +89,17 @@ inline void multiply(const W* w, const float* x, int depth, F16 (&out)[R][P]) {
             for (int p = 0; p < P; p++) sums[r][p] = splat(0.0f);
         }
         for (int i = begin; i < end; i++) {
-            F16 weights[P];
+            typename Kernel::Weights weights[P];
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) {
-                const W* source = w + (size_t(i) * kPair + p) * kLanes;
+                const auto* source = w + (size_t(i) * kPair + p) * kLanes * together;
                 fetch(source);
-                weights[p] = load(source);
+                weights[p] = Kernel::take(source);
             }
 #pragma GCC unroll 12
             for (int r = 0; r < R; r++) {
-                F16 value = splat(x[size_t(i) * R + r]);
 #pragma GCC unroll 4
-                for (int p = 0; p < P; p++) sums[r][p] = fma(value, weights[p], sums[r][p]);
+                for (int p = 0; p < P; p++) sums[r][p] = Kernel::add(sums[r][p], weights[p], x + size_t(i) * R + r);
             }
         }
 #pragma GCC unroll 12
@@ -57,23 +114,24 @@ inline void multiply(const W* w, const float* x, int depth, F16 (&out)[R][P]) {
 constexpr int dense_panels_at_once(int rows) { return kRegisters == 32 || rows <= 3 ? kPair : 1; }
 
 // Call `finish(row, panel of the pair, sums)` for R rows of a tile.
-template <class W, int R, class Finish>
-void multiply_tile(const W* w, int depth, const float* x, Finish finish) {
+template <class Kernel, int R, class Finish>
+void multiply_tile(const typename Kernel::Number* w, int depth, const uint8_t* tile, Finish finish) {
     constexpr int P = dense_panels_at_once(R);
+    const auto* x = reinterpret_cast<const typename Kernel::Activation*>(tile);
     for (int panel = 0; panel < kPair; panel += P) {
         F16 sums[R][P];
-        multiply<W, R, P>(w + panel * kLanes, x, depth, sums);
+        multiply<Kernel, R, P>(w + panel * kLanes * kTogether<typename Kernel::Number>, x, depth, sums);
         for (int r = 0; r < R; r++) {
             for (int p = 0; p < P; p++) finish(r, panel + p, sums[r][p]);
         }
     }
 }
 
-template <class W, class Finish>
-void multiply_dense(const W* w, int depth, const float* x, int count, Finish finish) {
+template <class Kernel, class Finish>
+void multiply_by(const typename Kernel::Number* w, int depth, const uint8_t* tile, int count, Finish finish) {
     switch (count) {
 #define FUNITEL_CASE(R) \
-    case R: return multiply_tile<W, R>(w, depth, x, finish);
+    case R: return multiply_tile<Kernel, R>(w, depth, tile, finish);
         FUNITEL_CASE(1)
         FUNITEL_CASE(2)
         FUNITEL_CASE(3)
@@ -90,6 +148,19 @@ void multiply_dense(const W* w, int depth, const float* x, int count, Finish fin
 #endif
 #undef FUNITEL_CASE
     }
+}
+
+template <class W, class Finish>
+void multiply_dense(const W* w, int depth, const uint8_t* tile, int count, Finish finish) {
+    multiply_by<DenseProduct<W>>(w, depth, tile, count, finish);
+}
+
+template <class Finish>
+void multiply_dense(const Brain* w, int depth, const uint8_t* tile, int count, Finish finish) {
+#if defined(__AVX512VNNI__)
+    if (has_pair_products()) return multiply_by<FastPairProduct>(w, depth, tile, count, finish);
+#endif
+    multiply_by<PairProduct>(w, depth, tile, count, finish);
 }
 
 }  // namespace funitel

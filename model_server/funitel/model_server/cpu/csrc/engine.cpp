@@ -26,7 +26,6 @@ namespace funitel {
 
 namespace {
 
-int divide_up(int a, int b) { return (a + b - 1) / b; }
 
 }  // namespace
 

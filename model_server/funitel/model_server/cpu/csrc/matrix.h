@@ -61,6 +61,12 @@ auto with_float(Kind kind, Function function) {
     }
 }
 
+// Inputs of an output that lie together.
+template <class Number>
+constexpr int kTogether = 1;
+template <>
+constexpr int kTogether<Brain> = 2;
+
 inline void set_number(float& target, float value) { target = value; }
 inline void set_number(Half& target, float value) { target.bits = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
 inline void set_number(Brain& target, float value) {
@@ -128,8 +134,8 @@ struct Matrix {
             return;
         }
         with_float(kind, [&](auto of) {
-            auto* values = reinterpret_cast<typename decltype(of)::Type*>(start) + place(panel, lane);
-            for (int i = 0; i < num_inputs; i++) set_number(values[size_t(i) * kPair * kLanes], source[i * stride]);
+            auto* values = reinterpret_cast<typename decltype(of)::Type*>(start);
+            for (int i = 0; i < num_inputs; i++) set_number(number_at(values, panel, lane, i), source[i * stride]);
         });
     }
 
@@ -140,9 +146,9 @@ struct Matrix {
         if (!has_codes(kind)) {
             with_float(kind, [&](auto of) {
                 using Number = typename decltype(of)::Type;
-                Number* values = reinterpret_cast<Number*>(start) + place(panel, lane);
+                Number* values = reinterpret_cast<Number*>(start);
                 for (int i = 0; i < num_inputs; i++) {
-                    std::memcpy(values + size_t(i) * kPair * kLanes, source + i * sizeof(Number), sizeof(Number));
+                    std::memcpy(&number_at(values, panel, lane, i), source + i * sizeof(Number), sizeof(Number));
                 }
             });
             return;
@@ -167,8 +173,8 @@ struct Matrix {
         const uint8_t* start = pair(panel / kPair);
         if (!has_codes(kind)) {
             with_float(kind, [&](auto of) {
-                auto* values = reinterpret_cast<const typename decltype(of)::Type*>(start) + place(panel, lane);
-                for (int i = 0; i < num_inputs; i++) target[i] = number_of(values[size_t(i) * kPair * kLanes]) * factor;
+                auto* values = reinterpret_cast<const typename decltype(of)::Type*>(start);
+                for (int i = 0; i < num_inputs; i++) target[i] = number_of(number_at(values, panel, lane, i)) * factor;
             });
             return;
         }
@@ -186,14 +192,21 @@ struct Matrix {
     // Of a pair, without the scales of int8.
     size_t weight_bytes() const {
         if (!has_codes(kind)) {
-            size_t size = with_float(kind, [](auto of) { return sizeof(typename decltype(of)::Type); });
-            return size * num_inputs * kPair * kLanes;
+            return with_float(kind, [this](auto of) {
+                using Number = typename decltype(of)::Type;
+                size_t inputs = divide_up(num_inputs, kTogether<Number>) * kTogether<Number>;
+                return sizeof(Number) * inputs * kPair * kLanes;
+            });
         }
         return num_blocks() * with_block(kind, [](auto of) { return sizeof(typename decltype(of)::Type); });
     }
 
-    // Of a panel's floating-point weight for the first input, from the start of the pair.
-    static size_t place(int panel, int lane) { return panel % kPair * kLanes + lane; }
+    // A panel's floating-point weight for an input, of the pair's `values`.
+    template <class Number>
+    static Number& number_at(Number* values, int panel, int lane, int input) {
+        constexpr int each = kTogether<std::remove_const_t<Number>>;
+        return values[(size_t(input / each) * kPair * kLanes + panel % kPair * kLanes + lane) * each + input % each];
+    }
 
     // Returns the scale. Memory is zero before, which is not the code of zero: all inputs of all blocks are set.
     float quantize_row(BlockInt8* target, int panel, int lane, const float* source, size_t stride) const {

@@ -9,6 +9,8 @@
 
 namespace funitel {
 
+inline int divide_up(int a, int b) { return (a + b - 1) / b; }
+
 class Memory {
   public:
     Memory() = default;

@@ -11,10 +11,10 @@ namespace funitel {
 // The most rows of a tile.
 constexpr int kTileRows = kRegisters == 32 ? 12 : 6;
 
-// Rows in tiles: for floating-point weights [tile][input][row of the tile], floats; for codes [tile][32 inputs][row of the
-// tile], a RowBlock each. Tiles are as equal as can be, and the last is as narrow as it has rows: few rows take little of
-// the caches. What is laid out for one matrix can be multiplied with every matrix of as many inputs, if both have codes or
-// neither has.
+// Rows in tiles, [tile][input][row of the tile]: floats; for bfloat16 weights pairs of inputs, as bfloat16; for codes 32
+// inputs, as a RowBlock. Tiles are as equal as can be, and the last is as narrow as it has rows: few rows take little of
+// the caches. What is laid out for one matrix can be multiplied with every matrix of as many inputs that has the same of
+// these three.
 struct Operand {
     uint8_t* values = nullptr;
     int level_bits = 8;  // 16, or 8 where no outlier asks for more
@@ -23,8 +23,9 @@ struct Operand {
 
     // Bytes that a row takes for `matrix`.
     static size_t row_bytes(const Matrix& matrix) {
-        if (!has_codes(matrix.kind)) return matrix.num_inputs * sizeof(float);
-        return size_t(matrix.num_inputs + kBlockInputs - 1) / kBlockInputs * sizeof(RowBlock);
+        if (has_codes(matrix.kind)) return size_t(divide_up(matrix.num_inputs, kBlockInputs)) * sizeof(RowBlock);
+        if (matrix.kind == kBFloat16) return size_t(divide_up(matrix.num_inputs, 2)) * sizeof(uint32_t);
+        return matrix.num_inputs * sizeof(float);
     }
 
     // Rows are to follow, as many as this.
@@ -47,11 +48,23 @@ struct Operand {
     void set_row(const Matrix& matrix, int row, const float* x) const {
         int index = row / tile_rows, place = row % tile_rows, rows = rows_of(index);
         uint8_t* start = tile(matrix, index);
-        if (!has_codes(matrix.kind)) {
+        if (has_codes(matrix.kind)) {
+            set_levels(reinterpret_cast<RowBlock*>(start) + place, rows, x, matrix.num_inputs, level_bits);
+        } else if (matrix.kind == kBFloat16) {
+            set_pairs(reinterpret_cast<uint32_t*>(start) + place, rows, x, matrix.num_inputs);
+        } else {
             float* target = reinterpret_cast<float*>(start) + place;
             for (int i = 0; i < matrix.num_inputs; i++) target[size_t(i) * rows] = x[i];
-        } else {
-            set_levels(reinterpret_cast<RowBlock*>(start) + place, rows, x, matrix.num_inputs, level_bits);
+        }
+    }
+
+  private:
+    static void set_pairs(uint32_t* target, size_t stride, const float* x, int num_inputs) {
+        for (int i = 0; i < num_inputs; i += 2, target += stride) {
+            Brain first, second = {0};
+            set_number(first, x[i]);
+            if (i + 1 < num_inputs) set_number(second, x[i + 1]);
+            *target = first.bits | uint32_t(second.bits) << 16;
         }
     }
 };

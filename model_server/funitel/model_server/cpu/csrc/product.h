@@ -66,8 +66,7 @@ struct Product {
         if (!has_codes(matrix.kind)) {
             with_float(matrix.kind, [&](auto of) {
                 using Number = typename decltype(of)::Type;
-                multiply_dense(reinterpret_cast<const Number*>(matrix.pair(pair)), matrix.num_inputs,
-                               reinterpret_cast<const float*>(x), count, finish);
+                multiply_dense(reinterpret_cast<const Number*>(matrix.pair(pair)), matrix.num_inputs, x, count, finish);
             });
             return;
         }

@@ -35,9 +35,10 @@ inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 inline F16 load(const Half* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
-inline F16 load(const Brain* p) {
-    __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(words, 16))};
+// Of sixteen words, each two numbers, the first numbers and the second ones.
+inline F16 load_first(const Brain* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }
+inline F16 load_second(const Brain* p) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))))};
 }
 inline void store(float* p, F16 x) { _mm512_storeu_ps(p, x.v); }
 inline void store(Half* p, F16 x) {
@@ -85,12 +86,17 @@ inline F16 load(const Half* p) {
     const __m128i* q = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
-inline __m256 widen(__m128i brains) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(brains), 16));
+// Of sixteen words, each two numbers, the first numbers and the second ones.
+inline F16 load_first(const Brain* p) {
+    const __m256i* q = reinterpret_cast<const __m256i*>(p);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(q), 16)),
+            _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(q + 1), 16))};
 }
-inline F16 load(const Brain* p) {
-    const __m128i* q = reinterpret_cast<const __m128i*>(p);
-    return {widen(_mm_loadu_si128(q)), widen(_mm_loadu_si128(q + 1))};
+inline F16 load_second(const Brain* p) {
+    const __m256i* q = reinterpret_cast<const __m256i*>(p);
+    const __m256i upper = _mm256_set1_epi32(int(0xffff0000));
+    return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(q), upper)),
+            _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(q + 1), upper))};
 }
 inline void store(float* p, F16 x) {
     _mm256_storeu_ps(p, x.a);
