@@ -10,8 +10,8 @@ from funitel.proto.errors import SettingsError
 class MatrixKind(IntEnum):
     """How one matrix is kept, as the C++ side numbers it.
 
-    Activations are bfloat16 for bfloat16 and float32 for the other floating-point kinds; for codes they are levels of 8 or
-    16 bits, see `levels.h`.
+    Activations are bfloat16 for bfloat16 and float32 for the other floating-point kinds; for codes they are levels of 8
+    or 16 bits, see `levels.h`.
     """
 
     FLOAT32 = 0
