@@ -47,6 +47,13 @@ async def test_many_requests_get_their_own_tokens(tmp_path: Path, count: int, sh
             assert all(fake.step_seqs == [] for fake in shards)
 
 
+async def test_the_tokens_of_one_step_are_delivered_at_one_instant(tmp_path: Path) -> None:
+    async with running(tmp_path) as (engine, _, _):
+        async with engine.submit(request(5, 9)) as one, engine.submit(request(5, 9, first=1)) as other:
+            await asyncio.gather(one.last(), other.last())
+        assert one.timings.latest == other.timings.latest is not None
+
+
 async def test_a_cancelled_sequence_is_in_no_step_sent_later(tmp_path: Path) -> None:
     async with running(tmp_path) as (engine, (fake,), metrics):
         other = asyncio.create_task(run(engine, request(5, 60, first=1)))

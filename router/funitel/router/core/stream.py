@@ -75,16 +75,18 @@ class TokenStream:
         while self._events:
             listener(self._events.popleft(), time.monotonic())
 
-    def deliver(self, event: Event) -> None:
-        """Hand over the next event; called by the engine on the event loop."""
-        now = time.monotonic()
+    def deliver(self, event: Event, now: float | None = None) -> None:
+        """Hand over the next event; called by the engine on the event loop, with one instant for a whole step."""
+        if now is None:
+            now = time.monotonic()
         if isinstance(event, FunitelError):
             self._end(now, event)
         else:
             num_tokens = len(event.tokens.ids)
             self.num_tokens += num_tokens
             timings = self.timings
-            timings.first_token = timings.first_token or now
+            if timings.first_token is None:
+                timings.first_token = now
             timings.latest = now
             if self.trace is not None:
                 self.trace.deliver(num_tokens)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Container
+from collections.abc import Sequence as Seq
 from functools import partial
 
 from funitel.proto.errors import BrokenScores, FunitelError, ShardFailed, ShardUnsound
@@ -177,8 +178,7 @@ class StepLoop:
             try:
                 self._send_steps()
             finally:
-                for sequence, generation in delivered:
-                    self._deliver(sequence, generation)
+                self._deliver(delivered)
         self._send_steps()
         self._report.update()
 
@@ -258,14 +258,23 @@ class StepLoop:
         with tracing.propagate_to(spans):
             self._pipeline.send(plan)
 
-    def _deliver(self, sequence: Sequence, generation: Generation) -> None:
+    def _deliver(self, delivered: Seq[tuple[Sequence, Generation]]) -> None:
+        now, streams = time.monotonic(), self._requests.streams
+        for sequence, generation in delivered:
+            if sequence.is_broken or sequence.estimated_seconds or generation.finished is not None:
+                self._deliver_edge(sequence, generation, now)
+            else:
+                streams[sequence.id].deliver(generation, now)
+
+    def _deliver_edge(self, sequence: Sequence, generation: Generation, now: float) -> None:
+        """Deliver what may be the first of a sequence, or is the last."""
         if sequence.is_broken:
             self._requests.fail(sequence, BrokenScores("the model's scores are not numbers, or infinite"))
             return
         stream = self._requests.streams[sequence.id]
         if sequence.estimated_seconds:
-            self._throughput.observe_first_token(sequence, time.monotonic())
+            self._throughput.observe_first_token(sequence, now)
         if generation.finished is not None:
             self._requests.remove(sequence)
             self._throughput.observe_end(sequence)
-        stream.deliver(generation)
+        stream.deliver(generation, now)

@@ -217,7 +217,7 @@ class Scheduler:
             sequence.num_computed = computed = begun + count
             if publishes and begun // size != computed // size:
                 self._publish(sequence, begun // size, computed // size)
-            if sequence.num_pending > 0:
+            if sequence.num_prompt + len(sequence.output_ids) > computed:  # some of what it knows is not computed yet
                 continue
             generation = by_id[sequence_id]
             if not sum(generation.tokens.logprobs) < inf:  # or not a number

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
 from funitel.proto.errors import FunitelError, Overloaded
@@ -15,7 +14,7 @@ from funitel.proto.step import GeneratedText, Generation
 from funitel.router.auth.accounts import TokenCounts, charged
 from funitel.router.core import request_context
 from funitel.router.core.request import Request
-from funitel.router.core.stream import Event, Timings, TokenStream
+from funitel.router.core.stream import Event, Listener, Timings, TokenStream
 from funitel.router.serving.prepare import GenerationJob
 from funitel.router.serving.service import Service
 
@@ -62,35 +61,43 @@ class _Run:
         self._take = take
         self._num_jobs = len(jobs)
         for place, (job, stream) in enumerate(zip(jobs, streams, strict=True)):
-            stream.listen(partial(self._receive, place, job, stream))
+            stream.listen(self._listener(place, job, stream))
 
-    def _receive(self, place: int, job: GenerationJob, stream: TokenStream, event: Event, now: float) -> None:
-        if self.ended.done():
-            return
-        if isinstance(event, FunitelError):
-            self.ended.set_exception(event)
-            return
-        try:
-            self._measure(job, stream, event, now)
-            self._take(place, event)
-        except Exception as error:  # fails this request alone: the engine goes on
-            self.ended.set_exception(error)
-            return
-        if event.finished is not None:
-            self.endings[place] = event.finished
-            if len(self.endings) == self._num_jobs:
-                self.ended.set_result(None)
+    def _listener(self, place: int, job: GenerationJob, stream: TokenStream) -> Listener:
+        """Make what takes the events of one job: counts tokens, and observes their latency.
 
-    def _measure(self, job: GenerationJob, stream: TokenStream, generation: Generation, now: float) -> None:
-        """Count tokens, and observe time to first token or inter-token latency."""
-        metrics, num_tokens = job.service.metrics, len(generation.tokens.ids)
-        job.num_tokens += num_tokens
-        if job.latest_token is None:
-            job.num_cached_tokens = stream.num_cached_tokens
-            metrics.observe_first_token(now - stream.timings.submitted, num_tokens)
-        else:
-            metrics.observe_next_token(now - job.latest_token, num_tokens)
-        job.latest_token = now
+        A closure: with a thousand streams each object that a token touches has left the processor's caches.
+        """
+        metrics, take, ended = job.service.metrics, self._take, self.ended
+
+        def receive(event: Event, now: float) -> None:
+            if ended.done():
+                return
+            if isinstance(event, FunitelError):
+                ended.set_exception(event)
+                return
+            try:
+                num_tokens, latest = len(event.tokens.ids), job.latest_token
+                job.num_tokens += num_tokens
+                job.latest_token = now
+                if latest is not None:
+                    metrics.observe_next_token(now - latest, num_tokens)
+                else:
+                    job.num_cached_tokens = stream.num_cached_tokens
+                    metrics.observe_first_token(now - stream.timings.submitted, num_tokens)
+                take(place, event)
+            except Exception as error:  # fails this request alone: the engine goes on
+                ended.set_exception(error)
+                return
+            if event.finished is not None:
+                self._finish(place, event.finished)
+
+        return receive
+
+    def _finish(self, place: int, ending: GeneratedText) -> None:
+        self.endings[place] = ending
+        if len(self.endings) == self._num_jobs:
+            self.ended.set_result(None)
 
 
 def _record(

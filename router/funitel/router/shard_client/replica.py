@@ -182,6 +182,8 @@ class Replica:
         if len({result.batch and result.batch.request_ids for result in results}) > 1:
             raise ShardUnsound("the shards disagree about which sequences are running")
         ended = self._apply_kept(step, results[-1].batch)
+        if len(results) == 1:
+            return StepAnswer(results[0], results, ended)
         slowest = max(results, key=lambda result: result.total_ns)
         combined = StepResult(
             generations=tuple(g for result in reversed(results) for g in result.generations),
