@@ -23,6 +23,20 @@ def test_a_histogram_is_exposed_as_the_library_does(buckets: tuple[float, ...]) 
         assert generate_latest(ours) == generate_latest(theirs)
 
 
+def test_values_that_come_several_times_in_a_row_are_counted_as_often() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    tally = FastHistogram("some_seconds", "Words.", (0.5, 1.0), ours, "method")
+    histogram = Histogram("some_seconds", "Words.", ["method"], buckets=(0.5, 1.0), registry=theirs)
+    for value, method, count in ((0.25, "a", 3), (0.25, "b", 2), (0.75, "b", 1), (0.25, "b", 2), (0.0, "c", 2)):
+        for _ in range(count):
+            tally.observe(value, method)
+            histogram.labels(method).observe(value)
+    for _ in range(2):
+        assert generate_latest(ours) == generate_latest(theirs)
+        tally.observe(0.0, "c")
+        histogram.labels("c").observe(0.0)
+
+
 def test_a_summary_is_exposed_as_the_library_does() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     tally, summary = FastSummary("some", "Words.", ours), Summary("some", "Words.", registry=theirs)

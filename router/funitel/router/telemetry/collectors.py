@@ -46,6 +46,8 @@ class FastHistogram(Collector):
         self._bounds = tuple(bounds)
         self._labels = [label] if label else []
         self._series: dict[str, list[float]] = {} if label else {"": self._nothing()}
+        # The newest value, its series and how often it came in a row: streams of one step wait equally long.
+        self._value, self._of, self._count = 0.0, "", 0
         registry.register(self)
 
     def _nothing(self) -> list[float]:
@@ -54,14 +56,25 @@ class FastHistogram(Collector):
 
     def observe(self, value: float, series: str = "") -> None:
         """Note one value; `series` is the value of the label, if there is one."""
-        counts = self._series.get(series)
+        if value == self._value and series == self._of:
+            self._count += 1
+            return
+        self._add_newest()
+        self._value, self._of, self._count = value, series, 1
+
+    def _add_newest(self) -> None:
+        if not self._count:
+            return
+        counts = self._series.get(self._of)
         if counts is None:
-            counts = self._series[series] = self._nothing()
-        counts[bisect_left(self._bounds, value)] += 1
-        counts[-1] += value
+            counts = self._series[self._of] = self._nothing()
+        counts[bisect_left(self._bounds, self._value)] += self._count
+        counts[-1] += self._value * self._count
+        self._count = 0
 
     def collect(self) -> Iterable[Metric]:
         """Yield the samples."""
+        self._add_newest()
         family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
         for series, (*counts, total) in self._series.items():
             buckets, reached = [], 0.0
