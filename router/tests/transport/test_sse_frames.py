@@ -21,7 +21,8 @@ from funitel.router.api.openai.schema_completions import CompletionChoice, Compl
 from funitel.router.api.responses.builder import ResponseBuilder
 from funitel.router.api.responses.schema_response import ModelResponse, TextDeltaEvent
 from funitel.router.chat.parts import TextDelta
-from funitel.router.transport.sse_frames import HOLE, Template, frame, named_frame
+from funitel.router.transport import sse_frames
+from funitel.router.transport.sse_frames import HOLE, Template, frame, named_frame, text_json
 
 HOSTILE = (
     "",
@@ -112,3 +113,11 @@ def test_a_response_is_streamed_as_its_records_are_written(text: str) -> None:
     assert second == named_frame(TextDeltaEvent(sequence_number=3, **place, delta=text))
     builder.failed(FunitelError("broken"))
     assert builder.response.output[0].content[0].text == 2 * text  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("text", [*HOSTILE, "a" * 32, "a" * 33])
+def test_a_text_is_rendered_as_the_library_does_and_only_short_ones_are_kept(text: str) -> None:
+    before = sse_frames._kept_texts.cache_info()
+    assert text_json(text) == text_json(text) == to_json(text)
+    after = sse_frames._kept_texts.cache_info()
+    assert after.hits + after.misses - before.hits - before.misses == (2 if len(text) <= 32 else 0)

@@ -1,6 +1,7 @@
 """Frames of Server-Sent Events, and templates for those that a stream has for every token."""
 
 import secrets
+from functools import lru_cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -10,6 +11,14 @@ from pydantic_core import to_json
 HOLE: Any = f"hole-{secrets.token_hex(16)}"
 
 Event = BaseModel | bytes  # a record, or its frame
+
+MAX_KEPT_CHARACTERS = 32
+_kept_texts = lru_cache(maxsize=1 << 13)(to_json)  # most tokens of a text are of a few thousand
+
+
+def text_json(text: str) -> bytes:
+    """Render a text as JSON; short ones are looked up."""
+    return _kept_texts(text) if len(text) <= MAX_KEPT_CHARACTERS else to_json(text)
 
 
 def frame(event: BaseModel) -> bytes:
@@ -54,11 +63,12 @@ class Template:
         """Make a frame with values that are JSON already."""
         return self._format % rendered
 
-    def fill_all(self, value: Any) -> bytes:
-        """Make a frame with the same value in every hole."""
+    def fill_all(self, text: str) -> bytes:
+        """Make a frame with the same text in every hole."""
+        rendered = text_json(text)
         if self._num_holes == 1:  # a third faster
-            return self._before + to_json(value) + self._after
-        return self._format % ((to_json(value),) * self._num_holes)
+            return self._before + rendered + self._after
+        return self._format % ((rendered,) * self._num_holes)
 
     def fill_before(self, value: Any, last: BaseModel) -> bytes:
         """Make a frame with a record in its last hole and the same value in every other."""

@@ -31,7 +31,7 @@ from funitel.router.serving.prepare import GenerationJob, Prompt, prepare
 from funitel.router.serving.run import Answer, answer_headers, collect_best, stream_all, stream_headers
 from funitel.router.serving.service import Service
 from funitel.router.transport.sse import EventStream, Put, run_until_disconnect
-from funitel.router.transport.sse_frames import HOLE, Template
+from funitel.router.transport.sse_frames import HOLE, Template, text_json
 
 _ANSWER_LIST = TypeAdapter(list[GenerateResponse])
 
@@ -121,7 +121,7 @@ async def _events(job: GenerationJob, parameters: GenerateParameters, put: Put) 
         if generation.finished is None and not generation.top_tokens:
             for id, text, logprob, special in Token.rows_of(generation.tokens):
                 index += 1
-                rendered = b"%d" % index, b"%d" % id, to_json(text), to_json(logprob), _JSON[special]
+                rendered = b"%d" % index, b"%d" % id, text_json(text), to_json(logprob), _JSON[special]
                 put(_TOKEN.insert(*rendered))
             return
         for event in _events_of(generation, index, parameters, job.request):

@@ -179,8 +179,7 @@ class Token(BaseModel):
     def rows_of(tokens: Tokens) -> Iterator[tuple[int, str, float | None, bool]]:
         """The fields of all of `tokens`, in their order."""
         specials = tokens.is_special or (False,) * len(tokens.ids)
-        for id, text, logprob, special in zip(tokens.ids, tokens.texts, tokens.logprobs, specials, strict=True):
-            yield id, text, _finite(logprob), special
+        return zip(tokens.ids, tokens.texts, map(_finite, tokens.logprobs), specials, strict=True)
 
 
 class _Ending(BaseModel):
