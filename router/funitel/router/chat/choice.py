@@ -52,6 +52,7 @@ class Choice:
         )
         # All that is generated is text, and of that the tokens do not matter: most answers, and cheaper by far.
         self._is_plain = not self._wants_tokens and self._reasoning is None and self._tools is None
+        self._is_bare = self._is_plain and not wants_token_ids
         self._length = 0  # characters of the transcript so far
         self._num_calls = 0
         self._reasoning_tokens = 0
@@ -59,6 +60,9 @@ class Choice:
 
     def feed(self, generation: Generation) -> list[Part]:
         """Take what one step generated; return the parts it completes."""
+        if self._is_bare and self._has_started and generation.finished is None:
+            text = self._transcript.feed(generation)
+            return [TextDelta(text)] if text else []
         parts: list[Part] = []
         if not self._has_started:
             self._has_started = True

@@ -124,12 +124,17 @@ async def _stream(service: Service, chat: PreparedChat, body: ChatRequest, put: 
     """A chunk with the role, chunks of text and one that says why it ended, for each choice; if asked, a count."""
     head = _head(service, body)
     more: dict[tuple[int, type[Part]], Template] = {}  # chunks of nothing but text, by choice and what it is
+    bare: dict[int, Template] = {}  # the same of the answer's text, by choice, where no chunk has a count
     ends = []
     prompt_ids = chat.prompt_ids if body.return_token_ids else None  # in the first chunk
     held: dict[int, list[int]] = {}  # tokens that no chunk had yet, by choice
 
     def take(index: int, part: Part) -> None:
         nonlocal prompt_ids
+        template = bare.get(index)
+        if template is not None and isinstance(part, TextDelta):  # nearly all of them
+            put(template.fill_all(part.text))
+            return
         if isinstance(part, TokenIds):
             held.setdefault(index, []).extend(part.ids)
             return
@@ -142,6 +147,8 @@ async def _stream(service: Service, chat: PreparedChat, body: ChatRequest, put: 
                 choice = _chunk_choice(index, type(part)(HOLE), body)
                 count = None if usage is None else HOLE
                 more[key] = Template(ChatCompletionChunk.model_construct(**head, choices=[choice], usage=count))
+                if usage is None and isinstance(part, TextDelta):
+                    bare[index] = more[key]
             put(more[key].fill_all(part.text) if usage is None else more[key].fill_before(part.text, usage))
             return
         choice = _chunk_choice(index, part, body)
