@@ -218,12 +218,25 @@ class Cycle(RequestResponseCycle):
         vars(self).update(state)
 
 
-def test_a_chunk_is_written_as_http_has_it() -> None:
+@pytest.mark.parametrize("chunks", [[EVENT], [EVENT, b"", b"a"], [b"", b"a"], [b""]])
+def test_chunks_are_written_as_http_has_them_in_one_write(chunks: list[bytes]) -> None:
     cycle = Cycle()
-    write_chunk = chunk_writer(cycle.send)
-    assert write_chunk is not None
-    assert write_chunk(EVENT)
-    assert cycle.written == [b"%x\r\n" % len(EVENT) + EVENT + b"\r\n"]
+    write_chunks = chunk_writer(cycle.send)
+    assert write_chunks is not None
+    assert write_chunks(chunks)
+    assert cycle.written == [b"".join(b"%x\r\n" % len(data) + data + b"\r\n" for data in chunks if data)]
+
+
+async def test_all_that_a_step_gives_to_a_stream_is_sent_in_one_write() -> None:
+    cycle = Cycle()
+    writer = StreamWriter(Connection().send, cycle.send, [])
+    for data in (b"a", b"b", b"", b"c"):
+        writer.write(data)
+    assert cycle.written == []
+    await asyncio.sleep(0)
+    writer.write(b"d")
+    await asyncio.sleep(0)
+    assert cycle.written == [b"1\r\na\r\n1\r\nb\r\n1\r\nc\r\n", b"1\r\nd\r\n"]
 
 
 @pytest.mark.parametrize(
@@ -233,9 +246,9 @@ def test_a_chunk_is_written_as_http_has_it() -> None:
 )
 def test_no_chunk_is_written_to(state: dict[str, Any]) -> None:
     cycle = Cycle(**state)
-    write_chunk = chunk_writer(cycle.send)
-    assert write_chunk is not None
-    assert not write_chunk(EVENT)
+    write_chunks = chunk_writer(cycle.send)
+    assert write_chunks is not None
+    assert not write_chunks([EVENT])
     assert cycle.written == []
 
 
