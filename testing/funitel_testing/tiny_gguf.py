@@ -60,6 +60,8 @@ def _with_halves(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors with stacks of experts as files have them: gates by themselves."""
     found = {}
     for name, tensor in tensors.items():
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = name.replace("block_sparse_moe.router.", "mlp.gate.").replace("block_sparse_moe.", "mlp.")
         if name.endswith("experts.gate_up_proj"):
             stem = name.removesuffix("gate_up_proj")
             found[f"{stem}gate_proj.weight"], found[f"{stem}up_proj.weight"] = tensor.chunk(2, dim=1)
@@ -150,6 +152,27 @@ _WIDE = {"attention.key_length": 16, "attention.value_length": 16}
 _MOE = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 21}
 _LONGROPE = {"short": [1.0, 1.1, 1.3, 1.7], "long": [1.5, 2.0, 3.0, 4.0]}
 _GRANITE = {"embedding_scale": 3.0, "residual_scale": 0.3, "attention.scale": 0.2, "logit_scale": 2.0}
+
+_GRANITE_MOE = _GRANITE | {"expert_count": 5, "expert_used_count": 3}
+_GLM_MOE = {
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 21,
+    "expert_shared_count": 1,
+    "leading_dense_block_count": 1,
+    "expert_weights_scale": 1.7,
+    "expert_weights_norm": True,
+    "expert_gating_func": 2,
+}
+_LATENT = {
+    "attention.head_count": 3,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "attention.kv_lora_rank": 20,
+    "attention.key_length": 20,
+    "attention.value_length": 10,
+    "rope.dimension_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 21,
+}
 
 # By a name of their own: architectures with several forms have several.
 TINY_GGUFS: dict[str, TinyGguf] = {
@@ -274,5 +297,45 @@ TINY_GGUFS: dict[str, TinyGguf] = {
         metadata=_RMS | {"attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 5e5, "rope.dimension_count": 4},
     ),
     "glm4": TinyGguf(pre="glm4", tiny=_changed("glm4", rms_norm_eps=1e-6), metadata=_RMS | {"rope.dimension_count": 4}),
+    "granitemoe": TinyGguf(
+        pre="refact", tiny=_changed("granite_moe", rms_norm_eps=1e-6), metadata=_RMS | _GRANITE_MOE, is_permuted=True
+    ),
+    "glm4moe": TinyGguf(
+        pre="glm4",
+        tiny=_changed("glm4_moe", rms_norm_eps=1e-6, norm_topk_prob=True),
+        metadata=_RMS
+        | _GLM_MOE
+        | {"attention.key_length": 8, "attention.value_length": 8, "rope.dimension_count": 4, "expert_count": 8},
+    ),
+    "deepseek2": TinyGguf(
+        pre="deepseek-llm",
+        tiny=_changed("deepseek_v2_lite", rms_norm_eps=1e-6, n_shared_experts=2, routed_scaling_factor=1.5),
+        metadata=_LATENT | {"expert_count": 8, "expert_shared_count": 2, "expert_weights_scale": 1.5},
+    ),
+    "deepseek3": TinyGguf(
+        name="deepseek2",
+        pre="deepseek-v3",
+        tiny=_changed("deepseek_v3", rms_norm_eps=1e-6),
+        metadata=_LATENT
+        | {
+            "attention.key_length": 28,  # of the vector that is cached, as newer files have it
+            "attention.value_length": 20,
+            "attention.key_length_mla": 20,
+            "attention.value_length_mla": 10,
+            "attention.q_lora_rank": 22,
+            "leading_dense_block_count": 1,
+            "expert_count": 12,
+            "expert_shared_count": 1,
+            "expert_weights_scale": 2.5,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 64,
+            "rope.scaling.yarn_log_multiplier": 0.1,
+        },
+    ),
     "internlm2": TinyGguf(tiny=ZOO["llama"], metadata=_RMS, is_permuted=True),
 }

@@ -5,6 +5,7 @@ import math
 import re
 import struct
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from funitel.model_server.checkpoint.gguf_file import GgufTensorFile
 from funitel.model_server.convert.gguf import point_to_gguf
 from funitel.model_server.convert.gguf_reader import read_gguf
 from funitel.model_server.convert.gguf_tokenizer import PRE_TOKENIZERS, PreTokenizer, build_tokenizer
-from funitel.model_server.files.gguf_pointer import POINTER
+from funitel.model_server.files.gguf_pointer import POINTER, read_pointer
 from funitel.model_server.files.integrity import check_folder
 from funitel.model_server.settings import QuantizeSettings
 from funitel.model_server.tools.quantize.command import quantize
@@ -38,7 +39,7 @@ PAIRS = json.loads((Path(__file__).parents[1] / "data" / "smollm2-tokenization.j
 
 def converted(path: Path) -> Path:
     folder = path.parent / "converted"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     point_to_gguf(path, folder)
     return folder
 
@@ -422,6 +423,43 @@ def test_experts_that_contradict_the_metadata_are_refused(count: int, line: str,
     replace(tiny, metadata={**tiny.metadata, "expert_count": count}).write(tmp_path / "tiny.gguf", "llama")
     with pytest.raises(StartupError, match=line):
         converted(tmp_path / "tiny.gguf")
+
+
+def written(key: str, path: Path, architecture: str, *, extra: tuple[str, ...] = (), **metadata: object) -> Path:
+    """A file of `TINY_GGUFS` with other metadata and small tensors more."""
+    tiny = TINY_GGUFS[key]
+    factors = {name: [1.0] * 4 for name in extra}
+    replace(tiny, metadata={**tiny.metadata, **metadata}, factors=factors).write(path, architecture)
+    return path
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    further = ("blk.2.attn_norm.weight", "blk.2.nextn.eh_proj.weight")
+    metadata: dict[str, object] = {"nextn_predict_layers": 1, "block_count": 3}
+    path = written("glm4moe", tmp_path / "tiny.gguf", "glm4moe", extra=further, **metadata)
+    folder = converted(path)
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 2
+    assert not any("layers.2." in name for name in read_pointer(folder / POINTER).tensors)
+    path = written("glm4moe", tmp_path / "other.gguf", "glm4moe", extra=("blk.3.attn_norm.weight",), **metadata)
+    with pytest.raises(UnsupportedModel, match=r"tensor blk\.3\.attn_norm\.weight is not part of glm4moe"):
+        converted(path)
+
+
+def test_forms_of_mixtures_that_are_not_computed_are_refused(tmp_path: Path) -> None:
+    path = written("glm4moe", tmp_path / "a.gguf", "glm4moe", expert_gating_func=3)
+    with pytest.raises(UnsupportedModel, match="expert_gating_func 3 is not supported; supported: 2"):
+        converted(path)
+    path = written("granitemoe", tmp_path / "b.gguf", "granitemoe", extra=("blk.0.ffn_up_shexp.weight",))
+    with pytest.raises(UnsupportedModel, match=r"tensor blk\.0\.ffn_up_shexp\.weight is not part of granitemoe"):
+        converted(path)
+    with closing(GGUFWriter(tmp_path / "c.gguf", "deepseek2")) as writer:
+        for name in ("attn_k_b", "attn_v_b"):
+            writer.add_tensor(f"blk.0.{name}.weight", np.zeros((2, 4, 4), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    with pytest.raises(UnsupportedModel, match="has attn_k_b and attn_v_b, which are not supported"):
+        converted(tmp_path / "c.gguf")
 
 
 @pytest.mark.parametrize("num_heads", [0, 3])

@@ -5,7 +5,7 @@ calls each tensor of the file and how it lies there. Every tensor of the file mu
 `hub` owns the folder and makes this atomic.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from funitel.model_server.convert.gguf_architectures import ROLES, Architecture, find_architecture
@@ -17,6 +17,7 @@ from funitel.model_server.registry.lookup import spec_of
 from funitel.model_server.spec.model_spec import ModelSpec, NormPlacement, Position, QkNorm, QkvLayout
 from funitel.proto.errors import UnsupportedModel, WeightsError
 
+_MAX_FURTHER = 64  # layers that predict tokens beyond the next, and are not read
 _NORMS = frozenset(role for role in ROLES.values() if role.endswith("norm"))
 _BIASED = {  # role -> field of a ModelSpec: whether it has a bias
     **dict.fromkeys(("q", "k", "v", "qkv"), "has_qkv_bias"),
@@ -28,7 +29,9 @@ _BIASED = {  # role -> field of a ModelSpec: whether it has a bias
 }
 _MLP = frozenset(("gate", "up", "gate_up", "down"))
 _SHARED = frozenset(("shared_gate", "shared_up", "shared_down", "shared_share"))
-_EXPERTS = _SHARED | {"router", "expert_gate", "expert_up", "expert_down"}
+_LATENT_QUERIES = frozenset(("q_down", "q_latent_norm", "q_up"))
+_LATENT = _LATENT_QUERIES | {"kv_down", "kv_latent_norm", "kv_up"}
+_EXPERTS = _SHARED | {"router", "router_correction", "expert_gate", "expert_up", "expert_down"}
 _UNTURNED = _NORMS | {"embedding", "positions", "head"}  # never stored [inputs, outputs]
 
 
@@ -77,23 +80,27 @@ def _end_token_ids(gguf: GgufFile) -> int | list[int] | None:
     return token_ids[0] if token_ids else None
 
 
-def expected_tensors(spec: ModelSpec) -> dict[str, tuple[str, str]]:
+def expected_tensors(spec: ModelSpec, roles: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Every tensor a GGUF of such a model has: its name there -> its name in the checkpoint, and its role.
 
-    Those of experts have one name there for all, and `{j}` in the checkpoint's, which has each by itself.
+    `roles` are those of the architecture that differ from `ROLES`. Experts have one name there for all, and `{j}` in
+    the checkpoint's, which has each by itself.
     """
     names, absent = spec.names, _absent(spec)
     found = {}
-    for stem, role in ROLES.items():
+    for stem, role in {**ROLES, **roles}.items():
         if role == "up" and names.gate_up and spec.is_gated:
             role = "gate_up"
-        template = getattr(names, role)
+        template = getattr(names, role) if role else ""
         if role in absent or not template:
             continue
         prefix = "" if role == "head" else names.prefix
         suffixes = ["weight", "bias"] if role in _BIASED and getattr(spec, _BIASED[role]) else ["weight"]
         template = template.partition("|")[0]  # of alternatives the one by one
         for i in _layers_with(role, spec) if "#" in stem else (0,):
+            if role == "router_correction":
+                found[f"{stem.replace('#', str(i))}.bias"] = prefix + template.format(i=i), role
+                continue
             for suffix in suffixes:
                 hf_name = f"{prefix}{template.format(i=i, j='{j}')}.{suffix}"
                 found[f"{stem.replace('#', str(i))}.{suffix}"] = hf_name, role
@@ -113,6 +120,10 @@ def _absent(spec: ModelSpec) -> set[str]:
     placement = spec.norm_placement
     absent = {"q", "k", "v"} if spec.names.qkv else {"qkv"}
     absent |= set() if spec.is_gated and not spec.names.gate_up else {"gate"}
+    if spec.latent is None:
+        absent |= _LATENT
+    else:
+        absent |= {"k", "v"} | (_LATENT_QUERIES if spec.latent.query_rank is None else {"q"})
     absent |= {"q_norm", "k_norm"} if spec.qk_norm is QkNorm.NONE else set()
     absent |= _EXPERTS if spec.experts is None else set() if spec.experts.shared_size else _SHARED
     absent |= {"positions"} if spec.position is not Position.LEARNED else set()
@@ -131,12 +142,15 @@ class Layout:
         self._gguf = gguf
         self._spec = spec
         self._is_permuted = architecture.is_permuted
-        self._expected = expected = expected_tensors(spec)
+        self._expected = expected = expected_tensors(spec, architecture.roles)
         optional = {name for name, (_, role) in expected.items() if role == "head" and spec.is_tied}
         missing = expected.keys() - gguf.tensors.keys() - optional
         if missing:
             raise WeightsError(f"{gguf.path}: tensor {min(missing)} is missing ({len(missing)} missing in all)")
-        unknown = gguf.tensors.keys() - expected.keys() - set(architecture.factors)
+        num_further = gguf.integer(gguf.key("nextn_predict_layers"), 0)
+        further = tuple(f"blk.{spec.num_layers + i}." for i in range(min(num_further, _MAX_FURTHER)))
+        known = expected.keys() | set(architecture.factors)
+        unknown = {name for name in gguf.tensors.keys() - known if not name.startswith(further)}
         if unknown:
             message = f"{gguf.path}: tensor {min(unknown)} is not part of {gguf.architecture} as supported"
             raise UnsupportedModel(message)

@@ -7,7 +7,7 @@ Source: the keys of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md an
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,12 @@ ROLES: Mapping[str, str] = {
     "blk.#.attn_k": "k",
     "blk.#.attn_v": "v",
     "blk.#.attn_qkv": "qkv",
+    "blk.#.attn_q_a": "q_down",
+    "blk.#.attn_q_a_norm": "q_latent_norm",
+    "blk.#.attn_q_b": "q_up",
+    "blk.#.attn_kv_a_mqa": "kv_down",
+    "blk.#.attn_kv_a_norm": "kv_latent_norm",
+    "blk.#.attn_kv_b": "kv_up",
     "blk.#.attn_q_norm": "q_norm",
     "blk.#.attn_k_norm": "k_norm",
     "blk.#.attn_output": "out",
@@ -37,6 +43,7 @@ ROLES: Mapping[str, str] = {
     "blk.#.ffn_up": "up",
     "blk.#.ffn_down": "down",
     "blk.#.ffn_gate_inp": "router",
+    "blk.#.exp_probs_b": "router_correction",
     "blk.#.ffn_gate_exps": "expert_gate",
     "blk.#.ffn_up_exps": "expert_up",
     "blk.#.ffn_down_exps": "expert_down",
@@ -55,13 +62,15 @@ class Architecture:
 
     `settings` are those of config.json, each a value or a rule. In the files of a `is_permuted` architecture, the rows
     of each head of queries and keys lie as a rotary embedding of neighbours wants them, where Hugging Face's rotates
-    halves. `factors` are tensors that the settings are read from.
+    halves. `factors` are tensors that the settings are read from. `roles` are those that differ from `ROLES`, empty
+    for a tensor that it has not.
     """
 
     hf_class: str
     settings: Mapping[str, Any]
     is_permuted: bool = False
     factors: tuple[str, ...] = ()
+    roles: Mapping[str, str] = field(default_factory=dict)
 
     def config(self, gguf: GgufFile) -> dict[str, Any]:
         """The settings as `gguf` has them."""
@@ -128,7 +137,7 @@ def _turning_part(gguf: GgufFile) -> float:
 
 
 def find_architecture(gguf: GgufFile) -> Architecture:
-    """The row for a file: by its architecture, and for a Llama's by whether it has experts.
+    """The row for a file: by its architecture, a Llama's by whether it has experts, DeepSeek's by their scores.
 
     Raises:
         UnsupportedModel: there is none.
@@ -136,6 +145,10 @@ def find_architecture(gguf: GgufFile) -> Architecture:
     name = gguf.architecture
     if name == "llama" and gguf.integer(gguf.key("expert_count"), 0):
         return MIXTRAL
+    if name == "deepseek2":
+        _check_latent(gguf)
+        if gguf.integer(gguf.key("expert_gating_func"), _SOFTMAX) == _SIGMOID:
+            return DEEPSEEK3
     if name not in ARCHITECTURES:
         supported = ", ".join(ARCHITECTURES)
         raise UnsupportedModel(f"{gguf.path}: architecture {name} is not supported; supported: {supported}")
@@ -148,6 +161,44 @@ def _dense(gguf: GgufFile) -> str:
     if num_experts:
         raise UnsupportedModel(f"{gguf.path}: {gguf.architecture} with {num_experts} experts is not supported")
     return "silu"
+
+
+def _check_latent(gguf: GgufFile) -> None:
+    """Refuse a file that has the parts of one matrix apart, each of its heads turned round."""
+    if "blk.0.attn_kv_b.weight" not in gguf.tensors and "blk.0.attn_k_b.weight" in gguf.tensors:
+        message = "has attn_k_b and attn_v_b, which are not supported; a file with attn_kv_b is"
+        raise UnsupportedModel(f"{gguf.path}: {message}")
+
+
+def _own_layers(gguf: GgufFile) -> int:
+    """Layers without those behind them, which predict tokens beyond the next."""
+    return gguf.integer(gguf.key("block_count")) - gguf.integer(gguf.key("nextn_predict_layers"), 0)
+
+
+def _scored_by(number: int) -> Rule:
+    """Whether the weights of the chosen experts are normalised, once their scores are of one kind."""
+
+    def read(gguf: GgufFile) -> bool:
+        found = gguf.integer(gguf.key("expert_gating_func"), number)
+        if found != number:
+            raise UnsupportedModel(f"{gguf.path}: expert_gating_func {found} is not supported; supported: {number}")
+        return gguf.flag(gguf.key("expert_weights_norm"), number == _SIGMOID)
+
+    return read
+
+
+def _latent_size(name: str) -> Rule:
+    """The size of a head's keys or values; newer files have that of the vector that is cached under the older name."""
+    return lambda gguf: gguf.integer(gguf.key(f"attention.{name}_mla"), gguf.integer(gguf.key(f"attention.{name}")))
+
+
+def _latent_scaling(gguf: GgufFile) -> dict[str, object] | None:
+    """Yarn that stretches scores too. The file has one factor, for both of the equal ones of every published model."""
+    scaling = rope_scaling(gguf)
+    if scaling is not None and gguf.has(gguf.key("rope.scaling.yarn_log_multiplier")):
+        stretch = round(10 * gguf.number(gguf.key("rope.scaling.yarn_log_multiplier")), 6)
+        scaling |= {"mscale": stretch, "mscale_all_dim": stretch}
+    return scaling
 
 
 def rope_theta(gguf: GgufFile) -> float:
@@ -222,6 +273,7 @@ def _gemma_query_scalar(num_layers: int) -> Rule:
     return read
 
 
+_SOFTMAX, _SIGMOID = 1, 2  # expert_gating_func
 _FACTORS = ("rope_freqs.weight",)
 _LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 _SIZES: dict[str, Any] = {
@@ -266,12 +318,56 @@ _GPT: dict[str, Any] = {
     "layer_norm_epsilon": number("attention.layer_norm_epsilon"),
 }
 
+_SHARED_EXPERTS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "n_routed_experts": integer("expert_count"),
+    "num_experts_per_tok": integer("expert_used_count"),
+    "moe_intermediate_size": integer("expert_feed_forward_length"),
+    "n_shared_experts": integer("expert_shared_count", 0),
+    "first_k_dense_replace": integer("leading_dense_block_count", 0),
+    "routed_scaling_factor": number("expert_weights_scale", 1.0),
+    "n_group": integer("expert_group_count", 1),
+    "topk_group": integer("expert_group_used_count", 1),
+    "moe_layer_freq": 1,
+}
+_DEEPSEEK: dict[str, Any] = (
+    _SIZES
+    | _RMS
+    | _SHARED_EXPERTS
+    | {
+        "num_key_value_heads": num_heads,
+        "num_hidden_layers": _own_layers,
+        "attention_bias": False,
+        "q_lora_rank": lambda gguf: gguf.integer(gguf.key("attention.q_lora_rank"), 0) or None,
+        "kv_lora_rank": integer("attention.kv_lora_rank"),
+        "qk_rope_head_dim": integer("rope.dimension_count"),
+        "qk_nope_head_dim": lambda gguf: (
+            _latent_size("key_length")(gguf) - gguf.integer(gguf.key("rope.dimension_count"))
+        ),
+        "v_head_dim": _latent_size("value_length"),
+        "rope_theta": rope_theta,
+        "rope_scaling": _latent_scaling,
+    }
+)
+
 MIXTRAL = Architecture(
     hf_class="MixtralForCausalLM",
     settings=_EXPERTS | {"model_type": "mixtral", "num_local_experts": integer("expert_count"), "sliding_window": None},
     is_permuted=True,
 )
 """What is called a Llama too."""
+
+DEEPSEEK3 = Architecture(
+    hf_class="DeepseekV3ForCausalLM",
+    settings=_DEEPSEEK
+    | {
+        "model_type": "deepseek_v3",
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": _scored_by(_SIGMOID),
+    },
+)
+"""What is called a deepseek2 too."""
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(hf_class="LlamaForCausalLM", settings=_LLAMA, is_permuted=True, factors=_FACTORS),
@@ -454,6 +550,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         is_permuted=True,
         factors=_FACTORS,
     ),
+    "granitemoe": Architecture(
+        hf_class="GraniteMoeForCausalLM",
+        settings=_EXPERTS
+        | {
+            "model_type": "granitemoe",
+            "attention_bias": False,
+            "num_local_experts": integer("expert_count"),
+            "embedding_multiplier": number("embedding_scale"),
+            "residual_multiplier": number("residual_scale"),
+            "attention_multiplier": number("attention.scale"),
+            "logits_scaling": number("logit_scale"),
+        },
+        is_permuted=True,
+        factors=_FACTORS,
+    ),
     "minicpm": Architecture(  # the same arithmetic under other names; older files leave out the first model's values
         hf_class="GraniteForCausalLM",
         settings=_MODERN
@@ -533,6 +644,33 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         | _RMS
         | _PART_ROPE
         | {"model_type": "glm4", "hidden_act": "silu", "attention_bias": holds("blk.0.attn_q.bias")},
+    ),
+    "glm4moe": Architecture(
+        hf_class="Glm4MoeForCausalLM",
+        settings=_SIZES
+        | _RMS
+        | _PART_ROPE
+        | _SHARED_EXPERTS
+        | {
+            "model_type": "glm4_moe",
+            "num_hidden_layers": _own_layers,
+            "attention_bias": holds("blk.0.attn_q.bias"),
+            "use_qk_norm": holds("blk.0.attn_q_norm.weight"),
+            "norm_topk_prob": _scored_by(_SIGMOID),
+        },
+        roles={"blk.#.post_attention_norm": "mlp_norm", "blk.#.ffn_norm": ""},
+    ),
+    "deepseek2": Architecture(
+        hf_class="DeepseekV2ForCausalLM",
+        settings=_DEEPSEEK
+        | {
+            "model_type": "deepseek_v2",
+            "scoring_func": "softmax",
+            "topk_method": lambda gguf: (
+                "group_limited_greedy" if gguf.integer(gguf.key("expert_group_count"), 1) > 1 else "greedy"
+            ),
+            "norm_topk_prob": _scored_by(_SOFTMAX),
+        },
     ),
     "internlm2": Architecture(hf_class="LlamaForCausalLM", settings=_LLAMA, is_permuted=True, factors=_FACTORS),
 }

@@ -661,11 +661,12 @@ FAMILIES: dict[str, ArchitectureRow] = {
         experts=experts(is_normalized=True),
         names={
             "router": "layers.{i}.block_sparse_moe.router.layer|layers.{i}.block_sparse_moe.router",
-            "expert_gate": "",
-            "expert_up": "",
+            "expert_gate": "layers.{i}.block_sparse_moe.experts.{j}.gate_proj",  # only where it is made of a GGUF
+            "expert_up": "layers.{i}.block_sparse_moe.experts.{j}.up_proj",
             "expert_gate_up": "layers.{i}.block_sparse_moe.input_linear[{j}]"
             "|layers.{i}.block_sparse_moe.experts.gate_up_proj[{j}]",
-            "expert_down": "layers.{i}.block_sparse_moe.output_linear[{j}]"
+            "expert_down": "layers.{i}.block_sparse_moe.experts.{j}.down_proj"
+            "|layers.{i}.block_sparse_moe.output_linear[{j}]"
             "|layers.{i}.block_sparse_moe.experts.down_proj[{j}]",
         },
     ),
