@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "entry.h"
-#include "matrix.h"
+#include "dense_products.h"
 #include "memory.h"
 #include "threads.h"
 
@@ -94,6 +94,25 @@ int64_t multiply_float() {
     return kLanes * repeat<F16, sums>(splat(0.0f), [&](F16& sum) { sum = fma(a, b, sum); });
 }
 
+// Pairs of bfloat16.
+template <class Kernel>
+int64_t multiply_pairs() {
+    constexpr int sums = kRegister == 64 ? 24 : 4;
+    Brain numbers[kLanes * kTogether<Brain>] = {};
+    uint32_t x = 0x3f803f80;
+    asm volatile("" : "+m"(numbers), "+m"(x));
+    const auto weights = Kernel::take(numbers);
+    return kLanes * kTogether<Brain> *
+           repeat<F16, sums>(splat(0.0f), [&](F16& sum) { sum = Kernel::add(sum, weights, &x); });
+}
+
+int64_t multiply_pairs() {
+#if defined(__AVX512VNNI__)
+    if (has_pair_products()) return multiply_pairs<FastPairProduct>();
+#endif
+    return multiply_pairs<PairProduct>();
+}
+
 // Codes of four bits: the narrowest products of bytes, which every instruction set sums fastest.
 int64_t multiply_codes() {
     constexpr int count = kRegister == 32 ? 6 : 12;
@@ -173,7 +192,9 @@ double ENTRY(funitel_roofs_multiply)(Roofs* roofs, int32_t kind) {
     int num_chunks = 16 * roofs->threads.count();
     std::atomic<int64_t> done{0};
     double seconds = funitel::timed(*roofs, num_chunks, [&](int) {
-        done += kind >= funitel::kInt8 ? funitel::multiply_codes() : funitel::multiply_float();
+        done += kind >= funitel::kInt8       ? funitel::multiply_codes()
+                : kind == funitel::kBFloat16 ? funitel::multiply_pairs()
+                                             : funitel::multiply_float();
     });
     return done.load() / seconds;
 }
