@@ -16,7 +16,7 @@ PACKAGES := -p funitel.proto -p funitel.router -p funitel.model_server -p funite
 write_pages = for page in settings routes metrics modules examples; do $(BIN)/python scripts/$${page}_page.py $(1) || exit 1; done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test unit system timed clients mutants faults container check lock lowest serving triton fmt proto pages docs itest bench peers families fuzz wheel clean
+.PHONY: help setup serve test unit system timed clients mutants faults container check lock lowest serving triton fmt proto pages docs itest bench guard peers families fuzz wheel clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
@@ -94,6 +94,9 @@ itest: setup ## tests of the whole system only
 
 bench: setup ## benchmarks of a model on this machine; funitel bench is for servers
 	@for script in $(filter-out benchmarks/serve.py benchmarks/gpu.py benchmarks/peers.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script $(ARGS) || exit 1; done
+
+guard: setup ## counts of work of a request, a token, a step and a start against their bounds; ARGS=--write writes these
+	@PYTHONPATH=testing $(BIN)/python -m funitel_testing.guard $(ARGS)
 
 peers: setup ## this server beside llama.cpp, vLLM and others at their best, into docs/benchmarks.md; ARGS="--short"
 	@$(BIN)/python benchmarks/peers.py --write docs/benchmarks.md $(ARGS)

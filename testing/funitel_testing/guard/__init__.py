@@ -1,0 +1,1 @@
+"""Counts of work that do not depend on what else a machine does, and their bounds."""
