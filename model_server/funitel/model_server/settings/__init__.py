@@ -116,7 +116,9 @@ class KernelSettings:
         "smollm2-135m-instruct", "Model with the matrices to measure.", env=None, complete=model_names
     )
     cache_dir: str | None = setting(None, _CACHE_DIR, env="FUNITEL_CACHE")
-    tier: str = setting("int8", "Precision of the weights.", choices=("float32", "float16", "bfloat16", "int8", "gguf"), env=None)
+    tier: str = setting(
+        "int8", "Precision of the weights.", choices=("float32", "float16", "bfloat16", "int8", "gguf"), env=None
+    )
     rows: Counts = setting(Counts("1,4,16,64"), "Tokens in a step, such as 1,16.", env=None)
     num_threads: int | None = setting(None, "Compute threads; the cores this process may use when not given.")
     footprint_mib: int | None = setting(
