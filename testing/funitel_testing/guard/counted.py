@@ -103,7 +103,7 @@ def main() -> None:
     for name, constant, value in CLOCKS:
         if module.startswith("funitel.router"):
             setattr(import_module(name), constant, value)
-            uvicorn.Server.main_loop = tick_once  # type: ignore[method-assign]
+            uvicorn.Server.main_loop = tick_once  # type: ignore[assignment]
     Counted(path, library)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
