@@ -1,12 +1,9 @@
 """What a request, a token, a step and a start cost stays within the bounds of the table, in counts of work."""
 
-import asyncio
-from pathlib import Path
-
 import pytest
 
-from funitel_testing.guard import router, table
-from funitel_testing.guard.groups import COUNTED, checked, reason_to_skip
+from funitel_testing.guard import table
+from funitel_testing.guard.groups import COUNTED, checked, in_process, reason_to_skip
 
 BOUNDS = table.read()
 
@@ -22,8 +19,8 @@ def test_counts_are_within_their_bounds(group: str) -> None:
     assert any(not finding.is_skipped for finding in findings)
 
 
-def test_one_call_or_system_call_more_for_each_token_is_over(tmp_path: Path) -> None:
-    rows = asyncio.run(router.more_a_token(tmp_path))
+def test_one_call_or_system_call_more_for_each_token_is_over() -> None:
+    rows = in_process("router", "more")
     bounds = {name: BOUNDS["router"][name] for name in rows}
     findings = {finding.name: finding for finding in table.check("router", rows, bounds)}
     assert findings["calls a token /generate_stream"].is_over

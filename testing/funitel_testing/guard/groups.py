@@ -13,10 +13,10 @@ from typing import Any
 
 from funitel.model_server.cpu.build import cpu_flags
 from funitel.model_server.cpu.compiler import INSTRUCTION_SETS
-from funitel_testing.guard import deployment, router, shard, table
+from funitel_testing.guard import deployment, shard, table
 from funitel_testing.guard.table import Finding, Rows
 
-INSTRUCTIONS_SECONDS = 300.0
+MAX_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,20 @@ class Group:
     depends_on: tuple[str, ...] = ()
 
 
+def in_process(module: str, argument: str) -> Rows:
+    """Rows that a module of this package prints, in a process of its own."""
+    command = [sys.executable, "-m", f"funitel_testing.guard.{module}", argument]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=MAX_SECONDS, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{module} {argument} ended with {done.returncode}: {done.stderr[-2000:]}")
+    rows: dict[str, float | str] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
 def instructions(instruction_set: str) -> Callable[[Path], Rows]:
-    """Measure the instructions of the fused step on one of the sets, in a process of its own."""
-
-    def measure(_: Path) -> Rows:
-        command = [sys.executable, "-m", "funitel_testing.guard.instructions", instruction_set]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environ, timeout=INSTRUCTIONS_SECONDS, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr[-2000:])
-        rows: dict[str, float | str] = json.loads(done.stdout.splitlines()[-1])
-        return rows
-
-    return measure
+    """Measure the instructions of the fused step on one of the sets."""
+    return lambda _: in_process("instructions", instruction_set)
 
 
 def _instruction_sets() -> list[str]:
@@ -50,7 +49,7 @@ def _instruction_sets() -> list[str]:
 
 
 GROUPS: Mapping[str, Group] = {
-    "router": Group(lambda folder: asyncio.run(router.measure(folder))),
+    "router": Group(lambda _: in_process("router", "rows")),
     "shard": Group(lambda folder: asyncio.run(shard.measure(folder))),
     "start": Group(deployment.measure, ("python",)),
     **{f"instructions {name}": Group(instructions(name), ("compiler",)) for name, _, _ in INSTRUCTION_SETS},
