@@ -429,6 +429,8 @@ def written(key: str, path: Path, architecture: str, *, extra: tuple[str, ...] =
     """A file of `TINY_GGUFS` with other metadata and small tensors more."""
     tiny = TINY_GGUFS[key]
     factors = {name: [1.0] * 4 for name in extra}
+    if architecture not in gguf.MODEL_ARCH_NAMES.values():
+        pytest.skip(f"this release of gguf cannot write {architecture}")
     replace(tiny, metadata={**tiny.metadata, **metadata}, factors=factors).write(path, architecture)
     return path
 
