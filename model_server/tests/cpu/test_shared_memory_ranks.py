@@ -35,6 +35,7 @@ def run_ranks(size: int, work: Work, timeout_ms: int = 20_000) -> list[Any]:
     has_joined = context.Barrier(size + 1)
 
     def serve(rank: int, answer: Connection) -> None:
+        torch.set_num_threads(1)  # the threads of the process that was forked are not here, and would be waited for
         mine = module._open(address)
         ranks = SharedMemoryRanks(rank, size, library, library.funitel_ranks(mine, rank, size, timeout_ms))
         has_joined.wait(20)
